@@ -1,0 +1,145 @@
+"""What the gateway costs, with everything on, beside nginx and a direct call in the same run.
+
+CPU microseconds per request (keep-alive, 16 at a time) and per streamed chunk (100 parallel streams, a chunk every
+20 ms), the time it adds to a lone request, and its memory over many requests. CPU is read from /proc, so other load on
+the machine matters little. Everything is on: an API key, metrics, activity, priorities, the scheduler.
+
+    make bench        or        python benchmarks/gateway.py [--rounds 3] [--requests 20000] [--memory-requests 200000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import rig
+
+GOALS = {"request_ratio_max": 4.0, "chunk_ratio_max": 1.4, "added_p50_ratio_max": 2.5, "memory_growth_mib_max": 8.0}
+CHUNKS, CHUNK_S = 150, 0.02
+# The load generator presents this key.
+KEY = "none"
+
+
+@contextlib.contextmanager
+def greenroom(port: int) -> Iterator[int]:
+    """The gateway as users run it, with the mock engine as a command it starts itself; gives its pid."""
+    engine = [sys.executable, str(rig.HERE / "mock_engine.py"), "--port", "${PORT}"]
+    engine += ["--chunks", str(CHUNKS), "--chunk-s", str(CHUNK_S)]
+    model = {"cmd": engine, "memory_mib": 100, "concurrency": 512, "preload": True}
+    with tempfile.TemporaryDirectory(prefix="greenroom-bench-") as folder:
+        config = {
+            "server": {"port": port, "api_keys": [{"name": "bench", "key": KEY}]},
+            "log": {"level": "warning"},
+            "state_dir": f"{folder}/state",
+            "models": {"mock": model},
+        }
+        path = Path(folder) / "greenroom.yaml"
+        # JSON is YAML.
+        path.write_text(json.dumps(config))
+        with rig.running([sys.executable, "-m", "greenroom", "serve", "--config", str(path)], port) as pid:
+            yield pid
+
+
+def measure(port: int, cpu_s: Any, options: argparse.Namespace) -> dict[str, float]:
+    """One round against one address; `cpu_s` says how much processor time it has used so far."""
+    rig.load("requests", port, concurrency=16, count=1_000)
+    before_s = cpu_s()
+    busy = rig.load("requests", port, concurrency=16, count=options.requests)
+    between_s = cpu_s()
+    paced = rig.load("streams", port, concurrency=options.streams)
+    after_s = cpu_s()
+    alone = rig.load("requests", port, concurrency=1, count=3_000)
+    assert busy["count"] == options.requests, f"only {busy['count']} of {options.requests} requests were answered"
+    assert paced["chunks"] >= options.streams * CHUNKS, f"only {paced['chunks']} chunks arrived"
+    return {
+        "request_us": 1e6 * (between_s - before_s) / busy["count"],
+        "chunk_us": 1e6 * (after_s - between_s) / paced["chunks"],
+        "chunks_per_read": paced["chunks_per_read"],
+        "p50_alone_us": alone["p50_us"],
+        "per_s": busy["per_s"],
+    }
+
+
+def best(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """The best round of each: other load on the machine can only add."""
+    chosen = {name: round(min(one[name] for one in rounds), 2) for name in rounds[0]}
+    chosen["per_s"] = round(max(one["per_s"] for one in rounds))
+    return chosen
+
+
+def memory_mib(pid: int) -> float:
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) / 1024
+
+
+def memory_growth(port: int, pid: int, requests: int) -> dict[str, float]:
+    """Memory after a tenth of the requests, when everything has its size, and after all of them."""
+    rig.load("requests", port, concurrency=16, count=requests // 10)
+    early = memory_mib(pid)
+    rig.load("requests", port, concurrency=16, count=requests - requests // 10)
+    late = memory_mib(pid)
+    return {"requests": requests, "early_mib": round(early, 1), "late_mib": round(late, 1)}
+
+
+def figures_of(options: argparse.Namespace) -> dict[str, Any]:
+    engine_port, own_port, nginx_port = rig.free_port(), rig.free_port(), rig.free_port()
+    with (
+        rig.python("mock_engine.py", engine_port, "--chunks", str(CHUNKS), "--chunk-s", str(CHUNK_S)) as engine,
+        rig.nginx(nginx_port, engine_port) as nginx,
+        greenroom(own_port) as own,
+    ):
+        # The gateway's engine is its child: its time is not the gateway's.
+        sides = {
+            "direct": (engine_port, lambda: rig.own_cpu_s(engine)),
+            "nginx": (nginx_port, lambda: rig.cpu_s(nginx)),
+            "greenroom": (own_port, lambda: rig.own_cpu_s(own)),
+        }
+        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+        for number in range(options.rounds):
+            for name, (port, cpu_s) in sides.items():
+                taken = measure(port, cpu_s, options)
+                rounds[name].append(taken)
+                print(
+                    f"round {number + 1} {name:10}", {key: round(value, 1) for key, value in taken.items()}, flush=True
+                )
+        figures: dict[str, Any] = {name: best(taken) for name, taken in rounds.items()}
+        figures["memory"] = memory_growth(own_port, own, options.memory_requests)
+    return figures
+
+
+def ratios(figures: dict[str, Any]) -> dict[str, float]:
+    own, nginx, direct = figures["greenroom"], figures["nginx"], figures["direct"]
+    added_own = own["p50_alone_us"] - direct["p50_alone_us"]
+    added_nginx = nginx["p50_alone_us"] - direct["p50_alone_us"]
+    return {
+        "request_ratio": round(own["request_us"] / nginx["request_us"], 2),
+        "chunk_ratio": round(own["chunk_us"] / nginx["chunk_us"], 2),
+        "added_p50_us": round(added_own, 1),
+        "added_p50_nginx_us": round(added_nginx, 1),
+        "added_p50_ratio": round(added_own / added_nginx, 2),
+        "memory_growth_mib": round(figures["memory"]["late_mib"] - figures["memory"]["early_mib"], 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--streams", type=int, default=100)
+    parser.add_argument("--memory-requests", type=int, default=200_000)
+    options = parser.parse_args()
+    print(rig.machine(), flush=True)
+    figures = figures_of(options)
+    figures |= ratios(figures)
+    met = all(figures[name.removesuffix("_max")] <= most for name, most in GOALS.items())
+    rig.report("gateway", {"machine": rig.machine(), **figures}, GOALS, met)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What every benchmark needs: processes that are started, measured and ended by their own pid, and nginx beside them.
+
+Owns the numbers' meaning: CPU is user plus system time from /proc/PID/stat of a process and all below it, which other
+load on the machine changes little. Wall-clock figures are only compared within one run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+START_TIMEOUT_S = 20.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+# nginx at its best as a reverse proxy: one worker, kept connections, no buffering of answers, no log.
+_NGINX = """
+daemon off; worker_processes 1; pid {dir}/pid; error_log {dir}/error.log;
+{user}
+events {{ worker_connections 4096; }}
+http {{
+  access_log off; keepalive_requests 100000000; tcp_nodelay on;
+  client_body_temp_path {dir}/b; proxy_temp_path {dir}/p; fastcgi_temp_path {dir}/f;
+  uwsgi_temp_path {dir}/u; scgi_temp_path {dir}/s;
+  upstream engine {{ server 127.0.0.1:{engine_port}; keepalive 256; keepalive_requests 100000000; }}
+  server {{
+    listen 127.0.0.1:{port} backlog=1024;
+    location / {{
+      proxy_pass http://engine; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
+    }}
+  }}
+}}
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(argv: list[str], port: int) -> Iterator[int]:
+    """A process that listens on this port; gives its pid. Ended when the block is left."""
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
+    try:
+        _wait_for_port(process, port)
+        yield process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def python(script: str, port: int, *arguments: str) -> Iterator[int]:
+    """One of our own scripts, listening on this port."""
+    with running([sys.executable, str(HERE / script), "--port", str(port), *arguments], port) as pid:
+        yield pid
+
+
+@contextlib.contextmanager
+def nginx(port: int, engine_port: int) -> Iterator[int]:
+    """nginx in front of an engine; gives the pid of its master."""
+    program = shutil.which("nginx") or "/usr/sbin/nginx"
+    with tempfile.TemporaryDirectory(prefix="greenroom-bench-") as directory:
+        config = Path(directory) / "nginx.conf"
+        user = "user root;" if os.geteuid() == 0 else ""
+        config.write_text(_NGINX.format(dir=directory, port=port, engine_port=engine_port, user=user))
+        argv = [program, "-c", str(config), "-p", directory, "-e", f"{directory}/error.log"]
+        with running(argv, port) as pid:
+            yield pid
+
+
+def load(kind: str, port: int, **options: object) -> dict[str, Any]:
+    """Run the load generator in a process of its own and read its result."""
+    argv = [sys.executable, str(HERE / "load.py"), kind, "--port", str(port)]
+    for name, value in options.items():
+        argv += [f"--{name}", str(value)]
+    result: dict[str, Any] = json.loads(subprocess.run(argv, check=True, capture_output=True, timeout=600).stdout)
+    return result
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time used so far by this process and every process below it."""
+    return sum(own_cpu_s(member) for member in _tree(pid))
+
+
+def machine() -> str:
+    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
+    return f"{os.uname().machine}, {os.cpu_count()} cores, {model.partition(':')[2].strip() or 'unknown'}"
+
+
+def report(bench: str, figures: dict[str, Any], goals: dict[str, Any], met: bool) -> None:
+    """The last line of every benchmark."""
+    print(json.dumps({"bench": bench, "figures": figures, "goals": goals, "met": met}))
+
+
+def own_cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def _tree(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid] + [member for child in children for member in _tree(int(child))]
+
+
+def _wait_for_port(process: subprocess.Popen[bytes], port: int) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise SystemExit(f"{process.args!r} ended with {process.returncode}")
+        with socket.socket() as sock:
+            if sock.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.02)
+    raise SystemExit(f"{process.args!r} did not listen in time")

@@ -1,0 +1,82 @@
+"""Which gateway a command speaks to, and the key it shows there.
+
+Owns the options `--url` and `--api-key-env` and their environment variables. Never connects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from greenroom.cli.failures import WrongUsage
+
+URL_NAME = "GREENROOM_URL"
+KEY_NAME = "GREENROOM_API_KEY"
+DEFAULT_URL = "http://127.0.0.1:8210"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`url` is for messages; `prefix` is put before every path."""
+
+    url: str
+    scheme: str
+    host: str
+    port: int
+    prefix: str
+    key: str | None = field(default=None, repr=False)
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+
+def add_options(parser: argparse.ArgumentParser, *, json_help: str | None = None) -> None:
+    """The options of every command that speaks to a gateway."""
+    parser.add_argument("--url", help=f"the gateway's address (default: ${URL_NAME} or {DEFAULT_URL})")
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help=f"environment variable that holds the API key (default: {KEY_NAME})"
+    )
+    if json_help is not None:
+        parser.add_argument("--json", action="store_true", help=json_help)
+
+
+def address_of(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Address:
+    """Where these arguments and the environment point. Raises WrongUsage."""
+    return parse(args.url or environ.get(URL_NAME) or DEFAULT_URL, _key(args.api_key_env, environ))
+
+
+def parse(url: str, key: str | None = None) -> Address:
+    """Read an address such as `http://127.0.0.1:8210`, `box:8210` or `https://models.example.org/llm`."""
+    whole = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(whole)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError as reason:
+        raise WrongUsage(f"{url} is not an address: {reason}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or not url.isprintable() or " " in url:
+        raise WrongUsage(f"{url!r} is not an address; write it like {DEFAULT_URL}")
+    if "@" in parts.netloc:
+        raise WrongUsage(f"an address holds no name and password; put the key into {KEY_NAME}")
+    # The base address that OpenAI's clients want ends in /v1; people will give the same one here.
+    prefix = parts.path.rstrip("/").removesuffix("/v1")
+    return Address(f"{parts.scheme}://{parts.netloc}{prefix}", parts.scheme, parts.hostname, port, prefix, key)
+
+
+def _key(name: str | None, environ: Mapping[str, str]) -> str | None:
+    if name is not None and not environ.get(name):
+        raise WrongUsage(f"the environment variable {name} is not set")
+    key = environ.get(name or KEY_NAME, "").strip()
+    if not key:
+        return None
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise WrongUsage(f"the key in {name or KEY_NAME} has characters that no key has")
+    return key

@@ -1,0 +1,96 @@
+"""`greenroom check`: what is wrong with a configuration, and what it would serve. Starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from greenroom.cli import screen
+from greenroom.cli.failures import Exit
+from greenroom.errors import ConfigError
+
+if TYPE_CHECKING:
+    from greenroom.config.loader import Loaded
+    from greenroom.config.schema import Model
+
+NAME = "check"
+HELP = "Say everything that is wrong with a configuration file, and what it would serve."
+TITLES = ("model", "engine", "memory MiB", "note")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="?", help="the file (default: as for serve)")
+    parser.add_argument("-c", "--config", metavar="FILE", help="the same")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of configuration files and stop")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.schema:
+        from greenroom.config.reference import json_schema
+
+        screen.say_json(json_schema())
+        return Exit.OK
+    from greenroom.config import loader
+
+    try:
+        loaded = loader.load(loader.find(args.file or args.config))
+    except ConfigError as error:
+        if not args.json:
+            raise
+        screen.say_json({"ok": False, "problems": error.message.splitlines()})
+        return Exit.FAILED
+    _say(summary(loaded), args.json)
+    return Exit.OK
+
+
+def summary(loaded: Loaded) -> dict[str, Any]:
+    """What the file would serve, and on what."""
+    from greenroom.memory.devices import devices
+
+    return {
+        "ok": True,
+        "file": str(loaded.path),
+        "warnings": list(loaded.warnings),
+        "models": [_model(name, model) for name, model in loaded.config.models.items()],
+        "devices": [
+            {"id": device.id, "capacity_mib": device.capacity_mib, "margin_mib": device.margin_mib}
+            for device in devices(loaded.config)
+        ],
+    }
+
+
+def _model(name: str, model: Model) -> dict[str, Any]:
+    from greenroom.engines.registry import engine_for
+
+    engine = engine_for(model)
+    need = engine.need(model)
+    return {
+        "id": name,
+        "engine": engine.name,
+        "memory_mib": need.gpu_mib + need.host_mib,
+        "estimated": model.memory_mib is None,
+        "pinned": model.pinned,
+        "preload": model.preload,
+    }
+
+
+def _say(result: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        screen.say_json(result)
+        return
+    screen.say_table(TITLES, [_row(model) for model in result["models"]])
+    budget = ", ".join(f"{device['id']} {device['capacity_mib']:,} MiB" for device in result["devices"])
+    screen.say(f"budget: {budget}")
+    for warning in result["warnings"]:
+        screen.say(f"warning: {warning}")
+    screen.say(f"{result['file']} is right" + (", but see above" if result["warnings"] else ""))
+    screen.hint(f"serve it: greenroom serve --config {result['file']}")
+
+
+def _row(model: Mapping[str, Any]) -> Sequence[str]:
+    notes = ["estimated from its file"] if model["estimated"] and model["memory_mib"] else []
+    notes += [word for word in ("pinned", "preload") if model[word]]
+    memory = str(model["memory_mib"]) if model["memory_mib"] else "-"
+    return (model["id"], model["engine"], memory, ", ".join(notes) or "-")

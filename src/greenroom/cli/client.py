@@ -1,0 +1,168 @@
+"""Calls to a running gateway: JSON there and back, and streams of server-sent events.
+
+Owns one connection per call, its timeouts, and the translation of everything that can go wrong into CommandFailed.
+Never follows redirects (they could carry the key elsewhere) and never sends anything for loopback through a proxy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import urllib.request
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+from urllib.parse import quote, urlencode, urlsplit
+
+from greenroom.cli.address import KEY_NAME, Address
+from greenroom.cli.events import ServerEvent, server_events
+from greenroom.cli.failures import CommandFailed, NoGateway, Refused
+
+CONNECT_MAX_S: Final = 5.0
+ANSWER_MAX_S: Final = 30.0
+ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
+# The gateway says something every 15 s on its own streams and every 10 s to those who wait for a model; an engine may
+# think for ten minutes.
+SILENCE_MAX_S: Final = 900.0
+NOT_OURS: Final = "what answers at {url} is not Greenroom"
+
+
+def model_path(model: str, order: str) -> str:
+    """The path of an order to one model. The id is encoded whole, so that a slash in it cannot be read as more path."""
+    return f"/api/v1/models/{quote(model, safe='')}/{order}"
+
+
+class Client:
+    def __init__(self, address: Address) -> None:
+        self.address = address
+
+    def get(self, path: str, query: Mapping[str, object] | None = None, *, answer_max_s: float = ANSWER_MAX_S) -> Any:
+        """The JSON at this path. Raises NoGateway, Refused or CommandFailed."""
+        return self._call("GET", path + (f"?{urlencode(query)}" if query else ""), None, answer_max_s)
+
+    def post(self, path: str, body: object | None = None, *, answer_max_s: float = ANSWER_MAX_S) -> Any:
+        """Send this as JSON; the JSON that comes back. Raises NoGateway, Refused or CommandFailed."""
+        return self._call("POST", path, body, answer_max_s)
+
+    @contextlib.contextmanager
+    def stream(
+        self, method: str, path: str, body: object | None = None, headers: Mapping[str, str] | None = None
+    ) -> Iterator[Iterator[ServerEvent]]:
+        """The events at this path, as they come. Leaving the block closes the connection."""
+        with self._asked(method, path, body, SILENCE_MAX_S, headers) as response:
+            if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                raise CommandFailed(NOT_OURS.format(url=self.address.url))
+            yield self._events(response)
+
+    def _events(self, response: http.client.HTTPResponse) -> Iterator[ServerEvent]:
+        with self._told_well(SILENCE_MAX_S):
+            yield from server_events(response)
+
+    def _call(self, method: str, path: str, body: object | None, answer_max_s: float) -> Any:
+        with self._asked(method, path, body, answer_max_s) as response, self._told_well(answer_max_s):
+            return self._json(response)
+
+    @contextlib.contextmanager
+    def _asked(
+        self,
+        method: str,
+        path: str,
+        body: object | None,
+        silence_max_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> Iterator[http.client.HTTPResponse]:
+        """An answer with a good status, its body not yet read."""
+        with contextlib.closing(self._connected()) as connection:
+            with self._told_well(silence_max_s):
+                assert connection.sock is not None
+                connection.sock.settimeout(silence_max_s)
+                content = None if body is None else json.dumps(body).encode()
+                connection.request(method, self._target(path), content, self._headers(body, headers))
+                response = connection.getresponse()
+                if response.status >= 300:
+                    raise self._refusal(response)
+            yield response
+
+    # --- the connection ---------------------------------------------------------------------------------------------
+
+    def _connected(self) -> http.client.HTTPConnection:
+        connection = self._connection()
+        try:
+            connection.connect()
+        except (OSError, http.client.HTTPException) as error:
+            # A refused connection is the plain case; anything else (a name, a certificate) needs its reason.
+            why = "" if isinstance(error, ConnectionRefusedError) else f" ({_reason(error)})"
+            raise NoGateway(
+                f"no gateway answers at {self.address.url}{why}; start one with `greenroom serve`"
+            ) from None
+        return connection
+
+    def _connection(self) -> http.client.HTTPConnection:
+        address, proxy = self.address, self._proxy()
+        make = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        if proxy is None:
+            return make(address.host, address.port, timeout=CONNECT_MAX_S)
+        connection = make(proxy[0], proxy[1], timeout=CONNECT_MAX_S)
+        if address.scheme == "https":
+            connection.set_tunnel(address.host, address.port)
+        return connection
+
+    def _proxy(self) -> tuple[str, int] | None:
+        address = self.address
+        if address.is_loopback or urllib.request.proxy_bypass(address.authority):
+            return None
+        proxy = urllib.request.getproxies().get(address.scheme)
+        parts = urlsplit(proxy if proxy and "://" in proxy else f"http://{proxy}") if proxy else None
+        return (parts.hostname, parts.port or 80) if parts and parts.hostname else None
+
+    def _target(self, path: str) -> str:
+        """What stands in the request line: a proxy wants the whole address, unless it only carries bytes."""
+        whole = self.address.prefix + path
+        through_proxy = self.address.scheme == "http" and self._proxy() is not None
+        return f"http://{self.address.authority}{whole}" if through_proxy else whole
+
+    def _headers(self, body: object | None, more: Mapping[str, str] | None) -> dict[str, str]:
+        headers = {"Accept": "application/json, text/event-stream", "Connection": "close", **(more or {})}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        if self.address.key is not None:
+            headers["Authorization"] = f"Bearer {self.address.key}"
+        return headers
+
+    # --- the answer -------------------------------------------------------------------------------------------------
+
+    def _json(self, response: http.client.HTTPResponse) -> Any:
+        content = response.read(ANSWER_BYTES_MAX + 1)
+        if len(content) > ANSWER_BYTES_MAX:
+            raise CommandFailed(f"the answer of {self.address.url} is larger than {ANSWER_BYTES_MAX:,} bytes")
+        if response.length:
+            # A bounded read does not complain by itself when less came than was promised.
+            raise http.client.IncompleteRead(content, response.length)
+        try:
+            return json.loads(content)
+        except ValueError:
+            raise CommandFailed(NOT_OURS.format(url=self.address.url)) from None
+
+    def _refusal(self, response: http.client.HTTPResponse) -> CommandFailed:
+        try:
+            error = self._json(response)["error"]
+            message, details, code = str(error["message"]), error.get("details"), str(error.get("code"))
+        except (CommandFailed, LookupError, TypeError, AttributeError):
+            return CommandFailed(f"{NOT_OURS.format(url=self.address.url)} (it answers {response.status})")
+        if response.status == 401:
+            message += f" Set {KEY_NAME}, or name another variable with --api-key-env."
+        return Refused(message, str(details) if details else None, status=response.status, code=code)
+
+    @contextlib.contextmanager
+    def _told_well(self, silence_max_s: float) -> Iterator[None]:
+        """Whatever breaks between the request and the end of the answer."""
+        try:
+            yield
+        except TimeoutError:
+            raise CommandFailed(f"{self.address.url} has said nothing for {silence_max_s:g} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise CommandFailed(f"{self.address.url} went away before it had answered ({_reason(error)})") from None
+
+
+def _reason(error: BaseException) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -1,0 +1,111 @@
+"""`greenroom demo`: two real, small models under a budget that holds one of them at a time.
+
+Owns the demo's configuration, which exists in memory only, and what a newcomer is told to type. The models are made
+ready by `demo_models.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import shutil
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from greenroom.cli import overrides, screen
+from greenroom.cli.failures import CommandFailed
+from greenroom.cli.overrides import Overrides
+
+if TYPE_CHECKING:
+    from greenroom.app import App
+    from greenroom.cli.demo_models import DemoModel
+    from greenroom.config.schema import Config, Model
+
+NAME = "demo"
+HELP = "Fetch two small models once (180 MB) and serve them: smollm2 (chat) and minilm (embeddings)."
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    overrides.add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    began = time.monotonic()
+    _need_llama_cpp()
+    models = _prepared()
+    from greenroom.cli import serving
+
+    plan = serving.Plan(configuration(models, Overrides.of(args)))
+    return serving.serve(plan, lambda app: _greet(app, time.monotonic() - began))
+
+
+def _need_llama_cpp() -> None:
+    """Say what is missing before anything is fetched."""
+    if shutil.which("llama-server") is None and importlib.util.find_spec("xllamacpp") is None:
+        raise CommandFailed("the demo needs llama.cpp: pip install 'greenroom[demo]'")
+
+
+def _prepared() -> list[DemoModel]:
+    from greenroom.cli import demo_models
+
+    with contextlib.ExitStack() as stack:
+        bar: list[demo_models.Progress] = []
+
+        def say(step: str, done: int, total: int) -> None:
+            # The bar takes a moment to load, and is not wanted when everything is there.
+            if not bar:
+                bar.append(stack.enter_context(demo_models.progress_bar()))
+            bar[0](step, done, total)
+
+        return demo_models.prepare(demo_models.cache_dir(), say)
+
+
+def configuration(models: Sequence[DemoModel], said: Overrides) -> Config:
+    """Both models, and a simulated GPU that holds the larger one and nothing besides."""
+    from greenroom.cli.demo_models import cache_dir
+    from greenroom.config.schema import Config, Gpu, Server
+
+    config = said.applied(
+        Config(
+            gpus=(Gpu(memory_mib=max(model.memory_mib for model in models), margin_mib=0),),
+            models={model.id: _model(model) for model in models},
+        )
+    )
+    # Its own directory, by port, so that a demo runs beside other gateways and other demos.
+    state_dir = said.state_dir or str(cache_dir() / f"state-{config.server.port or Server().port}")
+    return config.model_copy(update={"state_dir": state_dir})
+
+
+def _model(model: DemoModel) -> Model:
+    from greenroom.config.schema import Model
+
+    chats = model.kind == "chat"
+    return Model(
+        path=str(model.path),
+        memory_mib=model.memory_mib,
+        embedding=not chats,
+        # A sentence encoder reads 512 tokens at most, for each of four requests at once.
+        ctx_size=4096 if chats else 2048,
+        preload=chats,
+        description="SmolLM2 135M Instruct, a chat model" if chats else "all-MiniLM-L6-v2, sentence embeddings",
+    )
+
+
+def _greet(app: App, took_s: float) -> None:
+    from greenroom.cli.serving import shown_url
+
+    url = shown_url(app)
+    screen.say(f"greenroom serves smollm2 (chat) and minilm (embeddings) at {url} (in {screen.seconds(took_s)})")
+    screen.say("They do not fit into memory together: watch them change places with `greenroom ps --watch`.")
+    screen.say("\nIn another terminal:\n")
+    screen.say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\")
+    screen.say(
+        """    -d '{"model": "smollm2", "messages": [{"role": "user", "content": "What is the capital of France?"}]}'"""
+    )
+    screen.say("\nor in Python, with `pip install openai`:\n")
+    screen.say("  from openai import OpenAI")
+    screen.say(f"  client = OpenAI(base_url='{url}/v1', api_key='none')")
+    screen.say("  print(client.embeddings.create(model='minilm', input='Hello').data[0].embedding[:4])")
+    screen.say("\nCtrl-C ends it.")

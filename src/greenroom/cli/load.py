@@ -1,0 +1,32 @@
+"""`greenroom load`: make a model ready now."""
+
+from __future__ import annotations
+
+import argparse
+
+from greenroom.cli import address, moves, screen
+from greenroom.cli.failures import Exit
+
+NAME = "load"
+HELP = "Make a model ready now, and wait until it is."
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="its id or an alias")
+    parser.add_argument(
+        "--evict", action="append", default=[], metavar="MODEL", help="unload this one for it; may be repeated"
+    )
+    address.add_options(parser, json_help="print the gateway's answer as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from greenroom.cli.client import Client
+
+    body = {"evict": args.evict} if args.evict else {}
+    answer, took_s = moves.move(Client(address.address_of(args)), args.model, "load", body, "loading")
+    if args.json:
+        screen.say_json(answer)
+    else:
+        screen.say(f"{answer['model']} is {answer['tier']} after {screen.seconds(took_s)}")
+        screen.hint(f"talk to it: greenroom chat {answer['model']}")
+    return Exit.OK

@@ -1,0 +1,135 @@
+"""`greenroom ps`: which models are ready, what they hold, who waits."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from greenroom.cli import address, screen
+from greenroom.cli.failures import Exit
+
+if TYPE_CHECKING:
+    from greenroom.cli.client import Client
+
+NAME = "ps"
+HELP = "Show every model: its tier, its memory, who uses it and who waits for it."
+TITLES: Final = ("model", "tier", "memory MiB", "in flight", "waiting", "idle", "pid", "note")
+WATCH_EVERY_S: Final = 1.0
+MOVING: Final = {
+    "load": "loading",
+    "wake": "waking",
+    "sleep": "falling-asleep",
+    "prepare": "preparing",
+    "unload": "unloading",
+}
+
+Status = Mapping[str, Any]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-w", "--watch", action="store_true", help=f"show it anew every {WATCH_EVERY_S:g} s")
+    address.add_options(parser, json_help="print the gateway's whole status as JSON (one line each with --watch)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from greenroom.cli.client import Client
+
+    client = Client(address.address_of(args))
+    if args.watch:
+        _watch(client, args.json)
+        return Exit.OK
+    status = client.get("/api/v1/status")
+    if args.json:
+        screen.say_json(status)
+        return Exit.OK
+    screen.say_table(TITLES, rows(status))
+    for line in summary(status):
+        screen.hint(line)
+    return Exit.OK
+
+
+def rows(status: Status) -> list[tuple[str, ...]]:
+    return [_row(model) for model in status["models"]]
+
+
+def tier(model: Status) -> str:
+    """The tier, or the move that is under way."""
+    moving = model.get("moving")
+    return MOVING.get(moving["kind"], str(moving["kind"])) if moving else str(model["tier"])
+
+
+def _row(model: Status) -> tuple[str, ...]:
+    memory: Mapping[str, int] = model.get("memory") or {}
+    busy = model["in_flight"] or model["waiting"]
+    pid = model.get("pid")
+    return (
+        model["id"],
+        tier(model),
+        str(sum(memory.values())) if memory else "-",
+        str(model["in_flight"]),
+        str(model["waiting"]),
+        "-" if busy else screen.seconds(model.get("last_used_s_ago")),
+        str(pid) if pid else "-",
+        "; ".join(_notes(model)) or "-",
+    )
+
+
+def _notes(model: Status) -> list[str]:
+    moving = model.get("moving") or {}
+    notes = []
+    if moving.get("eta_s") is not None:
+        notes.append(f"about {screen.seconds(moving['eta_s'])} to go")
+    if model.get("pinned"):
+        notes.append("pinned")
+    if model.get("last_error"):
+        again = f", again in {screen.seconds(model['retry_in_s'])}" if model.get("retry_in_s") else ""
+        notes.append(f"failed{again}: greenroom logs {model['id']}")
+    return notes
+
+
+def summary(status: Status) -> list[str]:
+    """A line for each device and one for the queue."""
+    lines = [
+        f"{device['id']}: {device['used_mib']:,} of {device['capacity_mib']:,} MiB used"
+        for device in status.get("devices", ())
+        if device["used_mib"] or device["kind"] != "host" or len(status["devices"]) == 1
+    ]
+    return [*lines, f"{status['queue']['depth']} waiting; up for {screen.seconds(status['uptime_s'])}"]
+
+
+# --- watching -------------------------------------------------------------------------------------------------------
+
+
+def _watch(client: Client, as_json: bool) -> None:
+    """Until interrupted."""
+    if as_json:
+        _every(lambda: screen.say_json(client.get("/api/v1/status"), on_one_line=True))
+    elif not sys.stdout.isatty():
+        _every(lambda: screen.say(screen.plain_table(TITLES, rows(client.get("/api/v1/status"))) + "\n"))
+    else:
+        _watch_live(client)
+
+
+def _watch_live(client: Client) -> None:
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    def drawn() -> Group:
+        status = client.get("/api/v1/status")
+        return Group(
+            screen.drawn_table(TITLES, rows(status)), Text(screen.harmless("\n".join(summary(status))), style="dim")
+        )
+
+    with Live(drawn(), auto_refresh=False) as live:
+        time.sleep(WATCH_EVERY_S)
+        _every(lambda: live.update(drawn(), refresh=True))
+
+
+def _every(show: Callable[[], None]) -> None:
+    while True:
+        show()
+        time.sleep(WATCH_EVERY_S)

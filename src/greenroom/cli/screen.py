@@ -1,0 +1,119 @@
+"""What a command shows: tables, spinners and colours in a terminal, plain and stable lines in a pipe.
+
+Results go to standard output, everything said on the way to standard error. Text that comes from elsewhere (engines,
+models, other people's names) is stripped of what a terminal would act on. `rich` is loaded only where it draws.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from greenroom.cli.failures import CommandFailed
+
+# Control characters but for tab and line break, and marks that turn the direction of text.
+_UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+_STYLES: Final = {"ready": "green", "asleep": "cyan", "cold": "dim", "failed": "red"}
+
+Row = Sequence[str]
+
+
+def harmless(text: str) -> str:
+    """The text without anything a terminal would act on."""
+    return _UNSAFE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def say(text: str = "") -> None:
+    """A line of the result."""
+    print(harmless(text), flush=True)
+
+
+def note(text: str) -> None:
+    """A line for people, on standard error."""
+    print(harmless(text), file=sys.stderr, flush=True)
+
+
+def hint(text: str) -> None:
+    """What to type next; only people are told."""
+    if sys.stderr.isatty():
+        print(dim(text), file=sys.stderr, flush=True)
+
+
+def dim(text: str) -> str:
+    return f"{_DIM}{harmless(text)}{_PLAIN}"
+
+
+def say_json(value: Any, *, on_one_line: bool = False) -> None:
+    print(json.dumps(value, indent=None if on_one_line else 2, ensure_ascii=False), flush=True)
+
+
+def fail(error: CommandFailed) -> None:
+    note(f"greenroom: {error.message}")
+    if error.details:
+        note("\n".join(f"  | {line}" for line in error.details.splitlines()))
+
+
+def seconds(value: float | None) -> str:
+    """`0.4s`, `12s`, `3m`, `2h`, `5d`; `-` when not known."""
+    if value is None:
+        return "-"
+    if value < 9.95:
+        return f"{max(0.0, value):.1f}s"
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "m")):
+        if value >= size:
+            return f"{value / size:.0f}{unit}"
+    return f"{value:.0f}s"
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def say_table(titles: Row, rows: Sequence[Row]) -> None:
+    if not sys.stdout.isatty():
+        print(plain_table(titles, rows), flush=True)
+        return
+    from rich.console import Console
+
+    Console().print(drawn_table(titles, rows))
+
+
+def plain_table(titles: Row, rows: Sequence[Row]) -> str:
+    """Columns set apart by two spaces, in capitals above; no cell but the last of a row may hold a space."""
+    shown = [tuple(title.upper().replace(" ", "_") for title in titles)]
+    shown += [tuple(harmless(cell).replace("\n", " ") or "-" for cell in row) for row in rows]
+    widths = [max(len(row[column]) for row in shown) for column in range(len(titles))]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in shown)
+
+
+def drawn_table(titles: Row, rows: Sequence[Row]) -> Any:
+    """The same as a rich table, to be printed or shown live."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*titles, box=SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(harmless(cell), style=_STYLES.get(cell, "")) for cell in row))
+    return table
+
+
+# --- waiting --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def spinner(text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on standard error with a text that can be changed; in a pipe each new text is one line."""
+    if not sys.stderr.isatty():
+        note(text)
+        yield note
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status(Text(harmless(text))) as status:
+        yield lambda text: status.update(Text(harmless(text)))

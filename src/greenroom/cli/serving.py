@@ -1,0 +1,132 @@
+"""A gateway in the foreground: started, told by signals what to do, and ended. `serve` and `demo` share it.
+
+Owns the event loop, the signals and the wording of what can go wrong at the start. SIGTERM and SIGINT end it, a second
+one without waiting for running answers; SIGHUP reads the configuration again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from greenroom.cli.failures import CommandFailed, Exit
+from greenroom.errors import GreenroomError
+
+if TYPE_CHECKING:
+    from greenroom.app import App
+    from greenroom.config.schema import Config
+
+# Every caller and every engine's connection is a file; many systems allow 1024 unless asked.
+OPEN_FILES_WANTED: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to serve. `reread` gives the configuration anew at a reload, what was said on the command line included."""
+
+    config: Config
+    path: Path | None = None
+    reread: Callable[[], Config] | None = None
+    warnings: Sequence[str] = ()
+
+
+def serve(plan: Plan, greet: Callable[[App], None]) -> int:
+    """Serve until a signal ends it. Raises CommandFailed or ConfigError if it cannot be started."""
+    import uvloop
+
+    from greenroom.telemetry import logs
+
+    logs.setup(plan.config.log.level.value, plan.config.log.format.value)
+    for warning in plan.warnings:
+        logs.get_logger("config").warning(warning)
+    _allow_open_files()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(plan, greet))
+
+
+async def _serve(plan: Plan, greet: Callable[[App], None]) -> int:
+    from greenroom.app import App
+
+    signals = _Signals()
+    try:
+        app = await App.start(plan.config, plan.path, plan.reread)
+    except OSError as error:
+        raise CommandFailed(why_not_started(error, plan.config)) from error
+    except asyncio.CancelledError:
+        # A signal came before there was anything to shut down.
+        return Exit.OK
+    signals.app = app
+    greet(app)
+    await app.closed.wait()
+    return Exit.OK
+
+
+class _Signals:
+    """Passes signals on to the gateway; before there is one, an end ends the start and a reload has nothing to do."""
+
+    def __init__(self) -> None:
+        self.app: App | None = None
+        self._starting = asyncio.current_task()
+        self._reload: asyncio.Task[None] | None = None
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end)
+        loop.add_signal_handler(signal.SIGHUP, self._read_again)
+
+    def _end(self) -> None:
+        if self.app is not None:
+            self.app.shut_down()
+        elif self._starting is not None:
+            self._starting.cancel()
+
+    def _read_again(self) -> None:
+        # One that is under way may have read the file before its last change, but not before its last SIGHUP: it is
+        # followed by another.
+        if self.app is not None:
+            self._reload = asyncio.get_running_loop().create_task(self._reload_after(self.app, self._reload))
+
+    async def _reload_after(self, app: App, earlier: asyncio.Task[None] | None) -> None:
+        from greenroom.telemetry.logs import get_logger
+
+        if earlier is not None:
+            await asyncio.wait((earlier,))
+        try:
+            await app.reload()
+        except GreenroomError as error:
+            get_logger("config").error("not reloaded, nothing was changed", error=error.message)
+
+
+def why_not_started(error: OSError, config: Config) -> str:
+    """One line that says what to do."""
+    server = config.server
+    where = f"{server.host}:{server.port}"
+    if error.errno == errno.EADDRINUSE:
+        return f"{where} is taken, perhaps by another gateway (`greenroom ps`); choose another port with --port"
+    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        return f"{server.host} is not an address of this machine; choose another with --host"
+    if error.errno in (errno.EACCES, errno.EPERM) and error.filename is None:
+        return f"this user may not listen on {where}; choose a port above 1023 with --port"
+    return f"{error.filename or where}: {error.strerror or error}"
+
+
+def shown_url(app: App) -> str:
+    """The address to type on this machine: one that listens everywhere is reached by loopback."""
+    address = app.edge.addresses[0]
+    for everywhere, loopback in (("0.0.0.0:", "127.0.0.1:"), ("[::]:", "[::1]:")):
+        if address.startswith(everywhere):
+            address = loopback + address.removeprefix(everywhere)
+    return f"http://{address}"
+
+
+def _allow_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES_WANTED if hard == resource.RLIM_INFINITY else min(OPEN_FILES_WANTED, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,145 @@
+"""The text of `config.example.yaml`: every option, its default and its sentence.
+
+Owns the layout and the samples for options that have no default worth showing. Everything else comes from the schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+from greenroom.config.fields import COMMAND_KEYS
+from greenroom.config.reader import plain
+from greenroom.config.schema import ApiKey, Config, Gpu, Model, Section
+
+WIDTH = 118
+FOR_EXAMPLE = "For example:"
+_BARE = re.compile(r"[A-Za-z0-9/.~][A-Za-z0-9/._ ${}=-]*")
+
+HEAD = """\
+# Every option of Greenroom with its default and a sentence. Copy what you need: all of it may be left out but models.
+# Written by `python -m greenroom.config.generate` from the schema; the words around it are in docs/configuration.md.
+# yaml-language-server: $schema=docs/config.schema.json
+"""
+
+# Options whose default is nothing, or empty: what one might write there.
+SAMPLES: Mapping[str, Any] = {
+    "allowed_hosts": ["models.example.org"],
+    "allowed_origins": ["https://chat.example.org"],
+    "forward_headers": ["x-trace-id"],
+    "memory_mib": 6144,
+    "cmd_stop": "docker stop whisper",
+    "env": {"OMP_NUM_THREADS": "4"},
+    "cwd": "/srv/models",
+    "program": "/opt/llama.cpp/bin/llama-server",
+    "python": "/opt/llama/bin/python",
+    "threads": 8,
+    "args": ["--cache-ram", "0"],
+    "aliases": ["gpt-4o-mini", "default"],
+    "name": "Qwen 7B",
+    "description": "Good at code.",
+    "metadata": {"licence": "apache-2.0"},
+    "use_model_name": "Qwen/Qwen2.5-7B-Instruct",
+    "strip_params": ["logit_bias"],
+    "set_params": {"temperature": 0.7},
+    "devices": ["gpu0"],
+    "concurrency": 4,
+}
+ITEMS: Mapping[str, tuple[type[Section], tuple[Mapping[str, Any], ...]]] = {
+    "api_keys": (
+        ApiKey,
+        (
+            {"name": "laptop", "key": "${env.GREENROOM_KEY}", "priority_max": "high", "admin": True},
+            {"name": "batch", "sha256": "0123456789abcdef" * 4, "tenant": "research"},
+        ),
+    ),
+    "gpus": (Gpu, ({"memory_mib": 24576, "margin_mib": 512}, {"memory_mib": 8192})),
+}
+MACROS = {"models_dir": "/srv/models", "serve": "my-server --host 127.0.0.1 --port ${PORT}"}
+LLAMACPP_MODEL = ("chat", {"engine": "llamacpp", "path": "models/chat.gguf"})
+COMMAND_MODEL = ("whisper", {"engine": "command", "cmd": "whisper-server --port ${PORT} --model models/whisper.bin"})
+
+
+def example() -> str:
+    """The whole file; it loads as it is."""
+    parts = [HEAD]
+    for name, field in Config.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            parts.append("\n".join([*_comment(kind.__doc__), f"{name}:", *_indented(_options(kind))]))
+        elif name == "models":
+            parts.append("\n".join([*_comment(field.description), "models:", *_indented(_models())]))
+        else:
+            parts.append("\n".join(_option(name, field.description, field.default)))
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def said(value: object) -> str:
+    """A value on one line of YAML."""
+    value = value.value if isinstance(value, Enum) else value
+    if isinstance(value, str) and _BARE.fullmatch(value) and plain(value) == value and ": " not in value:
+        return value
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+
+
+def _options(section: type[Section]) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield from _option(name, field.description, field.default)
+
+
+def _option(name: str, sentence: str | None, value: object) -> Iterator[str]:
+    yield from _comment(sentence)
+    # A value that says nothing by itself is given company.
+    if name in SAMPLES and not isinstance(value, bool | int | float | str):
+        yield from _comment(f"{FOR_EXAMPLE} {said(SAMPLES[name])}")
+    if name in ITEMS:
+        yield from _as_comment([FOR_EXAMPLE, f"{name}:", *_items(name)])
+    if name == "macros":
+        yield from _as_comment([FOR_EXAMPLE, "macros:", *(f"  {key}: {said(text)}" for key, text in MACROS.items())])
+    yield f"{name}: {said(value)}"
+
+
+def _items(name: str) -> Iterator[str]:
+    section, items = ITEMS[name]
+    told: set[str] = set()
+    for item in items:
+        start = "  - "
+        for key, value in item.items():
+            if key not in told:
+                yield from (f"    {line}" for line in _comment(section.model_fields[key].description))
+            told.add(key)
+            yield f"{start}{key}: {said(value)}"
+            start = "    "
+
+
+def _models() -> Iterator[str]:
+    yield from _model(*LLAMACPP_MODEL, [key for key in Model.model_fields if key not in COMMAND_KEYS])
+    yield ""
+    yield from _comment(
+        "A model run by any other program: it may have the keys above but those marked llamacpp, and these."
+    )
+    yield from _model(*COMMAND_MODEL, ["engine", *(key for key in Model.model_fields if key in COMMAND_KEYS)])
+
+
+def _model(name: str, given: Mapping[str, str], keys: list[str]) -> Iterator[str]:
+    yield f"{name}:"
+    for key in keys:
+        field = Model.model_fields[key]
+        yield from _indented(_option(key, field.description, given.get(key, field.default)))
+
+
+def _comment(sentence: str | None) -> list[str]:
+    text = " ".join((sentence or "").split())
+    return [f"# {line}" for line in textwrap.wrap(text, WIDTH - 2, break_long_words=False, break_on_hyphens=False)]
+
+
+def _as_comment(lines: list[str]) -> list[str]:
+    return [f"# {line}" for line in lines]
+
+
+def _indented(lines: Iterator[str]) -> Iterator[str]:
+    return (f"  {line}" if line else "" for line in lines)

@@ -1,0 +1,130 @@
+"""What is true of a key besides its type: which engine it belongs to, and what a reload does with a change of it.
+
+One place for both, beside the schema. A test holds every key of the schema to be in exactly one set of each kind.
+"""
+
+from __future__ import annotations
+
+# --- which engine a key of a model belongs to; all others belong to every engine ------------------------------------
+
+LLAMACPP_KEYS = frozenset(
+    {
+        "path",
+        "program",
+        "python",
+        "ctx_size",
+        "n_gpu_layers",
+        "flash_attn",
+        "parallel",
+        "threads",
+        "embedding",
+        "reranking",
+        "args",
+    }
+)
+COMMAND_KEYS = frozenset({"cmd", "cmd_stop", "check_endpoint", "listener"})
+
+# --- where the placeholders that only a start can fill may stand ----------------------------------------------------
+
+PORT_KEYS = frozenset({"cmd", "cmd_stop", "env", "args"})
+PID_KEYS = frozenset({"cmd_stop"})
+
+# --- what a reload does with a changed key of a model ---------------------------------------------------------------
+
+# The process, its memory or its place would be another: the old slot drains and the next request gets a new one.
+# `concurrency` is here because it belongs to the slot and is fixed when the slot becomes ready.
+NEW_SLOT_KEYS = frozenset(
+    {
+        *LLAMACPP_KEYS,
+        "engine",
+        "cmd",
+        "check_endpoint",
+        "listener",
+        "env",
+        "cwd",
+        "memory_mib",
+        "host_memory_mib",
+        "devices",
+        "concurrency",
+    }
+)
+
+# The running engine keeps running; the new value counts from the next time it is looked at.
+LABEL_KEYS = frozenset(
+    {
+        "cmd_stop",
+        "aliases",
+        "name",
+        "description",
+        "unlisted",
+        "metadata",
+        "use_model_name",
+        "strip_params",
+        "set_params",
+        "priority",
+        "ttl_s",
+        "pinned",
+        "preload",
+        "load_timeout_s",
+        "stop_timeout_s",
+        "grace_s",
+    }
+)
+
+# --- what a reload does with a changed key elsewhere ----------------------------------------------------------------
+
+# Read anew for each request or each decision.
+AT_ONCE_KEYS = frozenset(
+    {
+        "server.api_keys",
+        "server.allowed_hosts",
+        "server.allowed_origins",
+        "server.forward_headers",
+        "server.body_max_mib",
+        "server.upload_max_mib",
+        "server.heartbeat",
+        "server.heartbeat_after_s",
+        "server.heartbeat_every_s",
+        "server.wait_max_s",
+        "server.stream_wait_max_s",
+        "server.answer_idle_max_s",
+        "server.drain_s",
+        "scheduler.queue_depth_max",
+        "scheduler.overtakes_max",
+        "scheduler.backoff_s",
+        "scheduler.backoff_max_s",
+        "log.level",
+        "log.format",
+    }
+)
+
+# Fixed when the server starts: its socket and what guards it, the devices, the ports, the lock.
+RESTART_KEYS = frozenset(
+    {
+        "server.host",
+        "server.port",
+        "server.insecure",
+        "server.header_timeout_s",
+        "server.body_timeout_s",
+        "server.body_rate_min_kib_s",
+        "server.keepalive_s",
+        "server.write_timeout_s",
+        "server.connections_max",
+        "server.connections_per_ip_max",
+        "server.headers_max",
+        "server.header_bytes_max",
+        "server.request_line_max",
+        "server.bodies_memory_mib",
+        "server.bodies_spool_mib",
+        "server.docs",
+        "gpus",
+        "host.memory_mib",
+        "host.margin_mib",
+        "ports.first",
+        "ports.last",
+        "state_dir",
+    }
+)
+
+# `macros` have been put in place before anything is compared; `models` are compared one by one.
+COMPARED_ELSEWHERE = frozenset({"macros", "models"})

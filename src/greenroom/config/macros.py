@@ -1,0 +1,213 @@
+"""`${…}`: values written once and used often, values from the environment, and the places a start fills.
+
+Owns every `${…}` of the file. Works on the tree after YAML, so that nothing in a value can change the shape of the
+file, and that comments are left alone. Keys are never expanded. Each macro sees only those defined before it, so there
+are no cycles. `${PORT}` and `${PID}` stay as they are where a start can fill them, and are refused everywhere else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from greenroom.config.fields import PID_KEYS, PORT_KEYS
+from greenroom.config.reader import Value
+from greenroom.config.report import Problem, Where
+
+# Macros that hold macros can grow without end from a small file.
+EXPANDED_CHARS_MAX = 8 * 1024 * 1024
+# What a value counts besides its characters, so that many short ones are bounded too.
+VALUE_CHARS = 32
+
+HOLES = ("MODEL_ID", "PORT", "PID")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+# An escape, a complete reference, or the beginning of one that is never closed.
+_TOKEN = re.compile(r"\$\$\{|\$\{([^{}\n]*)\}|\$\{")
+_ENV = "env."
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """A place that is filled where the text is used (MODEL_ID) or when the engine starts (PORT, PID)."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A text with holes."""
+
+    pieces: tuple[str | Hole, ...]
+
+
+# A value whose texts are templates.
+Open = Template | int | float | bool | None | list["Open"] | dict[str, "Open"]
+
+
+class _TooMuch(Exception):
+    """The values have grown beyond EXPANDED_CHARS_MAX."""
+
+
+class _Unknown(Exception):
+    """A reference that cannot be followed; the message says why."""
+
+
+def expand(tree: dict[str, Value], environ: Mapping[str, str]) -> tuple[dict[str, Value], tuple[Problem, ...]]:
+    """The tree with everything put in place, and what could not be. A value with a problem stays as it was."""
+    expansion = _Expansion(environ)
+    try:
+        expanded = {key: expansion.macros(tree[key]) for key in tree if key == "macros"}
+        expanded |= {key: expansion.closed(value, (key,)) for key, value in tree.items() if key != "macros"}
+    except _TooMuch:
+        return tree, (Problem(("macros",), f"expand to more than {EXPANDED_CHARS_MAX // 1024 // 1024} MiB"),)
+    return {key: expanded[key] for key in tree}, tuple(expansion.problems)
+
+
+@dataclass(slots=True)
+class _Expansion:
+    environ: Mapping[str, str]
+    known: dict[str, Open] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    left: int = EXPANDED_CHARS_MAX
+
+    def macros(self, defined: Value) -> Value:
+        if not isinstance(defined, dict):
+            return defined
+        closed: dict[str, Value] = {}
+        for name, value in defined.items():
+            where: Where = ("macros", name)
+            if not _NAME.fullmatch(name) or name in HOLES:
+                self.problems.append(Problem(where, _bad_name(name)))
+            self.known[name] = self._opened(value, where)
+            closed[name] = self._filled(self.known[name], where)
+        return closed
+
+    def closed(self, value: Value, where: Where) -> Value:
+        if isinstance(value, dict):
+            return {key: self.closed(each, (*where, key)) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self.closed(each, (*where, at)) for at, each in enumerate(value)]
+        before = len(self.problems)
+        filled = self._filled(self._opened(value, where), where)
+        return filled if len(self.problems) == before else value
+
+    def _opened(self, value: Value, where: Where) -> Open:
+        """Macros and the environment are put in place; holes stay."""
+        if isinstance(value, dict):
+            return {key: self._opened(each, (*where, key)) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self._opened(each, (*where, at)) for at, each in enumerate(value)]
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._template(value)
+        except _Unknown as unknown:
+            self.problems.append(Problem(where, str(unknown)))
+            return Template((value,))
+
+    def _template(self, text: str) -> Open:
+        pieces: list[str | Hole] = []
+        end = 0
+        for token in _TOKEN.finditer(text):
+            pieces.append(text[end : token.start()])
+            end = token.end()
+            if token.group() == "$${":
+                pieces.append("${")
+            elif token.group(1) is None:
+                raise _Unknown("${ is never closed by }; write $${ for a plain ${")
+            else:
+                value = self._referred(token.group(1))
+                if token.group() == text:
+                    return value
+                pieces += self._as_pieces(value, token.group(1))
+        pieces.append(text[end:])
+        self._spend(sum(len(piece) if isinstance(piece, str) else 1 for piece in pieces))
+        return Template(tuple(piece for piece in pieces if piece))
+
+    def _referred(self, name: str) -> Open:
+        if name in HOLES:
+            return Template((Hole(name),))
+        if name.startswith(_ENV):
+            return Template((self._from_environment(name.removeprefix(_ENV)),))
+        if name in self.known:
+            return self.known[name]
+        near = difflib.get_close_matches(name, [*self.known, *HOLES], n=1)
+        hint = (
+            f", did you mean ${{{near[0]}}}?" if near else "; macros are defined under macros, before their first use"
+        )
+        raise _Unknown(f"${{{name}}} is not known{hint}")
+
+    def _from_environment(self, name: str) -> str:
+        if name not in self.environ:
+            near = difflib.get_close_matches(name, list(self.environ), n=1, cutoff=0.8)
+            hint = f", did you mean {near[0]}?" if near else ""
+            raise _Unknown(f"the environment variable {name} is not set{hint}")
+        value = self.environ[name]
+        if any(char in value for char in "\r\n\0") or not _is_text(value):
+            raise _Unknown(f"the environment variable {name} holds a line break or bytes that are no text")
+        return value
+
+    def _as_pieces(self, value: Open, name: str) -> tuple[str | Hole, ...]:
+        if isinstance(value, Template):
+            return value.pieces
+        if isinstance(value, bool):
+            return ("true" if value else "false",)
+        if isinstance(value, int | float):
+            return (str(value),)
+        kind = "a list" if isinstance(value, list) else "a mapping" if isinstance(value, dict) else "nothing"
+        raise _Unknown(f"${{{name}}} is {kind}, which cannot be part of a text; use it as a whole value")
+
+    def _filled(self, value: Open, where: Where) -> Value:
+        """Holes are filled for this place, or kept for the start."""
+        self._spend(VALUE_CHARS)
+        if isinstance(value, dict):
+            return {key: self._filled(each, where) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self._filled(each, where) for each in value]
+        if not isinstance(value, Template):
+            return value
+        text = "".join(piece if isinstance(piece, str) else self._hole(piece.name, where) for piece in value.pieces)
+        self._spend(len(text))
+        self._check_no_false_hole(text, value, where)
+        return text
+
+    def _hole(self, name: str, where: Where) -> str:
+        kept = f"${{{name}}}"
+        if where[0] == "macros":
+            return kept
+        in_model = where[0] == "models" and len(where) > 2
+        if name == "MODEL_ID" and in_model:
+            return str(where[1])
+        allowed = {"PORT": PORT_KEYS, "PID": PID_KEYS}.get(name, frozenset[str]())
+        if not (in_model and where[2] in allowed):
+            place = f"only in {', '.join(sorted(allowed))} of a model" if allowed else "only inside a model"
+            self.problems.append(Problem(where, f"{kept} can be used {place}"))
+        return kept
+
+    def _check_no_false_hole(self, text: str, template: Template, where: Where) -> None:
+        """A start could not tell an escaped ${PORT} from a real one, so there may be none where it looks."""
+        if where[0] != "models" or len(where) < 3 or where[2] not in PORT_KEYS:
+            return
+        for name in ("PORT", "PID"):
+            if text.count(f"${{{name}}}") > sum(piece == Hole(name) for piece in template.pieces):
+                self.problems.append(Problem(where, f"${{{name}}} is filled at the start and cannot be escaped here"))
+
+    def _spend(self, chars: int) -> None:
+        self.left -= chars
+        if self.left < 0:
+            raise _TooMuch
+
+
+def _bad_name(name: str) -> str:
+    if name in HOLES:
+        return f"{name} has a meaning of its own and cannot be a macro"
+    return (
+        "a macro's name is made of letters, digits, _ and -, begins with a letter or _, and has at most 64 characters"
+    )
+
+
+def _is_text(value: str) -> bool:
+    """The environment holds bytes; those that are no UTF-8 come as lone surrogates."""
+    return not any("\ud800" <= char <= "\udfff" for char in value)

@@ -1,0 +1,40 @@
+"""Paths of the file become absolute, once, so that nobody later has to know where the file was.
+
+Never looks whether they exist: `problems.py` does.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from greenroom.config.schema import Config, Model
+
+# A bare name in these is looked for on PATH when the engine starts, like a shell would.
+_PROGRAM_KEYS = frozenset({"program", "python"})
+_MODEL_KEYS = ("path", "cwd", *sorted(_PROGRAM_KEYS))
+
+
+def resolved(config: Config, folder: Path) -> Config:
+    """The same configuration with ~ expanded and relative paths starting at `folder`."""
+    models = {name: _model(model, folder) for name, model in config.models.items()}
+    return config.model_copy(update={"models": models, "state_dir": _absolute(config.state_dir, folder)})
+
+
+def _model(model: Model, folder: Path) -> Model:
+    said = {key: getattr(model, key) for key in _MODEL_KEYS}
+    return model.model_copy(
+        update={
+            key: _absolute(path, folder)
+            for key, path in said.items()
+            if path is not None and not (key in _PROGRAM_KEYS and _is_bare(path))
+        }
+    )
+
+
+def _is_bare(path: str) -> bool:
+    return "/" not in path and not path.startswith("~")
+
+
+def _absolute(path: str, folder: Path) -> str:
+    return os.path.normpath(folder / os.path.expanduser(path))

@@ -1,0 +1,73 @@
+"""What will not work although the file is right: missing files, more pinned than fits, an open door.
+
+Owns the warnings of `greenroom check` and of the start. Looks at the file system and at nothing else; changes nothing.
+A model whose file is missing must not keep the others from being served, so nothing here is an error.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterator
+
+from greenroom.config.schema import Config, Model, Server
+
+
+def problems(config: Config) -> list[str]:
+    """One sentence each, naming the model or key. Empty when nothing is to be said."""
+    found = [f"models.{name}: {text}" for name, model in config.models.items() for text in _missing(model)]
+    found += [text for name, model in config.models.items() for text in _misplaced(name, model, config)]
+    found += _too_much_pinned(config)
+    found += [text] if (text := open_door(config.server)) else []
+    return found
+
+
+def open_door(server: Server) -> str | None:
+    """Why this address may not be listened on: it is reachable by others and nobody has to show a key."""
+    if server.api_keys or server.insecure or _is_loopback(server.host):
+        return None
+    return f"server.host: {server.host} can be reached by others; give server.api_keys, or server.insecure: true"
+
+
+def budget_mib(config: Config) -> int | None:
+    """What models may use together, as far as the file alone says it."""
+    if config.gpus:
+        return sum(max(0, gpu.memory_mib - gpu.margin_mib) for gpu in config.gpus)
+    if config.host.memory_mib is not None:
+        return max(0, config.host.memory_mib - config.host.margin_mib)
+    return None
+
+
+def _missing(model: Model) -> Iterator[str]:
+    if model.path is not None and not os.path.isfile(model.path):
+        yield f"path: there is no file {model.path}"
+    if model.cwd is not None and not os.path.isdir(model.cwd):
+        yield f"cwd: there is no directory {model.cwd}"
+    for key, program in (("program", model.program), ("python", model.python)):
+        if program is not None and "/" in program and not os.access(program, os.X_OK):
+            yield f"{key}: there is no program {program}"
+
+
+def _misplaced(name: str, model: Model, config: Config) -> Iterator[str]:
+    known = {"host", *(f"gpu{number}" for number in range(len(config.gpus)))}
+    if config.gpus and (strange := [device for device in model.devices if device not in known]):
+        yield f"models.{name}: devices: there is no {', '.join(strange)} among gpus"
+    budget = budget_mib(config)
+    if budget is not None and model.memory_mib is not None and model.memory_mib > budget:
+        yield f"models.{name}: memory_mib: {model.memory_mib:,} MiB can never fit into the budget of {budget:,} MiB"
+
+
+def _too_much_pinned(config: Config) -> list[str]:
+    pinned = [name for name, model in config.models.items() if model.pinned]
+    needed = sum(config.models[name].memory_mib or 0 for name in pinned)
+    budget = budget_mib(config)
+    if budget is None or needed <= budget:
+        return []
+    return [f"pinned models ({', '.join(pinned)}) need {needed:,} MiB together, the budget is {budget:,} MiB"]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

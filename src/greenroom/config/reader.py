@@ -1,0 +1,214 @@
+"""From bytes to a plain tree that knows its lines.
+
+Owns what YAML means here: text, whole numbers, numbers, true and false, lists and mappings. Keys are always text, a
+repeated key is refused, and only `true`, `false` and `null` are words with a meaning, so that `flash_attn: on` stays
+what was written. Never gives meaning to keys: the schema does. Everything is bounded, whatever the file holds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from greenroom.config.report import Problem, Where, refusal
+from greenroom.errors import ConfigError
+
+FILE_BYTES_MAX = 4 * 1024 * 1024
+# Ours are five deep; parsers that recurse fail at some hundreds.
+DEPTH_MAX = 32
+# Aliases can make a small file mean a huge one.
+VALUES_MAX = 200_000
+
+Scalar = str | int | float | bool | None
+Value = Scalar | list["Value"] | dict[str, "Value"]
+
+_Loader: type[yaml.SafeLoader | yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]")
+_INT = re.compile(r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]{1,16}")
+_FLOAT = re.compile(r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)")
+# No number anybody means is longer, but a hash in hex may look like one.
+_NUMBER_CHARS_MAX = 30
+_WORDS: dict[str, Scalar] = {"": None, "~": None, "null": None, "true": True, "false": False}
+_MERGE = "<<"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file as read: its tree, the line of every value, and what was wrong that did not keep it from being read."""
+
+    tree: dict[str, Value]
+    lines: dict[Where, int]
+    problems: tuple[Problem, ...]
+
+
+def read(path: Path) -> Source:
+    """Read a file. Raises ConfigError if it cannot be read as one mapping."""
+    text = _text(path)
+    try:
+        _check_size(path, text)
+        node = _Loader(text).get_single_node()
+    except yaml.MarkedYAMLError as error:
+        raise _bad_yaml(path, error) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
+    if node is None:
+        raise ConfigError(f"{path}: is empty; give models, or at least one other key")
+    tree = _Tree(path)
+    root = tree.value(node, (), 0)
+    if not isinstance(root, dict):
+        raise _refused(path, node.start_mark.line + 1, "must be a mapping with keys such as server and models")
+    if not root:
+        raise ConfigError(f"{path}: says nothing; give models, or at least one other key")
+    return Source(root, tree.lines, tuple(tree.problems))
+
+
+def _text(path: Path) -> str:
+    data = _bytes(path)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _refused(path, data.count(b"\n", 0, error.start) + 1, "is not UTF-8 text") from None
+    if control := _CONTROL.search(text):
+        line = text.count("\n", 0, control.start()) + 1
+        raise _refused(path, line, f"holds the control character U+{ord(control.group()):04X}")
+    return text
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        # Without O_NONBLOCK a pipe of this name would hold us for ever.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"{path}: is not a plain file")
+            data = file.read(FILE_BYTES_MAX + 1)
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a directory; name the file in it") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    if len(data) > FILE_BYTES_MAX:
+        raise ConfigError(f"{path}: is larger than {FILE_BYTES_MAX // 1024 // 1024} MiB")
+    return data
+
+
+def _check_size(path: Path, text: str) -> None:
+    """Walk over the events, which needs no recursion, before anything that does."""
+    depth = 0
+    for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > DEPTH_MAX:
+            raise _refused(path, line, f"is nested more than {DEPTH_MAX} deep")
+        if count > VALUES_MAX:
+            raise _refused(path, line, f"holds more than {VALUES_MAX:,} values")
+        if getattr(event, "tag", None) is not None:
+            raise _refused(path, line, f"has the tag {event.tag}; tags have no use here, put text into quotes")
+
+
+@dataclass(slots=True)
+class _Tree:
+    path: Path
+    lines: dict[Where, int] = field(default_factory=lambda: {(): 1})
+    problems: list[Problem] = field(default_factory=list)
+    left: int = VALUES_MAX
+
+    def value(self, node: yaml.Node, where: Where, depth: int) -> Value:
+        self.left -= 1
+        if self.left < 0 or depth > DEPTH_MAX:
+            raise _refused(self.path, node.start_mark.line + 1, "repeats itself through aliases beyond all bounds")
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, where, depth)
+        if isinstance(node, yaml.SequenceNode):
+            return [self._item(item, (*where, at), depth) for at, item in enumerate(node.value)]
+        assert isinstance(node, yaml.ScalarNode)
+        return self._scalar(node, where)
+
+    def _item(self, node: yaml.Node, where: Where, depth: int) -> Value:
+        self.lines[where] = node.start_mark.line + 1
+        return self.value(node, where, depth + 1)
+
+    def _mapping(self, node: yaml.MappingNode, where: Where, depth: int) -> dict[str, Value]:
+        """Own keys win over keys merged by <<; among merged mappings the first wins."""
+        own: dict[str, Value] = {}
+        merged: dict[str, Value] = {}
+        lines_of_merged: dict[Where, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.problems.append(Problem(where, "a key must be text, not a list or a mapping", line))
+            elif key_node.value == _MERGE and not key_node.style:
+                merged, lines_of_merged = self._merged(value_node, where, depth)
+            elif key_node.value in own:
+                here = (*where, key_node.value)
+                self.problems.append(Problem(here, f"is given twice, first on line {self.lines[here]}", line))
+            else:
+                here = (*where, key_node.value)
+                self.lines[here] = line
+                own[key_node.value] = self.value(value_node, here, depth + 1)
+        return self._joined(own, merged, lines_of_merged, where)
+
+    def _joined(
+        self, own: dict[str, Value], merged: dict[str, Value], lines: dict[Where, int], where: Where
+    ) -> dict[str, Value]:
+        added = {key: value for key, value in merged.items() if key not in own}
+        size = len(where)
+        self.lines.update({at: line for at, line in lines.items() if len(at) > size and at[size] in added})
+        return {**own, **added}
+
+    def _merged(self, node: yaml.Node, where: Where, depth: int) -> tuple[dict[str, Value], dict[Where, int]]:
+        sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        into: dict[str, Value] = {}
+        # Lines of merged keys are kept apart until it is known which of them count.
+        apart = _Tree(self.path, left=self.left)
+        for source in sources:
+            value = apart.value(source, where, depth + 1)
+            if isinstance(value, dict):
+                into = {**value, **into}
+            else:
+                line = node.start_mark.line + 1
+                self.problems.append(Problem((*where, _MERGE), "must name a mapping, such as <<: *defaults", line))
+        self.left = apart.left
+        self.problems += apart.problems
+        return into, apart.lines
+
+    def _scalar(self, node: yaml.ScalarNode, where: Where) -> Scalar:
+        text: str = node.value
+        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+            self.problems.append(Problem(where, "holds half of a surrogate pair, which is no character"))
+        if "\0" in text:
+            self.problems.append(Problem(where, "may not contain a NUL character"))
+        # The style is the kind of quotes; the two parsers say differently that there are none.
+        return text if node.style else plain(text)
+
+
+def plain(text: str) -> Scalar:
+    """What an unquoted text means. Numbers too large for 64 bits stay text."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if len(text) > _NUMBER_CHARS_MAX:
+        return text
+    if _INT.fullmatch(text):
+        number = int(text, 16) if text.startswith("0x") else int(text.replace("_", ""))
+        return number if abs(number) < 2**63 else text
+    if _FLOAT.fullmatch(text) and math.isfinite(float(text)):
+        return float(text)
+    return text
+
+
+def _bad_yaml(path: Path, error: yaml.MarkedYAMLError) -> ConfigError:
+    mark = error.problem_mark or error.context_mark
+    begun = f" ({error.context}, begun on line {error.context_mark.line + 1})" if error.context_mark else ""
+    return _refused(path, mark.line + 1 if mark else 1, f"is not YAML: {error.problem}{begun}")
+
+
+def _refused(path: Path, line: int, message: str) -> ConfigError:
+    return refusal(str(path), [Problem((), message, line)], {})

@@ -1,0 +1,357 @@
+"""What an operator can say. The one source of option names, defaults and the sentence that explains each.
+
+The JSON schema, `config.example.yaml` and the reference in the docs are generated from these classes. Nothing here
+reads files: `loader.py` does. Nothing here decides: unknown keys, wrong types and broken rules (`rules.py`) are
+refused, meaning is given elsewhere.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from greenroom.config import names, rules
+from greenroom.config.names import RESERVED_IDS as RESERVED_IDS
+from greenroom.config.report import break_on
+
+
+def _no_bool(value: Any) -> Any:
+    """`parallel: true` is a mistake, not 1."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_wanted", "a number is wanted")
+    return value
+
+
+def _model_id(name: str) -> str:
+    why = names.id_problem(name)
+    if why is not None:
+        raise PydanticCustomError("name", "{why}", {"why": why})
+    return name
+
+
+def _printable(name: str) -> str:
+    """Names go into log lines, where a line break or an invisible character would mislead."""
+    if not name.isprintable():
+        raise PydanticCustomError("name", "may not contain control or invisible characters")
+    return name
+
+
+# Far beyond any use, and small enough for every clock and counter behind them.
+SECONDS_MAX = 31_536_000
+MIB_MAX = 1_000_000_000
+COUNT_MAX = 1_000_000_000
+
+NotBool = BeforeValidator(_no_bool)
+Port = Annotated[int, Field(ge=0, le=65535), NotBool]
+EnginePort = Annotated[int, Field(ge=1, le=65535), NotBool]
+Count = Annotated[int, Field(ge=1, le=COUNT_MAX), NotBool]
+CountFromZero = Annotated[int, Field(ge=0, le=COUNT_MAX), NotBool]
+Seconds = Annotated[float, Field(ge=0, le=SECONDS_MAX), NotBool]
+SecondsAboveZero = Annotated[float, Field(gt=0, le=SECONDS_MAX), NotBool]
+Mib = Annotated[int, Field(ge=0, le=MIB_MAX), NotBool]
+MibAboveZero = Annotated[int, Field(ge=1, le=MIB_MAX), NotBool]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(_printable)]
+ModelId = Annotated[
+    str,
+    AfterValidator(_model_id),
+    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": names.ID_CHARS_MAX}),
+]
+HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$")]
+
+PRIORITY_NAMES = {"high": 0, "normal": 1, "low": 2}
+
+
+class Section(BaseModel):
+    """A part of the file. Unknown keys are refused: a typo must not silently become a default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+class Heartbeat(StrEnum):
+    COMMENT = "comment"
+    CHUNK = "chunk"
+    OFF = "off"
+
+
+class ApiKey(Section):
+    """One key that callers present as `Authorization: Bearer …` or `x-api-key: …`."""
+
+    name: Name
+    """Who holds this key; shown in logs and status instead of the key."""
+    key: Annotated[str | None, Field(repr=False)] = None
+    """The key itself, best given as `${env.NAME}`; it is hashed when read and never kept. Give this or sha256."""
+    sha256: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")] | None = None
+    """The key's SHA-256 in hex, so that the file holds no secret (`greenroom key` makes a key and prints both)."""
+    tenant: Name | None = None
+    """The tenant its requests belong to; the key's name when not given."""
+    priority_max: Literal["high", "normal", "low"] = "high"
+    """The best priority its requests may ask for; anything better is lowered to this."""
+    admin: bool = True
+    """Whether it may use the management API (load, unload, logs, reload) besides asking models."""
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        break_on(rules.of_api_key(self))
+        return self
+
+
+class Server(Section):
+    """The address, who may call, and the limits on what one caller can cost."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs api_keys, or insecure: true."""
+    port: Port = 8210
+    """Port to listen on; 0 takes a free one."""
+    insecure: bool = False
+    """Allow listening beyond loopback without any API key."""
+    api_keys: tuple[ApiKey, ...] = ()
+    """Keys that callers must present. Without any, every caller on the address is trusted."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names in the Host header, beyond loopback names and the listening address; "*" allows all."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web origins whose pages may call this server, such as https://chat.example.org; "*" allows all."""
+    forward_headers: tuple[HeaderName, ...] = ()
+    """Further request headers passed on to engines; without this only Content-Type and Accept are."""
+    header_timeout_s: Seconds = 10
+    """How long a caller may take to send its headers."""
+    body_timeout_s: Seconds = 30
+    """How long a caller may take to send its body, if that is longer than its size at body_rate_min_kib_s."""
+    body_rate_min_kib_s: Count = 8
+    """The slowest upload that is still accepted."""
+    keepalive_s: Seconds = 75
+    """How long an idle connection is kept open for the next request."""
+    write_timeout_s: Seconds = 30
+    """A caller that takes no byte of its answer for this long is cut off."""
+    connections_max: Count = 10_000
+    """Open connections at once; more are closed at once."""
+    connections_per_ip_max: Count = 1_000
+    """Open connections from one address; loopback is exempt."""
+    headers_max: Count = 100
+    """Headers in one request."""
+    header_bytes_max: Annotated[int, Field(ge=1024, le=COUNT_MAX), NotBool] = 32_768
+    """Bytes of all headers of one request together."""
+    request_line_max: Annotated[int, Field(ge=256, le=COUNT_MAX), NotBool] = 8_192
+    """Bytes of the request line."""
+    body_max_mib: MibAboveZero = 64
+    """Largest JSON body."""
+    upload_max_mib: MibAboveZero = 1_024
+    """Largest multipart or pass-through body (audio, images)."""
+    bodies_memory_mib: MibAboveZero = 512
+    """Memory for all buffered bodies together; when it is full new bodies are refused with 503."""
+    bodies_spool_mib: MibAboveZero = 8_192
+    """Disk for all spooled bodies together. Bodies above 256 KiB are spooled."""
+    heartbeat: Heartbeat = Heartbeat.COMMENT
+    """What a waiting streaming caller hears: an SSE comment, an empty chunk, or nothing."""
+    heartbeat_after_s: Seconds = 10
+    """Nothing is committed to a streaming caller before this, so that early failures keep their status."""
+    heartbeat_every_s: SecondsAboveZero = 10
+    """Seconds between heartbeats."""
+    wait_max_s: Seconds = 290
+    """How long a request waits for its model before it is answered 503 model_loading (most clients give up at 300)."""
+    stream_wait_max_s: Seconds = 3_600
+    """The same for streaming callers, who hear heartbeats meanwhile and can wait longer."""
+    answer_idle_max_s: Seconds = 600
+    """An engine that sends no byte of an answer for this long is taken for hung and the answer is cut; 0 = never."""
+    drain_s: Seconds = 30
+    """How long running answers may go on after SIGTERM."""
+    docs: bool = True
+    """Serve the interactive reference of the management API at /api/v1/docs."""
+
+
+class Scheduler(Section):
+    """Who goes next, and how many may wait."""
+
+    queue_depth_max: Count = 1_000
+    """Requests that may wait at once; one more is answered 503 queue_full with Retry-After."""
+    overtakes_max: CountFromZero = 8
+    """How often requests for a ready model may go before an older one that waits for a cold model."""
+    backoff_s: SecondsAboveZero = 5
+    """Pause after a first failed load; doubled with each further one."""
+    backoff_max_s: SecondsAboveZero = 300
+    """Longest pause between failed loads."""
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        break_on(rules.of_scheduler(self))
+        return self
+
+
+class Gpu(Section):
+    """A simulated GPU: a budget without hardware."""
+
+    memory_mib: MibAboveZero
+    """Its memory."""
+    margin_mib: Mib = 512
+    """Memory that is never planned with, for drivers and contexts."""
+
+
+class Host(Section):
+    """This machine's memory, which is the budget where there are no GPUs."""
+
+    memory_mib: MibAboveZero | None = None
+    """Memory models may use; three quarters of the machine's when not given."""
+    margin_mib: Mib = 0
+    """Memory of that which is never planned with."""
+
+
+class Ports(Section):
+    """Ports for engines that listen on TCP; they are bound to loopback."""
+
+    first: EnginePort = 21_000
+    """First port of the range."""
+    last: EnginePort = 21_999
+    """Last port of the range."""
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        break_on(rules.of_ports(self))
+        return self
+
+
+class Log(Section):
+    """What is written to standard error. LOG_LEVEL and LOG_FORMAT in the environment win."""
+
+    level: LogLevel = LogLevel.INFO
+    """debug, info, warning or error."""
+    format: LogFormat = LogFormat.TEXT
+    """text for people, json for machines."""
+
+
+class Model(Section):
+    """One model: what callers ask for, which engine runs it, what it needs."""
+
+    engine: Literal["llamacpp", "command"] | None = None
+    """llamacpp or command; inferred from path (a .gguf file) or cmd when not given."""
+    path: str | None = None
+    """llamacpp: the model file; relative paths start at the folder of the configuration file."""
+    cmd: str | tuple[str, ...] | None = None
+    """command: the program and its arguments, split like a shell would, never run by one; ${PORT} is a free port."""
+    cmd_stop: str | tuple[str, ...] | None = None
+    """command: a program that stops the engine, instead of SIGTERM; ${PID} and ${PORT} are replaced."""
+    check_endpoint: str = "/health"
+    """command: path that answers 200 once the engine is ready; "none" when the process being up is enough."""
+    listener: Literal["own", "any"] = "own"
+    """command: own: only the engine's own process tree may hold the port; any: anybody (containers of a daemon)."""
+    env: dict[str, str] = {}
+    """Further environment variables of the engine; of the gateway's own it gets only PATH, HOME, CUDA_… and such."""
+    cwd: str | None = None
+    """Working directory of the engine."""
+    program: str | None = None
+    """llamacpp: the llama-server binary to run; otherwise the one on PATH, otherwise the embedded build."""
+    python: str | None = None
+    """llamacpp: Python interpreter for the embedded build; the gateway's own when not given."""
+    ctx_size: CountFromZero = 4096
+    """llamacpp: context length in tokens; 0 takes the model's own."""
+    n_gpu_layers: Annotated[int, Field(ge=-1, le=COUNT_MAX), NotBool] = -1
+    """llamacpp: layers on the GPU; -1 puts all there if there is one."""
+    flash_attn: Literal["auto", "on", "off"] = "auto"
+    """llamacpp: flash attention."""
+    parallel: Annotated[int, Field(ge=1, le=256), NotBool] = 4
+    """llamacpp: requests answered at once; they share the context."""
+    threads: Count | None = None
+    """llamacpp: CPU threads; the engine's own choice when not given."""
+    embedding: bool = False
+    """llamacpp: serve embeddings instead of text."""
+    reranking: bool = False
+    """llamacpp: serve /v1/rerank instead of text."""
+    args: tuple[str, ...] = ()
+    """llamacpp: further arguments for llama-server, as they are."""
+    aliases: tuple[ModelId, ...] = ()
+    """Other ids this model answers to."""
+    name: str | None = None
+    """A name for people, shown in listings."""
+    description: str | None = None
+    """A sentence for people, shown in listings."""
+    unlisted: bool = False
+    """Leave it out of /v1/models; it can still be asked for."""
+    metadata: dict[str, JsonValue] = {}
+    """Anything; copied to listings."""
+    use_model_name: str | None = None
+    """The model name sent to the engine instead of the id asked for."""
+    strip_params: tuple[str, ...] = ()
+    """Top-level request fields removed before the engine sees them."""
+    set_params: dict[str, JsonValue] = {}
+    """Top-level request fields set to these values whatever the caller sent."""
+    memory_mib: Mib | None = None
+    """Memory it needs when ready, on a GPU or, without GPUs, on the host; estimated from the file when not given."""
+    host_memory_mib: Mib = 0
+    """Host memory it needs besides, when it is on a GPU."""
+    devices: tuple[str, ...] = ()
+    """Devices it must be placed on (gpu0, gpu1, host); any when not given."""
+    concurrency: Count | None = None
+    """Requests it answers at once; further ones wait. The engine's own number when not given."""
+    priority: Literal["high", "normal", "low"] | Annotated[int, Field(ge=0, le=100), NotBool] = "normal"
+    """Priority of its requests when they name none; lower numbers go first (high 0, normal 1, low 2)."""
+    ttl_s: Seconds = 0
+    """Unload after this long without a request; 0 = never."""
+    pinned: bool = False
+    """Never evicted and never unloaded for being idle."""
+    preload: bool = False
+    """Loaded at start, and again after a crash, as long as there is room."""
+    load_timeout_s: SecondsAboveZero = 600
+    """A load that is not ready by then has failed."""
+    stop_timeout_s: SecondsAboveZero = 10
+    """How long the engine may take to stop before it is killed."""
+    grace_s: Seconds = 30
+    """How long running answers may go on when the model is unloaded by an operator or a changed configuration."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _infer_engine(cls, said: Any) -> Any:
+        """After this `engine` is never None: a model whose engine is in doubt is refused."""
+        if isinstance(said, dict) and said.get("engine") is None and (engine := rules.inferred_engine(said)):
+            return {**said, "engine": engine}
+        return said
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        break_on(rules.of_model(self))
+        return self
+
+
+class Config(Section):
+    """The whole file."""
+
+    server: Server = Server()
+    scheduler: Scheduler = Scheduler()
+    gpus: tuple[Gpu, ...] = ()
+    """Simulated GPUs, gpu0, gpu1 …; none: the host's memory is the budget."""
+    host: Host = Host()
+    ports: Ports = Ports()
+    log: Log = Log()
+    state_dir: str = "~/.local/state/greenroom"
+    """Where the gateway keeps its lock and its identity; one gateway a directory."""
+    macros: dict[str, JsonValue] = {}
+    """Names for values used below as ${name}."""
+    models: dict[ModelId, Model] = {}
+    """Models by id."""
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        break_on(rules.of_config(self))
+        return self

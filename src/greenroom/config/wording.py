@@ -1,0 +1,151 @@
+"""The schema's complaints in words an operator can act on.
+
+Owns the translation of validation errors into problems with places. Never validates.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from greenroom.config.report import Lines, Problem, Where, shown
+from greenroom.config.schema import Config, Model, Section
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number",
+    "int_from_float": "a whole number",
+    "number_wanted": "a number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "a mapping (key: value)",
+    "model_type": "a mapping (key: value)",
+    "model_attributes_type": "a mapping (key: value)",
+}
+_BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("more than", "gt"),
+    "less_than_equal": ("at most", "le"),
+}
+# Values below these keys may be secrets and are never shown.
+_SECRET_KEYS = frozenset({"key", "sha256", "env"})
+
+
+def problems_of(error: ValidationError, lines: Lines) -> Iterator[Problem]:
+    """One problem a place, though a value that may have several shapes fails once for each of them."""
+    by_place: dict[Where, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        by_place.setdefault(_place(detail, lines), []).append(detail)
+    for where, details in by_place.items():
+        deeper = any(len(other) > len(where) and other[: len(where)] == where for other in by_place)
+        # An item of a list is wrong: that the list is no text either is not worth a line.
+        if deeper and all(detail["type"] in _WANTED for detail in details):
+            continue
+        yield from _told(where, details)
+
+
+def _place(detail: ErrorDetails, lines: Lines) -> Where:
+    """Where the value stands in the file: the schema's own names for alternatives are left out."""
+    where: Where = ()
+    for step in detail["loc"]:
+        if (*where, step) in lines:
+            where = (*where, step)
+    if detail["type"] == "missing":
+        where = (*where, detail["loc"][-1])
+    return where
+
+
+def _told(where: Where, details: list[ErrorDetails]) -> Iterator[Problem]:
+    wanted = dict.fromkeys(want for detail in details if (want := _wanted(detail)))
+    if wanted:
+        yield Problem(where, _not_wanted(" or ".join(wanted), where, details[0]["input"]))
+        return
+    for detail in details:
+        if detail["type"] == "rules":
+            for problem in detail["ctx"]["problems"]:
+                yield Problem((*where, *problem.where), problem.message)
+        else:
+            yield Problem(where, _message(where, detail))
+
+
+def _wanted(detail: ErrorDetails) -> str | None:
+    if detail["type"] in ("literal_error", "enum"):
+        return "one of " + str(detail["ctx"]["expected"]).replace("'", "").replace(" or ", ", ")
+    return _WANTED.get(detail["type"])
+
+
+def _not_wanted(wanted: str, where: Where, value: object) -> str:
+    if value is None:
+        return f"{wanted} is wanted, but nothing is given"
+    quotes = "; put it in quotes" if wanted == "text" and isinstance(value, int | float) else ""
+    return f"{wanted} is wanted{_not_this(where, value)}{quotes}"
+
+
+def _message(where: Where, detail: ErrorDetails) -> str:
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _unknown_key(where)
+    if kind == "missing":
+        return "is needed"
+    if kind in _BOUNDS:
+        word, key = _BOUNDS[kind]
+        return f"must be {word} {context[key]:,.12g}{_not_this(where, detail['input'])}"
+    if kind == "string_too_short":
+        return "may not be empty"
+    if kind == "string_too_long":
+        return f"may have at most {context['max_length']} characters"
+    if kind == "string_pattern_mismatch":
+        return f"must match {context['pattern']}{_not_this(where, detail['input'])}"
+    return detail["msg"]
+
+
+def _not_this(where: Where, value: object) -> str:
+    return "" if _SECRET_KEYS.intersection(where) else f", not {shown(value)}"
+
+
+def _unknown_key(where: Where) -> str:
+    """A key that is right elsewhere is told its place; otherwise the nearest key of this section is named."""
+    key = str(where[-1])
+    if home := _home_of(key):
+        return f"unknown key here; {key} belongs {home}"
+    # Other tools write ctxSize or ctx-size; compared in one spelling, both are near.
+    spellings = {_spelling(name): name for name in _section_at(where[:-1]).model_fields}
+    near = difflib.get_close_matches(_spelling(key), spellings, n=1)
+    return f"unknown key, did you mean {spellings[near[0]]}?" if near else "unknown key"
+
+
+def _spelling(key: str) -> str:
+    return key.replace("_", "").replace("-", "").lower()
+
+
+def _section_at(where: Where) -> type[Section]:
+    kind: Any = Config
+    for step in where:
+        if isinstance(kind, type) and issubclass(kind, Section):
+            kind = kind.model_fields[str(step)].annotation
+        else:
+            kind = get_args(kind)[1 if get_origin(kind) is dict else 0]
+    section: type[Section] = kind
+    return section
+
+
+def _home_of(key: str) -> str | None:
+    if key in Config.model_fields:
+        return "to the top level"
+    if key in Model.model_fields:
+        return "to a model, under models"
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section) and key in section.model_fields:
+            return f"under {name}"
+    return None

@@ -1,0 +1,84 @@
+"""How a changed configuration is taken in: new models, new revisions, relabelled ones, models that are gone.
+
+Owns the reaction to `ConfigChanged`. What keeps its revision keeps running; what has a new one drains beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from greenroom.core.apply import Actions, wish_for
+from greenroom.core.decide import Refuse
+from greenroom.core.effects import RejectCode, because
+from greenroom.core.events import ConfigChanged, Limits, Timer, TimerKind
+from greenroom.core.model import ModelId, ModelSpec, Tier
+from greenroom.core.policy import Policy
+from greenroom.core.stage import Stage
+from greenroom.core.state import ModelRecord, State
+
+
+class Configuration:
+    def __init__(self, state: State, stage: Stage, act: Actions, policy: Callable[[Limits], Policy]) -> None:
+        self._state = state
+        self._stage = stage
+        self._act = act
+        self._policy = policy
+
+    def changed(self, event: ConfigChanged) -> None:
+        state = self._state
+        if event.limits is not None:
+            state.limits = event.limits
+            state.policy = self._policy(event.limits)
+        if event.devices is not None:
+            state.ledger.set_devices(event.devices)
+        for model in event.removed:
+            self._remove(model, event.now)
+        for spec in event.models:
+            self._put(spec, event.now)
+        for model, learned in (event.learned_s or {}).items():
+            if model in state.models:
+                state.models[model].learned_s.update(learned)
+
+    def _remove(self, model: ModelId, now: float) -> None:
+        record = self._state.models.pop(model, None)
+        if record is None:
+            return
+        self._stage.forget_timer(Timer(TimerKind.RETRY, model))
+        self._act.reject_waiters(model, Refuse(RejectCode.REMOVED))
+        for slot in list(self._state.slots_of(model)):
+            self._stage.leave(slot, Tier.COLD, record.spec.grace_s, because("removed", model=model), now)
+
+    def _put(self, spec: ModelSpec, now: float) -> None:
+        record = self._state.models.get(spec.id)
+        wished = record is not None and record.spec.preload
+        if record is not None and record.spec.revision == spec.revision:
+            self._relabel(record, spec)
+        else:
+            self._renew(record, spec, now)
+            wished = False
+        if not spec.preload:
+            self._act.forget(wish_for(spec.id))
+        elif not wished:
+            self._act.preload(spec.id, now)
+
+    def _relabel(self, record: ModelRecord, spec: ModelSpec) -> None:
+        """Nothing that needs another process has changed."""
+        if record.spec.need != spec.need:
+            record.need = spec.need
+        record.wish_again = record.wish_again and spec.preload
+        record.spec = spec
+        for slot in self._state.slots_of(spec.id):
+            if slot.spec.revision == spec.revision:
+                slot.spec = spec
+                slot.concurrency = spec.concurrency or slot.concurrency
+                self._stage.watch_idle(slot)
+
+    def _renew(self, old: ModelRecord | None, spec: ModelSpec, now: float) -> None:
+        """Another process is needed. What was learned of the old one is the best guess for the new one."""
+        record = ModelRecord(spec, spec.need)
+        if old is not None:
+            record.learned_s, record.service_s = old.learned_s, old.service_s
+            self._stage.forget_timer(Timer(TimerKind.RETRY, spec.id))
+        self._state.models[spec.id] = record
+        for slot in list(self._state.slots_of(spec.id)):
+            self._stage.leave(slot, Tier.COLD, spec.grace_s, because("new_revision", model=spec.id), now)

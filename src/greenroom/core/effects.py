@@ -1,0 +1,103 @@
+"""Everything the scheduler may ask for, each with its reason. The shell carries them out; the simulator plays them.
+
+Effects return nothing: what comes of them comes back as events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from greenroom.core.events import Timer
+from greenroom.core.model import LeaseId, ModelId, Move, MoveId, OpId, RequestId, SlotId
+
+Fact = str | int | float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why: one word and the facts that led to it. The shell logs it and keeps it; policies are silent."""
+
+    why: str
+    facts: tuple[tuple[str, Fact], ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([self.why, *(f"{name}={value}" for name, value in self.facts)])
+
+
+def because(why: str, **facts: Fact) -> Reason:
+    return Reason(why, tuple(facts.items()))
+
+
+class RejectCode(Enum):
+    """Why a waiting request cannot be served. The shell turns each into an error a caller can act on."""
+
+    UNKNOWN_MODEL = "unknown_model"
+    QUEUE_FULL = "queue_full"
+    LOAD_FAILED = "load_failed"
+    TOO_LARGE = "too_large"
+    UNLOADED = "unloaded"
+    REMOVED = "removed"
+    EXPIRED = "expired"
+    SHUTTING_DOWN = "shutting_down"
+    LOST = "lost"
+    STORE_DOWN = "store_down"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """What the caller is told: the code, the model, when to try again, and the numbers behind it."""
+
+    code: RejectCode
+    model: ModelId
+    retry_after_s: float | None = None
+    queue_depth: int = 0
+    avg_wait_s: float = 0.0
+    needs_mib: int = 0
+    free_mib: int = 0
+
+
+class OpOutcome(Enum):
+    """How an operator's request ended."""
+
+    DONE = "done"
+    FAILED = "failed"
+    REFUSED = "refused"
+    UNKNOWN_MODEL = "unknown_model"
+    TOO_LARGE = "too_large"
+    CANCELLED = "cancelled"
+
+
+class Effects(Protocol):
+    def grant(self, request: RequestId | LeaseId, slot: SlotId, reason: Reason) -> None:
+        """Let this request use this slot now. In-flight is already counted."""
+        ...
+
+    def reject(self, request: RequestId | LeaseId, rejection: Rejection, reason: Reason) -> None:
+        """End this waiting request with an error."""
+        ...
+
+    def cut(self, request: RequestId, reason: Reason) -> None:
+        """End this running answer; `ServeDone` follows."""
+        ...
+
+    def move(self, move: Move, reason: Reason) -> None:
+        """Start this move; exactly one `MoveDone` follows."""
+        ...
+
+    def abort(self, move: MoveId, reason: Reason) -> None:
+        """Stop this move if it can still be stopped; its `MoveDone` follows all the same."""
+        ...
+
+    def answer(self, op: OpId, outcome: OpOutcome, reason: Reason) -> None:
+        """Tell the operator how it ended."""
+        ...
+
+    def recall(self, lease: LeaseId, deadline: float, reason: Reason) -> None:
+        """Ask this holder to leave by then; `LeaseGone` follows."""
+        ...
+
+    def set_timer(self, timer: Timer, at: float | None, reason: Reason) -> None:
+        """Fire once at that time; a later call for the same timer replaces it, None forgets it."""
+        ...

@@ -1,0 +1,108 @@
+"""What must hold after every event. Recomputed from scratch, so that no incremental count can hide its own mistake.
+
+Raises AssertionError naming the property. Used by tests and by the simulator; cheap enough for small worlds only.
+"""
+
+from __future__ import annotations
+
+from greenroom.core.decide import Join, Wait, decide
+from greenroom.core.events import Timer, TimerKind
+from greenroom.core.model import LEGAL_MOVES, MoveKind, Slot, Tier
+from greenroom.core.scheduler import Scheduler
+from greenroom.core.state import State
+from greenroom.core.waitlist import WaiterKind
+
+
+def check(scheduler: Scheduler, now: float | None = None) -> None:
+    """Everything that can be seen in the state; with the time of the last event also that no wake-up was lost."""
+    state = scheduler.state
+    _grants_and_slots_agree(state)
+    _moves_and_slots_agree(state)
+    _memory_is_held_for_every_slot(state)
+    _nobody_waits_and_is_served(state)
+    _tables_hold_only_what_is_there(state)
+    for slot in state.slots.values():
+        _slot_is_sane(slot)
+    if now is not None:
+        _nobody_waits_for_nothing(state, now)
+
+
+def _grants_and_slots_agree(state: State) -> None:
+    """In-flight equals grants minus dones, and every grant names a slot that counts it."""
+    counted = {request: slot.id for slot in state.slots.values() for request in slot.in_flight}
+    granted = {request: grant.slot for request, grant in state.grants.items()}
+    assert counted == granted, f"in flight {counted} but granted {granted}"
+    assert state.counters.grants - state.counters.dones == len(granted), "grants minus dones is not in-flight"
+
+
+def _moves_and_slots_agree(state: State) -> None:
+    """One move a slot, and every move is known by its slot."""
+    by_slot = {slot.move.id: slot.id for slot in state.slots.values() if slot.move is not None}
+    known = {move: slot.id for move, slot in state.moves.items()}
+    assert by_slot == known, f"moves of slots {by_slot} but moves known {known}"
+
+
+def _memory_is_held_for_every_slot(state: State) -> None:
+    """The ledger holds exactly the slots that are somewhere, and promises exactly what is planned."""
+    there = {slot.id for slot in state.slots.values() if slot.tier is not Tier.COLD or slot.move is not None}
+    assert set(state.ledger.holdings) == there, f"ledger holds {set(state.ledger.holdings)} but slots are {there}"
+    planned = {slot.id for slot in state.slots.values() if slot.planned is not None}
+    assert set(state.ledger.promises) == planned, f"promised {set(state.ledger.promises)} but planned {planned}"
+
+
+def _nobody_waits_and_is_served(state: State) -> None:
+    for waiter in state.waitlist:
+        assert waiter.id not in state.grants, f"{waiter.id} waits and is served"
+        assert waiter.model in state.models, f"{waiter.id} waits for no model"
+        assert not state.shutting_down, f"{waiter.id} waits though all is shutting down"
+
+
+def _tables_hold_only_what_is_there(state: State) -> None:
+    """Nothing is remembered of those who have left."""
+    subjects: dict[TimerKind, set[str]] = {
+        TimerKind.EXPIRE: {waiter.id for waiter in state.waitlist if waiter.give_up_at is not None},
+        TimerKind.RETRY: {*state.models},
+        TimerKind.IDLE: {*state.slots},
+        TimerKind.GRACE: {*state.slots},
+    }
+    for timer in state.timers:
+        assert timer.subject in subjects[timer.kind], f"{timer} is set for nobody"
+    for waiter_id in subjects[TimerKind.EXPIRE]:
+        assert Timer(TimerKind.EXPIRE, waiter_id) in state.timers, f"{waiter_id} will never give up"
+    waited_for = {waiter.model for waiter in state.waitlist}
+    assert waited_for.issuperset(state.blocked), f"blocked {set(state.blocked)} but {waited_for} are waited for"
+    assert waited_for.issuperset(state.overtaken), f"overtaken {set(state.overtaken)} but {waited_for} are waited for"
+    for op_id, op in state.leaving_ops.items():
+        assert op.slots.keys() <= state.slots.keys() and op.slots, f"{op_id} waits for slots that have left"
+    by_model = {slot.id for slots in state.slots_by_model.values() for slot in slots}
+    assert by_model == set(state.slots) and all(state.slots_by_model.values()), "slots by model are not all slots"
+
+
+def _nobody_waits_for_nothing(state: State, now: float) -> None:
+    """No lost wake-up: nobody at the head of a queue could be served, brought or refused already.
+
+    Wishes may come a little later, when a move ends; whoever pauses is woken by a timer.
+    """
+    for head in state.waitlist.heads():
+        if head.kind is WaiterKind.PRELOAD or Timer(TimerKind.RETRY, head.model) in state.timers:
+            continue
+        plan = decide(state, head, now)
+        assert isinstance(plan, Wait | Join), f"{head.id} waits though it could have {plan}"
+
+
+def _slot_is_sane(slot: Slot) -> None:
+    if slot.move is not None:
+        sources, _ = LEGAL_MOVES[slot.move.kind]
+        assert slot.tier in sources, f"{slot.id} is {slot.tier} and moves by {slot.move.kind}"
+        assert slot.planned is None, f"{slot.id} moves and is planned"
+        if slot.move.kind in (MoveKind.UNLOAD, MoveKind.SLEEP):
+            assert slot.is_going and not slot.in_flight, f"{slot.id} goes though it stays or is busy"
+    assert slot.move is not None or not slot.fell, f"{slot.id} fell and nobody noticed"
+    if slot.lost:
+        assert slot.in_flight, f"{slot.id} is lost and nobody is left to tell"
+        assert slot.move is None and slot.planned is None and not slot.is_going, f"{slot.id} is lost and moves"
+    elif slot.tier is Tier.COLD:
+        assert not slot.in_flight, f"{slot.id} is cold and serves"
+        assert slot.move is not None or slot.planned is not None, f"{slot.id} is cold and going nowhere"
+    elif slot.is_going and slot.move is None:
+        assert slot.in_flight, f"{slot.id} should have left by now"

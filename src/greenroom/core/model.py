@@ -1,0 +1,200 @@
+"""The nouns of the core: models, slots, tiers, moves, devices and claims.
+
+Owns the table of legal moves and the records that the scheduler keeps about slots. Never decides anything: a slot knows
+its own facts (`is_idle`, `has_room`), not what should happen to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+ModelId = NewType("ModelId", str)
+SlotId = NewType("SlotId", str)
+MoveId = NewType("MoveId", str)
+RequestId = NewType("RequestId", str)
+DeviceId = NewType("DeviceId", str)
+TenantId = NewType("TenantId", str)
+OpId = NewType("OpId", str)
+LeaseId = NewType("LeaseId", str)
+
+NO_TENANT = TenantId("")
+
+# MiB per device. Treated as immutable everywhere; keys are kept sorted so that nothing depends on hash order.
+Claim = Mapping[DeviceId, int]
+NO_CLAIM: Claim = {}
+
+
+def larger(one: Claim, other: Claim) -> Claim:
+    """Per device the larger of the two."""
+    return {device: max(one.get(device, 0), other.get(device, 0)) for device in sorted({*one, *other})}
+
+
+class Tier(Enum):
+    """A slot's place."""
+
+    READY = "ready"
+    ASLEEP = "asleep"
+    COLD = "cold"
+
+
+class MoveKind(Enum):
+    """Changing tier."""
+
+    LOAD = "load"
+    WAKE = "wake"
+    SLEEP = "sleep"
+    PREPARE = "prepare"
+    UNLOAD = "unload"
+
+
+# The only ways from tier to tier. `docs/design/` draws its diagram from this table.
+LEGAL_MOVES: Mapping[MoveKind, tuple[frozenset[Tier], Tier]] = {
+    MoveKind.LOAD: (frozenset({Tier.COLD}), Tier.READY),
+    MoveKind.WAKE: (frozenset({Tier.ASLEEP}), Tier.READY),
+    MoveKind.SLEEP: (frozenset({Tier.READY}), Tier.ASLEEP),
+    MoveKind.PREPARE: (frozenset({Tier.COLD}), Tier.ASLEEP),
+    MoveKind.UNLOAD: (frozenset({Tier.READY, Tier.ASLEEP}), Tier.COLD),
+}
+
+# Moves that bring a model closer to serving; the others make room.
+ARRIVING = frozenset({MoveKind.LOAD, MoveKind.WAKE, MoveKind.PREPARE})
+
+
+class Outcome(Enum):
+    """How a move ended. Only `failed` is the engine's fault."""
+
+    DONE = "done"
+    NO_LEASE = "no_lease"
+    NO_MEMORY = "no_memory"
+    STORE_DOWN = "store_down"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+class DeviceKind(Enum):
+    GPU = "gpu"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Something with memory. `margin_mib` is never planned with."""
+
+    id: DeviceId
+    kind: DeviceKind
+    capacity_mib: int
+    margin_mib: int = 0
+
+    @property
+    def usable_mib(self) -> int:
+        return self.capacity_mib - self.margin_mib
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a slot needs before it is known where: on GPUs, and on the host besides."""
+
+    gpu_mib: int = 0
+    host_mib: int = 0
+
+    def raised(self, factor: float) -> Need:
+        return Need(int(self.gpu_mib * factor) + 1 if self.gpu_mib else 0, int(self.host_mib * factor) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What the scheduler must know about a model. A changed spec that needs another process has a higher revision."""
+
+    id: ModelId
+    revision: int = 1
+    need: Need = Need()
+    need_asleep: Need | None = None  # None: its engine cannot sleep.
+    devices: tuple[DeviceId, ...] = ()  # The operator's choice; empty: any.
+    can_split: bool = False
+    sizes_itself: bool = False
+    concurrency: int | None = None  # None: what the engine says when it is ready.
+    priority: int = 1
+    ttl_s: float = 0.0  # 0 = never.
+    grace_s: float = 30.0
+    pinned: bool = False
+    preload: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """An order to change a slot's tier. `claim` says what the slot may use where once it has arrived."""
+
+    id: MoveId
+    kind: MoveKind
+    slot: SlotId
+    model: ModelId
+    revision: int
+    claim: Claim
+    started: float
+
+
+# In-flight counts before the engine has said how many it takes at once.
+CONCURRENCY_UNKNOWN = 1
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One revision of a model on a set of devices. A lease held by another program is a slot without an engine."""
+
+    id: SlotId
+    spec: ModelSpec
+    claim: Claim
+    claim_asleep: Claim = field(default_factory=dict)
+    can_sleep: bool = False
+    tier: Tier = Tier.COLD
+    move: Move | None = None
+    # A planned slot holds a reservation and waits until the memory it was promised is really free.
+    planned: MoveKind | None = None
+    concurrency: int = CONCURRENCY_UNKNOWN
+    in_flight: dict[RequestId, None] = field(default_factory=dict)
+    last_used: float = 0.0
+    last_priority: int = 1
+    # A leaving slot takes no further requests and moves to `leaving_to` when it is idle.
+    leaving_to: Tier | None = None
+    lease: LeaseId | None = None
+    # Its process is gone, but not all of its answers have been told to have ended.
+    lost: bool = False
+    # Its process went away during a move, which can only end badly now, whatever its MoveDone says.
+    fell: bool = False
+
+    @property
+    def model(self) -> ModelId:
+        return self.spec.id
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.in_flight
+
+    @property
+    def is_serving(self) -> bool:
+        """Ready, staying, and not on its way anywhere."""
+        return self.tier is Tier.READY and self.move is None and self.leaving_to is None and not self.lost
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.in_flight) < self.concurrency
+
+    def needs_for(self, kind: MoveKind) -> Claim:
+        """What it holds while it makes this move. Between ready and asleep it is on both tiers."""
+        if kind is MoveKind.LOAD:
+            return self.claim
+        return self.claim_asleep if kind is MoveKind.PREPARE else larger(self.claim, self.claim_asleep)
+
+    @property
+    def is_arriving(self) -> bool:
+        """Will be ready without anyone asking again."""
+        kind = self.move.kind if self.move is not None else self.planned
+        return self.leaving_to is None and kind in (MoveKind.LOAD, MoveKind.WAKE)
+
+    @property
+    def is_going(self) -> bool:
+        """Its memory will come back without anyone asking again."""
+        return self.leaving_to is not None

@@ -1,0 +1,199 @@
+"""How moves begin by an operator's word and how every move ends: arrival, setback, departure, loss.
+
+Owns the reaction to `MoveAsked`, `MoveDone` and `SlotsLost`. Settling afterwards is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from greenroom.core.apply import Actions
+from greenroom.core.decide import Refuse, decide
+from greenroom.core.effects import Effects, OpOutcome, RejectCode, because
+from greenroom.core.events import MoveAsked, MoveDone, SlotsLost, Timer, TimerKind
+from greenroom.core.model import ARRIVING, LEGAL_MOVES, Move, MoveKind, Outcome, Slot, Tier
+from greenroom.core.placement import options
+from greenroom.core.stage import Stage
+from greenroom.core.state import LeavingOp, ModelRecord, State, learn
+from greenroom.core.waitlist import Waiter, WaiterKind
+
+# 5 s · 2ⁿ would overflow for a model that fails for weeks; the cap is reached long before this exponent.
+BACKOFF_EXPONENT_MAX = 30
+
+
+class Moves:
+    def __init__(self, state: State, effects: Effects, stage: Stage, act: Actions) -> None:
+        self._state = state
+        self._effects = effects
+        self._stage = stage
+        self._act = act
+
+    # --- asked by an operator ---------------------------------------------------------------------------------------
+
+    def asked(self, event: MoveAsked) -> None:
+        record = self._state.models.get(event.model)
+        if self._state.knows(event.op):
+            self._state.counters.ignored += 1
+        elif record is None or record.is_lease:
+            self._effects.answer(event.op, OpOutcome.UNKNOWN_MODEL, because("unknown", model=event.model))
+        elif event.kind in (MoveKind.PREPARE, MoveKind.SLEEP) and record.spec.need_asleep is None:
+            self._effects.answer(event.op, OpOutcome.REFUSED, because("cannot_sleep", model=event.model))
+        elif event.kind in ARRIVING:
+            self._ask_to_come(event, record)
+        else:
+            self._ask_to_leave(event, record)
+
+    def _ask_to_come(self, event: MoveAsked, record: ModelRecord) -> None:
+        state = self._state
+        # An operator who asks again knows better than the back-off.
+        record.retry_at, record.pausing = 0.0, None
+        for model in event.evict:
+            why = because("evicted", model=model, for_model=event.model)
+            for slot in [slot for slot in state.slots_of(model) if slot.lease is None]:
+                self._stage.leave(slot, Tier.COLD, slot.spec.grace_s, why, event.now)
+        key = state.policy.key(record.spec.priority, state.next_number())
+        waiter = Waiter(
+            event.op, WaiterKind.OP, key, event.model, (event.model,), record.spec.priority, event.now, wants=event.kind
+        )
+        self._act.carry_out(waiter, decide(state, waiter, event.now), event.now)
+
+    def _ask_to_leave(self, event: MoveAsked, record: ModelRecord) -> None:
+        to = LEGAL_MOVES[event.kind][1]
+        grace_s = record.spec.grace_s if event.grace_s is None else event.grace_s
+        # Whoever unloads a model does not want it back when its back-off ends.
+        record.wish_again = False
+        self._act.reject_waiters(event.model, Refuse(RejectCode.UNLOADED))
+        why = because("asked", model=event.model)
+        for slot in list(self._state.slots_of(event.model)):
+            self._stage.leave(slot, to, grace_s, why, event.now)
+        left = [slot.id for slot in self._state.slots_of(event.model) if slot.is_going]
+        if left:
+            self._state.leaving_ops[event.op] = LeavingOp(to, dict.fromkeys(left))
+        else:
+            self._effects.answer(event.op, OpOutcome.DONE, because("was_not_there", model=event.model))
+
+    # --- ended ------------------------------------------------------------------------------------------------------
+
+    def done(self, event: MoveDone) -> None:
+        slot = self._state.moves.pop(event.move, None)
+        if slot is None or slot.move is None:
+            self._state.counters.ignored += 1
+            return
+        outcome = Outcome.FAILED if slot.fell and event.outcome is Outcome.DONE else event.outcome
+        move, slot.move, slot.fell = slot.move, None, False
+        if move.kind is MoveKind.UNLOAD:
+            self._stage.remove(slot)
+        elif outcome is Outcome.DONE:
+            self._arrived(slot, move, event)
+        elif move.kind is MoveKind.SLEEP:
+            # Whatever went wrong, what is left of it must not keep its memory.
+            slot.leaving_to = Tier.COLD
+            self._stage.go_on_leaving(slot, because("sleep_failed", model=slot.model), event.now)
+        else:
+            self._setback(slot, outcome, event.now)
+
+    def _arrived(self, slot: Slot, move: Move, event: MoveDone) -> None:
+        slot.tier = LEGAL_MOVES[move.kind][1]
+        self._state.ledger.hold(slot.id, move.claim, event.seen or {})
+        slot.last_used = event.now
+        if record := self._state.record_of(slot):
+            record.learned_s[move.kind] = learn(record.learned_s.get(move.kind), event.now - move.started)
+            if move.kind in ARRIVING:
+                record.memory_retries, record.wish_again = 0, False
+        if slot.tier is Tier.READY:
+            slot.concurrency = max(1, slot.spec.concurrency or event.concurrency or 1)
+        if slot.is_going:
+            self._stage.go_on_leaving(slot, because("leaving", model=slot.model), event.now)
+        elif slot.tier is Tier.READY:
+            # Those it was loaded for come first: nothing may evict it between ready and first byte.
+            self._serve_queue(slot, event.now)
+            self._stage.watch_idle(slot)
+
+    def _serve_queue(self, slot: Slot, now: float) -> None:
+        for waiter in self._state.waitlist.of(slot.model):
+            if slot.has_room or waiter.kind is not WaiterKind.REQUEST:
+                self._act.serve(waiter, slot, now)
+
+    def _setback(self, slot: Slot, outcome: Outcome, now: float) -> None:
+        """A load, wake or prepare that did not arrive. One that was told to go has not failed."""
+        record, was_going = self._state.record_of(slot), slot.is_going
+        self._after_setback(slot, outcome, now)
+        if record is None or was_going or outcome is Outcome.ABORTED:
+            return
+        if outcome in (Outcome.NO_LEASE, Outcome.STORE_DOWN):
+            self._pause(record, outcome, now)
+        elif outcome is Outcome.NO_MEMORY and record.memory_retries == 0:
+            record.memory_retries = 1
+            self._raise_need(record)
+        else:
+            self._count_failure(record, now)
+            self._act.reject_waiters(slot.model, Refuse(RejectCode.LOAD_FAILED, record.retry_at - now))
+
+    def _after_setback(self, slot: Slot, outcome: Outcome, now: float) -> None:
+        """What is left of the slot: nothing, or its sleeping copy, which does not survive a wake that went wrong."""
+        if slot.tier is Tier.COLD:
+            self._stage.remove(slot)
+            return
+        self._state.ledger.hold(slot.id, slot.claim_asleep)
+        if outcome in (Outcome.FAILED, Outcome.NO_MEMORY):
+            slot.leaving_to = Tier.COLD
+        if slot.is_going and slot.is_idle:
+            self._stage.go_on_leaving(slot, because("wake_ended", model=slot.model), now)
+
+    def _pause(self, record: ModelRecord, outcome: Outcome, now: float) -> None:
+        """Ask again a little later. Nobody is rejected: the engine has done nothing wrong."""
+        record.pausing = outcome
+        record.retry_at = now + self._state.limits.replan_s
+        self._stage.set_timer(Timer(TimerKind.RETRY, record.spec.id), record.retry_at, because(outcome.value))
+
+    def _raise_need(self, record: ModelRecord) -> None:
+        """Give it more room next time, but not more than there could ever be."""
+        state, raised = self._state, record.need.raised(self._state.limits.need_raise)
+        most = state.most_mib(None)
+        if options(record.spec, raised, state.devices, most, most):
+            record.need = raised
+
+    def _count_failure(self, record: ModelRecord, now: float) -> None:
+        limits = self._state.limits
+        record.pausing, record.memory_retries = None, 0
+        pause_s = min(limits.backoff_s * 2 ** min(record.failures, BACKOFF_EXPONENT_MAX), limits.backoff_max_s)
+        record.failures += 1
+        record.retry_at = now + pause_s
+        record.wish_again = record.spec.preload
+        why = because("back_off", failures=record.failures)
+        self._stage.set_timer(Timer(TimerKind.RETRY, record.spec.id), record.retry_at, why)
+
+    # --- lost -------------------------------------------------------------------------------------------------------
+
+    def lost(self, event: SlotsLost) -> None:
+        for slot_id in event.slots:
+            slot = self._state.slots.get(slot_id)
+            if slot is None or slot.lost or slot.lease is not None:
+                self._state.counters.ignored += 1
+            elif slot.move is not None:
+                # Its MoveDone still comes, and must not be believed if it says that all went well.
+                slot.fell = True
+            elif slot.tier is not Tier.COLD:
+                self._lose(slot, event)
+            # A slot that has not started has nothing to lose.
+
+    def _lose(self, slot: Slot, event: SlotsLost) -> None:
+        record, was_going = self._state.record_of(slot), slot.is_going
+        if slot.planned is not None:
+            self._stage.unplan(slot)
+        if event.left_in is Tier.ASLEEP and slot.can_sleep:
+            slot.tier = Tier.ASLEEP
+            self._state.ledger.hold(slot.id, slot.claim_asleep)
+            if was_going and slot.is_idle:
+                self._stage.go_on_leaving(slot, because("lost", cause=event.cause), event.now)
+        else:
+            self._stage.remove(slot)
+        if record is not None and not was_going:
+            self._count_crash(record, event.now)
+
+    def _count_crash(self, record: ModelRecord, now: float) -> None:
+        """A first crash is mended at once; another before anything was served is a pattern and backs off."""
+        if record.failures > 0:
+            self._count_failure(record, now)
+        else:
+            record.failures = 1
+        if record.spec.preload:
+            self._act.preload(record.spec.id, now)

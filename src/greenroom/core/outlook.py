@@ -1,0 +1,60 @@
+"""What a waiting caller can be told: its place, and how long it may take if that is known. Changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from greenroom.core.model import ModelId, MoveKind, RequestId, Tier
+from greenroom.core.state import State
+from greenroom.core.waitlist import Waiter
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    position: int
+    eta_s: float | None
+
+
+def outlook(state: State, request: RequestId, now: float) -> Outlook | None:
+    """Place and estimate of a waiting request; None if it does not wait."""
+    waiter = state.waitlist.get(request)
+    if waiter is None:
+        return None
+    return Outlook(state.waitlist.position(waiter), eta_s(state, waiter, waiter.model, now))
+
+
+def eta_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float | None:
+    """The model's own move, the moves of those who wait before it, and the answers before it in its own queue."""
+    own = _move_left_s(state, model, now)
+    if own is None:
+        return None
+    own += _queue_s(state, waiter, model)
+    if any(slot.is_arriving or slot.is_serving for slot in state.slots_of(model)):
+        return own
+    for head in state.waitlist.heads():
+        if head.model != model and head.key < waiter.key:
+            own += _move_left_s(state, head.model, now) or 0.0
+    return own
+
+
+def _queue_s(state: State, waiter: Waiter, model: ModelId) -> float:
+    """Rounds of answers before its own, each as long as answers of this model usually take."""
+    record, waitlist = state.models[model], state.waitlist
+    queued = waitlist.ahead_in_queue(waiter) if waiter.id in waitlist else waitlist.count(model)
+    serving = [slot for slot in state.slots_of(model) if slot.is_serving]
+    running = sum(len(slot.in_flight) for slot in serving)
+    at_once = sum(slot.concurrency for slot in serving) or record.spec.concurrency or 1
+    return (record.service_s or 0.0) * ((queued + running) // at_once)
+
+
+def _move_left_s(state: State, model: ModelId, now: float) -> float | None:
+    """How long until this model is ready once its turn has come; None if nothing was learned yet."""
+    record = state.models[model]
+    for slot in state.slots_of(model):
+        if slot.is_serving:
+            return 0.0
+        if slot.is_arriving and slot.move is not None:
+            learned = record.learned_s.get(slot.move.kind)
+            return None if learned is None else max(0.0, learned - (now - slot.move.started))
+    asleep = any(slot.tier is Tier.ASLEEP for slot in state.slots_of(model))
+    return record.learned_s.get(MoveKind.WAKE if asleep else MoveKind.LOAD)

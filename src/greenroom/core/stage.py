@@ -1,0 +1,205 @@
+"""How slots come and go: reservations, moves, departures, and the timers that watch them.
+
+Owns every start of a move and every change of `planned`, `leaving_to` and `lost`. Knows no waiters and never decides.
+A swap is sequenced here: victims leave, the newcomer is promised their memory, and it starts when that is really free.
+"""
+
+from __future__ import annotations
+
+from greenroom.core.effects import Effects, OpOutcome, Reason, because
+from greenroom.core.events import Timer, TimerKind
+from greenroom.core.model import (
+    ARRIVING,
+    NO_CLAIM,
+    DeviceId,
+    DeviceKind,
+    Move,
+    MoveId,
+    MoveKind,
+    Slot,
+    Tier,
+)
+from greenroom.core.state import State
+
+
+class Stage:
+    def __init__(self, state: State, effects: Effects) -> None:
+        self._state = state
+        self._effects = effects
+
+    # --- timers ---------------------------------------------------------------------------------------------------
+
+    def set_timer(self, timer: Timer, at: float, reason: Reason) -> None:
+        self._state.timers[timer] = at
+        self._effects.set_timer(timer, at, reason)
+
+    def forget_timer(self, timer: Timer) -> None:
+        if self._state.timers.pop(timer, None) is not None:
+            self._effects.set_timer(timer, None, because("over"))
+
+    def watch_idle(self, slot: Slot) -> None:
+        """Have a look when its ttl may be over. An earlier look is kept: it will see the later use and look again."""
+        spec, timer = slot.spec, Timer(TimerKind.IDLE, slot.id)
+        if spec.ttl_s > 0 and not spec.pinned and slot.is_serving and slot.is_idle:
+            at, known = slot.last_used + spec.ttl_s, self._state.timers.get(timer)
+            if known is None or at < known:
+                self.set_timer(timer, at, because("ttl", model=slot.model))
+
+    # --- coming ---------------------------------------------------------------------------------------------------
+
+    def plan(self, slot: Slot, kind: MoveKind) -> None:
+        """Promise this slot the memory for that move; it starts when the memory is free."""
+        slot.planned = kind
+        self._state.ledger.promise(slot.id, slot.needs_for(kind))
+
+    def start_if_free(self, slot: Slot, now: float) -> bool:
+        """Start a planned move if its memory is free now. A lease has no engine: it is there when its memory is."""
+        kind = slot.planned
+        if kind is None or not self._may_start(slot, kind):
+            return False
+        slot.planned = None
+        if slot.lease is None:
+            self._start(slot, kind, because("asked_for", model=slot.model), now)
+        else:
+            slot.tier = Tier.READY
+            self._state.ledger.hold(slot.id, slot.claim)
+        return True
+
+    def give_up_if_hopeless(self, slot: Slot) -> None:
+        """Take back a promise when no memory is on its way any more that could keep it."""
+        if slot.planned is not None and not self._is_room_coming(slot, slot.planned):
+            self.unplan(slot)
+
+    def _may_start(self, slot: Slot, kind: MoveKind) -> bool:
+        return self._state.ledger.can_start(slot.id, slot.needs_for(kind)) and not self._must_wait_its_turn(slot)
+
+    def _must_wait_its_turn(self, slot: Slot) -> bool:
+        """Engines that size themselves by free memory must not see it change under them."""
+        gpus = self._gpus(slot)
+        for other in self._state.slots.values():
+            if other is slot or other.move is None or gpus.isdisjoint(self._gpus(other)):
+                continue
+            if slot.spec.sizes_itself or (other.spec.sizes_itself and other.move.kind in ARRIVING):
+                return True
+        return False
+
+    def _gpus(self, slot: Slot) -> set[DeviceId]:
+        devices = self._state.ledger.devices
+        return {device for device in slot.claim if device in devices and devices[device].kind is DeviceKind.GPU}
+
+    def _is_room_coming(self, slot: Slot, kind: MoveKind) -> bool:
+        wanted, ledger = slot.needs_for(kind), self._state.ledger
+        return self._must_wait_its_turn(slot) or any(
+            other.is_going and any(device in wanted for device in ledger.held_by(other.id))
+            for other in self._state.slots.values()
+        )
+
+    def unplan(self, slot: Slot) -> None:
+        """Take the promise back. What was not there yet is gone."""
+        slot.planned = None
+        self._state.ledger.unpromise(slot.id)
+        if slot.tier is Tier.COLD:
+            self.remove(slot)
+
+    def _start(self, slot: Slot, kind: MoveKind, reason: Reason, now: float) -> None:
+        state = self._state
+        if kind is not MoveKind.UNLOAD:
+            state.ledger.hold(slot.id, slot.needs_for(kind), state.ledger.held_by(slot.id))
+        arrives = {MoveKind.UNLOAD: NO_CLAIM, MoveKind.SLEEP: slot.claim_asleep, MoveKind.PREPARE: slot.claim_asleep}
+        claim = arrives.get(kind, slot.claim)
+        move_id = MoveId(f"m{state.next_number()}")
+        slot.move = Move(move_id, kind, slot.id, slot.model, slot.spec.revision, claim, now)
+        state.moves[move_id] = slot
+        self._effects.move(slot.move, reason)
+
+    # --- going ----------------------------------------------------------------------------------------------------
+
+    def evict(self, slot: Slot, to: Tier, reason: Reason, now: float) -> None:
+        """Make an idle slot leave, or ask the holder of a lease to."""
+        if slot.lease is None:
+            self.leave(slot, to, 0.0, reason, now)
+        else:
+            slot.leaving_to = Tier.COLD
+            self._effects.recall(slot.lease, now + slot.spec.grace_s, reason)
+
+    def leave(self, slot: Slot, to: Tier, grace_s: float, reason: Reason, now: float) -> None:
+        """Let this slot go. Running answers may go on for `grace_s`, then they are cut."""
+        if slot.planned is not None:
+            self.unplan(slot)
+        if slot.lost:
+            self._cut_after(slot, grace_s, reason, now)
+        elif slot.id in self._state.slots and (slot.tier is not to or slot.move is not None):
+            self._leave(slot, to, grace_s, reason, now)
+
+    def _leave(self, slot: Slot, to: Tier, grace_s: float, reason: Reason, now: float) -> None:
+        was_going = slot.is_going
+        if slot.leaving_to is not Tier.COLD:
+            slot.leaving_to = to
+        self.forget_timer(Timer(TimerKind.IDLE, slot.id))
+        if slot.move is not None:
+            if slot.move.kind in ARRIVING and not was_going:
+                self._effects.abort(slot.move.id, reason)
+        elif slot.is_idle:
+            self.go_on_leaving(slot, reason, now)
+        else:
+            self._cut_after(slot, grace_s, reason, now)
+
+    def go_on_leaving(self, slot: Slot, reason: Reason, now: float) -> None:
+        """An idle leaving slot takes its next step."""
+        assert slot.leaving_to is not None and slot.is_idle and slot.move is None
+        self.forget_timer(Timer(TimerKind.GRACE, slot.id))
+        if slot.tier is slot.leaving_to:
+            slot.leaving_to = None
+            self._tell_leaving_ops(slot)
+            return
+        if slot.leaving_to is Tier.ASLEEP and not self._may_sleep(slot):
+            slot.leaving_to = Tier.COLD
+        kind = MoveKind.SLEEP if slot.leaving_to is Tier.ASLEEP else MoveKind.UNLOAD
+        self._start(slot, kind, reason, now)
+
+    def _may_sleep(self, slot: Slot) -> bool:
+        return slot.can_sleep and self._state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
+
+    def _cut_after(self, slot: Slot, grace_s: float, reason: Reason, now: float) -> None:
+        timer, at = Timer(TimerKind.GRACE, slot.id), now + grace_s
+        if grace_s <= 0:
+            self.cut_all(slot, reason)
+        elif at < self._state.timers.get(timer, at + 1):
+            self.set_timer(timer, at, reason)
+
+    def cut_all(self, slot: Slot, reason: Reason) -> None:
+        """End every running answer, each once."""
+        self.forget_timer(Timer(TimerKind.GRACE, slot.id))
+        for request in list(slot.in_flight):
+            grant = self._state.grants[request]
+            if not grant.is_cut:
+                grant.is_cut = True
+                self._effects.cut(request, reason)
+
+    # --- gone -----------------------------------------------------------------------------------------------------
+
+    def remove(self, slot: Slot) -> None:
+        """The slot is cold: nothing is left of it. Its id is never used again."""
+        self._state.ledger.release(slot.id)
+        slot.tier, slot.leaving_to = Tier.COLD, None
+        if slot.is_idle:
+            self.drop(slot)
+        else:
+            # Its process is gone but its answers have not been told yet: `ServeDone` of the last one drops it.
+            slot.lost = True
+        self._tell_leaving_ops(slot)
+
+    def drop(self, slot: Slot) -> None:
+        self.forget_timer(Timer(TimerKind.IDLE, slot.id))
+        self.forget_timer(Timer(TimerKind.GRACE, slot.id))
+        self._state.drop_slot(slot)
+
+    def _tell_leaving_ops(self, slot: Slot) -> None:
+        """Operators hear when the last slot has left, and whether all of them are where they should be."""
+        for op_id, op in list(self._state.leaving_ops.items()):
+            if slot.id in op.slots:
+                del op.slots[slot.id]
+                op.outcome = op.outcome if op.to in (Tier.COLD, slot.tier) else OpOutcome.FAILED
+            if not op.slots:
+                del self._state.leaving_ops[op_id]
+                self._effects.answer(op_id, op.outcome, because("left", model=slot.model))

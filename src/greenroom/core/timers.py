@@ -1,0 +1,64 @@
+"""What happens when a timer fires. One that fires early is set again; late or twice is harmless.
+
+Owns the reaction to `TimerFired`: patience, idleness, back-off and grace.
+"""
+
+from __future__ import annotations
+
+from greenroom.core.apply import Actions
+from greenroom.core.decide import Refuse
+from greenroom.core.effects import RejectCode, because
+from greenroom.core.events import TimerFired, TimerKind
+from greenroom.core.model import ModelId, Slot, SlotId, Tier
+from greenroom.core.outlook import eta_s
+from greenroom.core.stage import Stage
+from greenroom.core.state import State
+
+
+class Timers:
+    def __init__(self, state: State, stage: Stage, act: Actions) -> None:
+        self._state = state
+        self._stage = stage
+        self._act = act
+
+    def fired(self, event: TimerFired) -> None:
+        at = self._state.timers.pop(event.timer, None)
+        if at is None:
+            self._state.counters.ignored += 1
+        elif event.now < at:
+            self._stage.set_timer(event.timer, at, because("fired_early"))
+        else:
+            self._due(event.timer.kind, event.timer.subject, event.now)
+
+    def _due(self, kind: TimerKind, subject: str, now: float) -> None:
+        """Timers are forgotten with their subjects, so the subject of one that fires is there."""
+        match kind:
+            case TimerKind.EXPIRE:
+                self._expire(subject, now)
+            case TimerKind.RETRY:
+                self._retry(ModelId(subject), now)
+            case TimerKind.GRACE:
+                slot = self._state.slots[SlotId(subject)]
+                self._stage.cut_all(slot, because("grace_over", model=slot.model))
+            case TimerKind.IDLE:
+                self._idle(self._state.slots[SlotId(subject)], now)
+
+    def _expire(self, waiter_id: str, now: float) -> None:
+        waiter = self._state.waitlist[waiter_id]
+        self._act.refuse(waiter, Refuse(RejectCode.EXPIRED, eta_s(self._state, waiter, waiter.model, now)))
+
+    def _retry(self, model: ModelId, now: float) -> None:
+        record = self._state.models[model]
+        record.pausing = None
+        if record.wish_again:
+            self._act.preload(model, now)
+
+    def _idle(self, slot: Slot, now: float) -> None:
+        spec = slot.spec
+        if not slot.is_serving or not slot.is_idle or spec.ttl_s <= 0 or spec.pinned:
+            return
+        if slot.last_used + spec.ttl_s > now:
+            self._stage.watch_idle(slot)
+        else:
+            why = because("ttl", model=slot.model, ttl_s=spec.ttl_s)
+            self._stage.leave(slot, Tier.ASLEEP if slot.can_sleep else Tier.COLD, 0.0, why, now)

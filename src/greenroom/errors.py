@@ -1,0 +1,217 @@
+"""The error tree: what happened, whose fault it is, and what to do about it.
+
+Owns every error that can reach a caller. The class says what happened; its base says whose fault it was. Never builds a
+response: `server/render.py` does, in the dialect of the caller. A leaf: imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+
+class GreenroomError(Exception):
+    """The root. `message` says what, which, and what to do."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    type: ClassVar[str] = "server_error"
+    # A final failure would fail again in the same way: clients are told not to retry it.
+    final: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        details: str | None = None,
+        retry_after_s: float | None = None,
+        beside: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.details = details
+        self.retry_after_s = retry_after_s
+        # Further fields that stand beside `code` in the error object (queueDepth, avgWaitMs, progress …).
+        self.beside: Mapping[str, Any] = beside or {}
+
+
+# --- the caller's fault ---------------------------------------------------------------------------------------------
+
+
+class ClientFault(GreenroomError):
+    status = 400
+    code = "invalid_request"
+    type = "invalid_request_error"
+    final = True
+
+
+class BadRequest(ClientFault):
+    """The request cannot be understood: bad JSON, a missing field, a value out of range."""
+
+
+class BadFraming(ClientFault):
+    """The bytes are not one unambiguous HTTP/1.1 request. The connection is closed after the answer."""
+
+    code = "bad_framing"
+
+
+class HeadersTooLarge(ClientFault):
+    status = 431
+    code = "headers_too_large"
+
+
+class BodyTooLarge(ClientFault):
+    status = 413
+    code = "body_too_large"
+
+
+class TooSlow(ClientFault):
+    """Headers or body did not arrive before their deadline."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class ExpectationFailed(ClientFault):
+    status = 417
+    code = "expectation_failed"
+
+
+class HostNotAllowed(ClientFault):
+    """The Host or Origin header names something this server does not answer for (DNS rebinding)."""
+
+    status = 403
+    code = "host_not_allowed"
+
+
+class InvalidKey(ClientFault):
+    status = 401
+    code = "invalid_api_key"
+    type = "authentication_error"
+
+
+class NotAllowed(ClientFault):
+    status = 403
+    code = "not_allowed"
+    type = "permission_error"
+
+
+class NotFound(ClientFault):
+    status = 404
+    code = "not_found"
+    type = "not_found_error"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class MethodNotAllowed(ClientFault):
+    status = 405
+    code = "method_not_allowed"
+
+
+class Unsupported(ClientFault):
+    """The model exists but its engine cannot do this."""
+
+    status = 422
+    code = "unsupported"
+
+
+# --- too much at once -----------------------------------------------------------------------------------------------
+
+
+class Overload(GreenroomError):
+    status = 503
+    code = "overloaded"
+    type = "overloaded_error"
+
+
+class QueueFull(Overload):
+    code = "queue_full"
+
+
+class BodiesFull(Overload):
+    """All bodies being buffered together have reached their limit."""
+
+    code = "bodies_full"
+
+
+class ModelLoading(Overload):
+    """The wait ended before the model was ready; it goes on loading."""
+
+    code = "model_loading"
+
+
+class Unloaded(Overload):
+    """The model was unloaded by an operator while this request waited or was answered."""
+
+    code = "unloaded"
+
+
+class ShuttingDown(Overload):
+    code = "shutting_down"
+
+
+class LeaseStoreUnavailable(Overload):
+    code = "lease_store_unavailable"
+
+
+# --- the engine's fault ---------------------------------------------------------------------------------------------
+
+
+class EngineFault(GreenroomError):
+    status = 502
+    code = "engine_error"
+    type = "engine_error"
+
+
+class LoadFailed(EngineFault):
+    """The engine did not come up. `details` holds its last lines."""
+
+    status = 503
+    code = "model_load_failed"
+
+
+class TooLarge(EngineFault):
+    """The model can never fit on the devices there are."""
+
+    status = 503
+    code = "model_too_large"
+    final = True
+
+
+class EngineLost(EngineFault):
+    """The engine's process or connection went away while it was answering."""
+
+    code = "engine_lost"
+
+
+class EngineTimeout(EngineFault):
+    status = 504
+    code = "engine_timeout"
+
+
+# --- ours -----------------------------------------------------------------------------------------------------------
+
+
+class GatewayBug(GreenroomError):
+    """Something that cannot happen did. Always logged with its traceback, never shown with it."""
+
+
+class ConfigError(GreenroomError):
+    """The configuration cannot be used. `message` names file, line, key and the nearest valid spelling."""
+
+    status = 422
+    code = "invalid_config"
+    type = "invalid_request_error"
+    final = True
+
+
+class StateDirBusy(GreenroomError):
+    """Another gateway holds the state directory."""
+
+    status = 409
+    code = "state_dir_busy"

@@ -1,0 +1,345 @@
+"""The keeper: a small program that stands between the gateway and one engine, and ends the engine's whole tree.
+
+Owns one engine process and everything below it. It is a child subreaper, so a grandchild that calls setsid or forks
+twice is re-parented to the keeper instead of escaping to init; the tree is gone exactly when the keeper has no child
+left. Never imports anything of ours and never outlives the gateway: it holds a pipe from it, and at that pipe's end,
+which even `kill -9` of the gateway brings about, it ends the tree and exits.
+
+    python -I -S keeper.py CONTROL_FD STATUS_FD < ORDER       (stdout and stderr are the engine's log)
+
+ORDER is what to run: strings that each end in a zero byte, `argc argv… envc key=value… cwd stopc stop…`, on stdin
+because command lines are public. CONTROL brings lines `stop SECONDS` and `kill`. STATUS is told, once each,
+`started PID START_TICKS` or `failed WHY`, then `exited CODE` or `signalled NUMBER`. Words rather than JSON, because
+importing a JSON reader would nearly double the time an engine waits for its keeper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+
+# The module `typing` is not needed to run, and reading it would cost more than everything below.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+# Asked of the tree before it is killed when nobody said how long: the gateway is gone, or the engine itself has ended.
+TREE_TERM_S = 1.0
+# SIGKILL is sent again to whoever has been forked meanwhile: soon at first, then rarely, as for a process stuck in the
+# kernel nothing helps but patience.
+KILL_AGAIN_S = 0.02
+KILL_AGAIN_MAX_S = 1.0
+# What is read from a pipe at once. A command is a dozen bytes.
+READ_BYTES = 4096
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+# A terminal's Ctrl-C or a service manager's SIGTERM is for the gateway, which drains first and then says stop.
+DEAF_TO = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+
+NEVER = float("inf")
+NAME_IN_PS = "greenroom-keep"
+
+prctl = ctypes.CDLL(None, use_errno=True).prctl
+prctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
+
+
+class StartFailed(Exception):
+    """The program could not be executed. The text says why."""
+
+
+class Order:
+    """What to run, read from the bytes the gateway wrote."""
+
+    def __init__(self, raw: bytes) -> None:
+        words = iter(os.fsdecode(raw).split("\0"))
+        self.argv = [next(words) for _ in range(int(next(words)))]
+        self.env = dict(next(words).split("=", 1) for _ in range(int(next(words))))
+        self.cwd = next(words)
+        self.stop_argv = [next(words) for _ in range(int(next(words)))]
+
+
+class Keeper:
+    """One engine, from its start to the end of the last process below it."""
+
+    def __init__(self, control_fd: int, status_fd: int, order: Order) -> None:
+        self._control_fd = control_fd
+        self._status_fd = status_fd
+        self._order = order
+        self._unread = b""
+        self._poll = select.poll()
+        self._poll.register(control_fd, select.POLLIN)
+        self._wake_fd = wake_at_signals()
+        self._poll.register(self._wake_fd, select.POLLIN)
+        # 0 as long as, or as soon as, there is none: a reaped pid may already belong to somebody else.
+        self._engine_pid = 0
+        self._stop_pid = 0
+        self._is_ending = False
+        self._kill_at = NEVER
+        self._kill_again_s = KILL_AGAIN_S
+
+    def run(self) -> None:
+        """Start the engine, obey, and return when nothing of its tree is left."""
+        try:
+            self._engine_pid = launch(self._order.argv, self._order.env, self._order.cwd)
+        except StartFailed as failure:
+            self._tell(f"failed {failure}")
+            return
+        self._tell(f"started {self._engine_pid} {start_ticks(self._engine_pid)}")
+        while self._reap():
+            self._kill_if_due()
+            self._wait()
+
+    # --- what the gateway says ---------------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Sleep until a child ends, the gateway says something or goes away, or it is time to kill."""
+        left_s = max(0.0, self._kill_at - time.monotonic())
+        # Rounded up, as waking a moment early would spin until the deadline.
+        timeout_ms = None if left_s == NEVER else int(left_s * 1000) + 1
+        for fd, _ in self._poll.poll(timeout_ms):
+            if fd == self._wake_fd:
+                os.read(fd, READ_BYTES)
+            else:
+                self._read_control()
+
+    def _read_control(self) -> None:
+        received = os.read(self._control_fd, READ_BYTES)
+        if not received:
+            self._poll.unregister(self._control_fd)
+            self._end_tree(TREE_TERM_S)
+            return
+        *lines, self._unread = (self._unread + received).split(b"\n")
+        for line in lines:
+            self._obey(line.decode().split())
+
+    def _obey(self, words: list[str]) -> None:
+        if words[0] == "stop":
+            self._stop_engine(float(words[1]))
+        elif words[0] == "kill":
+            self._kill_at = 0.0
+
+    def _tell(self, line: str) -> None:
+        # A gateway that no longer listens is no reason to leave its engine running.
+        with contextlib.suppress(OSError):
+            os.write(self._status_fd, os.fsencode(line.replace("\n", " ")) + b"\n")
+
+    # --- the ladder --------------------------------------------------------------------------------------------------
+
+    def _stop_engine(self, term_s: float) -> None:
+        """Ask the engine to leave; kill the tree after `term_s`. Asked again, the nearer deadline counts."""
+        self._kill_at = min(self._kill_at, time.monotonic() + term_s)
+        if self._is_ending or not self._engine_pid:
+            return
+        self._is_ending = True
+        if not self._run_stop_command():
+            self._term_engine()
+
+    def _run_stop_command(self) -> bool:
+        pid = str(self._engine_pid)
+        argv = [word.replace("${PID}", pid) for word in self._order.stop_argv]
+        if not argv:
+            return False
+        try:
+            self._stop_pid = launch(argv, self._order.env, self._order.cwd)
+        except StartFailed as failure:
+            print(f"greenroom: the stop command could not be started: {failure}", file=sys.stderr, flush=True)
+        return bool(self._stop_pid)
+
+    def _term_engine(self) -> None:
+        # It leads a session and so a group of its own, and it is not reaped yet: the number is still its own.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._engine_pid, signal.SIGTERM)
+
+    def _end_tree(self, term_s: float) -> None:
+        """Ask every process of the tree to leave, and kill what is left after `term_s`."""
+        self._is_ending = True
+        signal_tree(signal.SIGTERM)
+        self._kill_at = min(self._kill_at, time.monotonic() + term_s)
+
+    def _kill_if_due(self) -> None:
+        if time.monotonic() < self._kill_at:
+            return
+        signal_tree(signal.SIGKILL)
+        self._kill_at = time.monotonic() + self._kill_again_s
+        self._kill_again_s = min(self._kill_again_s * 2, KILL_AGAIN_MAX_S)
+
+    # --- children that ended -----------------------------------------------------------------------------------------
+
+    def _reap(self) -> bool:
+        """Collect every child that has ended. False when there is none left, neither born here nor adopted."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            self._note_end(pid, os.waitstatus_to_exitcode(status))
+
+    def _note_end(self, pid: int, code: int) -> None:
+        if pid == self._engine_pid:
+            self._engine_pid = 0
+            self._tell(f"exited {code}" if code >= 0 else f"signalled {-code}")
+            self._end_tree(TREE_TERM_S)
+        elif pid == self._stop_pid:
+            self._stop_pid = 0
+            # A stop command that failed has not asked the engine anything.
+            if code != 0 and self._engine_pid:
+                self._term_engine()
+
+
+# --- starting a program ---------------------------------------------------------------------------------------------
+
+
+def launch(argv: list[str], env: dict[str, str], cwd: str) -> int:
+    """Run `argv` in a session of its own and return its pid once it is really executing. Raises StartFailed."""
+    error_read, error_write = os.pipe()
+    keeper_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        become(argv, env, cwd, keeper_pid, error_write)
+    os.close(error_write)
+    # The writing end closes on exec: an empty answer means that the program runs.
+    with open(error_read, "rb") as errors:
+        failure = os.fsdecode(errors.read())
+    if failure:
+        os.waitpid(pid, 0)
+        raise StartFailed(failure)
+    return pid
+
+
+def become(argv: list[str], env: dict[str, str], cwd: str, keeper_pid: int, error_fd: int) -> NoReturn:
+    """In the forked child: turn into the program, or say on `error_fd` why not."""
+    place = argv[0]
+    try:
+        os.setsid()
+        stop_ignoring_signals()
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        # The second line of defence. It is bound to the keeper's only thread, and unset if the keeper died before.
+        set_for_this_process(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper_pid:
+            os._exit(127)
+        if cwd:
+            place = cwd
+            os.chdir(cwd)
+            place = argv[0]
+        os.execvpe(argv[0], argv, env)
+    except OSError as error:
+        os.write(error_fd, os.fsencode(f"{error.strerror}: {place!r}"))
+    except BaseException as error:
+        os.write(error_fd, os.fsencode(f"{error}: {place!r}"))
+    finally:
+        os._exit(127)
+
+
+def stop_ignoring_signals() -> None:
+    """Undo what the keeper, the interpreter or a shell above ignores: it would stay ignored across exec."""
+    for number in signal.valid_signals():
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+# --- the tree, as /proc shows it ------------------------------------------------------------------------------------
+
+
+def stat_of(pid: int) -> tuple[int, int]:
+    """The parent and the start time of a process. Raises OSError when there is none."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        # The name in parentheses may itself hold spaces and parentheses.
+        fields = file.read().rpartition(b")")[2].split()
+    return int(fields[1]), int(fields[19])
+
+
+def start_ticks(pid: int) -> int:
+    try:
+        return stat_of(pid)[1]
+    except OSError:
+        return 0
+
+
+def descendants() -> list[tuple[int, int]]:
+    """(pid, start time) of every process below this one, parents before their children."""
+    children: dict[int, list[tuple[int, int]]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            # It may end while we look.
+            with contextlib.suppress(OSError):
+                parent, ticks = stat_of(int(name))
+                children.setdefault(parent, []).append((int(name), ticks))
+    below = children.get(os.getpid(), [])
+    # The list grows while it is walked; every pid has one parent, so it ends.
+    for pid, _ in below:
+        below += children.pop(pid, [])
+    return below
+
+
+def signal_tree(number: signal.Signals) -> None:
+    for pid, ticks in descendants():
+        # Ended meanwhile, or run as another user: the next round, or nobody here, can help.
+        with contextlib.suppress(OSError):
+            signal_exactly(pid, ticks, number)
+
+
+def signal_exactly(pid: int, ticks: int, number: signal.Signals) -> None:
+    """Signal the process that had this pid at that start time, and no later owner of the number."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        if stat_of(pid)[1] == ticks:
+            signal.pidfd_send_signal(pidfd, number)
+    finally:
+        os.close(pidfd)
+
+
+# --- the program ----------------------------------------------------------------------------------------------------
+
+
+def wake_at_signals() -> int:
+    """Ignore what is meant for the gateway, and return a descriptor that is readable after each ended child."""
+    for number in DEAF_TO:
+        signal.signal(number, signal.SIG_IGN)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_read, False)
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    return wake_read
+
+
+def read_order() -> Order:
+    """Read what to run from stdin, and leave /dev/null there for the engine to inherit."""
+    with open(0, "rb", closefd=False) as stdin:
+        order = Order(stdin.read())
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return order
+
+
+def set_for_this_process(option: int, value: int) -> None:
+    if prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def main() -> None:
+    control_fd, status_fd = int(sys.argv[1]), int(sys.argv[2])
+    # The engine must not hold these open: their ends are how each side learns that the other is gone.
+    for fd in (control_fd, status_fd):
+        os.set_inheritable(fd, False)
+    os.set_blocking(status_fd, False)
+    set_for_this_process(PR_SET_CHILD_SUBREAPER, 1)
+    order = read_order()
+    with open("/proc/self/comm", "w") as name:
+        name.write(NAME_IN_PS)
+    Keeper(control_fd, status_fd, order).run()
+
+
+if __name__ == "__main__":
+    main()

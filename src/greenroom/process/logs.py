@@ -1,0 +1,152 @@
+"""What an engine printed: the last lines, and a live view of the next ones.
+
+Owns the bytes an engine writes, in bounded memory. A ring belongs to a model and outlives the processes that write to
+it. Never blocks a writer: a reader that cannot keep up loses lines and is told how many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+LINES_MAX = 2000
+BYTES_MAX = 512 * 1024
+# Longer lines are cut: engines print whole prompts and tensors at times.
+LINE_BYTES_MAX = 8 * 1024
+# About a second of a very talkative engine.
+UNREAD_LINES_MAX = 1000
+CUT_MARK = b" [line cut]"
+
+
+class LogRing:
+    """The last lines of an engine, as text. `lines_seen` counts every complete line there ever was."""
+
+    def __init__(self, lines_max: int = LINES_MAX, bytes_max: int = BYTES_MAX) -> None:
+        self.lines_seen = 0
+        self._lines_max = lines_max
+        self._bytes_max = bytes_max
+        self._lines: deque[bytes] = deque()
+        self._bytes = 0
+        self._line = bytearray()
+        self._is_cut = False
+        # A carriage return was seen and nothing after it: either CRLF, or the next bytes replace the line.
+        self._returned = False
+        self._subscriptions: set[Subscription] = set()
+
+    def write(self, data: bytes) -> None:
+        """Take what an engine printed, in pieces of any size."""
+        *complete, rest = data.split(b"\n")
+        for piece in complete:
+            self._extend(piece)
+            self._end_line()
+        self._extend(rest)
+
+    def flush(self) -> None:
+        """End a last line that has no line end: its writer is gone."""
+        if self._line:
+            self._end_line()
+
+    def tail(self, n: int) -> list[str]:
+        """The last `n` lines, oldest first, the one still being written included."""
+        lines = [*self._lines, bytes(self._line)] if self._line else self._lines
+        first = max(0, len(lines) - max(0, n))
+        return [_text(line) for index, line in enumerate(lines) if index >= first]
+
+    def subscribe(self) -> Subscription:
+        """Every line from now on. The caller closes it."""
+        subscription = Subscription(self._subscriptions.discard)
+        self._subscriptions.add(subscription)
+        return subscription
+
+    def close(self) -> None:
+        """End every subscription after the lines it already has. The lines stay readable."""
+        self.flush()
+        for subscription in tuple(self._subscriptions):
+            subscription.finish()
+
+    def _extend(self, piece: bytes) -> None:
+        visible = piece.rstrip(b"\r")
+        if visible:
+            _, overwritten, last = visible.rpartition(b"\r")
+            # A progress bar returns to the start of its line to draw itself again: only its last state is kept.
+            if overwritten or self._returned:
+                self._line.clear()
+                self._is_cut = False
+            room = LINE_BYTES_MAX - len(self._line)
+            self._is_cut |= len(last) > room
+            self._line += last[:room]
+        if piece:
+            self._returned = len(visible) < len(piece)
+
+    def _end_line(self) -> None:
+        line = bytes(self._line) + (CUT_MARK if self._is_cut else b"")
+        self._line.clear()
+        self._is_cut = self._returned = False
+        self.lines_seen += 1
+        self._lines.append(line)
+        self._bytes += len(line)
+        while len(self._lines) > self._lines_max or self._bytes > self._bytes_max:
+            self._bytes -= len(self._lines.popleft())
+        for subscription in self._subscriptions:
+            subscription.put(line)
+
+
+class Subscription:
+    """An async iterator over lines for one reader. Holds at most `UNREAD_LINES_MAX`, then forgets the oldest."""
+
+    def __init__(self, forget: Callable[[Subscription], None]) -> None:
+        self.dropped = 0
+        self._forget = forget
+        self._unread: deque[bytes] = deque()
+        self._dropped_untold = 0
+        self._is_finished = False
+        self._wake: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Subscription:
+        return self
+
+    async def __anext__(self) -> str:
+        while not self._unread:
+            if self._is_finished:
+                raise StopAsyncIteration
+            await self._wait()
+        if self._dropped_untold:
+            dropped, self._dropped_untold = self._dropped_untold, 0
+            return f"[{dropped} lines dropped: the reader was too slow]"
+        return _text(self._unread.popleft())
+
+    def put(self, line: bytes) -> None:
+        """Take one line; never waits."""
+        if len(self._unread) >= UNREAD_LINES_MAX:
+            self._unread.popleft()
+            self.dropped += 1
+            self._dropped_untold += 1
+        self._unread.append(line)
+        self._wake_up()
+
+    def finish(self) -> None:
+        """No more lines: the reader gets what it has not read yet, then the end."""
+        self._is_finished = True
+        self._forget(self)
+        self._wake_up()
+
+    def close(self) -> None:
+        """Stop at once, from any task. May be called again."""
+        self._unread.clear()
+        self.finish()
+
+    async def _wait(self) -> None:
+        self._wake = asyncio.get_running_loop().create_future()
+        try:
+            await self._wake
+        finally:
+            self._wake = None
+
+    def _wake_up(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+def _text(line: bytes) -> str:
+    return line.decode("utf-8", "replace")

@@ -1,0 +1,78 @@
+"""What /proc says about processes: who is below whom, since when, and under which identity.
+
+Owns the reading of /proc/PID. Never signals anything, never raises for a process that ended while it was looked at:
+that is the ordinary case.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+IDENTITY_VARIABLE = "GREENROOM_IDENTITY"
+_IDENTITY_KEY = IDENTITY_VARIABLE.encode() + b"="
+_DEAD_STATES = frozenset({b"Z", b"X", b"x"})
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """The few fields of /proc/PID/stat that are needed here."""
+
+    pid: int
+    parent: int
+    start_ticks: int
+    is_dead: bool
+
+
+def pids() -> Iterator[int]:
+    """Every process id there is at this moment."""
+    return (int(name) for name in os.listdir(PROC) if name.isdigit())
+
+
+def stat(pid: int) -> Stat | None:
+    """Parent and start time of a process, None when there is no such process."""
+    try:
+        raw = (PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    # The name in parentheses may itself hold spaces and parentheses.
+    fields = raw.rpartition(b")")[2].split()
+    return Stat(pid, parent=int(fields[1]), start_ticks=int(fields[19]), is_dead=fields[0] in _DEAD_STATES)
+
+
+def identity(pid: int) -> str | None:
+    """The identity in a process's environment; None when it has none, has ended, or belongs to another user."""
+    try:
+        raw = (PROC / str(pid) / "environ").read_bytes()
+    except OSError:
+        return None
+    for entry in raw.split(b"\0"):
+        if entry.startswith(_IDENTITY_KEY):
+            return entry[len(_IDENTITY_KEY) :].decode("utf-8", "replace")
+    return None
+
+
+def below(pid: int) -> frozenset[int]:
+    """Every living process below `pid`, not `pid` itself. Reads the whole process table."""
+    children: dict[int, list[Stat]] = {}
+    for seen in filter(None, map(stat, pids())):
+        children.setdefault(seen.parent, []).append(seen)
+    found = children.pop(pid, [])
+    # The list grows while it is walked; every process has one parent and is popped once, so it ends.
+    for process in found:
+        found += children.pop(process.pid, [])
+    return frozenset(process.pid for process in found if not process.is_dead)
+
+
+def self_and_above() -> frozenset[int]:
+    """This process and all its ancestors, up to the first one that cannot be seen."""
+    found: set[int] = set()
+    pid = os.getpid()
+    while pid > 0 and pid not in found:
+        found.add(pid)
+        seen = stat(pid)
+        pid = seen.parent if seen else 0
+    return frozenset(found)

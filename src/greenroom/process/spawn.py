@@ -1,0 +1,233 @@
+"""One engine process and everything below it: started, watched, and ended as a whole.
+
+Owns the life of a child from the fork to the moment nothing of its tree is left. The ladder (ask, wait, kill) runs in
+the keeper, so neither a cancelled task nor a dead gateway can interrupt it. Never knows whether an engine is ready,
+only whether it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from greenroom import errors
+from greenroom.process import orphans, proc
+from greenroom.process.keeper_link import KeeperLink, open_link
+from greenroom.process.logs import LogRing
+from greenroom.process.proc import IDENTITY_VARIABLE
+
+# A keeper starts in some 30 ms; on a machine that swaps, more. After this the start has failed.
+START_S = 30.0
+# What a keeper gets beyond the engine's own time to end a tree. One that takes longer is itself stuck and is killed.
+KEEPER_GRACE_S = 10.0
+# An engine's last lines, as they go into the error of a failed start.
+LAST_LINES = 20
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to run. `env` is the whole environment: nothing of the gateway's own is inherited.
+
+    `stop_argv` is run instead of SIGTERM, with `${PID}` in it replaced by the engine's pid.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(repr=False)
+    cwd: str | None = None
+    stop_argv: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended. Neither is known when its keeper was lost with it."""
+
+    code: int | None
+    signal: int | None
+
+    def __str__(self) -> str:
+        if self.code is not None:
+            return f"exit code {self.code}"
+        if self.signal is None:
+            return "lost together with its keeper"
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(self.signal).name}"
+        return f"killed by signal {self.signal}"
+
+
+class Child:
+    """A running engine. Made by `spawn`."""
+
+    def __init__(self, identity: str, log: LogRing) -> None:
+        self.pid = 0
+        self.start_ticks = 0
+        self.log = log
+        self.exit: Exit | None = None
+        # Why it could not be started, when it could not.
+        self.failure: str | None = None
+        self._identity = identity
+        self._link: KeeperLink | None = None
+        self._callbacks: list[Callable[[Exit], None]] = []
+        self._loop = asyncio.get_running_loop()
+        self._begun: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[Exit] = self._loop.create_future()
+        self._gone: asyncio.Future[None] = self._loop.create_future()
+        self._overdue: asyncio.TimerHandle | None = None
+        self._sweep: asyncio.Task[None] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.exit is None
+
+    async def wait(self) -> Exit:
+        """Wait for the end of the engine's main process."""
+        return await asyncio.shield(self._ended)
+
+    async def stop(self, term_s: float) -> Exit:
+        """Ask the engine to leave, kill what is left after `term_s`, and return when its whole tree is gone.
+
+        May be called at any time, again, and by several tasks: the nearest deadline counts. A caller that is cancelled
+        stops waiting; the stop itself goes on.
+        """
+        self._send(f"stop {max(0.0, term_s)}", term_s)
+        await asyncio.shield(self._gone)
+        return await self.wait()
+
+    def kill(self) -> None:
+        """Kill the whole tree, and do not wait for it."""
+        self._send("kill", 0.0)
+
+    def on_exit(self, callback: Callable[[Exit], None]) -> None:
+        """Call back once on the loop when the engine's main process has ended, soon if it already has."""
+        if self.exit is None:
+            self._callbacks.append(callback)
+        else:
+            self._loop.call_soon(callback, self.exit)
+
+    def tree(self) -> frozenset[int]:
+        """The engine and all its descendants, now. Reads the whole process table: a few milliseconds."""
+        return proc.below(self._link.pid) if self._link else frozenset()
+
+    async def begin(self, command: Command) -> None:
+        """Start a keeper and wait until it runs the command, or `failure` says why not. Once, by `spawn`."""
+        try:
+            order = _encode(command, self._identity)
+            self._link = open_link(order, self._identity, self.log, self._on_report, self._on_gone)
+        except BaseException:
+            self._on_gone(ended_well=True)
+            raise
+        await asyncio.shield(self._begun)
+
+    def _send(self, command: str, allowed_s: float) -> None:
+        if self._link is None:
+            return
+        self._link.send(command)
+        due = self._loop.time() + allowed_s + KEEPER_GRACE_S
+        if self._overdue is not None and self._overdue.when() <= due:
+            return
+        if self._overdue is not None:
+            self._overdue.cancel()
+        self._overdue = self._loop.call_at(due, self._link.kill_keeper)
+
+    # --- what the keeper says ----------------------------------------------------------------------------------------
+
+    def _on_report(self, words: list[str]) -> None:
+        match words:
+            case ["started", pid, start_ticks]:
+                self.pid, self.start_ticks = int(pid), int(start_ticks)
+                self._begun.set_result(None)
+            case ["failed", *why]:
+                self.failure = " ".join(why)
+            case ["exited", code]:
+                self._finish(Exit(int(code), None))
+            case ["signalled", number]:
+                self._finish(Exit(None, int(number)))
+
+    def _finish(self, exit: Exit) -> None:
+        # Whoever is told of the end will ask for the last lines.
+        if self._link is not None:
+            self._link.drain_log()
+        self.exit = exit
+        self._ended.set_result(exit)
+        for callback in self._callbacks:
+            self._loop.call_soon(callback, exit)
+        self._callbacks.clear()
+
+    def _on_gone(self, ended_well: bool) -> None:
+        self._link = None
+        if self._overdue is not None:
+            self._overdue.cancel()
+        if not self._begun.done():
+            self.failure = self.failure or "its keeper ended before it"
+            self._begun.set_result(None)
+        if self.exit is None:
+            self._finish(Exit(None, None))
+        if ended_well:
+            self._gone.set_result(None)
+        else:
+            # Its engine has a parent-death signal, but nothing below the engine has.
+            self._sweep = self._loop.create_task(self._end_remains(), name=f"sweep {self._identity}")
+
+    async def _end_remains(self) -> None:
+        try:
+            ended = await orphans.sweep(self._identity, spare=frozenset())
+            _log.warning("keeper lost identity=%s ended=%d", self._identity, ended)
+        except OSError:
+            _log.exception("sweep failed identity=%s", self._identity)
+        finally:
+            self._gone.set_result(None)
+
+
+async def spawn(command: Command, *, identity: str, log: LogRing) -> Child:
+    """Start a command in a tree of its own and return once it is executing. Raises LoadFailed when it cannot be.
+
+    `identity` must be unique to this start: everything that carries it is ended when its keeper is lost.
+    """
+    child = Child(identity, log)
+    # Whatever goes wrong from here on, nothing may be left running that no caller knows of.
+    try:
+        async with asyncio.timeout(START_S):
+            await child.begin(command)
+    except (OSError, ValueError) as error:
+        # A TimeoutError is an OSError too.
+        await child.stop(term_s=0.0)
+        raise _could_not(command, str(error) or f"nothing happened within {START_S:.0f} s", log) from error
+    except BaseException:
+        await child.stop(term_s=0.0)
+        raise
+    if child.failure is not None:
+        await child.stop(term_s=0.0)
+        raise _could_not(command, child.failure, log)
+    return child
+
+
+def _could_not(command: Command, why: str, log: LogRing) -> errors.LoadFailed:
+    program = command.argv[0] if command.argv else "an empty command"
+    return errors.LoadFailed(f"{program} could not be started: {why}", details="\n".join(log.tail(LAST_LINES)) or None)
+
+
+def _encode(command: Command, identity: str) -> bytes:
+    """The order as the keeper reads it. Raises ValueError for what no program can be given."""
+    environment = {**command.env, IDENTITY_VARIABLE: identity}
+    if not command.argv or not command.argv[0]:
+        raise ValueError("the command is empty")
+    for name in environment:
+        if not name or "=" in name:
+            raise ValueError(f"{name!r} is no name of an environment variable")
+    settings = [f"{name}={value}" for name, value in environment.items()]
+    stop_argv = command.stop_argv or ()
+    words = [_count(command.argv), *command.argv, _count(settings), *settings]
+    words += [command.cwd or "", _count(stop_argv), *stop_argv]
+    if any("\0" in word for word in words):
+        raise ValueError("a word of the command or its environment has a zero byte in it")
+    return b"".join(os.fsencode(word) + b"\0" for word in words)
+
+
+def _count(words: list[str] | tuple[str, ...]) -> str:
+    return str(len(words))

@@ -1,0 +1,157 @@
+"""The state directory: one gateway at a time, a durable id, and a short private place for Unix sockets.
+
+Owns the lock, the id by which processes of earlier runs are recognised, and the run directory. Never stores anything
+else; others put their files beside it. Everything in it is readable by its owner only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from greenroom import errors
+
+# The kernel's limit on the path of a Unix socket, without its final zero byte.
+UNIX_PATH_BYTES_MAX = 107
+# What a socket in the run directory may be called, at most.
+SOCKET_NAME_BYTES_MAX = 32
+_PRIVATE = 0o700
+_ID = re.compile(r"[0-9a-f]{16}")
+
+
+class StateDir:
+    """An open state directory. `id` lasts as long as the directory, `run` as long as this object."""
+
+    def __init__(self, path: Path, lock_fd: int) -> None:
+        self.path = path
+        self.id = _read_or_make_id(path / "id")
+        self.run = secrets.token_hex(4)
+        self.run_dir = _make_run_dir(path, self.id)
+        self._lock_fd: int | None = lock_fd
+
+    @classmethod
+    def open(cls, path: str | Path) -> StateDir:
+        """Create the directory if need be and lock it.
+
+        Raises StateDirBusy when another gateway has it, ConfigError when it cannot be made private.
+        """
+        whole = Path(path).expanduser().resolve()
+        _make_private(whole)
+        lock_fd = _lock(whole)
+        try:
+            return cls(whole, lock_fd)
+        except BaseException:
+            os.close(lock_fd)
+            raise
+
+    @property
+    def prefix(self) -> str:
+        """What the identities of all processes of this directory have in common, whichever run started them."""
+        return f"{self.id}:"
+
+    def identity(self, slot: str) -> str:
+        """The identity of the processes of one slot of this run."""
+        return f"{self.prefix}{self.run}:{slot}"
+
+    def close(self) -> None:
+        """Empty the run directory and let another gateway in. May be called again."""
+        if self._lock_fd is None:
+            return
+        lock_fd, self._lock_fd = self._lock_fd, None
+        try:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+            os.ftruncate(lock_fd, 0)
+        finally:
+            os.close(lock_fd)
+
+
+def _make_private(path: Path) -> None:
+    try:
+        path.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+        is_private = _is_private(path)
+    except OSError as error:
+        raise errors.ConfigError(f"the directory {path} cannot be used: {error.strerror}") from error
+    if not is_private:
+        raise errors.ConfigError(f"the directory {path} belongs to another user or is a link; choose another one")
+
+
+def _is_private(path: Path) -> bool:
+    """Take away what others may do there. False when it is not ours, or is a link to somewhere else."""
+    seen = path.lstat()
+    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.geteuid():
+        return False
+    if stat.S_IMODE(seen.st_mode) != _PRIVATE:
+        path.chmod(_PRIVATE)
+    return True
+
+
+def _lock(path: Path) -> int:
+    lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock_fd, 32, 0).decode("ascii", "replace").strip()
+        os.close(lock_fd)
+        who = f"the gateway with pid {holder}" if holder else "a gateway that is just starting"
+        raise errors.StateDirBusy(f"{path} is held by {who}; stop it or choose another state directory") from None
+    # The lock goes with the process however it ends; the pid in it is only for people.
+    os.ftruncate(lock_fd, 0)
+    os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
+    return lock_fd
+
+
+def _read_or_make_id(path: Path) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        known = path.read_text(encoding="ascii", errors="replace").strip()
+        if _ID.fullmatch(known):
+            return known
+    made = secrets.token_hex(8)
+    _write_whole(path, made + "\n")
+    return made
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write so that after a crash there is the old file or the new one, never half of it."""
+    fresh_fd, fresh_path = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    with open(fresh_fd, "w", encoding="ascii") as fresh:
+        fresh.write(text)
+        fresh.flush()
+        os.fsync(fresh.fileno())
+    Path(fresh_path).replace(path)
+
+
+def _make_run_dir(path: Path, name: str) -> Path:
+    """An empty private directory whose path leaves room for a socket's name."""
+    candidates = (path / "run", *(base / f"greenroom-{name}" for base in _short_bases()))
+    run_dir = next((one for one in candidates if _leaves_room(one)), None)
+    if run_dir is None:
+        raise errors.ConfigError(f"{path} is too long for Unix sockets and so is every place for temporary files")
+    _make_private(run_dir)
+    for leftover in run_dir.iterdir():
+        _remove(leftover)
+    return run_dir
+
+
+def _short_bases() -> tuple[Path, ...]:
+    """Where the run directory may go when the state directory's path is too long for a socket."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    usable = os.path.isabs(runtime) and os.access(runtime, os.W_OK | os.X_OK)
+    return (Path(runtime), Path("/tmp")) if usable else (Path("/tmp"),)
+
+
+def _leaves_room(path: Path) -> bool:
+    return len(os.fsencode(path)) + 1 + SOCKET_NAME_BYTES_MAX <= UNIX_PATH_BYTES_MAX
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,74 @@
+"""The bounds of the HTTP edge, and the counters of what they stopped.
+
+Owns every number the edge is limited by, each with its reason. Never enforces one: `client.py` and `edge.py` do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeLimits:
+    """How long the edge waits for a client, and how much it takes from one. There is no deadline for answering."""
+
+    # From accept, or from the first byte of a later request, to the end of its headers.
+    header_timeout_s: float = 10.0
+    # A body may take this long, or as long as its bytes take at the slowest rate we accept, whichever is longer.
+    body_timeout_s: float = 30.0
+    body_rate_min_bytes_s: int = 8 * KIB
+    # Longer than the idle time of common client pools, so that they close first and never meet our close half-way.
+    keepalive_s: float = 75.0
+    # A client that accepts no byte for this long while we have bytes for it is cut.
+    write_timeout_s: float = 30.0
+    # After an early refusal this much is read and thrown away, so that the client can read why.
+    linger_s: float = 5.0
+    linger_bytes_max: int = 16 * MIB
+
+    headers_max: int = 100
+    header_bytes_max: int = 32 * KIB
+    request_line_max: int = 8 * KIB
+    # What a chunked body may spend on sizes, extensions and trailers beyond as much as its content.
+    chunk_overhead_bytes_max: int = 16 * KIB
+
+    connections_max: int = 10_000
+    # Loopback is exempt: there everyone has the same address.
+    connections_per_ip_max: int = 1_000
+    backlog: int = 2048
+
+    # A body above this goes to an unlinked temporary file.
+    body_in_memory_max: int = 256 * KIB
+    bodies_total_max: int = 512 * MIB
+    spool_total_max: int = 8 * 1024 * MIB
+
+    # Requests sent ahead wait as raw bytes: above this many we stop reading until the answers before them are done.
+    pipelined_bytes_max: int = 64 * KIB
+    # So many are answered in one turn of the loop before other connections get theirs.
+    pipelined_per_turn_max: int = 16
+    # Above this many unsent bytes the source of an answer is asked to pause.
+    write_buffer_bytes_max: int = 256 * KIB
+    # How often deadlines are looked at; one sweep for all connections instead of a timer for each request.
+    sweep_s: float = 0.5
+
+
+@dataclass(slots=True)
+class EdgeStats:
+    """Counts since start. Plain integers: whoever publishes them reads them."""
+
+    accepted: int = 0
+    # Connections closed at accept because there were too many, in all or from one address.
+    over_limit: int = 0
+    # Requests received whole and handed on.
+    requests: int = 0
+    # Requests answered by the edge itself because they were malformed, too large or not admitted.
+    refused: int = 0
+    header_timeouts: int = 0
+    body_timeouts: int = 0
+    idle_closed: int = 0
+    write_timeouts: int = 0
+    # Clients that left before their answer was complete.
+    gone: int = 0
+    bugs: int = 0

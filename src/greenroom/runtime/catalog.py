@@ -1,0 +1,103 @@
+"""Models by name: what the configuration says of each, its engine, and the scheduler's view of it.
+
+Owns ids, aliases and revisions. A model gets a new revision when its process would be another; the old one keeps its
+entry for as long as a slot holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from greenroom.config.diff import Changes
+from greenroom.config.schema import PRIORITY_NAMES, Config, Model
+from greenroom.core.model import DeviceId, ModelId, ModelSpec
+from greenroom.engines.base import Engine
+from greenroom.engines.registry import engine_for
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One revision of a model."""
+
+    id: ModelId
+    config: Model
+    engine: Engine
+    spec: ModelSpec
+
+
+class Catalog:
+    def __init__(self) -> None:
+        self._entries: dict[ModelId, Entry] = {}
+        self._names: dict[str, Entry] = {}
+        # Revisions only grow, also over a removal, so that a slot of an old one is never taken for a new one.
+        self._revisions: dict[ModelId, int] = {}
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, name: str) -> Entry | None:
+        """The model with this id or alias."""
+        return self._names.get(name)
+
+    def is_known(self, name: str) -> bool:
+        return name in self._names
+
+    def revision(self, model: ModelId, revision: int) -> Entry | None:
+        """The current entry, if it still is of that revision."""
+        entry = self._entries.get(model)
+        return entry if entry is not None and entry.spec.revision == revision else None
+
+    def fill(self, config: Config) -> tuple[ModelSpec, ...]:
+        """Take in the first configuration."""
+        self._replace({ModelId(name): _entry(ModelId(name), 1, model) for name, model in config.models.items()})
+        return tuple(entry.spec for entry in self)
+
+    def change(self, config: Config, changes: Changes) -> tuple[ModelSpec, ...]:
+        """Take in a later one: only what changed gets a new entry. Returns the new specs."""
+        fresh: dict[ModelId, Entry] = {}
+        for name, model in config.models.items():
+            model_id = ModelId(name)
+            old = self._entries.get(model_id)
+            if old is not None and name not in (*changes.changed, *changes.relabelled):
+                fresh[model_id] = old
+                continue
+            step = 0 if name in changes.relabelled else 1
+            revision = self._revisions.get(model_id, 0) + step
+            fresh[model_id] = _entry(model_id, revision, model)
+        new = tuple(entry.spec for model_id, entry in fresh.items() if self._entries.get(model_id) is not entry)
+        self._replace(fresh)
+        return new
+
+    def _replace(self, entries: dict[ModelId, Entry]) -> None:
+        self._entries = entries
+        self._names = {name: entry for entry in entries.values() for name in (entry.id, *entry.config.aliases)}
+        for entry in entries.values():
+            self._revisions[entry.id] = entry.spec.revision
+
+
+def _entry(model_id: ModelId, revision: int, model: Model) -> Entry:
+    engine = engine_for(model)
+    spec = ModelSpec(
+        id=model_id,
+        revision=revision,
+        need=engine.need(model),
+        devices=tuple(DeviceId(device) for device in model.devices),
+        can_split=engine.can_split,
+        sizes_itself=engine.sizes_itself,
+        concurrency=engine.concurrency(model),
+        priority=priority_number(model.priority),
+        ttl_s=model.ttl_s,
+        grace_s=model.grace_s,
+        pinned=model.pinned,
+        preload=model.preload,
+    )
+    return Entry(model_id, model, engine, spec)
+
+
+def priority_number(priority: str | int) -> int:
+    """Lower goes first: high 0, normal 1, low 2; other numbers as they are."""
+    return priority if isinstance(priority, int) else PRIORITY_NAMES[priority]

@@ -1,0 +1,82 @@
+"""The scheduler's effects, carried out for real. The simulator has the other implementation.
+
+Owns timers and the hand-over of grants and rejections to tickets. Each effect is logged and told with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from greenroom.core.effects import OpOutcome, Reason, Rejection
+from greenroom.core.events import Event, Timer, TimerFired
+from greenroom.core.model import LeaseId, Move, MoveId, OpId, RequestId, SlotId
+from greenroom.runtime.mover import Mover
+from greenroom.runtime.observer import Observer
+from greenroom.runtime.rejections import Rejections
+from greenroom.runtime.slots import Slots
+from greenroom.runtime.tickets import Ticket
+
+
+class AsyncEffects:
+    """Made in two steps, because the scheduler needs its effects and they need to post back to it."""
+
+    def __init__(self, slots: Slots, observer: Observer, clock: Callable[[], float]) -> None:
+        self._slots = slots
+        self._observer = observer
+        self._clock = clock
+        self._timers: dict[Timer, asyncio.TimerHandle] = {}
+        self.operations: dict[OpId, asyncio.Future[OpOutcome]] = {}
+
+    def connect(
+        self, post: Callable[[Event], None], mover: Mover, tickets: dict[str, Ticket], rejections: Rejections
+    ) -> None:
+        self._post = post
+        self._mover = mover
+        self._tickets = tickets
+        self._rejections = rejections
+
+    def grant(self, request: RequestId | LeaseId, slot: SlotId, reason: Reason) -> None:
+        self._tickets[request].grant(self._slots.live[slot], self._clock())
+
+    def reject(self, request: RequestId | LeaseId, rejection: Rejection, reason: Reason) -> None:
+        self._observer.rejected(request, rejection, reason)
+        self._tickets[request].reject(self._rejections.error_for(rejection))
+
+    def cut(self, request: RequestId, reason: Reason) -> None:
+        self._observer.cut(request, reason)
+        self._tickets[request].cut(self._rejections.error_for_cut(reason))
+
+    def move(self, move: Move, reason: Reason) -> None:
+        self._observer.moving(move, reason)
+        self._mover.start(move)
+
+    def abort(self, move: MoveId, reason: Reason) -> None:
+        self._observer.aborting(move, reason)
+        self._mover.abort(move)
+
+    def answer(self, op: OpId, outcome: OpOutcome, reason: Reason) -> None:
+        future = self.operations.pop(op, None)
+        if future is not None and not future.done():
+            future.set_result(outcome)
+
+    def recall(self, lease: LeaseId, deadline: float, reason: Reason) -> None:
+        self._observer.recalled(lease, deadline, reason)
+
+    def set_timer(self, timer: Timer, at: float | None, reason: Reason) -> None:
+        if pending := self._timers.pop(timer, None):
+            pending.cancel()
+        if at is not None:
+            loop = asyncio.get_running_loop()
+            # The scheduler's clock is the loop's clock, so that the two agree on when "at" is.
+            self._timers[timer] = loop.call_at(at, self._fire, timer, at)
+
+    def _fire(self, timer: Timer, at: float) -> None:
+        """Loops round to milliseconds and may be early; a timer that fires has been reached."""
+        self._timers.pop(timer, None)
+        self._post(TimerFired(max(self._clock(), at), timer))
+
+    def close(self) -> None:
+        for handle in self._timers.values():
+            handle.cancel()
+        self._timers.clear()

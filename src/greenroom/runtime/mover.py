@@ -1,0 +1,211 @@
+"""Carries moves out. Every move is an owned task that ends in exactly one `MoveDone`, whatever happens to it.
+
+Owns the way from a launch to a live slot and back. Never decides: what moves was decided by the scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from greenroom.core.events import Event, MoveDone, SlotsLost
+from greenroom.core.model import ModelId, Move, MoveId, MoveKind, Outcome, SlotId, Tier
+from greenroom.engines.base import Launch, Listens, Place
+from greenroom.errors import GreenroomError, LoadFailed
+from greenroom.process.ports import PortRange, is_ours
+from greenroom.process.spawn import Child, Exit, spawn
+from greenroom.process.state_dir import StateDir
+from greenroom.proxy.upstream import Address, Pool
+from greenroom.runtime.catalog import Catalog, Entry
+from greenroom.runtime.observer import Observer
+from greenroom.runtime.ready import until_ready
+from greenroom.runtime.slots import LiveSlot, Slots
+from greenroom.telemetry.logs import get_logger
+
+# A stranger may take the port between our choosing and the engine's binding; another port is tried this often.
+PORT_TRIES = 3
+# Lines of the engine that go with the error of a failed load.
+LAST_LINES = 20
+
+_log = get_logger("moves")
+
+
+class PortTaken(LoadFailed):
+    """Somebody else answers on the port that was meant for the engine."""
+
+
+class Mover:
+    def __init__(
+        self,
+        catalog: Catalog,
+        slots: Slots,
+        state_dir: StateDir,
+        ports: PortRange,
+        observer: Observer,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._observer = observer
+        self._catalog = catalog
+        self._slots = slots
+        self._state_dir = state_dir
+        self._ports = ports
+        self._post = post
+        self._clock = clock
+        self._tasks: dict[MoveId, asyncio.Task[Outcome]] = {}
+        self._aborted: set[MoveId] = set()
+        self._ports_in_use: dict[SlotId, int] = {}
+        # Why the last load of a model failed; the scheduler knows only that it did.
+        self.failures: dict[ModelId, GreenroomError] = {}
+
+    def start(self, move: Move) -> None:
+        name = f"{move.kind.value} {move.model} {move.id}"
+        task = asyncio.get_running_loop().create_task(self._carry_out(move), name=name)
+        self._tasks[move.id] = task
+        began = self._clock()
+        # A callback rather than a `finally`: a task cancelled before its first step never enters its body.
+        task.add_done_callback(lambda task: self._ended(move, task, began))
+
+    def abort(self, move: MoveId) -> None:
+        """Once: a second cancel would interrupt the clearing up after the first."""
+        if move in self._tasks and move not in self._aborted:
+            self._aborted.add(move)
+            self._tasks[move].cancel()
+
+    @property
+    def moving(self) -> int:
+        return len(self._tasks)
+
+    def _ended(self, move: Move, task: asyncio.Task[Outcome], began: float) -> None:
+        del self._tasks[move.id]
+        self._aborted.discard(move.id)
+        outcome = Outcome.FAILED
+        if task.cancelled():
+            outcome = Outcome.ABORTED
+        elif (error := task.exception()) is None:
+            outcome = task.result()
+        elif isinstance(error, GreenroomError):
+            self._remember_failure(move, error)
+        else:
+            _log.error("move broke", model=move.model, kind=move.kind.value, error=repr(error))
+            self._remember_failure(move, LoadFailed(f"{move.model} could not be moved: {error!r}"))
+        self._observer.moved(move, outcome, round(self._clock() - began, 3))
+        self._post(MoveDone(self._clock(), move.id, outcome))
+
+    async def _carry_out(self, move: Move) -> Outcome:
+        if move.kind is MoveKind.UNLOAD:
+            await self._unload(move)
+            return Outcome.DONE
+        assert move.kind is MoveKind.LOAD, "no engine here can sleep"
+        entry = self._catalog.revision(move.model, move.revision)
+        if entry is None:
+            return Outcome.ABORTED
+        await self._load(move, entry)
+        self.failures.pop(move.model, None)
+        return Outcome.DONE
+
+    def _remember_failure(self, move: Move, error: GreenroomError) -> None:
+        self.failures[move.model] = error
+        _log.warning("load failed", model=move.model, slot=move.slot, error=error.message)
+
+    # --- load -----------------------------------------------------------------------------------------------------
+
+    async def _load(self, move: Move, entry: Entry) -> None:
+        """Start the engine and wait until it answers. Raises LoadFailed; leaves nothing behind when it does."""
+        for attempt in range(1, PORT_TRIES + 1):
+            try:
+                await self._load_once(move, entry, attempt)
+                return
+            except PortTaken as error:
+                _log.warning("port taken", model=move.model, attempt=attempt, error=error.message)
+                if attempt == PORT_TRIES:
+                    raise
+
+    async def _load_once(self, move: Move, entry: Entry, attempt: int) -> None:
+        place = self._place(move, entry)
+        launch = entry.engine.launch(move.model, entry.config, place)
+        log = self._slots.log(move.model)
+        identity = self._state_dir.identity(f"{move.slot}.{attempt}")
+        child = await spawn(launch.command, identity=identity, log=log)
+        try:
+            await self._until_ready(child, launch, place, entry)
+        except BaseException:
+            # Also when this move was aborted: the tree must be gone before the move has ended.
+            await child.stop(entry.config.stop_timeout_s)
+            self._give_back(move.slot, place.socket)
+            raise
+        live = LiveSlot(move.slot, entry, child, Pool(_address(place)), place.socket)
+        self._slots.live[move.slot] = live
+        child.on_exit(lambda exit: self._on_exit(live, exit))
+
+    def _place(self, move: Move, entry: Entry) -> Place:
+        if entry.engine.listens is Listens.SOCKET:
+            # A name of its own for every slot, and slots are never used again: no leftover can be in the way.
+            return Place(move.claim, socket=str(self._state_dir.run_dir / f"{move.slot}.sock"))
+        port = self._ports.pick(set(self._ports_in_use.values()))
+        self._ports_in_use[move.slot] = port
+        return Place(move.claim, port=port)
+
+    async def _until_ready(self, child: Child, launch: Launch, place: Place, entry: Entry) -> None:
+        """The process is watched, not only the port: a dying engine may still answer."""
+        ended = asyncio.ensure_future(child.wait())
+        ready = asyncio.ensure_future(self._answers(launch, place))
+        try:
+            await asyncio.wait((ended, ready), timeout=entry.config.load_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise _failed(entry, child, f"the engine ended while loading ({ended.result()})")
+            if not ready.done():
+                raise _failed(entry, child, f"it was not ready after {entry.config.load_timeout_s:g} s")
+            ready.result()
+            self._check_owner(child, place, entry)
+        finally:
+            ended.cancel()
+            ready.cancel()
+
+    async def _answers(self, launch: Launch, place: Place) -> None:
+        if launch.check_path is not None:
+            await until_ready(_address(place), launch.check_path)
+
+    def _check_owner(self, child: Child, place: Place, entry: Entry) -> None:
+        if place.port is None or entry.config.listener == "any" or entry.config.check_endpoint == "none":
+            return
+        if not is_ours(place.port, child.tree()):
+            raise PortTaken(
+                f"{entry.id}: port {place.port} is answered by another process, not by the engine. If it runs in a "
+                "container started by a daemon, set `listener: any`."
+            )
+
+    def _give_back(self, slot: SlotId, socket: str | None) -> None:
+        self._ports_in_use.pop(slot, None)
+        if socket is not None:
+            Path(socket).unlink(missing_ok=True)
+
+    # --- unload ---------------------------------------------------------------------------------------------------
+
+    async def _unload(self, move: Move) -> None:
+        """Cut our connections first: llama.cpp was seen to hang in TERM while a stream was open."""
+        live = self._slots.live.pop(move.slot, None)
+        if live is None:
+            return
+        live.pool.close()
+        await live.child.stop(live.entry.config.stop_timeout_s)
+        self._give_back(move.slot, live.socket)
+
+    def _on_exit(self, live: LiveSlot, exit: Exit) -> None:
+        """The engine ended. If nobody asked it to, everything it served is lost."""
+        if self._slots.live.pop(live.id, None) is None:
+            return
+        self._observer.lost(live.entry.id, live.id, str(exit))
+        self._give_back(live.id, live.socket)
+        self._post(SlotsLost(self._clock(), (live.id,), Tier.COLD, str(exit)))
+        live.pool.close()
+
+
+def _address(place: Place) -> Address:
+    return Address(path=place.socket) if place.socket else Address("127.0.0.1", place.port or 0)
+
+
+def _failed(entry: Entry, child: Child, why: str) -> LoadFailed:
+    lines = "\n".join(child.log.tail(LAST_LINES))
+    return LoadFailed(f"{entry.id} could not be loaded: {why}.", details=lines)

@@ -1,0 +1,60 @@
+"""What operators ask for: load, unload and the other moves, answered when they are done.
+
+The caller may leave; the move goes on, because it belongs to the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+from greenroom.core.effects import OpOutcome
+from greenroom.core.events import Event, MoveAsked
+from greenroom.core.model import ModelId, MoveKind, OpId
+from greenroom.errors import (
+    GreenroomError,
+    LoadFailed,
+    ModelNotFound,
+    TooLarge,
+    Unloaded,
+    Unsupported,
+)
+from greenroom.runtime.effects import AsyncEffects
+from greenroom.runtime.mover import Mover
+
+
+class Operations:
+    def __init__(
+        self, effects: AsyncEffects, mover: Mover, post: Callable[[Event], None], clock: Callable[[], float]
+    ) -> None:
+        self._effects = effects
+        self._mover = mover
+        self._post = post
+        self._clock = clock
+        self._numbers = itertools.count(1)
+
+    async def move(
+        self, kind: MoveKind, model: ModelId, *, evict: tuple[ModelId, ...] = (), grace_s: float | None = None
+    ) -> None:
+        """Ask for a move and wait until it is done. Raises the error that says why it was not."""
+        op = OpId(f"op-{next(self._numbers)}")
+        future: asyncio.Future[OpOutcome] = asyncio.get_running_loop().create_future()
+        self._effects.operations[op] = future
+        self._post(MoveAsked(self._clock(), op, kind, model, evict, grace_s))
+        outcome = await asyncio.shield(future)
+        if outcome is not OpOutcome.DONE:
+            raise self._error(kind, model, outcome)
+
+    def _error(self, kind: MoveKind, model: ModelId, outcome: OpOutcome) -> GreenroomError:
+        match outcome:
+            case OpOutcome.UNKNOWN_MODEL:
+                return ModelNotFound(f"There is no model {model}.", param="model")
+            case OpOutcome.REFUSED:
+                return Unsupported(f"The engine of {model} cannot {kind.value}.")
+            case OpOutcome.TOO_LARGE:
+                return TooLarge(f"{model} does not fit on the devices there are, whatever else leaves.")
+            case OpOutcome.CANCELLED:
+                return Unloaded(f"The {kind.value} of {model} was overtaken by an unload, a removal or a shutdown.")
+            case _:
+                return self._mover.failures.get(model) or LoadFailed(f"The {kind.value} of {model} failed.")

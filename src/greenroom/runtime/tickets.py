@@ -1,0 +1,126 @@
+"""A request's place in the gateway: granted, rejected or waiting. What the server holds while the scheduler decides.
+
+In-flight is counted at the grant. A ticket is closed exactly once, whatever happened to it: `ServeDone` if it holds a
+grant, `RequestGone` if it still waits, nothing if it was rejected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+
+from greenroom.core.events import Event, RequestArrived, RequestGone, ServeDone
+from greenroom.core.model import RequestId
+from greenroom.errors import GreenroomError
+from greenroom.runtime.slots import LiveSlot
+
+Clock = Callable[[], float]
+
+
+class Ticket:
+    __slots__ = ("_future", "_on_cut", "arrived", "cut_error", "granted_at", "id", "is_open", "rejection", "slot")
+
+    def __init__(self, request: RequestId, arrived: float) -> None:
+        self.id = request
+        self.arrived = arrived
+        self.granted_at = 0.0
+        self.slot: LiveSlot | None = None
+        self.rejection: GreenroomError | None = None
+        self.cut_error: GreenroomError | None = None
+        self.is_open = True
+        self._future: asyncio.Future[None] | None = None
+        self._on_cut: Callable[[], None] | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        return self.slot is not None or self.rejection is not None
+
+    async def wait(self, timeout_s: float | None) -> bool:
+        """Wait for the decision. False if it has not come by then; raises the rejection if it was one."""
+        if not self.is_settled:
+            self._future = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self._future,), timeout=timeout_s)
+            self._future = None
+        if self.rejection is not None:
+            raise self.rejection
+        return self.slot is not None
+
+    def on_cut(self, callback: Callable[[], None] | None) -> None:
+        """Call this when the running answer must end; at once if that was said already."""
+        self._on_cut = callback
+        if callback is not None and self.cut_error is not None:
+            callback()
+
+    # --- told by the scheduler's effects ---------------------------------------------------------------------------
+
+    def grant(self, slot: LiveSlot, now: float) -> None:
+        self.slot, self.granted_at = slot, now
+        self._wake()
+
+    def reject(self, error: GreenroomError) -> None:
+        self.rejection = error
+        self._wake()
+
+    def cut(self, error: GreenroomError) -> None:
+        self.cut_error = error
+        if self._on_cut is not None:
+            self._on_cut()
+
+    def _wake(self) -> None:
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+
+class Desk:
+    """Hands out tickets and takes them back."""
+
+    def __init__(self, post: Callable[[Event], None], clock: Clock) -> None:
+        self.open: dict[str, Ticket] = {}
+        self._post = post
+        self._clock = clock
+
+    def arrive(self, event: RequestArrived) -> Held:
+        """Ask for a slot. The decision may have come when this returns."""
+        ticket = Ticket(event.request, event.now)
+        self.open[event.request] = ticket
+        try:
+            self._post(event)
+        except BaseException:
+            del self.open[event.request]
+            raise
+        return Held(self, ticket)
+
+    def lost(self, ticket: Ticket) -> None:
+        """The engine went away before its first byte: back to the waiting, or rejected if that happened before."""
+        ticket.slot = None
+        self._post(ServeDone(self._clock(), ticket.id, lost_before_first_byte=True))
+
+    def close(self, ticket: Ticket) -> None:
+        if not ticket.is_open:
+            return
+        ticket.is_open = False
+        del self.open[ticket.id]
+        ticket.on_cut(None)
+        if ticket.slot is not None:
+            self._post(ServeDone(self._clock(), ticket.id))
+        elif ticket.rejection is None:
+            self._post(RequestGone(self._clock(), ticket.id))
+
+
+class Held:
+    """`with desk.arrive(…) as ticket:` leaves nothing behind."""
+
+    __slots__ = ("_desk", "_ticket")
+
+    def __init__(self, desk: Desk, ticket: Ticket) -> None:
+        self._desk = desk
+        self._ticket = ticket
+
+    def __enter__(self) -> Ticket:
+        return self._ticket
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._desk.close(self._ticket)

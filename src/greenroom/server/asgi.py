@@ -1,0 +1,120 @@
+"""Runs an ASGI application behind our edge, for the management API: rare, small requests with a published schema.
+
+Owns the translation between an exchange and ASGI's messages, back-pressure and a leaving client included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from greenroom.errors import GatewayBug
+from greenroom.proxy.edge import Exchange
+from greenroom.server import render
+from greenroom.telemetry.logs import get_logger
+
+Message = MutableMapping[str, Any]
+Application = Callable[
+    [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
+]
+
+_log = get_logger("server")
+
+
+class AsgiBridge:
+    def __init__(self, application: Application) -> None:
+        self._application = application
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def handle(self, exchange: Exchange, path: bytes, request_id: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(exchange, path, request_id), name=f"asgi {request_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """End streams that would go on for ever (events, logs)."""
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def _run(self, exchange: Exchange, path: bytes, request_id: str) -> None:
+        call = _Call(exchange, request_id)
+        try:
+            await self._application(_scope(exchange, path, request_id), call.receive, call.send)
+        except asyncio.CancelledError:
+            pass
+        except Exception as bug:
+            _log.error("management request broke", request=request_id, path=path, error=repr(bug))
+            if not exchange.started and not exchange.gone:
+                exchange.respond(*render.response(GatewayBug("Something went wrong in the gateway."), request_id))
+        finally:
+            if exchange.started:
+                exchange.finish()
+            elif not exchange.finished:
+                exchange.cut()
+
+
+class _Call:
+    """One request as ASGI sees it."""
+
+    def __init__(self, exchange: Exchange, request_id: str) -> None:
+        self._exchange = exchange
+        self._request_id = request_id
+        self._body_given = False
+        self._left = asyncio.Event()
+        self._may_write = asyncio.Event()
+        self._may_write.set()
+        exchange.on_gone = self._on_gone
+        exchange.on_pause = self._may_write.clear
+        exchange.on_resume = self._may_write.set
+        self._head: tuple[int, list[tuple[bytes, bytes]]] | None = None
+
+    def _on_gone(self) -> None:
+        self._left.set()
+        self._may_write.set()
+
+    async def receive(self) -> Message:
+        if not self._body_given:
+            self._body_given = True
+            return {"type": "http.request", "body": self._exchange.body.read(), "more_body": False}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        exchange = self._exchange
+        if exchange.gone:
+            return
+        if message["type"] == "http.response.start":
+            headers = [(name.lower(), value) for name, value in message["headers"] if name != b"content-length"]
+            self._head = (message["status"], [*headers, (b"x-request-id", self._request_id.encode())])
+            return
+        body, more = message.get("body", b""), message.get("more_body", False)
+        if self._head is not None:
+            (status, headers), self._head = self._head, None
+            if not more:
+                exchange.respond(status, headers, body)
+                return
+            exchange.start(status, headers, None)
+        await self._may_write.wait()
+        exchange.write(body)
+        if not more:
+            exchange.finish()
+
+
+def _scope(exchange: Exchange, path: bytes, request_id: str) -> MutableMapping[str, Any]:
+    head = exchange.head
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": head.http_version,
+        "method": head.method.decode("ascii"),
+        "scheme": "http",
+        "path": path.decode("utf-8", "replace"),
+        "raw_path": head.path,
+        "query_string": head.query,
+        "root_path": "",
+        "headers": head.headers,
+        "client": (head.peer_ip, 0),
+        "server": None,
+        "state": {"request_id": request_id},
+    }

@@ -1,0 +1,182 @@
+"""What a caller asks, read from its request: which model, how urgently, for whom, and what the engine shall be sent.
+
+Owns the reading of `x_*` fields and headers, which are never forwarded. Raises the error to answer with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from greenroom.config.schema import Heartbeat
+from greenroom.core.model import TenantId
+from greenroom.engines.base import UsageSource
+from greenroom.errors import BadRequest, MethodNotAllowed, ModelNotFound, Unsupported
+from greenroom.proxy.body import Payload
+from greenroom.proxy.edge import Exchange, Head
+from greenroom.runtime.catalog import Catalog, Entry
+from greenroom.server import multipart, peek
+from greenroom.server.ids import split_model
+from greenroom.server.routes import UPSTREAM_PREFIX, Route
+from greenroom.tenancy.keys import Caller
+from greenroom.tenancy.tenants import Tenants, cap, parse_priority
+
+_HEARTBEATS = {kind.value.encode(): kind for kind in Heartbeat}
+_EMPTY: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Ask:
+    """`payload` makes the body for the engine. It is called when the slot is granted, so that waiting costs no copy."""
+
+    route: Route
+    entry: Entry
+    asked_as: str
+    target: bytes
+    stream: bool
+    priority: int
+    tenant: TenantId
+    client: str
+    heartbeat: Heartbeat
+    payload: Callable[[], Payload]
+    budget_s: float | None = None
+    # We asked the engine for usage and the caller did not: its one event is dropped.
+    drop_usage: bool = False
+
+
+class AskReader:
+    def __init__(self, catalog: Catalog, tenants: Tenants, heartbeat: Callable[[], Heartbeat]) -> None:
+        self._catalog = catalog
+        self._tenants = tenants
+        self._heartbeat = heartbeat
+
+    def read(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
+        """A JSON request."""
+        _expect_post(exchange.head)
+        return self._json(exchange, route, caller)
+
+    async def read_form(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
+        """A form with a file. Large ones are read in turns, so that others are served meanwhile."""
+        _expect_post(exchange.head)
+        form = await multipart.scan_in_turns(exchange.body, exchange.head.get(b"content-type"))
+        ask = self._ask(exchange, route, caller, form.model, form.priority, stream=form.stream)
+        ask.client, ask.budget_s = form.client_id or ask.client, form.budget_s
+        config = ask.entry.config
+        puts = {name: _as_text(value) for name, value in config.set_params.items()}
+        drops = frozenset(config.strip_params)
+        ask.payload = lambda: form.rewrite(config.use_model_name, drop=drops, put=puts)
+        return ask
+
+    def read_upstream(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
+        """A pass-through: everything after the model's id goes to its engine as it is."""
+        head = exchange.head
+        found = split_model(head.target.partition(b"?")[0][len(UPSTREAM_PREFIX) :], self._catalog.is_known)
+        if found is None:
+            raise ModelNotFound(
+                "No model's id follows /upstream/. GET /v1/models lists those there are.", param="model"
+            )
+        name, rest = found
+        target = b"/" + rest.lstrip(b"/") + (b"?" + head.query if head.query else b"")
+        return self._ask(exchange, route, caller, name, None, target=target, payload=lambda: exchange.body)
+
+    def _json(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
+        body = exchange.body
+        peeked = peek.peek(body.read())
+        ask = self._ask(exchange, route, caller, peeked.model, peeked.priority, stream=peeked.stream)
+        ask.client = peeked.client_id or ask.client
+        ask.budget_s = peeked.budget_s
+        puts, drops = _rewrites(ask.entry)
+        if ask.stream and ask.entry.engine.usage_source is UsageSource.ASK:
+            options, asked = peek.ask_for_usage(peeked.fields)
+            ask.drop_usage = not asked
+            if options is not None:
+                puts = {**puts, "stream_options": options}
+        # Kept only until the first decision: a request that must wait reads its body again when it is granted.
+        kept: list[peek.Peeked] = [peeked]
+
+        def payload() -> bytes:
+            again = kept.pop() if kept else peek.peek(body.read())
+            return peek.join(again.fields, drop=drops, put=puts)
+
+        ask.payload = payload
+        return ask
+
+    def _ask(
+        self,
+        exchange: Exchange,
+        route: Route,
+        caller: Caller,
+        name: str,
+        priority: str | int | None,
+        *,
+        target: bytes | None = None,
+        stream: bool = False,
+        payload: Callable[[], Payload] = bytes,
+    ) -> Ask:
+        head = exchange.head
+        entry = self._catalog.find(name)
+        if entry is None:
+            raise ModelNotFound(f"There is no model {name}. GET /v1/models lists those there are.", param="model")
+        _check_ability(entry, route)
+        return Ask(
+            route=route,
+            entry=entry,
+            asked_as=name,
+            target=head.target if target is None else target,
+            stream=stream,
+            priority=_priority(head, priority, entry, caller),
+            tenant=caller.tenant or self._tenants.name(head.get(b"x-tenant-id")),
+            client=(head.get(b"x-client-id") or b"").decode("latin-1")[:128],
+            heartbeat=_heartbeat(head, self._heartbeat()),
+            payload=payload,
+        )
+
+
+def _expect_post(head: Head) -> None:
+    if head.method != b"POST":
+        raise MethodNotAllowed(f"{head.path.decode('ascii', 'replace')} takes POST.")
+
+
+def _as_text(value: object) -> str:
+    """A form's fields are text; what is not is written as JSON."""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _check_ability(entry: Entry, route: Route) -> None:
+    abilities = entry.engine.abilities(entry.config)
+    if route.ability is not None and abilities is not None and route.ability not in abilities:
+        can = ", ".join(sorted(ability.value for ability in abilities))
+        raise Unsupported(f"{entry.id} does not do {route.ability.value}; it does {can}.", param="model")
+
+
+def _priority(head: Head, said: str | int | None, entry: Entry, caller: Caller) -> int:
+    """The body's word, else the header's, else the model's; never better than the key allows."""
+    raw = said if said is not None else head.get(b"x-priority")
+    priority = entry.spec.priority if raw is None else parse_priority(raw)
+    return cap(priority, caller)
+
+
+def _heartbeat(head: Head, default: Heartbeat) -> Heartbeat:
+    raw = head.get(b"x-heartbeat")
+    if raw is None:
+        return default
+    if raw not in _HEARTBEATS:
+        raise BadRequest("X-Heartbeat is comment, chunk or off.", param="X-Heartbeat")
+    return _HEARTBEATS[raw]
+
+
+_cache: dict[int, tuple[Entry, dict[str, bytes], frozenset[str]]] = {}
+
+
+def _rewrites(entry: Entry) -> tuple[dict[str, bytes], frozenset[str]]:
+    """What the operator sets and strips for this model, encoded once."""
+    known = _cache.get(id(entry))
+    if known is None or known[0] is not entry:
+        config = entry.config
+        puts = {name: msgspec.json.encode(value) for name, value in config.set_params.items()}
+        if config.use_model_name is not None:
+            puts["model"] = msgspec.json.encode(config.use_model_name)
+        known = _cache[id(entry)] = (entry, puts, frozenset(config.strip_params) or _EMPTY)
+    return known[1], known[2]

@@ -1,0 +1,85 @@
+"""The front door: who may come in, how much they may bring, and who answers them.
+
+Owns the order of checks. Everything is decided on the raw path that is then routed by, so that no other spelling of a
+path can reach what it was not authorised for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from urllib.parse import unquote_to_bytes
+
+from greenroom.errors import BadRequest, GreenroomError, NotAllowed
+from greenroom.proxy.edge import Exchange, Head
+from greenroom.proxy.head import Headers
+from greenroom.proxy.hosts import HostRule
+from greenroom.server import render
+from greenroom.server.asgi import AsgiBridge
+from greenroom.server.inference import Inference
+from greenroom.server.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX
+from greenroom.server.settings import Settings
+from greenroom.tenancy.keys import Caller, Keys, presented_key
+
+# Answered to anyone: load balancers and orchestrators ask it and hold no key.
+OPEN_PATHS = frozenset({b"/health"})
+# Answered to every key; all other paths of the management API need an admin's.
+CALLER_PATHS = frozenset({b"/v1/models", b"/metrics"})
+CALLER_PREFIXES = (b"/v1/models/",)
+# The management API takes small JSON only.
+MANAGEMENT_BODY_MAX = 1024 * 1024
+
+
+class FrontDoor:
+    def __init__(self, inference: Inference, management: AsgiBridge, settings: Callable[[], Settings]) -> None:
+        self._inference = inference
+        self._management = management
+        self._settings = settings
+        self.keys = Keys(())
+        self.hosts = HostRule()
+
+    def admit(self, head: Head) -> int:
+        """At the end of the headers: how large the body may be. Raises the error to answer with."""
+        self.hosts.check(head.get(b"host"), head.get(b"origin"))
+        self._authorise(head)
+        route = MODEL_ROUTES.get(head.path)
+        settings = self._settings()
+        if route is not None:
+            return settings.upload_max if route.is_multipart else settings.body_max
+        if head.path.startswith(UPSTREAM_PREFIX):
+            return settings.upload_max
+        return MANAGEMENT_BODY_MAX
+
+    def handle(self, exchange: Exchange) -> None:
+        head = exchange.head
+        route = MODEL_ROUTES.get(head.path)
+        if route is not None:
+            self._inference.handle(exchange, route, self._caller(head))
+        elif head.path.startswith(UPSTREAM_PREFIX):
+            self._inference.handle(exchange, UPSTREAM, self._caller(head))
+        else:
+            self._management.handle(exchange, routed_path(head), self._inference.next_id())
+
+    def refuse(self, exchange: Exchange | None, head: Head | None, error: GreenroomError) -> tuple[int, Headers, bytes]:
+        return render.response(error, self._inference.next_id())
+
+    def _caller(self, head: Head) -> Caller:
+        return self.keys.check(presented_key(head.get))
+
+    def _authorise(self, head: Head) -> None:
+        if not self.keys.enabled or head.path in OPEN_PATHS:
+            return
+        caller = self._caller(head)
+        if head.path in MODEL_ROUTES or caller.admin:
+            return
+        path = routed_path(head)
+        if path in CALLER_PATHS or path.startswith(CALLER_PREFIXES):
+            return
+        raise NotAllowed(f"The key {caller.name} may ask models, not manage them. Use a key with `admin: true`.")
+
+
+def routed_path(head: Head) -> bytes:
+    """The path the management API routes by: decoded once, here, for the check and for the routing alike."""
+    path = unquote_to_bytes(head.path)
+    if b"\0" in path:
+        raise BadRequest("The path holds a NUL.")
+    return path

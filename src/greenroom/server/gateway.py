@@ -1,0 +1,118 @@
+"""What the management API needs of a running gateway: its tables to read, its orders to give.
+
+Owns nothing. `app.py` hands in the real one, tests a small one made of real tables; neither is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from greenroom.config.diff import Changes
+from greenroom.config.schema import Config
+from greenroom.core.model import ModelId, MoveKind
+from greenroom.core.state import State
+from greenroom.errors import GreenroomError
+from greenroom.proxy.limits import EdgeStats
+from greenroom.runtime.catalog import Catalog
+from greenroom.runtime.slots import Slots
+from greenroom.telemetry.activity import Activity
+from greenroom.telemetry.hub import Hub
+from greenroom.telemetry.metrics import Metrics
+
+
+class Scheduling(Protocol):
+    @property
+    def state(self) -> State: ...
+
+
+class Loop(Protocol):
+    @property
+    def scheduler(self) -> Scheduling: ...
+
+
+class Orders(Protocol):
+    async def move(
+        self, kind: MoveKind, model: ModelId, *, evict: tuple[ModelId, ...] = (), grace_s: float | None = None
+    ) -> None:
+        """Ask for a move and wait until it is done. Raises the error that says why it was not."""
+        ...
+
+
+class Failures(Protocol):
+    @property
+    def failures(self) -> Mapping[ModelId, GreenroomError]:
+        """Why the last load of a model failed, until one succeeds."""
+        ...
+
+
+class Decided(Protocol):
+    @property
+    def decisions(self) -> Sequence[Mapping[str, Any]]:
+        """The last decisions with their reasons, newest last."""
+        ...
+
+
+class Listening(Protocol):
+    @property
+    def addresses(self) -> Sequence[str]: ...
+
+    @property
+    def connections(self) -> int: ...
+
+    @property
+    def stats(self) -> EdgeStats: ...
+
+
+class Gateway(Protocol):
+    """Everything is read afresh at each request: a reload replaces the configuration as a whole."""
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def started_at(self) -> float:
+        """Wall clock, for people."""
+        ...
+
+    @property
+    def is_draining(self) -> bool: ...
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The scheduler's clock."""
+        ...
+
+    @property
+    def catalog(self) -> Catalog: ...
+
+    @property
+    def slots(self) -> Slots: ...
+
+    @property
+    def hub(self) -> Hub: ...
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    @property
+    def activity(self) -> Activity: ...
+
+    @property
+    def loop(self) -> Loop: ...
+
+    @property
+    def operations(self) -> Orders: ...
+
+    @property
+    def mover(self) -> Failures: ...
+
+    @property
+    def observer(self) -> Decided: ...
+
+    @property
+    def edge(self) -> Listening: ...
+
+    async def reload(self) -> Changes:
+        """Read the configuration again. Raises ConfigError, and then nothing has changed."""
+        ...

@@ -1,0 +1,44 @@
+"""What Prometheus is told of this moment: queue, slots and memory, read from the scheduler's tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from greenroom.core.state import State
+from greenroom.core.waitlist import WaiterKind
+from greenroom.server.gateway import Gateway
+from greenroom.telemetry.metrics import DeviceMemory, Gauges
+
+
+def gauges(gateway: Gateway, uptime_s: float) -> Gauges:
+    """Models that are configured always have their numbers, zeros included; others only while they hold something."""
+    state = gateway.loop.scheduler.state
+    waiting: Counter[str] = Counter({entry.id: 0 for entry in gateway.catalog})
+    in_flight = waiting.copy()
+    waiting.update(waiter.model for waiter in state.waitlist if waiter.kind is WaiterKind.REQUEST)
+    in_flight.update(slot.model for slot in state.slots.values() for _ in slot.in_flight)
+    return Gauges(
+        queue_depth=waiting,
+        in_flight=in_flight,
+        slots=Counter((str(slot.model), slot.tier.value) for slot in state.slots.values()),
+        memory_mib=_memory_mib(state),
+        devices=_devices(state),
+        connections=gateway.edge.connections,
+        uptime_s=uptime_s,
+    )
+
+
+def _memory_mib(state: State) -> dict[tuple[str, str], float]:
+    total: dict[tuple[str, str], float] = {}
+    for slot in state.slots.values():
+        for device, mib in state.ledger.held_by(slot.id).items():
+            total[slot.model, device] = total.get((slot.model, device), 0) + mib
+    return total
+
+
+def _devices(state: State) -> dict[str, DeviceMemory]:
+    ledger, free = state.ledger, state.ledger.free_mib(frozenset())
+    return {
+        str(device.id): DeviceMemory(device.capacity_mib, max(0, free[device.id]), ledger.foreign.get(device.id, 0))
+        for device in ledger.devices.values()
+    }

@@ -1,0 +1,58 @@
+"""Model ids in paths.
+
+Owns how an id with slashes is told from what follows it. Reads the raw path, decodes only the part that is the id and
+decodes it once, so that what is authorised, routed and forwarded is the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from urllib.parse import unquote_to_bytes
+
+from greenroom.config.names import ID_CHARS_MAX
+
+_BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+# Paths have neither; a parser that lets them through must not make them ours.
+_RAW_CONTROL = re.compile(rb"[\x00-\x20\x7f]")
+
+
+def split_model(raw_rest: bytes, is_known: Callable[[str], bool]) -> tuple[str, bytes] | None:
+    """The id at the start of `raw_rest` and the raw bytes after it (empty, or from a slash on). None if none is known.
+
+    1. A first segment with percent escapes that is a known id: the caller encoded the id as one, slashes included.
+    2. Else the longest known id that the first segments make up.
+    """
+    if _RAW_CONTROL.search(raw_rest):
+        return None
+    found: tuple[str, bytes] | None = None
+    name, end = "", -1
+    while end < len(raw_rest):
+        begin, end = end + 1, _segment_end(raw_rest, end + 1)
+        segment = _decoded(raw_rest[begin:end])
+        if segment is None:
+            break
+        name = f"{name}/{segment}" if begin else segment
+        if len(name) > ID_CHARS_MAX:
+            break
+        if is_known(name):
+            found = name, raw_rest[end:]
+            if not begin and b"%" in raw_rest[:end]:
+                return found  # 1.
+    return found  # 2.
+
+
+def _segment_end(raw: bytes, begin: int) -> int:
+    slash = raw.find(b"/", begin)
+    return len(raw) if slash < 0 else slash
+
+
+def _decoded(segment: bytes) -> str | None:
+    """The segment as text; None when it is not the text of any id."""
+    if _BROKEN_ESCAPE.search(segment):
+        return None
+    try:
+        text = unquote_to_bytes(segment).decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    return text if text.isprintable() else None

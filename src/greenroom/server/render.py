@@ -1,0 +1,106 @@
+"""Errors as callers see them. The only place that builds error responses.
+
+Owns the shape of error bodies and events, and what may be said: engine text is bounded and cleaned, a bug of ours is
+never explained to a stranger. Never logs and never sends.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import msgspec
+
+from greenroom.errors import GatewayBug, GreenroomError, InvalidKey, ModelLoading
+
+Header = tuple[bytes, bytes]
+
+DETAILS_BYTES_MAX = 4_096
+MESSAGE_BYTES_MAX = 2_048
+# Clients obey Retry-After blindly; a model that loads is worth another look after two minutes at most.
+LOADING_RETRY_AFTER_MAX_S = 120
+
+_TERMINAL_CODE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?", re.DOTALL)
+# Line breaks and tabs stay: an engine's last lines are lines.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_HEADER_SAFE = re.compile(r"[!-~]{1,128}")
+
+
+def response(error: BaseException, request_id: str) -> tuple[int, list[Header], bytes]:
+    """Status, headers and body that answer a request with this error."""
+    shown = _shown(error, request_id)
+    headers = [(b"content-type", b"application/json")]
+    if _HEADER_SAFE.fullmatch(request_id):
+        headers.append((b"x-request-id", request_id.encode("ascii")))
+    retry_after_s = _retry_after_s(shown)
+    if retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % retry_after_s))
+    if shown.final:
+        headers.append((b"x-should-retry", b"false"))
+    if isinstance(shown, InvalidKey):
+        headers.append((b"www-authenticate", b"Bearer"))
+    return shown.status, headers, error_body(shown, request_id)
+
+
+def error_body(error: BaseException, request_id: str) -> bytes:
+    """`{"error": {message, type, code, param, details, …}}`; what the error has beside these stands beside them."""
+    shown = _shown(error, request_id)
+    return _encoded(shown, _core_of(shown))
+
+
+def error_event(error: BaseException) -> bytes:
+    """The one event that ends a stream which has already begun with 200."""
+    shown = _shown(error, None)
+    return b"data: %b\n\n" % _encoded(
+        shown, {**_core_of(shown), "status": shown.status, "retry_after_s": _retry_after_s(shown)}
+    )
+
+
+def _shown(error: BaseException, request_id: str | None) -> GreenroomError:
+    """The error itself if it was meant to be seen; else a neutral one, because its words could tell secrets."""
+    if isinstance(error, GreenroomError) and not isinstance(error, GatewayBug):
+        return error
+    which = f" Its log has more under request {request_id}." if request_id else ""
+    return _Neutral(f"Something went wrong inside the gateway.{which}")
+
+
+class _Neutral(GreenroomError):
+    """A bug of ours, without its words. Not a GatewayBug, so that it is shown as it is."""
+
+
+def _core_of(error: GreenroomError) -> dict[str, Any]:
+    return {
+        "message": _clean(error.message, MESSAGE_BYTES_MAX),
+        "type": error.type,
+        "code": error.code,
+        "param": None if error.param is None else _clean(error.param, MESSAGE_BYTES_MAX),
+        "details": None if error.details is None else _clean(error.details, DETAILS_BYTES_MAX),
+    }
+
+
+def _encoded(error: GreenroomError, core: dict[str, Any]) -> bytes:
+    # Nothing beside may take the place of what every client relies on.
+    beside = {name: value for name, value in error.beside.items() if name not in core}
+    try:
+        return msgspec.json.encode({"error": {**core, **beside}}, enc_hook=str)
+    except (TypeError, ValueError, RecursionError):
+        # A value that cannot be JSON must not cost the caller the whole explanation.
+        return msgspec.json.encode({"error": core})
+
+
+def _retry_after_s(error: GreenroomError) -> int | None:
+    wait_s = error.retry_after_s
+    if wait_s is None or not math.isfinite(wait_s):
+        return None
+    whole_s = max(1, math.ceil(wait_s))
+    return min(whole_s, LOADING_RETRY_AFTER_MAX_S) if isinstance(error, ModelLoading) else whole_s
+
+
+def _clean(text: str, bytes_max: int) -> str:
+    """Without control characters and within its bound. The end is kept: the last lines say why."""
+    # Cutting first bounds the work; four bytes is the longest a character can be, and what is removed leaves room.
+    text = text[-4 * bytes_max :]
+    text = _CONTROL.sub("", _TERMINAL_CODE.sub("", text))
+    encoded = text.encode("utf-8", "replace")
+    return encoded[-bytes_max:].decode("utf-8", "ignore")

@@ -1,0 +1,278 @@
+"""What the management API answers, as published shapes. The OpenAPI schema is generated from these classes.
+
+Owns names and meaning of fields; `snapshot.py` fills them in. Never reads the gateway.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from greenroom.config.names import ID_CHARS_MAX
+from greenroom.server.status_word import StatusWord
+
+Tier = Literal["ready", "asleep", "cold"]
+
+# Orders name few models; more is a mistake.
+EVICT_MAX = 100
+GRACE_MAX_S = 3_600
+
+
+class View(BaseModel):
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+# --- /v1/models -----------------------------------------------------------------------------------------------------
+
+
+class ModelStatus(View):
+    value: StatusWord
+    eta_s: float | None = None
+    """Seconds until it is loaded, while it is loading and if that was learned."""
+    retry_in_s: float | None = None
+    """Seconds until a failed model is tried again."""
+    last_error: str | None = None
+    """Why its last load failed, until one succeeds."""
+
+
+class ModelCard(View):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["greenroom"] = "greenroom"
+    name: str | None
+    description: str | None
+    aliases: list[str]
+    capabilities: list[str] | None
+    """What it can be asked for (chat, completions, embeddings, rerank); null when only its engine knows."""
+    status: ModelStatus
+    meta: dict[str, Any]
+    """The operator's `metadata`, with `tier` and `memory_mib` (what it needs when ready)."""
+
+
+class ModelList(View):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+# --- /health --------------------------------------------------------------------------------------------------------
+
+
+HealthWord = Literal["ok", "draining", "failed", "saturated"]
+
+
+class Health(View):
+    status: HealthWord
+    """draining: shutting down; failed: no model can be loaded at present; saturated: the queue is full."""
+    uptime: float
+    modelsLoaded: int  # noqa: N815
+    queueDepth: int  # noqa: N815
+
+
+# --- /api/v1/status -------------------------------------------------------------------------------------------------
+
+
+class QueueView(View):
+    depth: int
+    max: int
+    avg_wait_ms: float | None
+    """Of requests that were served lately; null before the first."""
+
+
+class DeviceView(View):
+    id: str
+    kind: Literal["gpu", "host"]
+    capacity_mib: int
+    margin_mib: int
+    """Never planned with."""
+    used_mib: int
+    """Held by models and leases."""
+    free_mib: int
+    """What can still be planned with; promised memory is not free."""
+    foreign_mib: int
+    """Used by processes nobody declared."""
+
+
+class MovingView(View):
+    kind: Literal["load", "wake", "sleep", "prepare", "unload"]
+    since_s: float | None
+    """Null while it waits for memory that others are giving back."""
+    eta_s: float | None
+
+
+class SlotView(View):
+    id: str
+    model: str
+    revision: int
+    tier: Tier
+    moving: MovingView | None
+    leaving_to: Tier | None
+    """Takes no further requests and goes there when its answers are done."""
+    in_flight: int
+    concurrency: int
+    last_used_s_ago: float | None
+    memory: dict[str, int]
+    """MiB by device."""
+    pid: int | None
+
+
+class LastError(View):
+    code: str
+    message: str
+
+
+class ModelView(View):
+    id: str
+    tier: Tier
+    status: StatusWord
+    engine: str
+    revision: int
+    pinned: bool
+    priority: int
+    ttl_s: float
+    in_flight: int
+    waiting: int
+    concurrency: int | None
+    """Requests answered at once; null while only the engine knows."""
+    last_used_s_ago: float | None
+    memory: dict[str, int]
+    """MiB by device, of all its slots."""
+    moving: MovingView | None
+    slots: list[SlotView]
+    failures: int
+    """Failed loads and crashes since it last answered."""
+    retry_in_s: float | None
+    last_error: LastError | None
+    pid: int | None
+
+
+class WaitingView(View):
+    id: str
+    position: int
+    model: str
+    tenant: str
+    waited_s: float
+
+
+class ConnectionsView(View):
+    open: int
+    stats: dict[str, int]
+    """What the edge counted since start."""
+
+
+class StatusView(View):
+    version: str
+    started: str
+    """RFC 3339."""
+    uptime_s: float
+    draining: bool
+    addresses: list[str]
+    queue: QueueView
+    devices: list[DeviceView]
+    models: list[ModelView]
+    other_slots: list[SlotView]
+    """Slots of models that are no longer configured, and leases of other programs."""
+    waiting: list[WaitingView]
+    """The first in the queue, at most 100."""
+    counters: dict[str, int]
+    connections: ConnectionsView
+
+
+# --- requests, decisions, logs --------------------------------------------------------------------------------------
+
+
+class RequestView(View):
+    """One request. Times are from its arrival, in seconds; what is not known yet is null."""
+
+    id: str
+    model: str
+    asked_as: str
+    tenant: str
+    route: str
+    arrived_at: float
+    client: str | None
+    stream: bool
+    priority: int
+    state: Literal["waiting", "serving", "done"]
+    slot: str | None
+    wait_s: float | None
+    first_byte_s: float | None
+    total_s: float | None
+    status: int | None
+    error_code: str | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    cached_tokens: int | None
+    estimated: bool
+    chunks: int
+
+
+class RequestList(View):
+    requests: list[RequestView]
+    """Running ones, then ended ones, each with the newest first."""
+
+
+class DecisionList(View):
+    decisions: list[dict[str, Any]]
+    """What was decided, about whom and why; newest last."""
+
+
+class LogLines(View):
+    model: str
+    lines: list[str]
+    """Oldest first."""
+
+
+# --- orders ---------------------------------------------------------------------------------------------------------
+
+
+class Order(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class LoadOrder(Order):
+    evict: Annotated[list[Annotated[str, Field(max_length=ID_CHARS_MAX)]], Field(max_length=EVICT_MAX)] = []
+    """Models that must leave first."""
+
+
+class UnloadOrder(Order):
+    grace_s: Annotated[float, Field(ge=0, le=GRACE_MAX_S, allow_inf_nan=False)] | None = None
+    """How long running answers may go on; the model's own `grace_s` when not given."""
+
+
+class Moved(View):
+    model: str
+    tier: Tier
+    took_s: float
+    memory: dict[str, int]
+    """MiB by device it holds now."""
+
+
+class Reloaded(View):
+    added: list[str]
+    changed: list[str]
+    """These get a new slot; the old one drains."""
+    relabelled: list[str]
+    """These only read differently; their engines keep running."""
+    removed: list[str]
+    at_once: list[str]
+    """Keys outside models that were applied."""
+    took_s: float
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+class ErrorView(View):
+    """Further fields may stand beside these."""
+
+    message: str
+    type: str
+    code: str
+    param: str | None
+    details: str | None
+
+
+class ErrorBody(View):
+    error: ErrorView

@@ -1,0 +1,100 @@
+"""What an operator can see: health, metrics, status, events, requests, decisions. Changes nothing, loads nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import islice
+from typing import Annotated
+
+from fastapi import FastAPI, Header, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from greenroom.errors import NotFound
+from greenroom.server import views
+from greenroom.server.gateway import Gateway
+from greenroom.server.gauges import gauges
+from greenroom.server.snapshot import Snapshot
+from greenroom.server.streams import SSE, EventFeed, Streams
+from greenroom.server.verbs import refuse_head
+
+API = "/api/v1"
+# As many as are kept.
+REQUESTS_SHOWN_MAX = 2_000
+DECISIONS_SHOWN_MAX = 500
+# Ids of events are counted; this is more than any gateway will ever have told.
+EVENT_ID_MAX = 2**53
+
+EventId = Annotated[int, Query(ge=0, le=EVENT_ID_MAX, description="Begin after this event.")]
+LastEventId = Annotated[int, Header(alias="Last-Event-ID", ge=0, le=EVENT_ID_MAX)]
+
+
+class Watching:
+    def __init__(
+        self, gateway: Gateway, streams: Streams, look: Callable[[], Snapshot], uptime_s: Callable[[], float]
+    ) -> None:
+        self._gateway = gateway
+        self._streams = streams
+        self._look = look
+        self._uptime_s = uptime_s
+        # Rendering runs beside the loop; two at once would only slow each other and the loop down.
+        self._rendering = asyncio.Lock()
+
+    def add_to(self, app: FastAPI) -> None:
+        app.get("/health", responses={503: {"model": views.Health}})(self.health)
+        app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})(self.metrics)
+        app.get(f"{API}/status")(self.status)
+        app.get(f"{API}/events", response_class=Response, responses={200: {"content": {SSE: {}}}})(self.events)
+        app.get(f"{API}/requests")(self.list_requests)
+        app.get(f"{API}/requests/{{request_id}}")(self.show_request)
+        app.get(f"{API}/decisions")(self.list_decisions)
+
+    async def health(self, response: Response) -> views.Health:
+        """200 while requests can be served, 503 otherwise."""
+        health = self._look().health()
+        response.status_code = 200 if health.status == "ok" else 503
+        return health
+
+    async def metrics(self) -> Response:
+        """Everything that is counted, in the text format of Prometheus."""
+        async with self._rendering:
+            now = gauges(self._gateway, self._uptime_s())
+            body, content_type = await asyncio.to_thread(self._gateway.metrics.render, now)
+        return Response(body, headers={"content-type": content_type})
+
+    async def status(self) -> views.StatusView:
+        """The whole gateway at this moment: devices, models, slots, the queue."""
+        return self._look().status()
+
+    async def events(
+        self, request: Request, after: EventId | None = None, last_event_id: LastEventId | None = None
+    ) -> Response:
+        """What happens, as server-sent events: one a move, rejection, reload …; `data` is JSON."""
+        refuse_head(request)
+        # A browser that comes back sends both; the header is newer than the address it was given once.
+        begin = after if last_event_id is None else last_event_id
+        return self._streams.answer(lambda: EventFeed(self._gateway.hub, begin))
+
+    async def list_requests(
+        self, limit: Annotated[int, Query(ge=1, le=REQUESTS_SHOWN_MAX)] = 100, model: str | None = None
+    ) -> views.RequestList:
+        """Requests that run or ended lately."""
+        entry = self._gateway.catalog.find(model) if model is not None else None
+        records = self._gateway.activity.recent(limit, model if entry is None else entry.id)
+        return views.RequestList(requests=[views.RequestView(**record.as_dict()) for record in records])
+
+    async def show_request(self, request_id: str) -> views.RequestView:
+        """One request by its `X-Request-Id`."""
+        record = self._gateway.activity.get(request_id)
+        if record is None:
+            raise NotFound(f"There is no request {request_id}; only those that run or ended lately are kept.")
+        return views.RequestView(**record.as_dict())
+
+    async def list_decisions(
+        self, limit: Annotated[int, Query(ge=1, le=DECISIONS_SHOWN_MAX)] = 100
+    ) -> views.DecisionList:
+        """What the scheduler decided lately, and why."""
+        decisions = self._gateway.observer.decisions
+        newest = islice(decisions, max(0, len(decisions) - limit), None)
+        return views.DecisionList(decisions=[dict(decision) for decision in newest])

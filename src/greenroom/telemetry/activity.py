@@ -1,0 +1,91 @@
+"""What each request is doing, and what the last ones did.
+
+Owns one record for each request, from arrival to some time after its end. Never bodies, never keys. Records of running
+requests are always found; of ended ones the most recent are kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import chain, islice
+from typing import Any, Literal
+
+State = Literal["waiting", "serving", "done"]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Record:
+    """One request. Filled in as it goes on; what is not known yet is None. Times are from arrival, in seconds."""
+
+    id: str
+    model: str
+    """The model's id."""
+    asked_as: str
+    """What the caller called it: the id or an alias."""
+    tenant: str
+    client: str | None = None
+    route: str
+    stream: bool = False
+    priority: int = 1
+    arrived_at: float
+    """Wall clock, for people."""
+    state: State = "waiting"
+    slot: str | None = None
+    wait_s: float | None = None
+    first_byte_s: float | None = None
+    total_s: float | None = None
+    status: int | None = None
+    error_code: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    estimated: bool = False
+    """Whether the tokens were counted by us rather than told by the engine."""
+    chunks: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field, ready to be JSON."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
+
+_FIELDS = tuple(field.name for field in fields(Record))
+
+
+class Activity:
+    """`begin` and `end` match. An id that is used twice means its newest request."""
+
+    def __init__(self, keep_max: int = 2_000) -> None:
+        self._keep_max = keep_max
+        self._live: dict[str, Record] = {}
+        # In the order in which they ended.
+        self._ended: OrderedDict[str, Record] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many requests run now."""
+        return len(self._live)
+
+    def begin(self, record: Record) -> None:
+        self._live[record.id] = record
+
+    def end(self, record: Record) -> None:
+        """This request is over. Does nothing for one that was ended before or never begun."""
+        if self._live.get(record.id) is not record:
+            return
+        del self._live[record.id]
+        record.state = "done"
+        self._ended.pop(record.id, None)
+        self._ended[record.id] = record
+        if len(self._ended) > self._keep_max:
+            self._ended.popitem(last=False)
+
+    def get(self, request_id: str) -> Record | None:
+        return self._live.get(request_id) or self._ended.get(request_id)
+
+    def recent(self, limit: int, model: str | None = None) -> list[Record]:
+        """Running requests, then ended ones, each with the newest first."""
+        newest_first: Iterator[Record] = chain(reversed(self._live.values()), reversed(self._ended.values()))
+        if model is not None:
+            newest_first = (record for record in newest_first if record.model == model)
+        return list(islice(newest_first, max(limit, 0)))

@@ -1,0 +1,218 @@
+"""One line for each thing that happened, on standard error.
+
+Owns how lines look (text for people, JSON for machines) and where they go. Never raises and never keeps anything: a
+log that cannot be written is a lost line, not a failed request. Values are escaped, so that no caller can write a line
+of his own by sending a line break.
+
+    12:03:01.123 info  swap done model=qwen-72b evicted=siglip2 took_s=0.41 request=r-19
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+import msgspec
+
+DEBUG, INFO, WARNING, ERROR = 10, 20, 30, 40
+_LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "warn": WARNING, "error": ERROR}
+_NAMES = {DEBUG: "debug", INFO: "info", WARNING: "warning", ERROR: "error"}
+# Four or five letters, so that what follows starts in the same column.
+_SHORT_NAMES = {DEBUG: "debug", INFO: "info ", WARNING: "warn ", ERROR: "error"}
+# An engine's last words fit; a body sent by mistake does not fill the disk.
+VALUE_CHARS_MAX = 4_096
+
+_PLAIN = re.compile(r"[!#-<>-\[\]-~]+")
+# What json leaves as it is although terminals act on it: DEL, C1 controls, line separators, text direction marks.
+_INVISIBLE = re.compile(r"[\x7f-\xa0\xad\u061c\u200b-\u200f\u2028-\u202f\u2060-\u206f\ufeff\ud800-\udfff\ufff0-\uffff]")
+
+Format = Callable[[int, str, str, Mapping[str, Any]], str]
+
+
+class Logger:
+    """Says what happened in one area of the program. A field that is None is left out."""
+
+    __slots__ = ("_area",)
+
+    def __init__(self, area: str) -> None:
+        self._area = area
+
+    def debug(self, event: str, /, **fields: Any) -> None:
+        if _sink.level <= DEBUG:
+            _sink.write(DEBUG, self._area, event, fields)
+
+    def info(self, event: str, /, **fields: Any) -> None:
+        if _sink.level <= INFO:
+            _sink.write(INFO, self._area, event, fields)
+
+    def warning(self, event: str, /, **fields: Any) -> None:
+        if _sink.level <= WARNING:
+            _sink.write(WARNING, self._area, event, fields)
+
+    def error(self, event: str, /, **fields: Any) -> None:
+        _sink.write(ERROR, self._area, event, fields)
+
+    def bug(self, event: str, error: BaseException, /, **fields: Any) -> None:
+        """An error nobody expected, with its traceback in the same line."""
+        _sink.write(ERROR, self._area, event, {**fields, "error": error, "traceback": _traceback(error)})
+
+
+def get_logger(area: str) -> Logger:
+    """May be called before `setup`: what is set up later holds for all loggers."""
+    return Logger(area)
+
+
+def setup(level: str, format: Literal["text", "json"], stream: TextIO | None = None) -> None:
+    """Say how to log from now on. LOG_LEVEL and LOG_FORMAT in the environment win; standard error when no stream."""
+    asked_level = os.environ.get("LOG_LEVEL", "").lower()
+    asked_format = os.environ.get("LOG_FORMAT", "").lower()
+    _sink.level = _LEVELS.get(asked_level) or _LEVELS.get(level.lower(), INFO)
+    _sink.format = _FORMATS.get(asked_format) or _FORMATS.get(format.lower(), _text_line)
+    _sink.stream = stream
+    _adopt_library_logs()
+    # A misspelt variable should not silently give the default.
+    if asked_level and asked_level not in _LEVELS:
+        get_logger("logs").warning("LOG_LEVEL not understood", value=asked_level)
+    if asked_format and asked_format not in _FORMATS:
+        get_logger("logs").warning("LOG_FORMAT not understood", value=asked_format)
+
+
+class _Sink:
+    """Where all loggers write. `lost` counts lines that could not be written."""
+
+    __slots__ = ("format", "level", "lost", "stream")
+
+    def __init__(self) -> None:
+        self.level = INFO
+        self.format: Format = _text_line
+        self.stream: TextIO | None = None
+        self.lost = 0
+
+    def write(self, level: int, area: str, event: str, fields: Mapping[str, Any]) -> None:
+        try:
+            line = self.format(level, area, event, fields)
+            # Looked up at each line: whoever replaced sys.stderr meant it.
+            stream = self.stream or sys.stderr
+            stream.write(_encodable(line, stream) + "\n")
+            stream.flush()
+        except Exception:
+            # A closed stream, a full disk, a value whose str() fails: nobody is left to be told.
+            self.lost += 1
+
+
+# --- how a line looks -----------------------------------------------------------------------------------------------
+
+
+def _text_line(level: int, area: str, event: str, fields: Mapping[str, Any]) -> str:
+    now = time.time()
+    clock = time.strftime("%H:%M:%S", time.localtime(now))
+    # The event is prose of ours and stays unquoted, but not unescaped: libraries put anything into it.
+    parts = [f"{clock}.{int(now % 1 * 1000):03d} {_SHORT_NAMES[level]} {_escaped(_cut(event))[1:-1]}"]
+    parts += [f"{name}={_text_value(value)}" for name, value in fields.items() if value is not None]
+    return " ".join(parts)
+
+
+def _text_value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = _cut(_said(value))
+    return text if _PLAIN.fullmatch(text) else _escaped(text)
+
+
+def _escaped(text: str) -> str:
+    """In quotes, on one line, with nothing a terminal would act on. Letters of all languages stay as they are."""
+    return _visible(json.dumps(text, ensure_ascii=False))
+
+
+def _visible(line: str) -> str:
+    return line if line.isascii() and "\x7f" not in line else _INVISIBLE.sub(_as_escape, line)
+
+
+def _as_escape(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
+
+
+def _json_line(level: int, area: str, event: str, fields: Mapping[str, Any]) -> str:
+    line: dict[str, Any] = {
+        "ts": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        "level": _NAMES[level],
+        "area": area,
+        "event": _cut(event),
+    }
+    for name, value in fields.items():
+        if value is not None:
+            # What happened and when is ours to say, whatever a field is called.
+            line[f"{name}_" if name in line else name] = _json_value(value)
+    try:
+        # These characters can only be inside strings, where JSON knows the same escapes.
+        return _visible(msgspec.json.encode(line, enc_hook=_said).decode())
+    except (TypeError, ValueError, RecursionError):
+        # Half a surrogate pair, keys that are no strings, a value that contains itself.
+        return json.dumps({name: _said(value) for name, value in line.items()})
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, str | bytes | BaseException):
+        return _cut(_said(value))
+    return value
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, BaseException):
+        return f"{type(value).__name__}: {value}"
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= VALUE_CHARS_MAX else text[:VALUE_CHARS_MAX] + "…"
+
+
+def _encodable(line: str, stream: TextIO) -> str:
+    """The line as this stream can carry it: a terminal may be ASCII only."""
+    if line.isascii():
+        return line
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return line.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _traceback(error: BaseException) -> str:
+    # The end says where it happened, so that is the part that survives the cut.
+    return "".join(traceback.format_exception(error))[-VALUE_CHARS_MAX:]
+
+
+# --- logs of libraries ----------------------------------------------------------------------------------------------
+
+
+class _FromLibraries(logging.Handler):
+    """What asyncio and other libraries log becomes lines like ours, so that a JSON log holds nothing but JSON."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = max((known for known in _NAMES if known <= record.levelno), default=DEBUG)
+        # Libraries are talkative: only their warnings are of interest to an operator.
+        if level < WARNING or _sink.level > level:
+            return
+        try:
+            event = record.getMessage()
+        except Exception:
+            event = str(record.msg)
+        error = record.exc_info[1] if record.exc_info else None
+        fields = {} if error is None else {"error": error, "traceback": _traceback(error)}
+        _sink.write(level, record.name, event, fields)
+
+
+def _adopt_library_logs() -> None:
+    root = logging.getLogger()
+    if not any(isinstance(handler, _FromLibraries) for handler in root.handlers):
+        root.addHandler(_FromLibraries())
+
+
+_FORMATS: dict[str, Format] = {"text": _text_line, "json": _json_line}
+_sink = _Sink()

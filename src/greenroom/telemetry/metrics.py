@@ -1,0 +1,256 @@
+"""What is counted and measured, for Prometheus.
+
+Owns every metric's name (the table below is the whole list) and the caps on label values, so that nobody can make us
+keep a series for each name he invents. Never measures anything itself: callers say what happened, and hand over what
+is the case now (`Gauges`) when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from greenroom.telemetry.series import Count, Counter, Histogram, Row, Spread, gauge_family
+
+# Answers take from a cached embedding's milliseconds to a long generation's minutes.
+_ANSWER_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+# Most requests do not wait at all; the longest wait is wait_max_s.
+_WAIT_S = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+# A wake takes a fraction of a second, a load from a slow disk minutes.
+_MOVE_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
+
+# --- the table: every metric there is -------------------------------------------------------------------------------
+REQUESTS = Row("greenroom_requests_total", "Requests answered.", ("model", "route", "status"))
+REQUEST_SECONDS = Row("greenroom_request_seconds", "From arrival to last byte.", ("model", "route"), _ANSWER_S)
+WAIT_SECONDS = Row("greenroom_queue_wait_seconds", "From arrival to a slot's grant.", ("model",), _WAIT_S)
+FIRST_BYTE_SECONDS = Row("greenroom_first_byte_seconds", "From arrival to the answer's start.", ("model",), _ANSWER_S)
+TENANT_REQUESTS = Row("greenroom_tenant_requests_total", "Requests answered, by tenant.", ("model", "tenant"))
+TOKENS = Row("greenroom_tokens_total", "Tokens; kind is prompt, completion or cached.", ("model", "tenant", "kind"))
+LOOKUPS = Row("greenroom_model_lookups_total", "Was the model ready when asked for: hit or miss.", ("model", "result"))
+MOVES = Row("greenroom_moves_total", "Moves between tiers that ended.", ("model", "kind", "outcome"))
+MOVE_SECONDS = Row("greenroom_move_seconds", "How long moves took that succeeded.", ("model", "kind"), _MOVE_S)
+EVICTIONS = Row("greenroom_evictions_total", "Models that had to leave.", ("model", "reason"))
+REJECTIONS = Row("greenroom_rejections_total", "Requests refused while they waited or before.", ("model", "code"))
+EDGE_REFUSALS = Row("greenroom_edge_refusals_total", "Requests refused before they were read.", ("code",))
+
+QUEUE_DEPTH = Row("greenroom_queue_depth", "Requests that wait now.", ("model",))
+IN_FLIGHT = Row("greenroom_in_flight", "Requests that are answered now.", ("model",))
+SLOTS = Row("greenroom_slots", "Slots by tier: ready, asleep, cold.", ("model", "tier"))
+MODEL_MEMORY = Row("greenroom_model_memory_mib", "Memory a model holds on a device.", ("model", "device"))
+DEVICE_CAPACITY = Row("greenroom_device_capacity_mib", "Memory a device has.", ("device",))
+DEVICE_FREE = Row("greenroom_device_free_mib", "Memory that can still be planned with.", ("device",))
+DEVICE_FOREIGN = Row("greenroom_device_foreign_mib", "Memory of processes that are not ours.", ("device",))
+CONNECTIONS = Row("greenroom_connections", "Open connections of callers.")
+UPTIME = Row("greenroom_uptime_seconds", "Since the gateway started.")
+
+TABLE = (
+    *(REQUESTS, REQUEST_SECONDS, WAIT_SECONDS, FIRST_BYTE_SECONDS, TENANT_REQUESTS, TOKENS, LOOKUPS),
+    *(MOVES, MOVE_SECONDS, EVICTIONS, REJECTIONS, EDGE_REFUSALS),
+    *(QUEUE_DEPTH, IN_FLIGHT, SLOTS, MODEL_MEMORY, DEVICE_CAPACITY, DEVICE_FREE, DEVICE_FOREIGN, CONNECTIONS, UPTIME),
+)
+
+# A series costs memory here and in every Prometheus that scrapes us. Callers choose tenants, and may ask for any model.
+MODELS_MAX = 1_000
+TENANT_SERIES_MAX = 10_000  # Pairs of model and tenant, so at most as many tenants.
+ROUTES_MAX = 100
+UNKNOWN_MODEL = "unknown"
+OTHER = "other"
+
+_Label = TypeVar("_Label")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    capacity_mib: float
+    free_mib: float
+    foreign_mib: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What is the case at the moment of a scrape. What is not named here any more has no series any more."""
+
+    queue_depth: Mapping[str, int] = field(default_factory=dict)
+    """By model."""
+    in_flight: Mapping[str, int] = field(default_factory=dict)
+    """By model."""
+    slots: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """By model and tier."""
+    memory_mib: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """By model and device."""
+    devices: Mapping[str, DeviceMemory] = field(default_factory=dict)
+    connections: int = 0
+    uptime_s: float = 0.0
+
+
+class _RequestSeries:
+    """The series one kind of request adds to, found with a single lookup."""
+
+    __slots__ = ("count", "first_byte", "seconds", "wait")
+
+    def __init__(self, count: Count, seconds: Spread, wait: Spread, first_byte: Spread) -> None:
+        self.count = count
+        self.seconds = seconds
+        self.wait = wait
+        self.first_byte = first_byte
+
+
+class Metrics:
+    """Counts what it is told. `is_known` says which model ids are real; all others share the label "unknown"."""
+
+    def __init__(self, is_known: Callable[[str], bool] | None = None) -> None:
+        self._is_known = is_known
+        self._requests, self._seconds = Counter(REQUESTS), Histogram(REQUEST_SECONDS)
+        self._wait, self._first_byte = Histogram(WAIT_SECONDS), Histogram(FIRST_BYTE_SECONDS)
+        self._tenant_requests, self._tokens = Counter(TENANT_REQUESTS), Counter(TOKENS)
+        self._lookups, self._moves, self._move_seconds = Counter(LOOKUPS), Counter(MOVES), Histogram(MOVE_SECONDS)
+        self._evictions, self._rejections = Counter(EVICTIONS), Counter(REJECTIONS)
+        self._edge_refusals = Counter(EDGE_REFUSALS)
+        self._models: set[str] = set()
+        self._routes: set[str] = set()
+        self._tenant_pairs: set[tuple[str, str]] = set()
+        # Shortcuts for the hot path. Only labels that were admitted as they are get one, so these are bounded too.
+        self._request_series: dict[tuple[str, str, int], _RequestSeries] = {}
+        self._tenant_series: dict[tuple[str, str], Count] = {}
+
+    def request_done(
+        self,
+        *,
+        model: str,
+        tenant: str,
+        route: str,
+        status: int,
+        seconds: float,
+        wait_s: float,
+        first_byte_s: float | None,
+    ) -> None:
+        """One request has ended, however it ended. `route` is one of ours, never the path that was asked for."""
+        series = self._request_series.get((model, route, status)) or self._request_series_of(model, route, status)
+        series.count.value += 1
+        series.seconds.add(seconds)
+        series.wait.add(wait_s)
+        if first_byte_s is not None:
+            series.first_byte.add(first_byte_s)
+        count = self._tenant_series.get((model, tenant)) or self._tenant_series_of(model, tenant)
+        count.value += 1
+
+    def tokens(self, model: str, tenant: str, prompt: int, completion: int, cached: int) -> None:
+        """`cached` are those of the prompt that the engine did not have to compute again."""
+        pair = self._pair(model, tenant)
+        for kind, amount in (("prompt", prompt), ("completion", completion), ("cached", cached)):
+            self._tokens.at(*pair, kind).add(amount)
+
+    def looked_up(self, model: str, hit: bool) -> None:
+        """A request asked for this model, which was ready (a hit) or had to be brought up first (a miss)."""
+        self._lookups.at(self._model(model), "hit" if hit else "miss").add()
+
+    def move_done(self, model: str, kind: str, outcome: str, seconds: float) -> None:
+        """A move has ended. Only those with outcome "done" count for how long moves take."""
+        label = self._model(model)
+        self._moves.at(label, kind, outcome).add()
+        if outcome == "done":
+            self._move_seconds.at(label, kind).add(seconds)
+
+    def evicted(self, model: str, reason: str) -> None:
+        self._evictions.at(self._model(model), reason).add()
+
+    def rejected(self, model: str, code: str) -> None:
+        """`code` is that of an error class: one of a fixed set."""
+        self._rejections.at(self._model(model), code).add()
+
+    def edge_refused(self, code: str) -> None:
+        self._edge_refusals.at(code).add()
+
+    def render(self, gauges: Gauges) -> tuple[bytes, str]:
+        """Everything in the text format of Prometheus, and its content type.
+
+        May run in a thread beside the loop that counts, and should: with as many tenants as we keep apart it takes
+        about half a second.
+        """
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Everything(partial(self._families, gauges)))
+        return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
+
+    # --- caps on labels ---------------------------------------------------------------------------------------------
+
+    def _model(self, model: str) -> str:
+        if model in self._models:
+            return model
+        is_real = self._is_known is None or self._is_known(model)
+        return model if is_real and _admit(self._models, model, MODELS_MAX) else UNKNOWN_MODEL
+
+    def _pair(self, model: str, tenant: str) -> tuple[str, str]:
+        label = self._model(model)
+        return (label, tenant) if _admit(self._tenant_pairs, (label, tenant), TENANT_SERIES_MAX) else (label, OTHER)
+
+    def _request_series_of(self, model: str, route: str, status: int) -> _RequestSeries:
+        label = self._model(model)
+        route_label = route if _admit(self._routes, route, ROUTES_MAX) else OTHER
+        # An engine may answer any number; only those HTTP knows get a series of their own.
+        is_status = 100 <= status <= 599
+        series = _RequestSeries(
+            self._requests.at(label, route_label, str(status) if is_status else OTHER),
+            self._seconds.at(label, route_label),
+            self._wait.at(label),
+            self._first_byte.at(label),
+        )
+        if label == model and route_label == route and is_status:
+            self._request_series[(model, route, status)] = series
+        return series
+
+    def _tenant_series_of(self, model: str, tenant: str) -> Count:
+        pair = self._pair(model, tenant)
+        count = self._tenant_requests.at(*pair)
+        if pair == (model, tenant):
+            self._tenant_series[pair] = count
+        return count
+
+    # --- the exposition ---------------------------------------------------------------------------------------------
+
+    def _families(self, gauges: Gauges) -> Iterator[Metric]:
+        for counted in (self._requests, self._tenant_requests, self._tokens, self._lookups, self._moves):
+            yield counted.family()
+        for counted in (self._evictions, self._rejections, self._edge_refusals):
+            yield counted.family()
+        for measured in (self._seconds, self._wait, self._first_byte, self._move_seconds):
+            yield measured.family()
+        yield from _gauge_families(gauges)
+
+
+class _Everything(Collector):
+    """What the registry asks at a scrape."""
+
+    def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        return self._families()
+
+
+def _gauge_families(now: Gauges) -> Iterator[Metric]:
+    yield gauge_family(QUEUE_DEPTH, {(model,): depth for model, depth in now.queue_depth.items()})
+    yield gauge_family(IN_FLIGHT, {(model,): count for model, count in now.in_flight.items()})
+    yield gauge_family(SLOTS, now.slots)
+    yield gauge_family(MODEL_MEMORY, now.memory_mib)
+    yield gauge_family(DEVICE_CAPACITY, {(name,): device.capacity_mib for name, device in now.devices.items()})
+    yield gauge_family(DEVICE_FREE, {(name,): device.free_mib for name, device in now.devices.items()})
+    yield gauge_family(DEVICE_FOREIGN, {(name,): device.foreign_mib for name, device in now.devices.items()})
+    yield gauge_family(CONNECTIONS, {(): now.connections})
+    yield gauge_family(UPTIME, {(): now.uptime_s})
+
+
+def _admit(values: set[_Label], value: _Label, most: int) -> bool:
+    """Whether this label may stand for itself: it is known already, or there is room for one more."""
+    if value in values:
+        return True
+    if len(values) >= most:
+        return False
+    values.add(value)
+    return True

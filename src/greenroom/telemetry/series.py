@@ -1,0 +1,120 @@
+"""Counters and histograms as plain numbers in dicts.
+
+Owns the arithmetic and how the numbers become families for the exposition. Never decides labels or names: `metrics.py`
+does. The library's own counters take a lock for every increment, which costs more than the rest of a request's
+bookkeeping; here one event loop owns the numbers, so there is no lock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+Labels = tuple[str, ...]
+_LabelsOrPair = TypeVar("_LabelsOrPair", bound=Labels)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table of metrics. Histograms have bucket bounds, the others none."""
+
+    name: str
+    help: str
+    labels: Labels = ()
+    buckets: tuple[float, ...] = ()
+
+
+class Count:
+    """One series of a counter."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, amount: int = 1) -> None:
+        self.value += amount
+
+
+class Spread:
+    """One series of a histogram: how many values fell into each bucket, and their sum."""
+
+    __slots__ = ("_bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        # The last bucket is everything above the highest bound.
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+
+class Counter:
+    """All series of one counter, by label values."""
+
+    __slots__ = ("row", "series")
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.series: dict[Labels, Count] = {}
+
+    def at(self, *labels: str) -> Count:
+        """The series with these labels; made when it is first asked for."""
+        found = self.series.get(labels)
+        if found is None:
+            found = self.series[labels] = Count()
+        return found
+
+    def family(self) -> CounterMetricFamily:
+        family = CounterMetricFamily(self.row.name, self.row.help, labels=self.row.labels)
+        # A copy made in one step, because this may run in a thread while the loop adds series.
+        for labels, count in list(self.series.items()):
+            family.add_metric(labels, count.value)
+        return family
+
+
+class Histogram:
+    """All series of one histogram, by label values."""
+
+    __slots__ = ("_bound_names", "row", "series")
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.series: dict[Labels, Spread] = {}
+        self._bound_names = [*(str(float(bound)) for bound in row.buckets), "+Inf"]
+
+    def at(self, *labels: str) -> Spread:
+        """The series with these labels; made when it is first asked for."""
+        found = self.series.get(labels)
+        if found is None:
+            found = self.series[labels] = Spread(self.row.buckets)
+        return found
+
+    def family(self) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(self.row.name, self.row.help, labels=self.row.labels)
+        for labels, spread in list(self.series.items()):
+            family.add_metric(labels, self._cumulated(spread), spread.sum)
+        return family
+
+    def _cumulated(self, spread: Spread) -> list[tuple[str, float]]:
+        """Buckets as the exposition wants them: each includes all the smaller ones."""
+        below = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip(self._bound_names, spread.counts, strict=True):
+            below += count
+            buckets.append((bound, below))
+        return buckets
+
+
+def gauge_family(row: Row, values: Mapping[_LabelsOrPair, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(row.name, row.help, labels=row.labels)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family

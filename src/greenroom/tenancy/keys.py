@@ -1,0 +1,96 @@
+"""Who is calling, by API key.
+
+Owns the digests of the keys. Never keeps, shows or logs a key itself, and takes the same time whichever key is wrong
+and however far it is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from greenroom.config.schema import PRIORITY_NAMES, ApiKey
+from greenroom.core.model import TenantId
+from greenroom.errors import InvalidKey
+from greenroom.tenancy.tenants import PRIORITY_MIN
+
+# Ours are 46 characters; nobody's is longer than this.
+KEY_BYTES_MAX = 1_024
+_NEW_KEY_BYTES = 32
+
+HeadGetter = Callable[[bytes], bytes | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose request it is. `tenant` is None where callers may name their own."""
+
+    name: str
+    tenant: TenantId | None
+    priority_max: int
+    """The best priority it may ask for: a number, lower is better."""
+    admin: bool
+
+
+# Without keys everyone who can reach the address is trusted.
+ANYONE = Caller(name="anyone", tenant=None, priority_max=PRIORITY_MIN, admin=True)
+
+
+class Keys:
+    def __init__(self, api_keys: Iterable[ApiKey] = ()) -> None:
+        self._callers = tuple((_digest_of(key), _caller_of(key)) for key in api_keys)
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self._callers)
+
+    def check(self, presented: bytes | None) -> Caller:
+        """Who presents this key. Without any keys configured: anyone. Raises InvalidKey."""
+        if not self._callers:
+            return ANYONE
+        if not presented:
+            raise InvalidKey("No API key was given. Send it as Authorization: Bearer KEY, or as x-api-key: KEY.")
+        found = self._find(hashlib.sha256(presented[:KEY_BYTES_MAX]).digest())
+        if found is None or len(presented) > KEY_BYTES_MAX:
+            raise InvalidKey("The API key is not one of this server's.")
+        return found
+
+    def _find(self, digest: bytes) -> Caller | None:
+        """Looks at all of them, also after the right one, so that time tells nothing."""
+        found: Caller | None = None
+        for known, caller in self._callers:
+            if hmac.compare_digest(known, digest):
+                found = caller
+        return found
+
+
+def presented_key(header: HeadGetter) -> bytes | None:
+    """The key a request carries: `Authorization: Bearer KEY`, else `x-api-key: KEY`. Takes lower-case header names."""
+    authorization = header(b"authorization")
+    if authorization is not None:
+        scheme, _, key = authorization.partition(b" ")
+        if scheme.lower() == b"bearer" and key.strip():
+            return key.strip()
+    return header(b"x-api-key")
+
+
+def new_key() -> tuple[str, str]:
+    """A fresh key, and its SHA-256 in hex for the configuration."""
+    key = "gr-" + secrets.token_urlsafe(_NEW_KEY_BYTES)
+    return key, hashlib.sha256(key.encode("ascii")).hexdigest()
+
+
+def _digest_of(key: ApiKey) -> bytes:
+    if key.sha256 is not None:
+        return bytes.fromhex(key.sha256)
+    # The schema sees to it that one of the two is given.
+    assert key.key is not None
+    return hashlib.sha256(key.key.encode("utf-8")).digest()
+
+
+def _caller_of(key: ApiKey) -> Caller:
+    tenant = TenantId(key.tenant or key.name)
+    return Caller(name=key.name, tenant=tenant, priority_max=PRIORITY_NAMES[key.priority_max], admin=key.admin)

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from greenroom.cli import conversation
+from greenroom.cli.main import main
+from tests.cli.fake_gateway import Answer, FakeGateway, answer, error, events
+from tests.cli.test_ps import in_terminal
+
+PATH = "/v1/chat/completions"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def piece(text: str | None = None, **more: object) -> str:
+    delta = {} if text is None else {"content": text}
+    return "data: " + json.dumps({"choices": [{"index": 0, "delta": delta | more}]})
+
+
+def spoken(*texts: str) -> Answer:
+    last = "data: " + json.dumps({"choices": [], "usage": {"completion_tokens": len(texts)}})
+    return events(piece(role="assistant"), *map(piece, texts), last, "data: [DONE]")
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Somebody at a terminal types these, then Ctrl-D."""
+    waiting: Iterator[str] = iter(lines)
+
+    def read(prompt: str) -> str:
+        try:
+            return next(waiting)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("builtins.input", read)
+
+
+def test_one_question_is_answered_as_it_comes(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.on("POST", PATH, spoken("Par", "is."))
+    assert main(["chat", "m", "Capital", "of", "France?", "--system", "Be brief.", "--max-tokens", "9"]) == 0
+    assert capsys.readouterr() == ("Paris.\n", "")
+    asked = gateway.asked[-1].json
+    assert asked["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Capital of France?"},
+    ]
+    assert (asked["model"], asked["stream"], asked["max_tokens"], "temperature" in asked) == ("m", True, 9, False)
+
+
+def test_the_question_may_come_on_standard_input(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("a long text\n"))
+    gateway.on("POST", PATH, spoken("ok"))
+    assert main(["chat", "m"]) == 0
+    assert gateway.asked[-1].json["messages"][-1]["content"] == "a long text\n"
+
+
+def test_a_dash_puts_standard_input_into_the_question(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("text"))
+    gateway.on("POST", PATH, spoken("ok"))
+    assert main(["chat", "m", "Summarise this:", "-"]) == 0
+    assert gateway.asked[-1].json["messages"][-1]["content"] == "Summarise this:\n\ntext"
+
+
+def test_standard_input_is_left_alone_when_the_question_is_given(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NeverEnds(io.StringIO):
+        def read(self, size: int | None = -1, /) -> str:
+            raise AssertionError("it would wait for ever")
+
+    monkeypatch.setattr("sys.stdin", NeverEnds())
+    gateway.on("POST", PATH, spoken("ok"))
+    assert main(["chat", "m", "hello"]) == 0
+
+
+def test_nothing_to_ask_is_wrong_usage(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+    assert main(["chat", "m"]) == 2
+    assert gateway.asked == []
+
+
+def test_json_is_one_whole_answer_without_a_stream(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = {"choices": [{"message": {"content": "Paris."}}]}
+    gateway.on("POST", PATH, answer(whole))
+    assert main(["chat", "m", "hello", "--json", "--temperature", "0"]) == 0
+    assert json.loads(capsys.readouterr().out) == whole
+    assert gateway.asked[-1].json == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hello"}],
+        "temperature": 0,
+    }
+
+
+def test_json_without_a_question_is_wrong_usage(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed(monkeypatch)
+    assert main(["chat", "m", "--json"]) == 2
+
+
+def test_waiting_is_told_on_standard_error(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    beats = events(": waiting model=m position=2 eta_s=4", ": waiting model=m", piece("hi"), "data: [DONE]")
+    gateway.on("POST", PATH, beats)
+    assert main(["chat", "m", "hello"]) == 0
+    assert capsys.readouterr() == (
+        "hi\n",
+        "waiting for m, position 2, about 4 s to go\nwaiting for m\n",
+    )
+    assert gateway.asked[-1].headers["x-heartbeat"] == "comment"
+
+
+def test_an_error_before_the_answer_fails(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.on("POST", PATH, error(404, "model_not_found", "There is no model m."))
+    assert main(["chat", "m", "hello"]) == 1
+    assert capsys.readouterr() == ("", "greenroom: There is no model m.\n")
+
+
+def test_an_error_in_the_answer_fails_on_a_line_of_its_own(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = "data: " + json.dumps({"error": {"message": "The engine was lost.", "code": "engine_lost", "status": 502}})
+    gateway.on("POST", PATH, events(piece("Par"), lost))
+    assert main(["chat", "m", "hello"]) == 1
+    assert capsys.readouterr() == ("Par\n", "greenroom: The engine was lost.\n")
+
+
+def test_an_answer_that_is_cut_off_is_not_taken_for_whole(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.on("POST", PATH, events(piece("Par")))
+    assert main(["chat", "m", "hello"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "Par\n" and "cut off" in err
+
+
+@pytest.mark.parametrize("strange", ["data: nonsense", "data: 7", 'data: {"choices": [7]}', 'data: {"error": 7}'])
+def test_an_answer_that_is_no_chat_fails(
+    strange: str, gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.on("POST", PATH, events(strange))
+    assert main(["chat", "m", "hello"]) == 1
+    assert "no chat" in capsys.readouterr().err
+
+
+def test_thoughts_stay_out_of_a_pipe(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.on("POST", PATH, events(piece(reasoning_content="hmm"), piece("hi"), "data: [DONE]"))
+    assert main(["chat", "m", "hello"]) == 0
+    assert capsys.readouterr().out == "hi\n"
+
+
+def test_a_terminal_sees_thoughts_time_and_nothing_dangerous(gateway: FakeGateway) -> None:
+    gateway.on("POST", PATH, events(piece(reasoning_content="hmm "), piece("hi\x1b[2J"), "data: [DONE]"))
+    shown = in_terminal(["chat", "m", "hello", "--url", gateway.url])
+    assert "hmm" in shown and "hi\N{REPLACEMENT CHARACTER}[2J" in shown
+    assert "\x1b[2J" not in shown
+    assert "s)" in shown
+
+
+# --- a conversation -------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_remembers_what_was_said(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed(monkeypatch, "one", "", "  two ")
+    gateway.on("POST", PATH, spoken("yes"))
+    assert main(["chat", "m", "--system", "s"]) == 0
+    first, second = (asked.json["messages"] for asked in gateway.asked)
+    assert [message["content"] for message in first] == ["s", "one"]
+    assert [(message["role"], message["content"]) for message in second] == [
+        ("system", "s"),
+        ("user", "one"),
+        ("assistant", "yes"),
+        ("user", "two"),
+    ]
+
+
+def test_new_forgets_all_but_the_first_instruction(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed(monkeypatch, "one", "/new", "two", "/exit", "never asked")
+    gateway.on("POST", PATH, spoken("yes"))
+    assert main(["chat", "m", "--system", "s"]) == 0
+    assert [message["content"] for message in gateway.asked[-1].json["messages"]] == ["s", "two"]
+
+
+def test_a_question_that_failed_is_forgotten_and_the_conversation_goes_on(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed(monkeypatch, "one", "two")
+    gateway.on("POST", PATH, error(503, "queue_full", "Too many wait."))
+    assert main(["chat", "m"]) == 0
+    assert [len(asked.json["messages"]) for asked in gateway.asked] == [1, 1]
+    assert capsys.readouterr().err.count("Too many wait.") == 2
+
+
+def test_a_long_conversation_drops_its_oldest_messages(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation, "MESSAGES_MAX", 2)
+    typed(monkeypatch, "one", "two", "three")
+    gateway.on("POST", PATH, spoken("yes"))
+    assert main(["chat", "m"]) == 0
+    assert [message["content"] for message in gateway.asked[-1].json["messages"]] == ["two", "yes", "three"]

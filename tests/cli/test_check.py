@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from greenroom.cli.main import main
+
+GOOD = """
+gpus: [{memory_mib: 8192}]
+models:
+  chat: {path: chat.gguf, pinned: true}
+  speech: {cmd: "serve --port ${PORT}", memory_mib: 2048, preload: true}
+"""
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    (tmp_path / "chat.gguf").write_bytes(b"GGUF" + bytes(10 * 2**20))
+    file = tmp_path / "greenroom.yaml"
+    file.write_text(GOOD)
+    return file
+
+
+def test_a_right_file_is_summed_up(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(good)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["MODEL", "ENGINE", "MEMORY_MIB", "NOTE"]
+    assert lines[1].split(maxsplit=3) == ["chat", "llamacpp", "12", "estimated from its file, pinned"]
+    assert lines[2].split(maxsplit=3) == ["speech", "command", "2048", "preload"]
+    assert lines[3].startswith("budget: gpu0 8,192 MiB")
+    assert lines[-1] == f"{good} is right"
+
+
+def test_the_file_is_found_like_serve_finds_it(
+    good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "--config", str(good)]) == 0
+    monkeypatch.setenv("GREENROOM_CONFIG", str(good))
+    assert main(["check"]) == 0
+    monkeypatch.delenv("GREENROOM_CONFIG")
+    monkeypatch.chdir(good.parent)
+    assert main(["check"]) == 0
+    assert capsys.readouterr().out.count("is right") == 3
+
+
+def test_no_file_at_all_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["check"]) == 1
+    assert "--config" in capsys.readouterr().err
+
+
+def test_problems_are_told_with_their_lines(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good.write_text(GOOD.replace("pinned", "pined"))
+    assert main(["check", str(good)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"greenroom: {good}:4: models.chat.pined: unknown key, did you mean pinned?\n"
+
+
+def test_warnings_do_not_fail(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (good.parent / "chat.gguf").unlink()
+    assert main(["check", str(good)]) == 0
+    assert "warning: models.chat: path: there is no file" in capsys.readouterr().out
+
+
+def test_json_holds_the_same(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(good), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["ok"], result["warnings"]) == (True, [])
+    assert [model["id"] for model in result["models"]] == ["chat", "speech"]
+    assert result["devices"][0] == {"id": "gpu0", "capacity_mib": 8192, "margin_mib": 512}
+
+
+def test_json_of_a_wrong_file_lists_its_problems(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good.write_text("modles: {}\nsrever: {}\n")
+    assert main(["check", str(good), "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] is False and len(result["problems"]) == 2
+
+
+def test_the_schema_is_printed_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--schema"]) == 0
+    assert "models" in json.loads(capsys.readouterr().out)["properties"]

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from greenroom.cli import client as client_module
+from greenroom.cli.address import parse
+from greenroom.cli.client import Client, model_path
+from greenroom.cli.failures import CommandFailed, NoGateway, Refused
+from tests.cli.fake_gateway import Answer, FakeGateway, answer, error, events
+
+
+def test_json_goes_there_and_back_with_the_key(gateway: FakeGateway) -> None:
+    gateway.on("POST", "/x", answer({"b": [1, "ü"]}))
+    assert Client(parse(gateway.url, "secret")).post("/x", {"a": "ä"}) == {"b": [1, "ü"]}
+    (asked,) = gateway.asked
+    assert asked.json == {"a": "ä"}
+    assert asked.headers["authorization"] == "Bearer secret"
+    assert asked.headers["content-type"] == "application/json"
+
+
+def test_without_a_key_none_is_sent(gateway: FakeGateway) -> None:
+    gateway.on("GET", "/x", answer({}))
+    Client(parse(gateway.url)).get("/x", {"lines": 3})
+    assert gateway.asked[0].target == "/x?lines=3"
+    assert "authorization" not in gateway.asked[0].headers
+
+
+def test_a_prefix_in_the_address_stands_before_every_path(gateway: FakeGateway) -> None:
+    gateway.on("GET", "/llm/x", answer({"found": True}))
+    assert Client(parse(gateway.url + "/llm")).get("/x") == {"found": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "path"),
+    [("qwen", "qwen"), ("org/name:q4", "org%2Fname%3Aq4"), ("a b?#%", "a%20b%3F%23%25"), ("ü", "%C3%BC"), ("..", "..")],
+)
+def test_a_model_id_is_one_segment_of_the_path(model: str, path: str) -> None:
+    assert model_path(model, "load") == f"/api/v1/models/{path}/load"
+
+
+def test_an_error_of_the_gateway_keeps_its_message_code_and_details(gateway: FakeGateway) -> None:
+    gateway.on("POST", "/x", error(503, "model_load_failed", "It broke.", "line 1\nline 2"))
+    with pytest.raises(Refused) as refused:
+        Client(parse(gateway.url)).post("/x")
+    told = refused.value
+    assert (told.message, told.details, told.status, told.code) == (
+        "It broke.",
+        "line 1\nline 2",
+        503,
+        "model_load_failed",
+    )
+
+
+def test_a_missing_key_says_which_variable_to_set(gateway: FakeGateway) -> None:
+    gateway.on("GET", "/x", error(401, "invalid_api_key", "No API key was given."))
+    with pytest.raises(Refused, match="GREENROOM_API_KEY"):
+        Client(parse(gateway.url)).get("/x")
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        Answer(b"<html>hi</html>", content_type="text/html"),
+        Answer(b"", status=404),
+        Answer(b'["error"]', status=500),
+        Answer(b'{"error": "no"}', status=500),
+    ],
+)
+def test_another_program_at_the_address_is_recognised(gateway: FakeGateway, strange: Answer) -> None:
+    gateway.on("GET", "/x", strange)
+    with pytest.raises(CommandFailed, match="is not Greenroom"):
+        Client(parse(gateway.url)).get("/x")
+
+
+def test_a_redirect_is_not_followed(gateway: FakeGateway) -> None:
+    gateway.on("GET", "/x", Answer(b"", 302, headers=(("Location", "/elsewhere"),)))
+    with pytest.raises(CommandFailed, match="302"):
+        Client(parse(gateway.url, "secret")).get("/x")
+    assert [asked.target for asked in gateway.asked] == ["/x"]
+
+
+def test_nobody_listening_names_the_address_and_the_command() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(NoGateway) as none:
+        Client(parse(url)).get("/x")
+    assert none.value.message == f"no gateway answers at {url}; start one with `greenroom serve`"
+
+
+def test_a_name_nobody_knows_is_said_to_be_the_reason() -> None:
+    with pytest.raises(NoGateway, match=r"nowhere\.invalid:1 \(.+\)"):
+        Client(parse("http://nowhere.invalid:1")).get("/x")
+
+
+def test_silence_ends_at_its_limit(gateway: FakeGateway) -> None:
+    let_go = threading.Event()
+    gateway.on("GET", "/x", Answer(b"{}", before=lambda: (let_go.wait(30), None)[1]))
+    with pytest.raises(CommandFailed, match="has said nothing for"):
+        Client(parse(gateway.url)).get("/x", answer_max_s=0.2)
+    let_go.set()
+
+
+def test_a_connection_cut_in_the_answer_is_a_failure(gateway: FakeGateway) -> None:
+    gateway.on("GET", "/x", Answer(b'{"a": 1}', cut=True))
+    with pytest.raises(CommandFailed, match="went away"):
+        Client(parse(gateway.url)).get("/x")
+
+
+def test_an_answer_without_end_is_refused(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "ANSWER_BYTES_MAX", 10)
+    gateway.on("GET", "/x", answer({"long": "x" * 100}))
+    with pytest.raises(CommandFailed, match="larger than 10 bytes"):
+        Client(parse(gateway.url)).get("/x")
+
+
+def test_a_stream_gives_its_events(gateway: FakeGateway) -> None:
+    gateway.on("POST", "/s", events(": waiting model=m", "data: one", "data: two"))
+    with Client(parse(gateway.url)).stream("POST", "/s", {"a": 1}, {"X-Heartbeat": "comment"}) as stream:
+        seen = [event.comment or event.data for event in stream]
+    assert seen == ["waiting model=m", "one", "two"]
+    assert gateway.asked[0].headers["x-heartbeat"] == "comment"
+
+
+def test_a_stream_that_is_none_is_not_ours(gateway: FakeGateway) -> None:
+    gateway.on("GET", "/s", answer({}))
+    with pytest.raises(CommandFailed, match="is not Greenroom"), Client(parse(gateway.url)).stream("GET", "/s"):
+        pass
+
+
+def test_loopback_is_never_reached_through_a_proxy(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    gateway.on("GET", "/x", answer({"direct": True}))
+    assert Client(parse(gateway.url)).get("/x") == {"direct": True}
+
+
+def test_another_host_is_reached_through_the_proxy(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", gateway.url)
+    monkeypatch.setenv("no_proxy", "")
+    gateway.on("GET", "http://models.example.org:80/x", answer({"through": "proxy"}))
+    assert Client(parse("http://models.example.org")).get("/x") == {"through": "proxy"}
+    assert gateway.asked[0].headers["host"].startswith("models.example.org")
+
+
+def test_a_host_excepted_from_the_proxy_is_reached_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "nowhere.invalid")
+    with pytest.raises(NoGateway, match=r"nowhere\.invalid:1 \(.+\)"):
+        Client(parse("http://nowhere.invalid:1")).get("/x")

@@ -1,0 +1,145 @@
+"""The parser, and how every command ends."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from greenroom import __version__
+from greenroom.cli import main as main_module
+from greenroom.cli import ps
+from greenroom.cli.failures import CommandFailed
+from greenroom.cli.main import COMMANDS, main, parser
+from greenroom.errors import StateDirBusy
+from tests.cli.fake_gateway import FakeGateway, answer, error
+
+HEAVY = {"asyncio", "fastapi", "http.client", "pydantic", "rich", "uvloop", "yaml", "greenroom.app"}
+
+
+def test_the_commands_are_those_the_guide_names() -> None:
+    names = {command.NAME for command in COMMANDS}
+    assert names == {"serve", "demo", "check", "ps", "load", "unload", "logs", "chat", "reload", "key"}
+
+
+@pytest.mark.parametrize("command", [command.NAME for command in COMMANDS])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: greenroom {command}" in capsys.readouterr().out
+
+
+def test_help_loads_nothing_heavy() -> None:
+    program = "import sys, greenroom.cli.main as m; m.parser().format_help(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert HEAVY.isdisjoint(done.stdout.split())
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"greenroom {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["dance"],
+        ["load"],
+        ["serve", "--port", "70000"],
+        ["serve", "--port", "x"],
+        ["serve", "--log-level", "loud"],
+        ["logs", "m", "--lines", "-1"],
+        ["unload", "m", "--grace-s", "soon"],
+        # Options are not guessed: a script must not change its meaning when an option is added.
+        ["ps", "--wat"],
+    ],
+)
+def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert "usage: greenroom" in capsys.readouterr().err
+
+
+def test_wrong_usage_found_later_exits_with_2_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ps", "--url", "ftp://x"]) == 2
+    assert capsys.readouterr().err == "greenroom: 'ftp://x' is not an address; write it like http://127.0.0.1:8210\n"
+
+
+def test_no_gateway_exits_with_3(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    for argv in (["ps"], ["load", "m"], ["unload", "m"], ["logs", "m"], ["logs", "-f", "m"], ["reload"]):
+        assert main([*argv, "--url", url]) == 3
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert f"greenroom: no gateway answers at {url}; start one with `greenroom serve`\n" in err
+
+
+def test_a_refusal_exits_with_1_and_shows_the_engines_lines(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.on("POST", "/api/v1/models/m/load", error(503, "model_load_failed", "m broke.", "bad magic\n\x1b[31mred"))
+    assert main(["load", "m"]) == 1
+    err = capsys.readouterr().err
+    assert "greenroom: m broke.\n  | bad magic\n  | \N{REPLACEMENT CHARACTER}[31mred\n" in err
+
+
+def running(raises: BaseException) -> Callable[[Namespace], int]:
+    def run(args: Namespace) -> int:
+        raise raises
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "said"),
+    [
+        (CommandFailed("it broke"), 1, "greenroom: it broke\n"),
+        (StateDirBusy("held by another"), 1, "greenroom: held by another\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_a_command_raises_becomes_a_status_and_a_line(
+    raised: BaseException,
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(ps, "run", running(raised))
+    assert main(["ps"]) == status
+    assert capsys.readouterr().err == said
+
+
+def test_a_reader_that_has_enough_ends_the_command_quietly(gateway: FakeGateway) -> None:
+    gateway.on("GET", "/api/v1/models/m/logs", answer({"model": "m", "lines": ["x" * 1000] * 1000}))
+    command = [sys.executable, "-m", "greenroom.cli.main", "logs", "m", "--url", gateway.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.read(10)
+        running.stdout.close()
+        assert running.stderr.read() == b""
+        assert running.wait(60) == 1
+
+
+def test_a_terminal_without_letters_beyond_ascii_is_served(gateway: FakeGateway) -> None:
+    gateway.on("GET", "/api/v1/models/m/logs", answer({"model": "m", "lines": ["größe \ud83d"]}))
+    command = [sys.executable, "-m", "greenroom.cli.main", "logs", "m", "--url", gateway.url]
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, timeout=60, env=ascii_only, check=True)
+    assert done.stdout == b"gr\\xf6\\xdfe \\ud83d\n"
+
+
+def test_the_entry_point_of_the_package_is_this_main() -> None:
+    project = Path(main_module.__file__).parents[3] / "pyproject.toml"
+    assert 'greenroom = "greenroom.cli.main:main"' in project.read_text(encoding="utf-8")
+    assert parser().prog == "greenroom"

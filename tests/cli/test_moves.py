@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from greenroom.cli import moves
+from greenroom.cli.address import parse
+from greenroom.cli.client import Client
+from greenroom.cli.main import main
+from tests.cli.fake_gateway import FakeGateway, answer, error
+from tests.cli.test_ps import LOADING, in_terminal, model, status
+
+LOADED = {"model": "org/m", "tier": "ready", "took_s": 1.5, "memory": {"gpu0": 300}}
+
+
+def test_load_says_what_it_does_and_how_it_ended(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.on("POST", "/api/v1/models/org%2Fm/load", answer(LOADED))
+    assert main(["load", "org/m"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("org/m is ready after ") and err == "loading org/m\n"
+    assert gateway.asked[-1].json == {}
+
+
+def test_models_to_evict_are_passed_on(gateway: FakeGateway) -> None:
+    gateway.on("POST", "/api/v1/models/m/load", answer(LOADED))
+    assert main(["load", "m", "--evict", "a", "--evict", "b/c"]) == 0
+    assert gateway.asked[-1].json == {"evict": ["a", "b/c"]}
+
+
+def test_unload_passes_its_grace_on(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.on("POST", "/api/v1/models/m/unload", answer({"model": "m", "tier": "cold", "took_s": 0.1, "memory": {}}))
+    assert main(["unload", "m", "--grace-s", "2.5"]) == 0
+    assert capsys.readouterr().out.startswith("m is cold after ")
+    assert gateway.asked[-1].json == {"grace_s": 2.5}
+
+
+@pytest.mark.parametrize("order", ["load", "unload"])
+def test_json_is_the_gateways_answer(order: str, gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.on("POST", f"/api/v1/models/m/{order}", answer(LOADED))
+    assert main([order, "m", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == LOADED
+
+
+def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.on("POST", "/api/v1/models/x/load", error(404, "model_not_found", "There is no model x."))
+    assert main(["load", "x"]) == 1
+    assert "greenroom: There is no model x.\n" in capsys.readouterr().err
+
+
+def test_the_outlook_has_the_gateways_estimate(gateway: FakeGateway) -> None:
+    client = Client(parse(gateway.url))
+    gateway.on("GET", "/api/v1/status", answer(status(LOADING, model("quiet"))))
+    assert moves.outlook(client, "minilm", 12.0) == "12s, about 3.2s to go"
+    assert moves.outlook(client, "quiet", 12.0) == "12s"
+    assert moves.outlook(client, "an-alias", 12.0) == "12s"
+
+
+def test_the_outlook_survives_a_gateway_that_does_not_answer(gateway: FakeGateway) -> None:
+    gateway.on("GET", "/api/v1/status", error(503, "shutting_down", "bye"))
+    assert moves.outlook(Client(parse(gateway.url)), "m", 1.0) == "1.0s"
+
+
+def test_a_terminal_sees_how_far_a_load_is(gateway: FakeGateway) -> None:
+    def until_looked_at() -> None:
+        """The load is done once the command has asked for the outlook, and a moment to show it."""
+        for _ in range(3000):
+            if sum("status" in asked.target for asked in gateway.asked) >= 2:
+                return
+            threading.Event().wait(0.01)
+
+    loaded = answer(LOADED)
+    loaded.before = until_looked_at
+    gateway.on("POST", "/api/v1/models/minilm/load", loaded)
+    gateway.on("GET", "/api/v1/status", answer(status(LOADING)))
+    shown = in_terminal(["load", "minilm", "--url", gateway.url])
+    assert "about 3.2s to go" in shown
+    assert "org/m is ready after" in shown and "talk to it: greenroom chat org/m" in shown

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from greenroom.cli import ps
+from greenroom.cli.main import main
+from tests.cli.fake_gateway import FakeGateway, answer
+
+
+def model(model_id: str, **fields: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {
+        "id": model_id,
+        "tier": "cold",
+        "status": "unloaded",
+        "pinned": False,
+        "in_flight": 0,
+        "waiting": 0,
+        "last_used_s_ago": None,
+        "memory": {},
+        "moving": None,
+        "retry_in_s": None,
+        "last_error": None,
+        "pid": None,
+    }
+    return plain | fields
+
+
+def status(*models: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "uptime_s": 125.0,
+        "queue": {"depth": 2, "max": 1000, "avg_wait_ms": None},
+        "devices": [
+            {"id": "gpu0", "kind": "gpu", "capacity_mib": 8192, "used_mib": 300},
+            {"id": "host", "kind": "host", "capacity_mib": 64000, "used_mib": 0},
+        ],
+        "models": list(models),
+    }
+
+
+READY = model("smollm2", tier="ready", memory={"gpu0": 250, "host": 50}, last_used_s_ago=42.0, pid=4711, pinned=True)
+LOADING = model("minilm", waiting=2, moving={"kind": "load", "since_s": 1.0, "eta_s": 3.2})
+FAILED = model("broken", retry_in_s=20.0, last_error={"code": "model_load_failed", "message": "no"})
+
+
+def test_a_pipe_gets_one_stable_line_for_each_model(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.on("GET", "/api/v1/status", answer(status(READY, LOADING, FAILED)))
+    assert main(["ps"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.splitlines() == [
+        "MODEL    TIER     MEMORY_MIB  IN_FLIGHT  WAITING  IDLE  PID   NOTE",
+        "smollm2  ready    300         0          0        42s   4711  pinned",
+        "minilm   loading  -           0          2        -     -     about 3.2s to go",
+        "broken   cold     -           0          0        -     -     failed, again in 20s: greenroom logs broken",
+    ]
+
+
+def test_json_is_the_status_as_the_gateway_gave_it(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.on("GET", "/api/v1/status", answer(status(READY)))
+    assert main(["ps", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == status(READY)
+
+
+def test_a_model_that_answers_is_not_idle() -> None:
+    (row,) = ps.rows(status(model("m", tier="ready", in_flight=1, last_used_s_ago=3.0)))
+    assert row[5] == "-"
+
+
+@pytest.mark.parametrize("kind", ["load", "wake", "sleep", "prepare", "unload"])
+def test_a_move_is_shown_in_one_word_instead_of_the_tier(kind: str) -> None:
+    shown = ps.tier(model("m", moving={"kind": kind, "since_s": None, "eta_s": None}))
+    assert shown.replace("-", "").isalpha() and shown.endswith(("ing", "asleep"))
+
+
+def test_the_summary_leaves_out_a_host_that_nothing_uses() -> None:
+    assert ps.summary(status()) == ["gpu0: 300 of 8,192 MiB used", "2 waiting; up for 2m"]
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_watching_goes_on_until_interrupted(
+    as_json: bool, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("greenroom.cli.ps.time.sleep", nap)
+    gateway.on("GET", "/api/v1/status", answer(status(READY)))
+    assert main(["ps", "--watch", *(["--json"] if as_json else [])]) == 130
+    out = capsys.readouterr().out
+    assert (len(out.splitlines()) if as_json else out.count("MODEL ")) == 3
+
+
+def test_a_terminal_gets_a_drawn_table_and_a_summary(gateway: FakeGateway) -> None:
+    """In a real terminal, where a model's name cannot send it commands."""
+    gateway.on("GET", "/api/v1/status", answer(status(READY, model("evil\x1b[2J[bold]"))))
+    shown = in_terminal(["ps", "--url", gateway.url])
+    assert "smollm2" in shown and "gpu0: 300 of 8,192 MiB used" in shown
+    assert "\x1b[2J" not in shown and "[bold]" in shown
+
+
+def in_terminal(argv: list[str]) -> str:
+    """What a command shows in a terminal of 120 columns."""
+    ours, theirs = pty.openpty()
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+    command = [sys.executable, "-m", "greenroom.cli.main", *argv]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as running:
+        os.close(theirs)
+        shown = b""
+        # A terminal whose last user has gone says so by an error.
+        try:
+            while piece := os.read(ours, 65536):
+                shown += piece
+        except OSError:
+            pass
+        assert running.wait(60) == 0
+    os.close(ours)
+    return shown.decode()

@@ -1,0 +1,168 @@
+"""What a reload changes, and that every key has been thought about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from greenroom.config import fields
+from greenroom.config.diff import Changes, diff, refuse_restart
+from greenroom.config.schema import Config, Model, Section
+from greenroom.errors import ConfigError
+
+from .conftest import Loads
+
+NOTHING = Changes((), (), (), (), (), ())
+
+# For each key of a model, a value that is not its default.
+OTHER_VALUES: dict[str, Any] = {
+    "path": "/other.gguf",
+    "cmd": "other ${PORT}",
+    "cmd_stop": "stop",
+    "check_endpoint": "/up",
+    "listener": "any",
+    "env": {"A": "b"},
+    "cwd": "/tmp",
+    "program": "/bin/llama-server",
+    "python": "/bin/python",
+    "ctx_size": 1,
+    "n_gpu_layers": 1,
+    "flash_attn": "on",
+    "parallel": 1,
+    "threads": 1,
+    "embedding": True,
+    "reranking": True,
+    "args": ("--a",),
+    "aliases": ("other",),
+    "name": "a",
+    "description": "a",
+    "unlisted": True,
+    "metadata": {"a": 1},
+    "use_model_name": "a",
+    "strip_params": ("a",),
+    "set_params": {"a": 1},
+    "memory_mib": 1,
+    "host_memory_mib": 1,
+    "devices": ("gpu0",),
+    "concurrency": 1,
+    "priority": "low",
+    "ttl_s": 1,
+    "pinned": True,
+    "preload": True,
+    "load_timeout_s": 1,
+    "stop_timeout_s": 1,
+    "grace_s": 1,
+}
+
+
+def config_keys() -> set[str]:
+    keys: set[str] = set()
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            keys |= {f"{name}.{key}" for key in section.model_fields}
+        else:
+            keys.add(name)
+    return keys
+
+
+def test_every_key_of_a_model_needs_a_new_slot_or_is_a_label() -> None:
+    assert set(Model.model_fields) == fields.NEW_SLOT_KEYS | fields.LABEL_KEYS
+    assert not fields.NEW_SLOT_KEYS & fields.LABEL_KEYS
+
+
+def test_every_other_key_is_applied_at_once_or_needs_a_restart() -> None:
+    sets = (fields.AT_ONCE_KEYS, fields.RESTART_KEYS, fields.COMPARED_ELSEWHERE)
+    assert frozenset().union(*sets) == config_keys()
+    assert sum(map(len, sets)) == len(config_keys())
+
+
+def test_keys_of_engines_exist_and_belong_to_one() -> None:
+    assert set(Model.model_fields) >= fields.LLAMACPP_KEYS | fields.COMMAND_KEYS
+    assert not fields.LLAMACPP_KEYS & fields.COMMAND_KEYS
+
+
+def test_description_says_which_engine_a_key_belongs_to() -> None:
+    for key, field in Model.model_fields.items():
+        said = (field.description or "").split(":")[0]
+        owner = "llamacpp" if key in fields.LLAMACPP_KEYS else "command" if key in fields.COMMAND_KEYS else None
+        assert (said if said in ("llamacpp", "command") else None) == owner, key
+
+
+@pytest.mark.parametrize("key", sorted(set(Model.model_fields) - {"engine"}))
+def test_changed_key_of_a_model(key: str) -> None:
+    base: dict[str, Any] = {"cmd": "q ${PORT}"} if key in fields.COMMAND_KEYS else {"path": "/q.gguf"}
+    old = Config(models={"q": Model(**base), "same": Model(path="/s.gguf")})
+    new = Config(models={"q": Model(**{**base, key: OTHER_VALUES[key]}), "same": Model(path="/s.gguf")})
+    changes = diff(old, new)
+    assert changes.changed == (("q",) if key in fields.NEW_SLOT_KEYS else ())
+    assert changes.relabelled == (("q",) if key in fields.LABEL_KEYS else ())
+    assert not (changes.added or changes.removed or changes.at_once or changes.needs_restart)
+
+
+def test_changed_engine_needs_a_new_slot_and_a_named_one_is_no_change() -> None:
+    inferred, named = Model(path="/q.gguf"), Model(path="/q.gguf", engine="llamacpp")
+    assert diff(Config(models={"q": inferred}), Config(models={"q": named})) == NOTHING
+    command = Model(cmd="q ${PORT}")
+    assert diff(Config(models={"q": inferred}), Config(models={"q": command})).changed == ("q",)
+
+
+def test_models_that_come_go_and_change_are_told_apart() -> None:
+    def model(name: str, **more: Any) -> Model:
+        return Model(path=f"/{name}.gguf", **more)
+
+    old = Config(models={name: model(name) for name in ("a", "b", "c", "d", "e")})
+    new = Config(
+        models={
+            "f": model("f"),
+            "d": model("d", ttl_s=5, ctx_size=7),
+            "c": model("c", ttl_s=5),
+            "b": model("b"),
+            "A": model("A"),
+        }
+    )
+    changes = diff(old, new)
+    assert changes == Changes(
+        added=("A", "f"), changed=("d",), relabelled=("c",), removed=("a", "e"), at_once=(), needs_restart=()
+    )
+    assert not changes.is_empty
+
+
+def test_equal_files_change_nothing_however_they_are_written(loads: Loads) -> None:
+    old = loads("models: {a: {path: /m/a.gguf, ttl_s: 5}, b: {path: b.gguf}}\n")
+    new = loads("macros: {d: /m}\nmodels:\n  b: {path: ./b.gguf}\n  a: {ttl_s: 5.0, path: '${d}/a.gguf'}\n")
+    assert diff(old, new) == NOTHING
+    assert diff(old, new).is_empty
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, True), (1, 1.0), (0, False), ([1], [True])])
+def test_value_for_an_engine_that_only_python_takes_for_equal_is_a_change(before: Any, after: Any) -> None:
+    old = Config(models={"q": Model(path="/q.gguf", set_params={"a": before})})
+    new = Config(models={"q": Model(path="/q.gguf", set_params={"a": after})})
+    assert diff(old, new).relabelled == ("q",)
+
+
+def test_keys_outside_models_are_told_apart_by_what_they_need(loads: Loads) -> None:
+    old = loads("server: {port: 1, drain_s: 1}\n")
+    new = loads("""\
+        server: {port: 2, drain_s: 2, api_keys: [{name: a, key: b}]}
+        gpus: [{memory_mib: 1}]
+        log: {level: debug}
+        macros: {a: b}
+        """)
+    changes = diff(old, new)
+    assert changes.at_once == ("log.level", "server.api_keys", "server.drain_s")
+    assert changes.needs_restart == ("gpus", "server.port")
+
+
+def test_changed_secret_of_an_api_key_is_a_change(loads: Loads) -> None:
+    old, new = (loads(f"server: {{api_keys: [{{name: a, key: {key}}}]}}\n") for key in ("b", "c"))
+    assert diff(old, new).at_once == ("server.api_keys",)
+
+
+def test_reload_that_needs_a_restart_is_refused_and_names_the_keys() -> None:
+    refuse_restart(NOTHING)
+    with pytest.raises(ConfigError) as refused:
+        refuse_restart(Changes((), (), (), (), ("log.level",), ("gpus", "server.port")))
+    assert refused.value.message.startswith("only a restart can change gpus, server.port. Nothing was changed")

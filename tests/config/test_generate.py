@@ -1,0 +1,136 @@
+"""What is made from the schema is up to date, complete, and true."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from greenroom.config.example import FOR_EXAMPLE, example, said
+from greenroom.config.generate import BEGIN, END, ROOT, generated, main, with_reference
+from greenroom.config.loader import load
+from greenroom.config.schema import ApiKey, Config, Gpu, Model, Section
+
+from .conftest import Loads
+
+
+def test_generated_files_are_up_to_date() -> None:
+    for name, text in generated(ROOT).items():
+        assert (ROOT / name).read_text("utf-8") == text, f"{name}: run python -m greenroom.config.generate"
+
+
+def test_example_loads_and_its_values_are_the_defaults() -> None:
+    config = load(ROOT / "config.example.yaml", {}).config
+    assert set(config.models) == {"chat", "whisper"}
+    default = Config(models=config.models, state_dir=config.state_dir)
+    assert config == default
+    for model in config.models.values():
+        plain = Model(engine=model.engine, path=model.path, cmd=model.cmd)
+        assert model == plain
+
+
+def test_example_has_every_key_of_the_schema_active() -> None:
+    tree = yaml.safe_load((ROOT / "config.example.yaml").read_text("utf-8"))
+    assert list(tree) == list(Config.model_fields)
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            assert list(tree[name]) == list(section.model_fields)
+    assert set().union(*tree["models"].values()) == set(Model.model_fields)
+
+
+def test_example_tells_every_keys_sentence() -> None:
+    prose = " ".join(re.sub(r"^\s*#", "", line).strip() for line in example().splitlines())
+    prose = re.sub(r"\s+#?\s*", " ", prose)
+    sections = [Config, ApiKey, Gpu, Model]
+    sections += [f.annotation for f in Config.model_fields.values() if isinstance(f.annotation, type)]  # type: ignore[misc]
+    for section in (s for s in sections if issubclass(s, Section)):
+        for key, field in section.model_fields.items():
+            assert " ".join((field.description or "").split()) in prose, key
+
+
+def commented_examples() -> list[str]:
+    blocks = re.findall(rf"^( *)# {FOR_EXAMPLE}\n((?:\1# .*\n)+)", example(), flags=re.MULTILINE)
+    return ["".join(line.removeprefix(f"{indent}# ") for line in body.splitlines(True)) for indent, body in blocks]
+
+
+def test_commented_examples_load_and_have_every_key(loads: Loads) -> None:
+    keys, gpus, macros = commented_examples()
+    indented = "".join(f"  {line}" for line in keys.splitlines(True))
+    config = loads(f"server:\n{indented}\n{gpus}\n{macros}", {"GREENROOM_KEY": "k"})
+    assert set().union(*(key.model_fields_set for key in config.server.api_keys)) == set(ApiKey.model_fields)
+    assert set().union(*(gpu.model_fields_set for gpu in config.gpus)) == set(Gpu.model_fields)
+    assert config.macros
+
+
+def test_one_line_samples_load(loads: Loads) -> None:
+    lines = re.findall(rf"^( *)# {FOR_EXAMPLE} (.+)\n +(\w+): ", example(), flags=re.MULTILINE)
+    assert len(lines) > 15
+    for indent, sample, key in lines:
+        if len(indent) == 4:
+            engine = "{cmd: 'a ${PORT}', " if key == "cmd_stop" else "{path: q.gguf, "
+            assert loads(f"models: {{q: {engine}{key}: {sample}}}}}").models["q"].model_fields_set >= {key}
+        else:
+            assert loads(f"{'host' if key == 'memory_mib' else 'server'}: {{{key}: {sample}}}")
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 5, 1.5, "a", "on", "5", "", "a: b", "a #b", "${x}", "~", [1, "a"], {"a": {}}]
+)
+def test_value_written_down_reads_back(loads: Loads, value: Any) -> None:
+    text = said(value).replace("${", "$${")
+    assert loads(f"models: {{q: {{path: q.gguf, metadata: {{v: {text}}}}}}}").models["q"].metadata == {"v": value}
+
+
+def test_json_schema_says_what_it_is_and_knows_bounds_and_sentences() -> None:
+    schema = json.loads((ROOT / "docs/config.schema.json").read_text("utf-8"))
+    assert schema["$id"] and schema["$schema"]
+    assert schema["title"] == "Greenroom configuration"
+    assert schema["additionalProperties"] is False
+    port = schema["$defs"]["Server"]["properties"]["port"]
+    assert (port["minimum"], port["maximum"], port["default"]) == (0, 65535, 8210)
+    for section in schema["$defs"].values():
+        for key, value in section.get("properties", {}).items():
+            assert value.get("description"), key
+
+
+def examples_in_guide() -> list[str]:
+    return re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs/configuration.md").read_text("utf-8"), flags=re.M | re.S)
+
+
+@pytest.mark.parametrize("text", examples_in_guide())
+def test_example_in_the_guide_loads(loads: Loads, text: str) -> None:
+    assert loads(text, {"GREENROOM_KEY": "k", "SPEECH_TOKEN": "t"})
+
+
+def copy_of_root(tmp_path: Path) -> Path:
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs/configuration.md", tmp_path / "docs")
+    return tmp_path
+
+
+def test_check_fails_until_the_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = copy_of_root(tmp_path)
+    assert main(["--check"], root) == 1
+    assert "config.example.yaml is out of date" in capsys.readouterr().out
+    assert not (root / "config.example.yaml").exists()
+    assert main([], root) == 0
+    assert "config.example.yaml written" in capsys.readouterr().out
+    assert main(["--check"], root) == 0
+    assert capsys.readouterr().out == ""
+    guide = root / "docs/configuration.md"
+    guide.write_text(guide.read_text("utf-8").replace("`8210`", "`8211`"), encoding="utf-8")
+    assert main(["--check"], root) == 1
+
+
+def test_guide_keeps_its_own_words_around_the_reference() -> None:
+    renewed = with_reference(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert renewed.startswith(f"before\n{BEGIN}\n\n### ") and renewed.endswith(f"{END}\nafter\n")
+    assert "old\n" not in renewed
+    with pytest.raises(ValueError, match="needs the lines"):
+        with_reference("no markers")

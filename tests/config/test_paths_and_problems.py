@@ -1,0 +1,106 @@
+"""Paths start at the file's folder; what will not work is said, not refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from greenroom.config.loader import load
+from greenroom.config.problems import open_door, problems
+from greenroom.config.schema import Server
+
+from .conftest import Loads
+
+
+def test_relative_paths_start_at_the_folder_of_the_file(
+    loads: Loads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    config = loads("""\
+        state_dir: ../state
+        models:
+          a: {path: m/a.gguf, cwd: ., program: bin/llama-server, python: ~/venv/bin/python}
+          b: {path: ~/b.gguf, program: llama-server, python: python3}
+          c: {path: /m/../c.gguf}
+          d: {cmd: "./d ${PORT}"}
+        """)
+    a, b, c, d = (config.models[name] for name in "abcd")
+    assert config.state_dir == str(tmp_path.parent / "state")
+    assert (a.path, a.cwd, a.program) == (f"{tmp_path}/m/a.gguf", str(tmp_path), f"{tmp_path}/bin/llama-server")
+    assert a.python == "/home/someone/venv/bin/python"
+    assert (b.path, b.program, b.python) == ("/home/someone/b.gguf", "llama-server", "python3")
+    assert (c.path, c.cwd, c.program, c.python) == ("/c.gguf", None, None, None)
+    assert d.cmd == "./d ${PORT}"
+
+
+def test_default_state_directory_is_in_the_home(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert loads("log: {}\n").state_dir == "/home/someone/.local/state/greenroom"
+
+
+def test_missing_files_are_warnings_of_a_load_that_succeeds(tmp_path: Path) -> None:
+    (tmp_path / "there.gguf").touch()
+    (tmp_path / "no-program").touch(mode=0o600)
+    (tmp_path / "my.yaml").write_text(
+        "models:\n"
+        "  a: {path: there.gguf, cwd: ., program: llama-server}\n"
+        "  b: {path: gone.gguf, cwd: gone, program: ./no-program, python: gone/python}\n"
+        "  c: {path: .gguf}\n"
+    )
+    assert load(tmp_path / "my.yaml", {}).warnings == (
+        f"models.b: path: there is no file {tmp_path}/gone.gguf",
+        f"models.b: cwd: there is no directory {tmp_path}/gone",
+        f"models.b: program: there is no program {tmp_path}/no-program",
+        f"models.b: python: there is no program {tmp_path}/gone/python",
+        f"models.c: path: there is no file {tmp_path}/.gguf",
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "told"),
+    [
+        ("gpus: [{memory_mib: 1512}, {memory_mib: 1512}]", []),
+        ("gpus: [{memory_mib: 1512}]", ["pinned models (a, b) need 1,600 MiB together, the budget is 1,000 MiB"]),
+        (
+            "host: {memory_mib: 700, margin_mib: 100}",
+            [
+                "models.a: memory_mib: 800 MiB can never fit into the budget of 600 MiB",
+                "models.b: memory_mib: 800 MiB can never fit into the budget of 600 MiB",
+                "pinned models (a, b) need 1,600 MiB together, the budget is 600 MiB",
+            ],
+        ),
+        ("log: {}", []),
+    ],
+)
+def test_more_than_the_budget_is_told(loads: Loads, budget: str, told: list[str]) -> None:
+    config = loads(f"""\
+        {budget}
+        models:
+          a: {{cmd: "a ${{PORT}}", pinned: true, memory_mib: 800}}
+          b: {{cmd: "b ${{PORT}}", pinned: true, memory_mib: 800}}
+          c: {{cmd: "c ${{PORT}}", memory_mib: 500}}
+          d: {{cmd: "d ${{PORT}}", pinned: true}}
+        """)
+    # d is pinned too, but nobody can say yet what it needs.
+    assert [text.replace("(a, b, d)", "(a, b)") for text in problems(config)] == told
+
+
+def test_device_that_is_not_there_is_told(loads: Loads) -> None:
+    config = loads("gpus: [{memory_mib: 999}]\nmodels: {a: {cmd: 'a ${PORT}', devices: [gpu0, gpu1, host]}}\n")
+    assert problems(config) == ["models.a: devices: there is no gpu1 among gpus"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost", "a.localhost"])
+def test_loopback_needs_no_keys(host: str) -> None:
+    assert open_door(Server(host=host)) is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
+def test_other_addresses_need_keys_or_an_explicit_word(loads: Loads, host: str) -> None:
+    assert (open_door(Server(host=host)) or "").startswith(f"server.host: {host} can be reached by others")
+    assert open_door(Server(host=host, insecure=True)) is None
+    keyed = loads(f"server: {{host: '{host}', api_keys: [{{name: a, key: b}}]}}\n")
+    assert open_door(keyed.server) is None
+    assert problems(keyed) == []
+    assert len(problems(loads(f"server: {{host: '{host}'}}\n"))) == 1

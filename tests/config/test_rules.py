@@ -1,0 +1,191 @@
+"""Rules between keys, and which ids a model may have."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from pydantic import ValidationError
+
+from greenroom.config.names import RESERVED_ENDINGS, RESERVED_IDS, id_problem
+from greenroom.config.schema import Config, Model
+
+from .conftest import Complaints, Loads
+
+HASH = hashlib.sha256(b"a").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("keys", "engine"),
+    [
+        ("{path: a.gguf}", "llamacpp"),
+        ("{path: A.GGUF}", "llamacpp"),
+        ("{path: a.gguf, engine: null}", "llamacpp"),
+        ("{path: a.bin, engine: llamacpp}", "llamacpp"),
+        ("{cmd: 'a ${PORT}'}", "command"),
+        ("{cmd: [a, '${PORT}'], path: null}", "command"),
+        ("{cmd: a, env: {PORT: '${PORT}'}}", "command"),
+        ("{cmd: a, check_endpoint: none}", "command"),
+    ],
+)
+def test_engine_is_inferred(loads: Loads, keys: str, engine: str) -> None:
+    assert loads(f"models: {{q: {keys}}}").models["q"].engine == engine
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ("ttl_s: 1", "2: models.q: give path (a .gguf file, for engine llamacpp) or cmd (for engine command)"),
+        ("path: a.bin", "3: models.q.path: does not end in .gguf, so the engine is not clear"),
+        ("path: a.gguf\n    cmd: a", "2: models.q: give path (engine llamacpp) or cmd (engine command), not both"),
+        ("engine: llamacpp", "2: models.q: engine llamacpp needs path"),
+        ("engine: command", "2: models.q: engine command needs cmd"),
+        ("engine: vllm", '3: models.q.engine: one of llamacpp, command is wanted, not "vllm"'),
+        (
+            "cmd: a ${PORT}\n    ctx_size: 5",
+            "4: models.q.ctx_size: ctx_size is for engine llamacpp; command takes its arguments in cmd",
+        ),
+        (
+            "engine: command\n    cmd: a ${PORT}\n    path: a.gguf",
+            "5: models.q.path: path is for engine llamacpp; command takes its arguments in cmd",
+        ),
+        (
+            "path: a.gguf\n    cmd_stop: a",
+            "4: models.q.cmd_stop: cmd_stop is for engine command; llamacpp takes its arguments in args",
+        ),
+        (
+            "engine: llamacpp\n    path: a.gguf\n    cmd: a",
+            "5: models.q.cmd: cmd is for engine command; llamacpp takes its arguments in args",
+        ),
+        ("cmd: a", '3: models.q.cmd: needs ${PORT}, the port to listen on, unless check_endpoint is "none"'),
+        ("cmd: 'a \"b ${PORT}'", "3: models.q.cmd: cannot be split into words: no closing quotation"),
+        ("cmd: '# ${PORT}'", "3: models.q.cmd: is empty"),
+        ("cmd: ['', '${PORT}']", "3: models.q.cmd: is empty"),
+        ("cmd: a ${PORT}\n    cmd_stop: ''", "4: models.q.cmd_stop: is empty"),
+        ("cmd: a ${PORT}\n    check_endpoint: health", '4: models.q.check_endpoint: must begin with / or be "none"'),
+        ("cmd: a ${PORT}\n    check_endpoint: /a b", "4: models.q.check_endpoint: may not contain spaces"),
+        ("path: a.gguf\n    set_params: {model: 1}", "4: models.q.set_params.model: model cannot be set"),
+        ("path: a.gguf\n    set_params: {stream: 1}", "4: models.q.set_params.stream: stream cannot be set"),
+        (
+            "path: a.gguf\n    strip_params:\n    - a\n    - model",
+            "6: models.q.strip_params[1]: model cannot be removed",
+        ),
+        ("path: a.gguf\n    strip_params: [stream]", "4: models.q.strip_params[0]: stream cannot be removed"),
+        ("path: a.gguf\n    env: {A=B: c}", '4: models.q.env."A=B": is not a name an environment variable can have'),
+        ("path: a.gguf\n    env: {'': c}", '4: models.q.env."": is not a name an environment variable can have'),
+    ],
+)
+def test_broken_rule_of_a_model_is_told(complaints: Complaints, keys: str, told: str) -> None:
+    (line,) = complaints(f"models:\n  q:\n    {keys}\n")
+    assert line.startswith(f"my.yaml:{told}")
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ("name: a", "give exactly one of key and sha256 for a"),
+        (f"name: a, key: b, sha256: {HASH}", "give exactly one of key and sha256 for a"),
+        ("name: a, key: ''", "key: must be visible ASCII characters without spaces, at least one"),
+        ("name: a, key: 'a b'", "key: must be visible ASCII characters without spaces, at least one"),
+        ("name: a, key: é", "key: must be visible ASCII characters without spaces, at least one"),
+        ("name: a, sha256: abc", "sha256: must match ^[0-9a-f]{64}$"),
+        ("name: '', key: a", "name: may not be empty"),
+        (f"name: {'n' * 257}, key: a", "name: may have at most 256 characters"),
+        ('name: "a\\nb", key: a', "name: may not contain control or invisible characters"),
+    ],
+)
+def test_broken_rule_of_an_api_key_is_told(complaints: Complaints, keys: str, told: str) -> None:
+    (line,) = complaints(f"server:\n  api_keys:\n    - {{{keys}}}\n")
+    assert line.startswith("my.yaml:3: server.api_keys[0]")
+    assert line.endswith(told)
+
+
+def test_api_keys_may_not_repeat_in_name_or_secret(complaints: Complaints) -> None:
+    assert complaints(f"""\
+        server:
+          api_keys:
+            - {{name: x, key: a}}
+            - {{name: x, key: b}}
+            - {{name: y, sha256: {HASH}}}
+        """) == [
+        "my.yaml:4: server.api_keys[1].name: x names another key already",
+        "my.yaml:5: server.api_keys[2]: is the same key as x",
+    ]
+
+
+def test_alias_may_be_no_id_and_no_other_alias(complaints: Complaints) -> None:
+    assert complaints("""\
+        models:
+          a: {path: a.gguf, aliases: [b, c, c]}
+          b:
+            path: b.gguf
+            aliases:
+              - d
+              - c
+        """) == [
+        "my.yaml:2: models.a.aliases[0]: b is already a model's id",
+        "my.yaml:2: models.a.aliases[2]: c is already an alias of a",
+        "my.yaml:7: models.b.aliases[1]: c is already an alias of a",
+    ]
+
+
+def test_ids_differ_by_case(loads: Loads) -> None:
+    assert set(loads("models: {a: {path: a.gguf}, A: {path: a.gguf, aliases: [B, b]}}").models) == {"a", "A"}
+
+
+GOOD_IDS = [
+    "q",
+    "qwen2.5:7b",
+    "org/model",
+    "a/b/c",
+    "ü b",
+    "x" * 256,
+    "loads",
+    "load/x",
+    "a.b",
+    "...",
+    "stream",
+    "a@b%c?d",
+]
+BAD_IDS = {
+    "": "empty",
+    "x" * 257: "at most 256",
+    "a\nb": "control",
+    "a\u200bb": "invisible",
+    "a\u202eb": "invisible",
+    " a": "space",
+    "a ": "space",
+    "/a": "begin or end with /",
+    "a/": "begin or end with /",
+    "a//b": "//",
+    "../a": "segments",
+    "a/./b": "segments",
+    "..": "segments",
+    "a/logs/stream": "end in /stream",
+    **dict.fromkeys(RESERVED_IDS, ""),
+    **{f"a/{name}": f"end in /{name}" for name in RESERVED_ENDINGS},
+    **dict.fromkeys(RESERVED_ENDINGS, ""),
+}
+
+
+@pytest.mark.parametrize("name", GOOD_IDS)
+def test_text_can_be_an_id(name: str) -> None:
+    assert id_problem(name) is None
+
+
+@pytest.mark.parametrize("name", BAD_IDS)
+def test_text_cannot_be_an_id_or_an_alias(name: str) -> None:
+    assert BAD_IDS[name] in (id_problem(name) or "no problem")
+    model = Model(path="/q.gguf")
+    with pytest.raises(ValidationError):
+        Config(models={name: model})
+    with pytest.raises(ValidationError):
+        Model(path="/q.gguf", aliases=(name,))
+
+
+def test_rules_hold_for_a_config_that_comes_from_no_file() -> None:
+    with pytest.raises(ValidationError, match="not both"):
+        Model(path="/q.gguf", cmd="q")
+    with pytest.raises(ValidationError, match="already a model's id"):
+        Config(models={"a": Model(path="/a.gguf", aliases=("b",)), "b": Model(path="/b.gguf")})
+    assert Model(path="/q.gguf").engine == "llamacpp"

@@ -1,0 +1,252 @@
+"""Anything may happen in any order: the invariants hold after every event, and when faults stop everything drains.
+
+`hypothesis` draws the events and the outcomes; the world judges every effect. `HYPOTHESIS_PROFILE=long` looks longer.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from greenroom.core import events as ev
+from greenroom.core.events import Limits, Timer, TimerKind
+from greenroom.core.model import Device, DeviceId, ModelId, MoveId, MoveKind, Need, Outcome, RequestId, Tier
+from greenroom.core.waitlist import WaiterKind
+
+from .world import HOST, Call, Fate, World, gpu, host, model
+
+# Small enough that things do not fit together, different enough that placement has choices.
+DEVICES = (gpu(0, 8_000, 500), gpu(1, 6_000, 500), host(10_000))
+MODELS = (
+    model("small", 2_000, concurrency=2, asleep=Need(200, 2_000), ttl_s=20.0),
+    model("middle", 4_000, concurrency=1, host_mib=500, ttl_s=5.0),
+    model("large", 7_000, concurrency=3, asleep=Need(0, 6_000)),
+    model("wide", 9_000, concurrency=1, can_split=True, asleep=Need(500, 4_000)),
+    model("fixed", 3_000, concurrency=2, devices=(DeviceId("gpu1"),), sizes_itself=True),
+    model("kept", 1_000, concurrency=1, pinned=True, preload=True),
+    model("remote", 0, concurrency=3),
+    model("huge", 20_000, concurrency=1, can_split=True),
+)
+NAMES = [spec.id for spec in MODELS]
+LIMITS = Limits(queue_depth_max=12, overtakes_max=3)
+DRAIN_STEPS_MAX = 2_000
+
+names = st.sampled_from(NAMES)
+priorities = st.sampled_from([0, 1, 1, 1, 2])
+patience = st.sampled_from([None, None, 3.0, 30.0])
+
+
+class AnythingMayHappen(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        self.world = World(plays=False)
+        self.ends_abruptly = False
+
+    @initialize(ends_abruptly=st.booleans())
+    def begin(self, ends_abruptly: bool) -> None:
+        self.ends_abruptly = ends_abruptly
+        self.world = World(MODELS, DEVICES, LIMITS, plays=False)
+
+    def _next(self, letter: str) -> str:
+        self.number += 1
+        return f"{letter}{self.number}"
+
+    def _calls(self, *fates: Fate, leases: bool = False) -> list[Call]:
+        calls = self.world.calls_by_id.values()
+        return [call for call in calls if call.fate in fates and call.is_lease == leases]
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    @rule(
+        candidates=st.lists(names, min_size=1, max_size=2, unique=True),
+        priority=priorities,
+        tenant=st.sampled_from(["t", "u"]),
+        within_s=patience,
+        patient=st.booleans(),
+    )
+    def a_request_arrives(
+        self, candidates: list[ModelId], priority: int, tenant: str, within_s: float | None, patient: bool
+    ) -> None:
+        self.world.arrive(
+            self._next("r"), *candidates, priority=priority, tenant=tenant, within_s=within_s, patient=patient
+        )
+
+    @rule(name=names, times=st.integers(2, 6))
+    def a_burst_arrives(self, name: ModelId, times: int) -> None:
+        for _ in range(times):
+            self.world.arrive(self._next("r"), name)
+
+    @precondition(lambda self: self._calls(Fate.WAITING, Fate.GRANTED))
+    @rule(data=st.data())
+    def a_client_leaves(self, data: st.DataObject) -> None:
+        self.world.go(data.draw(st.sampled_from(self._calls(Fate.WAITING, Fate.GRANTED))).id)
+
+    @precondition(lambda self: self._calls(Fate.GRANTED))
+    @rule(data=st.data(), lost=st.sampled_from([False, False, False, True]))
+    def an_answer_ends(self, data: st.DataObject, lost: bool) -> None:
+        self.world.finish(data.draw(st.sampled_from(self._calls(Fate.GRANTED))).id, lost=lost)
+
+    @rule(name=names)
+    def somebody_asks_for_an_explanation(self, name: ModelId) -> None:
+        self.world.scheduler.explain(ev.RequestArrived(self.world.now, RequestId("?"), (name,)))
+
+    # --- moves --------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.world.moving)
+    @rule(data=st.data(), fails=st.sampled_from([False, False, False, True]), outcome=st.sampled_from(list(Outcome)))
+    def a_move_ends(self, data: st.DataObject, fails: bool, outcome: Outcome) -> None:
+        move = data.draw(st.sampled_from(list(self.world.moving)))
+        self.world.end_move(move, outcome if fails else Outcome.DONE)
+
+    @precondition(lambda self: self.world.places)
+    @rule(data=st.data(), left_in=st.sampled_from([Tier.COLD, Tier.ASLEEP]))
+    def a_process_dies(self, data: st.DataObject, left_in: Tier) -> None:
+        leases = {call.slot for call in self.world.calls_by_id.values() if call.is_lease}
+        slots = [slot for slot in self.world.places if slot not in leases]
+        if slots:
+            dying = data.draw(st.lists(st.sampled_from(slots), min_size=1, max_size=2, unique=True))
+            self.world.lose(*dying, left_in=left_in)
+
+    @rule(
+        name=names,
+        kind=st.sampled_from(list(MoveKind)),
+        grace_s=st.sampled_from([None, 0.0, 2.0]),
+        evict=st.lists(names, max_size=1),
+    )
+    def an_operator_asks(self, name: ModelId, kind: MoveKind, grace_s: float | None, evict: list[ModelId]) -> None:
+        self.world.ask(self._next("o"), kind, name, grace_s=grace_s, evict=tuple(evict))
+
+    @rule()
+    def strangers_speak(self) -> None:
+        self.world.post(ev.MoveDone(self.world.now, MoveId("m?"), Outcome.DONE))
+        self.world.post(ev.ServeDone(self.world.now, RequestId("r?")))
+        self.world.post(ev.TimerFired(self.world.now, Timer(TimerKind.IDLE, "s?")))
+
+    # --- memory and leases --------------------------------------------------------------------------------------------
+
+    @rule(device=st.sampled_from(DEVICES), share=st.sampled_from([0.0, 0.0, 0.3, 1.0]))
+    def strangers_use_memory(self, device: Device, share: float) -> None:
+        self.world.memory({device.id: int(device.capacity_mib * share)})
+
+    @precondition(lambda self: self.world.places)
+    @rule(data=st.data(), more=st.integers(0, 2_000))
+    def a_slot_is_seen_to_use_more(self, data: st.DataObject, more: int) -> None:
+        slot = data.draw(st.sampled_from(list(self.world.places)))
+        holds = self.world.places[slot].holds
+        self.world.memory({}, {slot: {device: mib + more for device, mib in holds.items()}})
+
+    @rule(
+        gpu_mib=st.sampled_from([1_000, 5_000, 12_000, 50_000]),
+        priority=priorities,
+        preemptible=st.booleans(),
+        within_s=patience,
+    )
+    def a_lease_is_asked_for(self, gpu_mib: int, priority: int, preemptible: bool, within_s: float | None) -> None:
+        self.world.ask_lease(self._next("l"), gpu_mib, priority=priority, preemptible=preemptible, within_s=within_s)
+
+    @precondition(lambda self: self._calls(Fate.WAITING, Fate.GRANTED, leases=True))
+    @rule(data=st.data())
+    def a_lease_ends(self, data: st.DataObject) -> None:
+        self.world.end_lease(data.draw(st.sampled_from(self._calls(Fate.WAITING, Fate.GRANTED, leases=True))).id)
+
+    # --- time and configuration ---------------------------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 40.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.run(seconds)
+
+    @precondition(lambda self: self.world.timers)
+    @rule(data=st.data())
+    def a_timer_fires_early(self, data: st.DataObject) -> None:
+        self.world.fire(data.draw(st.sampled_from(sorted(self.world.timers, key=repr))))
+
+    @rule(
+        name=names,
+        renewed=st.booleans(),
+        pinned=st.booleans(),
+        preload=st.booleans(),
+        ttl_s=st.sampled_from([0.0, 1.0]),
+        concurrency=st.integers(1, 3),
+    )
+    def a_model_is_changed(
+        self, name: ModelId, renewed: bool, pinned: bool, preload: bool, ttl_s: float, concurrency: int
+    ) -> None:
+        old = self.world.specs[name]
+        revision = old.revision + renewed
+        self.world.config(
+            replace(old, revision=revision, pinned=pinned, preload=preload, ttl_s=ttl_s, concurrency=concurrency)
+        )
+
+    @rule(name=names)
+    def a_model_is_removed(self, name: ModelId) -> None:
+        self.world.config(removed=(name,))
+
+    @rule(capacity_mib=st.sampled_from([8_000, 4_000]), there=st.booleans())
+    def devices_change(self, capacity_mib: int, there: bool) -> None:
+        self.world.config(devices=(gpu(0, capacity_mib, 500), *([gpu(1, 6_000, 500)] if there else []), host(10_000)))
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def nobody_is_forgotten(self) -> None:
+        """The scheduler knows exactly those whom the world believes to wait or to be served."""
+        state = self.world.scheduler.state
+        callers = {waiter.id for waiter in state.waitlist if waiter.kind in (WaiterKind.REQUEST, WaiterKind.LEASE)}
+        waiting = {call.id for call in self.world.calls_by_id.values() if call.fate is Fate.WAITING}
+        assert callers == waiting
+        assert set(state.grants) == {call.id for call in self.world.calls_by_id.values() if call.fate is Fate.GRANTED}
+        assert {timer: at for timer, at in state.timers.items()} == self.world.timers
+
+    def teardown(self) -> None:
+        if not self.ends_abruptly:
+            self._faults_stop()
+            self._drain()
+            assert not self._calls(Fate.WAITING) and not self._calls(Fate.WAITING, leases=True)
+        self.world.shut_down(1.0)
+        self._drain()
+        assert not self.world.places and not self.world.scheduler.state.slots
+        assert not self.world.scheduler.state.ledger.holdings and not self.world.scheduler.state.timers
+        assert self.world.is_at_rest()
+
+    def _faults_stop(self) -> None:
+        self.world.memory({HOST: 0, DeviceId("gpu0"): 0, DeviceId("gpu1"): 0})
+        self.world.config(devices=DEVICES)
+
+    def _drain(self) -> None:
+        """Moves end well, answers end, leases end, time passes: soon nothing is left to do."""
+        for _ in range(DRAIN_STEPS_MAX):
+            if not self._step():
+                return
+        raise AssertionError("it does not drain")
+
+    def _step(self) -> bool:
+        world = self.world
+        if world.moving:
+            world.end_move(next(iter(world.moving)), Outcome.DONE)
+        elif running := self._calls(Fate.GRANTED):
+            world.finish(running[0].id)
+        elif held := self._calls(Fate.GRANTED, leases=True):
+            world.end_lease(held[0].id)
+        elif world.timers:
+            world.now = max(world.now, min(world.timers.values()))
+            world.fire(min(world.timers, key=lambda timer: (world.timers[timer], repr(timer))))
+        else:
+            return False
+        return True
+
+
+_quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+settings.register_profile(
+    "quick", max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=_quiet
+)
+settings.register_profile(
+    "long", max_examples=5_000, stateful_step_count=100, deadline=None, suppress_health_check=_quiet
+)
+
+AnythingMayHappen.TestCase.settings = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+TestAnythingMayHappen = AnythingMayHappen.TestCase

@@ -1,0 +1,402 @@
+"""A program that behaves like an engine, well or badly, as its switches say. Standard library only, quick to start.
+
+    python -I -S fake_engine.py --port 9000 --name alpha --load-s 0.2 --tokens 8 --token-s 0.01 --journal FILE
+
+Answers `GET /health`, `POST /v1/chat/completions` and `/v1/completions` (JSON, and SSE with `"stream": true`),
+`/v1/embeddings`, `/v1/rerank`, `/v1/audio/transcriptions` (multipart), anything under `/echo/`, and an upgrade on `/ws`
+that sends every byte back. `tokens`, `token_s` and `stall_after` in a request override the switches of that name. Every
+answer contains `--name`.
+
+The journal gets one JSON line per event (start, ready, request, done, cancelled, term, forked, doubled), so that a test can
+see from outside that nothing was answered twice and nothing stopped while it answered. `done` is noted just after the
+last byte was written, so a client may have its answer a moment before: wait for the line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+# Run as a program, however isolated: the folder that holds `tests` must be found.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from tests.fake_http import Connection, Gone, Reader, Request, multipart
+
+HUGE_LINE_BYTES = 2 * 1024 * 1024
+SSE_WEIRD = ("no-done", "no-end", "broken-event", "huge-line", "non-sse-200", "error-500")
+
+
+class Hung(Exception):
+    """This request is never answered."""
+
+
+class Cut(Exception):
+    """The connection ends here, on purpose."""
+
+
+class Journal:
+    """One line per event, each appended by one write, so that several engines may share a file."""
+
+    def __init__(self, path: str | None, name: str) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) if path else None
+        self._name = name
+
+    def note(self, event: str, **more: Any) -> None:
+        if self._fd is None:
+            return
+        line = {"t": time.monotonic(), "pid": os.getpid(), "name": self._name, "event": event, **more}
+        os.write(self._fd, json.dumps(line).encode() + b"\n")
+
+
+class Engine:
+    """The whole program: its switches, its state, and one coroutine per connection."""
+
+    def __init__(self, switches: argparse.Namespace) -> None:
+        self.switches = switches
+        self.journal = Journal(switches.journal, switches.name)
+        self.is_ready = False
+        self.answering = 0
+        self._connections: set[asyncio.Task[None]] = set()
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        server = await self._listen(loop)
+        await self._load()
+        async with server:
+            await server.serve_forever()
+
+    async def _listen(self, loop: asyncio.AbstractEventLoop) -> asyncio.Server:
+        if self.switches.uds:
+            return await loop.create_unix_server(self._protocol, self.switches.uds)
+        return await loop.create_server(self._protocol, self.switches.host, self.switches.port, reuse_address=True)
+
+    async def _load(self) -> None:
+        if self.switches.crash_at == "load" or os.path.exists(self.switches.crash_while or ""):
+            await asyncio.sleep(self.switches.load_s / 2)
+            self._crash()
+        await asyncio.sleep(self.switches.load_s)
+        self.is_ready = True
+        self.journal.note("ready")
+
+    def on_term(self, *_: object) -> None:
+        self.journal.note("term", answering=self.answering)
+        if not self.switches.ignore_term:
+            os._exit(0)
+
+    def _crash(self) -> None:
+        sys.stderr.write(f"{self.switches.name}: fatal: crashing as told\n")
+        sys.stderr.flush()
+        os._exit(self.switches.exit_code)
+
+    # --- connections -----------------------------------------------------------------------------------------------
+
+    def _protocol(self) -> asyncio.StreamReaderProtocol:
+        reader = Reader()
+
+        def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.create_task(self._serve(reader, writer))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+        return asyncio.StreamReaderProtocol(reader, connected)
+
+    async def _serve(self, reader: Reader, writer: asyncio.StreamWriter) -> None:
+        """Answer one request after the other until the client leaves."""
+        connection = Connection(reader, writer)
+        with contextlib.suppress(ConnectionError, Gone, Cut, asyncio.IncompleteReadError):
+            while request := await connection.request():
+                await self._answer(connection, request)
+                if request.get("connection").lower() == "close":
+                    break
+        writer.close()
+
+    async def _answer(self, connection: Connection, request: Request) -> None:
+        """Answer one request, and note how it went."""
+        if request.path == "/health":
+            await self._health(connection)
+            return
+        about = {"id": request.get("x-request-id"), "model": request.json().get("model"), "path": request.path}
+        self.journal.note("request", **about, **self._recorded(request))
+        self.answering += 1
+        outcome = "cancelled"
+        try:
+            await self._route(connection, request)
+            await connection.flush()
+            outcome = "done"
+        except Cut:
+            outcome = "done"
+            raise
+        except Hung:
+            await connection.never_answer()
+        finally:
+            self.answering -= 1
+            self.journal.note(outcome, **about)
+
+    def _recorded(self, request: Request) -> dict[str, Any]:
+        """The request as it came, byte by byte, if the switches say so."""
+        if not self.switches.record:
+            return {}
+        return {"method": request.method, "headers": request.headers, "body": request.body.decode("latin-1")}
+
+    async def _health(self, connection: Connection) -> None:
+        if self.switches.hang == "load":
+            await connection.never_answer()
+        elif self.is_ready:
+            connection.send_json(200, {"status": "ok", "name": self.switches.name})
+        else:
+            connection.send_json(503, error("Loading model", "unavailable_error"))
+        await connection.flush()
+
+    async def _route(self, connection: Connection, request: Request) -> None:
+        if self.switches.hang is not None:
+            raise Hung
+        if not self.is_ready:
+            connection.send_json(503, error("Loading model", "unavailable_error"))
+        elif request.path.startswith("/echo/"):
+            connection.send_json(200, self._echo(request), head_only=request.method == "HEAD")
+        elif request.path == "/ws" and request.get("upgrade"):
+            await connection.echo_raw(request.get("upgrade"))
+        elif request.method == "POST" and request.path.startswith("/v1/"):
+            await self._work(connection, request)
+        else:
+            connection.send_json(404, error(f"no such route: {request.path}", "not_found_error"))
+
+    # --- the API ---------------------------------------------------------------------------------------------------
+
+    async def _work(self, connection: Connection, request: Request) -> None:
+        if self.switches.crash_at == "request":
+            self._crash()
+        body = request.json()
+        match request.path:
+            case "/v1/chat/completions" | "/v1/completions":
+                await self._generate(connection, Answer(self.switches, request.path, body))
+            case "/v1/embeddings":
+                connection.send_json(200, self._embeddings(body))
+            case "/v1/rerank":
+                connection.send_json(200, self._rerank(body))
+            case "/v1/audio/transcriptions":
+                connection.send_json(200, self._transcription(request))
+            case _:
+                connection.send_json(404, error(f"no such route: {request.path}", "not_found_error"))
+
+    async def _generate(self, connection: Connection, answer: Answer) -> None:
+        weird = self.switches.sse_weird if answer.is_stream else None
+        if weird == "error-500":
+            connection.send_json(500, error("the engine failed as told", "server_error"))
+        elif weird == "non-sse-200" or not answer.is_stream:
+            async for _ in self._paced(connection, answer):
+                pass
+            if self.switches.half_body:
+                connection.send_half_json(answer.whole())
+                raise Hung
+            connection.send_json(200, answer.whole())
+        else:
+            await self._stream(connection, answer, weird)
+
+    async def _stream(self, connection: Connection, answer: Answer, weird: str | None) -> None:
+        connection.start_sse()
+        async for token in self._paced(connection, answer):
+            connection.send_chunk(event(answer.chunk(token)), self.switches.split_bytes)
+        if weird == "broken-event":
+            connection.send_chunk(b'data: {"choices":[{"del')
+            await connection.flush()
+            raise Cut
+        if weird == "huge-line":
+            connection.send_chunk(event(answer.chunk("x" * self.switches.huge_line_bytes)))
+        connection.send_chunk(event(answer.chunk(None)))
+        if answer.wants_usage_event:
+            connection.send_chunk(event(answer.usage_event()), self.switches.split_bytes)
+        if weird != "no-done":
+            connection.send_chunk(b"data: [DONE]\n\n", self.switches.split_bytes)
+        if weird == "no-end":
+            raise Hung
+        connection.end_chunks()
+
+    async def _paced(self, connection: Connection, answer: Answer) -> AsyncIterator[str]:
+        """The tokens at their pace, or until the point where something is told to go wrong."""
+        for number, token in enumerate(answer.tokens()):
+            if self.switches.crash_at == f"token:{number}":
+                await connection.flush()
+                self._crash()
+            if answer.stall_after == number:
+                raise Hung
+            await connection.pause(answer.token_s)
+            yield token
+            await connection.flush()
+        # The fault may be set for the moment after the last token.
+        if self.switches.crash_at == f"token:{answer.count}":
+            self._crash()
+        if answer.stall_after == answer.count:
+            raise Hung
+
+    def _embeddings(self, body: dict[str, Any]) -> dict[str, Any]:
+        texts = body.get("input", "")
+        texts = texts if isinstance(texts, list) else [texts]
+        rows = [{"object": "embedding", "index": at, "embedding": vector(text)} for at, text in enumerate(texts)]
+        usage = {"prompt_tokens": len(texts), "total_tokens": len(texts)}
+        return self._with_usage({"object": "list", "model": self.switches.name, "data": rows}, usage)
+
+    def _rerank(self, body: dict[str, Any]) -> dict[str, Any]:
+        documents = body.get("documents", [])
+        rows = [{"index": at, "relevance_score": 1.0 / (1 + at)} for at in range(len(documents))]
+        usage = {"prompt_tokens": len(documents), "total_tokens": len(documents)}
+        return self._with_usage({"model": self.switches.name, "results": rows}, usage)
+
+    def _with_usage(self, answer: dict[str, Any], usage: dict[str, int]) -> dict[str, Any]:
+        return answer if self.switches.no_usage else {**answer, "usage": usage}
+
+    def _transcription(self, request: Request) -> dict[str, Any]:
+        fields = dict(multipart(request))
+        model = fields.get("model", b"").decode("utf-8", "replace")
+        sizes = {name: len(value) for name, value in fields.items()}
+        return {"text": f"{self.switches.name} heard", "fields": list(fields), "sizes": sizes, "model": model}
+
+    def _echo(self, request: Request) -> dict[str, Any]:
+        return {
+            "name": self.switches.name,
+            "method": request.method,
+            "path": request.target,
+            "headers": request.headers,
+            "body_length": len(request.body),
+            "body_sha256": hashlib.sha256(request.body).hexdigest(),
+            "json": request.json() or None,
+        }
+
+
+class Answer:
+    """One completion: the name of the engine, then numbers, one token each."""
+
+    def __init__(self, switches: argparse.Namespace, path: str, body: dict[str, Any]) -> None:
+        self.is_stream = body.get("stream") is True
+        self.count = int(body.get("tokens", switches.tokens))
+        self.token_s = float(body.get("token_s", switches.token_s))
+        self.stall_after = body.get("stall_after", switches.stall_after)
+        options = body.get("stream_options") or {}
+        self.wants_usage_event = bool(options.get("include_usage")) and not switches.no_usage
+        self._name = switches.name
+        self._has_usage = not switches.no_usage
+        self._is_chat = path == "/v1/chat/completions"
+        self._prompt_tokens = len(json.dumps(body.get("messages") or body.get("prompt") or "").split())
+
+    def tokens(self) -> Iterator[str]:
+        return (self._name if number == 0 else f" {number}" for number in range(self.count))
+
+    def whole(self) -> dict[str, Any]:
+        text = "".join(self.tokens())
+        content = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
+        answer = self._frame("chat.completion", [{"index": 0, **content, "finish_reason": "stop"}])
+        return {**answer, "usage": self._usage()} if self._has_usage else answer
+
+    def chunk(self, token: str | None) -> dict[str, Any]:
+        """One token as a stream's event; the last event has none."""
+        delta = {} if token is None else {"role": "assistant", "content": token}
+        content = {"delta": delta} if self._is_chat else {"text": token or ""}
+        finish_reason = "stop" if token is None else None
+        return self._frame("chat.completion.chunk", [{"index": 0, **content, "finish_reason": finish_reason}])
+
+    def usage_event(self) -> dict[str, Any]:
+        return {**self._frame("chat.completion.chunk", []), "usage": self._usage()}
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = kind if self._is_chat else "text_completion"
+        return {"id": "fake-1", "object": kind, "created": 0, "model": self._name, "choices": choices}
+
+    def _usage(self) -> dict[str, int]:
+        total = self._prompt_tokens + self.count
+        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": self.count, "total_tokens": total}
+
+
+def error(message: str, kind: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "code": kind}}
+
+
+def event(value: object) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def vector(text: object) -> list[float]:
+    return [byte / 255 for byte in hashlib.sha256(str(text).encode()).digest()[:4]]
+
+
+def fork_setsid(journal: Journal) -> None:
+    """Leave a child in a session of its own, deaf to SIGTERM, as engines with worker processes do."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(3600)
+    journal.note("forked", child=child)
+
+
+def note_if_doubled(path: str, journal: Journal) -> None:
+    """Hold a lock until the last process of this engine has ended; who finds it held is a second engine of a model."""
+    lock_fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        journal.note("doubled")
+
+
+def parse_switches() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="An engine that behaves as its switches say.")
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument("--port", type=int)
+    place.add_argument("--uds", metavar="PATH")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--name", default="fake", help="every answer contains it")
+    parser.add_argument("--journal", metavar="FILE")
+    parser.add_argument("--record", action="store_true", help="the journal gets whole requests")
+    parser.add_argument("--split-bytes", type=int, default=0, help="events are sent in pieces of this size")
+    parser.add_argument("--load-s", type=float, default=0.0, help="/health answers 503 until then")
+    parser.add_argument("--tokens", type=int, default=4)
+    parser.add_argument("--token-s", type=float, default=0.0, help="pause before each token")
+    parser.add_argument("--no-usage", action="store_true")
+    parser.add_argument("--memory-file", metavar="FILE", help="accepted and ignored, as engines take a model file")
+    parser.add_argument("--crash-at", metavar="load|request|token:N")
+    parser.add_argument("--crash-while", metavar="FILE", help="crash at load as long as this file exists")
+    parser.add_argument("--exit-code", type=int, default=1, help="of a crash, and of --exit-before-bind")
+    parser.add_argument("--exit-before-bind", action="store_true")
+    parser.add_argument("--exit-zero-without-listening", action="store_true")
+    parser.add_argument("--hang", choices=("load", "serve"), help="accept, never answer")
+    parser.add_argument("--stall-after", type=int, metavar="TOKENS")
+    parser.add_argument("--ignore-term", action="store_true")
+    parser.add_argument("--fork-setsid", action="store_true")
+    parser.add_argument("--sse-weird", choices=SSE_WEIRD)
+    parser.add_argument("--huge-line-bytes", type=int, default=HUGE_LINE_BYTES)
+    parser.add_argument("--half-body", action="store_true", help="a JSON answer stops in its middle and never goes on")
+    parser.add_argument("--lock", metavar="FILE", help="one engine at a time may hold it; `doubled` is noted otherwise")
+    return parser.parse_args()
+
+
+def main() -> None:
+    switches = parse_switches()
+    engine = Engine(switches)
+    signal.signal(signal.SIGTERM, engine.on_term)
+    engine.journal.note("start", port=switches.port)
+    if switches.lock:
+        note_if_doubled(switches.lock, engine.journal)
+    if switches.exit_zero_without_listening:
+        sys.exit(0)
+    if switches.exit_before_bind:
+        sys.stderr.write(f"{switches.name}: fatal: could not open the model file\n")
+        sys.exit(switches.exit_code)
+    if switches.fork_setsid:
+        fork_setsid(engine.journal)
+    asyncio.run(engine.run())
+
+
+if __name__ == "__main__":
+    main()

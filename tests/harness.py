@@ -1,0 +1,158 @@
+"""Gateways for tests: one in this process to look into, one as a real process to kill.
+
+Both take the models as a dictionary in the shape of the configuration file and a budget, and leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from greenroom.app import App
+from greenroom.config import loader
+from greenroom.process import orphans
+
+FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
+# Generous: the machine may be busy. Nothing waits this long when all is well.
+PATIENCE_S = 60.0
+
+
+def fake(name: str, *switches: str, **keys: Any) -> dict[str, Any]:
+    """A model run by the fake engine with these switches."""
+    cmd = [sys.executable, str(FAKE_ENGINE), "--port", "${PORT}", "--name", name, *switches]
+    return {"cmd": cmd, "memory_mib": 100, "stop_timeout_s": 2, **keys}
+
+
+def tiny(path: Path, **keys: Any) -> dict[str, Any]:
+    """A tiny real model on llama.cpp. One thread: spinning threads on a busy machine make it slower."""
+    return {"path": str(path), "ctx_size": 512, "threads": 1, "memory_mib": 100, **keys}
+
+
+def write_config(folder: Path, models: dict[str, Any], *, budget_mib: int = 10_000, **sections: Any) -> Path:
+    server = {"port": 0, **sections.pop("server", {})}
+    whole = {
+        "server": server,
+        "gpus": [{"memory_mib": budget_mib, "margin_mib": 0}],
+        "state_dir": str(folder / "state"),
+        "models": models,
+        **sections,
+    }
+    path = folder / "greenroom.yaml"
+    path.write_text(yaml.safe_dump(whole))
+    return path
+
+
+@contextlib.asynccontextmanager
+async def gateway(folder: Path, models: dict[str, Any], **options: Any) -> AsyncIterator[App]:
+    """A gateway in this process, stopped and looked after at the end: nothing may be left."""
+    path = write_config(folder, models, **options)
+    app = await App.start(loader.load(path).config, path)
+    try:
+        yield app
+    finally:
+        app.shut_down()
+        app.shut_down()
+        await asyncio.wait_for(app.closed.wait(), PATIENCE_S)
+        assert not left_behind(folder), "engines were left behind"
+
+
+def url(app: App) -> str:
+    return f"http://{app.edge.addresses[0]}"
+
+
+def left_behind(folder: Path) -> list[orphans.Found]:
+    """Processes that carry this state directory's identity."""
+    identity = folder / "state" / "id"
+    return orphans.find(identity.read_text().strip() + ":") if identity.exists() else []
+
+
+async def until(fact: Any, what: str, within_s: float = PATIENCE_S) -> None:
+    """Wait for a fact rather than for a time."""
+    deadline = time.monotonic() + within_s
+    while not fact():
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        await asyncio.sleep(0.01)
+
+
+class GatewayProcess:
+    """A gateway as its users run it: `greenroom serve` in a process of its own."""
+
+    def __init__(self, folder: Path, config: Path) -> None:
+        self.folder = folder
+        self.log = folder / "gateway.log"
+        command = [sys.executable, "-m", "greenroom", "serve", "--config", str(config)]
+        with self.log.open("ab") as log:
+            self._offset = log.tell()
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"LOG_FORMAT": "json"}
+            )
+        self.url = self._wait_for_address()
+
+    def _wait_for_address(self) -> str:
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            for line in self.lines():
+                with contextlib.suppress(ValueError):
+                    entry = json.loads(line)
+                    if isinstance(entry, dict) and entry.get("event") == "serving":
+                        return f"http://{entry['address']}"
+            if self.process.poll() is not None:
+                raise AssertionError(f"the gateway ended: {self.log.read_text()[-3000:]}")
+            time.sleep(0.02)
+        raise AssertionError(f"the gateway did not come up: {self.log.read_text()[-3000:]}")
+
+    def lines(self) -> list[str]:
+        with self.log.open("rb") as log:
+            log.seek(self._offset)
+            return log.read().decode("utf-8", "replace").splitlines()
+
+    @property
+    def port(self) -> int:
+        match = re.search(r":(\d+)$", self.url)
+        assert match is not None
+        return int(match[1])
+
+    def kill(self) -> None:
+        """kill -9, as no gateway can prepare for."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(PATIENCE_S)
+
+    def stop(self, within_s: float = PATIENCE_S) -> int:
+        if self.process.poll() is None:
+            self.process.terminate()
+        return self.process.wait(within_s)
+
+    def nothing_left(self, within_s: float = PATIENCE_S) -> bool:
+        """Whether every engine of this gateway is gone, waiting for the keepers to finish their work."""
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            if not left_behind(self.folder):
+                return True
+            time.sleep(0.02)
+        return False
+
+
+@contextlib.contextmanager
+def gateway_process(folder: Path, models: dict[str, Any], **options: Any) -> Iterator[GatewayProcess]:
+    gate = GatewayProcess(folder, write_config(folder, models, **options))
+    try:
+        yield gate
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            gate.process.kill()
+        gate.process.wait(PATIENCE_S)
+        assert gate.nothing_left(), "engines were left behind"
+
+

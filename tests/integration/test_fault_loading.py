@@ -1,0 +1,298 @@
+"""Engines that do not come up: every way to fail a load, told at once, paused after, and tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greenroom.app import App
+from greenroom.core.model import ModelId, MoveKind
+from greenroom.engines.llamacpp import WORKER
+from greenroom.errors import LoadFailed
+from greenroom.process import ports
+from tests.harness import FAKE_ENGINE, PATIENCE_S, fake, gateway, tiny, until
+from tests.integration.facts import Journal, at_rest, is_loading, is_ready, pids
+from tests.integration.raw import Answer, chat
+from tests.models import tiny as tiny_model
+
+# A load timeout nobody here waits for: who is answered much earlier was not answered by it.
+NEVER_S = 300
+LONG_BACKOFF = {"scheduler": {"backoff_s": 100}}
+
+
+def load(app: App, model: str) -> Any:
+    return app.operations.move(MoveKind.LOAD, ModelId(model))
+
+
+def assert_failed(answer: Answer, why: str) -> None:
+    """The shape every waiter of a failed load sees, with what the engine said last."""
+    assert answer.status == 503, answer.body
+    assert answer.error["code"] == "model_load_failed"
+    assert why in f"{answer.error['message']} {answer.error['details']}"
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+# --- it ends while loading ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("switches", "why"),
+    [
+        pytest.param(["--crash-at", "load", "--load-s", "0.4"], "fatal: crashing as told", id="crash at load"),
+        pytest.param(["--exit-before-bind"], "could not open the model file", id="exit before bind"),
+        pytest.param(["--exit-zero-without-listening"], "exit code 0", id="exit 0 without listening"),
+    ],
+)
+async def test_engine_that_ends_while_loading_fails_all_waiters_at_once_and_backs_off(
+    tmp_path: Path, switches: list[str], why: str
+) -> None:
+    journal = Journal(tmp_path)
+    model = fake("alpha", *journal.switches, *switches, load_timeout_s=NEVER_S)
+    async with gateway(tmp_path, {"alpha": model}, **LONG_BACKOFF) as app:
+        began = time.monotonic()
+        for answer in await asyncio.gather(*(chat(app, "alpha", stream=number % 2 == 0) for number in range(4))):
+            assert_failed(answer, why)
+        assert time.monotonic() - began < NEVER_S / 5
+        assert journal.count("start") == 1
+
+        # Within the back-off nothing is started, and the caller hears the same reason.
+        again = await chat(app, "alpha")
+        assert_failed(again, why)
+        assert int(again.headers["retry-after"]) > 10
+        assert journal.count("start") == 1
+        await at_rest(app)
+
+
+async def test_program_that_is_not_there_fails_the_load(tmp_path: Path) -> None:
+    model = {"cmd": ["/no/such/program", "--port", "${PORT}"], "memory_mib": 1}
+    async with gateway(tmp_path, {"alpha": model}, **LONG_BACKOFF) as app:
+        assert_failed(await chat(app, "alpha"), "No such file or directory: '/no/such/program'")
+
+
+async def test_model_file_that_is_not_there_fails_the_load(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"alpha": tiny(tmp_path / "gone.gguf")}, **LONG_BACKOFF) as app:
+        assert_failed(await chat(app, "alpha"), "gone.gguf")
+
+
+@pytest.mark.parametrize("kept", [4, 5000], ids=["magic only", "cut in the middle"])
+async def test_corrupt_gguf_fails_the_load_with_the_lines_of_llama_cpp(tmp_path: Path, kept: int) -> None:
+    corrupt = tmp_path / "corrupt.gguf"
+    corrupt.write_bytes(tiny_model("alpha").read_bytes()[:kept])
+    model = tiny(corrupt, load_timeout_s=NEVER_S)
+    async with gateway(tmp_path, {"alpha": model}, **LONG_BACKOFF) as app:
+        answer = await chat(app, "alpha", stream=True)
+        assert_failed(answer, "the engine ended while loading")
+        assert "gguf" in answer.error["details"].lower()
+
+
+async def test_llama_cpp_that_runs_out_of_memory_fails_the_load(tmp_path: Path) -> None:
+    """A context of millions of tokens in an address space that cannot hold it."""
+    program = tmp_path / "llama-server"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import os, resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
+        f"os.execv({sys.executable!r}, [{sys.executable!r}, {str(WORKER)!r}, *sys.argv[1:]])\n"
+    )
+    program.chmod(0o755)
+    model = tiny(tiny_model("alpha"), program=str(program), load_timeout_s=NEVER_S) | {"ctx_size": 64_000_000}
+    async with gateway(tmp_path, {"alpha": model}, **LONG_BACKOFF) as app:
+        assert_failed(await chat(app, "alpha"), "the engine ended while loading")
+
+
+# --- after a failure ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def broken(folder: Path) -> Iterator[Path]:
+    """A file that makes engines crash while it is there."""
+    path = folder / "broken"
+    path.touch()
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+async def test_load_is_tried_again_after_the_back_off(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    with broken(tmp_path) as flag:
+        model = fake("alpha", *journal.switches, "--crash-while", str(flag))
+        async with gateway(tmp_path, {"alpha": model}, scheduler={"backoff_s": 1}) as app:
+            assert_failed(await chat(app, "alpha"), "crashing as told")
+            flag.unlink()
+            first_failed_at = time.monotonic()
+            while (answer := await chat(app, "alpha")).status != 200:
+                assert_failed(answer, "crashing as told")
+                assert journal.count("start") == 1
+                assert time.monotonic() - first_failed_at < PATIENCE_S
+                await asyncio.sleep(0.05)
+            assert answer.text.startswith("alpha")
+            assert time.monotonic() - first_failed_at > 0.8
+            assert journal.count("start") == 2
+
+
+async def test_each_further_failure_doubles_the_pause(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"alpha": fake("alpha", "--exit-before-bind")}, scheduler={"backoff_s": 40}) as app:
+        waits = []
+        for _ in range(3):
+            with pytest.raises(LoadFailed):
+                await load(app, "alpha")
+            waits.append(int((await chat(app, "alpha")).headers["retry-after"]))
+        # Retry-After itself never exceeds two minutes.
+        assert [round(wait / 40) for wait in waits] == [1, 2, 3]
+
+
+async def test_operator_need_not_wait_for_the_back_off(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    with broken(tmp_path) as flag:
+        model = fake("alpha", *journal.switches, "--crash-while", str(flag))
+        async with gateway(tmp_path, {"alpha": model}, **LONG_BACKOFF) as app:
+            assert_failed(await chat(app, "alpha"), "crashing as told")
+            with pytest.raises(LoadFailed, match="could not be loaded"):
+                await load(app, "alpha")
+            flag.unlink()
+            await load(app, "alpha")
+            assert journal.count("start") == 3
+            assert (await chat(app, "alpha")).text.startswith("alpha")
+
+
+async def test_preloaded_model_that_failed_comes_by_itself_after_the_back_off(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    with broken(tmp_path) as flag:
+        model = fake("alpha", *journal.switches, "--crash-while", str(flag), preload=True)
+        async with gateway(tmp_path, {"alpha": model}, scheduler={"backoff_s": 0.5}) as app:
+            await until(lambda: journal.count("start") >= 2, "a second try")
+            flag.unlink()
+            await until(lambda: is_ready(app, "alpha"), "the preloaded model is ready")
+        # 0.5, 1, 2 … seconds: a loop without pauses would have started it far more often.
+        assert journal.count("start") <= 5
+
+
+# --- it hangs while loading -----------------------------------------------------------------------------------------
+
+SLEEPER = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(1000)", "${PORT}"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(fake("alpha", "--hang", "load"), id="health never answers"),
+        pytest.param(fake("alpha", "--load-s", "1000"), id="health says loading for ever"),
+        pytest.param({"cmd": SLEEPER, "memory_mib": 1}, id="no port"),
+    ],
+)
+async def test_load_that_hangs_is_ended_at_its_deadline(tmp_path: Path, model: dict[str, Any]) -> None:
+    async with gateway(tmp_path, {"alpha": {**model, "load_timeout_s": 1}}, **LONG_BACKOFF) as app:
+        for answer in await asyncio.gather(chat(app, "alpha"), chat(app, "alpha", stream=True)):
+            assert_failed(answer, "not ready after 1 s")
+        assert not app.slots.live and not app.mover.moving
+        await at_rest(app)
+
+
+async def test_engine_stopped_while_loading_is_killed_at_the_deadline(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    model = fake("alpha", *journal.switches, "--load-s", "1000", load_timeout_s=2, stop_timeout_s=0.5)
+    async with gateway(tmp_path, {"alpha": model}, **LONG_BACKOFF) as app:
+        waiting = asyncio.create_task(chat(app, "alpha"))
+        await until(lambda: journal.count("start") == 1, "the engine runs")
+        os.kill(journal.lines("start")[0]["pid"], signal.SIGSTOP)
+        assert_failed(await waiting, "not ready after 2 s")
+
+
+async def test_kill_9_while_loading_fails_the_waiters_at_once(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    model = fake("alpha", *journal.switches, "--load-s", "1000", load_timeout_s=NEVER_S)
+    async with gateway(tmp_path, {"alpha": model}, **LONG_BACKOFF) as app:
+        waiting = asyncio.create_task(chat(app, "alpha"))
+        await until(lambda: journal.count("start") == 1 and is_loading(app, "alpha"), "the engine loads")
+        os.kill(journal.lines("start")[0]["pid"], signal.SIGKILL)
+        assert_failed(await waiting, "killed by SIGKILL")
+
+
+# --- a stranger on its port -----------------------------------------------------------------------------------------
+
+
+def free_range(length: int) -> tuple[int, int]:
+    """So many free ports in a row, outside of those the system gives out by itself."""
+    for _ in range(1000):
+        first = random.randrange(22_000, 31_000)
+        if all(ports._can_bind(port) for port in range(first, first + length)):
+            return first, first + length - 1
+    raise AssertionError("no free ports")
+
+
+@contextmanager
+def stranger(port: int) -> Iterator[None]:
+    """A server of somebody else's that answers everything an engine answers."""
+    command = [sys.executable, "-I", "-S", str(FAKE_ENGINE), "--port", str(port), "--name", "stranger"]
+    with subprocess.Popen(command) as process:
+        try:
+            deadline = time.monotonic() + PATIENCE_S
+            while ports._can_bind(port):
+                assert time.monotonic() < deadline, "the stranger did not come"
+                time.sleep(0.01)
+            yield
+        finally:
+            process.kill()
+
+
+@contextmanager
+def deaf_stranger(port: int) -> Iterator[None]:
+    """One that listens and never answers."""
+    with closing(socket.create_server(("127.0.0.1", port))):
+        yield
+
+
+@pytest.mark.parametrize("who", [stranger, deaf_stranger])
+async def test_engine_whose_port_a_stranger_took_gets_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: Any
+) -> None:
+    first, last = free_range(3)
+    with who(first):
+        # As if it had come in the moment between our look and the engine's bind.
+        really = ports._can_bind
+        monkeypatch.setattr(ports, "_can_bind", lambda port: port == first or really(port))
+        journal = Journal(tmp_path)
+        model = fake("alpha", *journal.switches)
+        async with gateway(tmp_path, {"alpha": model}, ports={"first": first, "last": last}) as app:
+            answer = await chat(app, "alpha")
+            assert answer.status == 200, answer.body
+            assert answer.text.startswith("alpha")
+            # A stranger that answers before the engine has even started is seen without it.
+            assert journal.lines("start")[-1]["port"] == first + 1
+            assert journal.lines("ready", pid=pids(app, "alpha")[0])
+
+
+async def test_strangers_on_every_port_fail_the_load_and_say_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, last = free_range(1)
+    with stranger(first):
+        monkeypatch.setattr(ports, "_can_bind", lambda port: True)
+        models = {"alpha": fake("alpha", load_timeout_s=NEVER_S)}
+        async with gateway(tmp_path, models, ports={"first": first, "last": last}, **LONG_BACKOFF) as app:
+            assert_failed(await chat(app, "alpha"), f"port {first}")
+
+
+async def test_listener_any_accepts_an_engine_outside_of_the_tree(tmp_path: Path) -> None:
+    """As for a container: the command stays in the foreground, a daemon's child listens."""
+    first, last = free_range(1)
+    model = {"cmd": SLEEPER, "memory_mib": 1, "listener": "any", "stop_timeout_s": 1}
+    async with gateway(tmp_path, {"alpha": model}, ports={"first": first, "last": last}) as app:
+        waiting = asyncio.create_task(chat(app, "alpha"))
+        await until(lambda: is_loading(app, "alpha"), "the load has begun")
+        with stranger(first):
+            assert (await waiting).text.startswith("stranger")

@@ -1,0 +1,160 @@
+"""state_dir.py"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from greenroom import errors
+from greenroom.process.state_dir import SOCKET_NAME_BYTES_MAX, StateDir
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """A short path, whatever the length of the test's name."""
+    with tempfile.TemporaryDirectory(prefix="gr-", dir="/tmp") as folder:
+        yield Path(folder) / "state"
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_everything_is_private(path: Path) -> None:
+    path.mkdir(mode=0o755)
+    state = StateDir.open(path)
+    assert mode_of(path) == mode_of(state.run_dir) == 0o700
+    assert mode_of(path / "id") == mode_of(path / "lock") == 0o600
+    state.close()
+
+
+def test_id_lasts_and_run_does_not(path: Path) -> None:
+    first = StateDir.open(path)
+    first.close()
+    second = StateDir.open(path)
+    assert first.id == second.id
+    assert first.run != second.run
+    assert second.identity("s-1") == f"{second.id}:{second.run}:s-1"
+    assert second.identity("s-1").startswith(second.prefix)
+    second.close()
+
+
+@pytest.mark.parametrize("damaged", ["", "not-an-id", "ABC"])
+def test_damaged_id_is_replaced(path: Path, damaged: str) -> None:
+    StateDir.open(path).close()
+    (path / "id").write_text(damaged)
+    state = StateDir.open(path)
+    state.close()
+    again = StateDir.open(path)
+    again.close()
+    assert state.id == again.id != damaged
+
+
+def test_second_gateway_is_told_who_has_it(path: Path) -> None:
+    state = StateDir.open(path)
+    with pytest.raises(errors.StateDirBusy, match=f"pid {os.getpid()};"):
+        StateDir.open(path)
+    state.close()
+    state.close()
+    StateDir.open(path).close()
+
+
+def test_one_of_many_that_race_gets_it(path: Path) -> None:
+    gate = threading.Barrier(8)
+
+    def race(_: int) -> StateDir | None:
+        gate.wait(timeout=30)
+        try:
+            return StateDir.open(path)
+        except errors.StateDirBusy:
+            return None
+
+    with ThreadPoolExecutor(8) as threads:
+        winners = [state for state in threads.map(race, range(8)) if state]
+    assert len(winners) == 1
+    assert (path / "id").read_text().strip() == winners[0].id
+    winners[0].close()
+
+
+def test_killed_gateway_lets_go_of_it(path: Path) -> None:
+    program = (
+        "import sys, time\nfrom greenroom.process.state_dir import StateDir\n"
+        "state = StateDir.open(sys.argv[1])\nprint(state.id, flush=True)\ntime.sleep(3600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        other_id = other.stdout.readline().strip()
+        with pytest.raises(errors.StateDirBusy, match=f"pid {other.pid};"):
+            StateDir.open(path)
+        other.send_signal(signal.SIGKILL)
+    state = StateDir.open(path)
+    assert state.id == other_id
+    state.close()
+
+
+def test_leftovers_in_the_run_directory_are_removed_at_open_and_close(path: Path) -> None:
+    run_dir = path / "run"
+    (run_dir / "folder").mkdir(parents=True)
+    (run_dir / "folder" / "file").touch()
+    (run_dir / "link").symlink_to(path.parent)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(run_dir / "old.sock"))
+    state = StateDir.open(path)
+    assert state.run_dir == run_dir
+    assert list(run_dir.iterdir()) == []
+    assert path.parent.exists()
+    (run_dir / "new.sock").touch()
+    state.close()
+    assert not run_dir.exists()
+
+
+def test_long_path_gets_a_short_run_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    state = StateDir.open(path / ("long" * 25))
+    assert state.run_dir == Path("/tmp") / f"greenroom-{state.id}"
+    assert mode_of(state.run_dir) == 0o700
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(state.run_dir / ("s" * SOCKET_NAME_BYTES_MAX)))
+    state.close()
+    assert not state.run_dir.exists()
+
+
+def test_long_path_uses_the_users_runtime_directory_first(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = path.parent / "xdg"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    state = StateDir.open(path / ("long" * 25))
+    assert state.run_dir.parent == runtime
+    state.close()
+
+
+def test_run_directory_that_is_somebody_elses_link_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = path.parent / "xdg"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    long = path / ("long" * 25)
+    state = StateDir.open(long)
+    state.close()
+    (runtime / f"greenroom-{state.id}").symlink_to(path.parent)
+    with pytest.raises(errors.ConfigError, match="link"):
+        StateDir.open(long)
+    # The failed attempt does not hold the lock.
+    (runtime / f"greenroom-{state.id}").unlink()
+    StateDir.open(long).close()
+
+
+def test_path_that_cannot_be_a_directory_is_refused(path: Path) -> None:
+    path.touch()
+    with pytest.raises(errors.ConfigError, match="cannot be used"):
+        StateDir.open(path)

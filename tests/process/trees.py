@@ -1,0 +1,78 @@
+"""What the tests of this directory share: commands, identities, and facts about processes to wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from greenroom.process import proc
+from greenroom.process.logs import LogRing
+from greenroom.process.spawn import Child, Command
+
+ENGINE = Path(__file__).with_name("small_engine.py")
+# Generous, as the machine may be loaded; nothing waits this long when all is well.
+DEADLINE_S = 30.0
+POLL_S = 0.01
+
+
+def new_identity() -> str:
+    return f"test-{secrets.token_hex(6)}:run:slot"
+
+
+def engine_argv(*mode: str) -> tuple[str, ...]:
+    return (sys.executable, "-I", "-S", str(ENGINE), *mode)
+
+
+def engine_command(*mode: str) -> Command:
+    return Command(argv=engine_argv(*mode), env={})
+
+
+async def until(fact: Callable[[], bool]) -> None:
+    """Wait until something is true."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not fact():
+        assert time.monotonic() < deadline, "it did not become true in time"
+        await asyncio.sleep(POLL_S)
+
+
+def until_now(fact: Callable[[], bool]) -> None:
+    """The same for tests without a loop."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not fact():
+        assert time.monotonic() < deadline, "it did not become true in time"
+        time.sleep(POLL_S)
+
+
+def is_alive(pid: int) -> bool:
+    seen = proc.stat(pid)
+    return seen is not None and not seen.is_dead
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def pids_said(log: LogRing) -> set[int]:
+    """The processes an engine says it is made of."""
+    return {int(line.removeprefix("pid ")) for line in log.tail(100) if line.startswith("pid ")}
+
+
+async def pids_of(child: Child, count: int) -> set[int]:
+    """Wait until `count` processes of the engine run, and return them."""
+    await until(lambda: len(pids_said(child.log)) == count)
+    return pids_said(child.log)
+
+
+def keeper_of(child: Child) -> int:
+    seen = proc.stat(child.pid)
+    assert seen is not None
+    return seen.parent
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,1 @@
+"""Tests of the HTTP edge, the connections to engines and the relay between them."""

@@ -1,0 +1,176 @@
+"""Requests whose end or meaning could be read in two ways are refused, and the connection is closed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from .conftest import Connect, Serve
+from .wires import get
+
+POST = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+HOST = b"Host: localhost\r\n"
+
+AMBIGUOUS = {
+    "content-length and transfer-encoding": POST + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "transfer-encoding and content-length": POST + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n",
+    "transfer-encoding twice": POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunked twice": POST + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+    "unknown transfer-encoding": POST + b"Transfer-Encoding: gzip\r\n\r\n",
+    "transfer-encoding before chunked": POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "transfer-encoding identity": POST + b"Transfer-Encoding: identity\r\n\r\n",
+    "vertical tab before chunked": POST + b"Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n",
+    "quoted chunked": POST + b'Transfer-Encoding: "chunked"\r\n\r\n0\r\n\r\n',
+    "chunked in http/1.0": b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "two equal content-lengths": POST + b"Content-Length: 3\r\nContent-Length: 3\r\n\r\nabc",
+    "two different content-lengths": POST + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+    "content-length list": POST + b"Content-Length: 3, 3\r\n\r\nabc",
+    "content-length with a plus": POST + b"Content-Length: +3\r\n\r\nabc",
+    "content-length with an underscore": POST + b"Content-Length: 3_0\r\n\r\nabc",
+    "negative content-length": POST + b"Content-Length: -1\r\n\r\n",
+    "hexadecimal content-length": POST + b"Content-Length: 0x3\r\n\r\nabc",
+    "empty content-length": POST + b"Content-Length:\r\n\r\n",
+    "content-length beyond 64 bits": POST + b"Content-Length: 99999999999999999999999\r\n\r\n",
+    "content-length of 19 digits": POST + b"Content-Length: 9223372036854775807\r\n\r\n",
+    "space before the colon": POST + b"Content-Length : 3\r\n\r\nabc",
+    "bare lf line ends": b"GET / HTTP/1.1\nHost: localhost\n\n",
+    "bare lf after a header": b"GET / HTTP/1.1\r\nHost: localhost\nA: b\r\n\r\n",
+    "bare lf at the end": b"GET / HTTP/1.1\r\nHost: localhost\r\n\n",
+    "bare cr in a header": b"GET / HTTP/1.1\r\nHost: localhost\rA: b\r\n\r\n",
+    "folded header": b"GET / HTTP/1.1\r\nHost: localhost\r\nA: b\r\n c\r\n\r\n",
+    "folded with a tab": b"GET / HTTP/1.1\r\nHost: localhost\r\nA: b\r\n\tc\r\n\r\n",
+    "space before the first header": b"GET / HTTP/1.1\r\n Host: localhost\r\n\r\n",
+    "chunk size with 0x": CHUNKED + b"0x3\r\nabc\r\n0\r\n\r\n",
+    "chunk data without its crlf": CHUNKED + b"3\r\nabcXX0\r\n\r\n",
+    "chunk longer than its size": CHUNKED + b"3\r\nabcd\r\n0\r\n\r\n",
+    "lf in a chunk extension": CHUNKED + b"3;a\nb\r\nabc\r\n0\r\n\r\n",
+    "lf after a chunk size": CHUNKED + b"3\nabc\r\n0\r\n\r\n",
+    "space after a chunk size": CHUNKED + b"3 \r\nabc\r\n0\r\n\r\n",
+    "negative chunk size": CHUNKED + b"-3\r\nabc\r\n0\r\n\r\n",
+    "chunk size with an underscore": CHUNKED + b"1_0\r\n" + b"x" * 16 + b"\r\n0\r\n\r\n",
+    "chunk size beyond 64 bits": CHUNKED + b"fffffffffffffffff\r\nabc\r\n0\r\n\r\n",
+    "empty chunk size": CHUNKED + b"\r\nabc\r\n0\r\n\r\n",
+    "no host": b"GET / HTTP/1.1\r\nAccept: */*\r\n\r\n",
+    "two hosts": b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
+    "two hosts spelt differently": b"GET / HTTP/1.1\r\nHost: localhost\r\nhOST: evil\r\n\r\n",
+    "empty host": b"GET / HTTP/1.1\r\nHost:\r\n\r\n",
+    "host with a path": b"GET / HTTP/1.1\r\nHost: localhost/admin\r\n\r\n",
+    "host with a user": b"GET / HTTP/1.1\r\nHost: me@localhost\r\n\r\n",
+    "host list": b"GET / HTTP/1.1\r\nHost: localhost, evil\r\n\r\n",
+    "trailer content-length": CHUNKED + b"3\r\nabc\r\n0\r\nContent-Length: 5\r\n\r\n",
+    "trailer transfer-encoding": CHUNKED + b"3\r\nabc\r\n0\r\nTransfer-Encoding: chunked\r\n\r\n",
+    "trailer host": CHUNKED + b"3\r\nabc\r\n0\r\nHost: evil\r\n\r\n",
+    "trailer authorization": CHUNKED + b"3\r\nabc\r\n0\r\nAuthorization: Bearer x\r\n\r\n",
+    "nul in the target": b"GET /a\x00b HTTP/1.1\r\n" + HOST + b"\r\n",
+    "control character in the target": b"GET /a\x01b HTTP/1.1\r\n" + HOST + b"\r\n",
+    "delete in the target": b"GET /a\x7fb HTTP/1.1\r\n" + HOST + b"\r\n",
+    "raw utf-8 in the target": b"GET /\xc3\xa9 HTTP/1.1\r\n" + HOST + b"\r\n",
+    "space in the target": b"GET /a b HTTP/1.1\r\n" + HOST + b"\r\n",
+    "two spaces before the target": b"GET  /a HTTP/1.1\r\n" + HOST + b"\r\n",
+    "two spaces before the version": b"GET /a  HTTP/1.1\r\n" + HOST + b"\r\n",
+    "tab after the method": b"GET\t/a HTTP/1.1\r\n" + HOST + b"\r\n",
+    "fragment in the target": b"GET /a#b HTTP/1.1\r\n" + HOST + b"\r\n",
+    "target without a slash": b"GET a HTTP/1.1\r\n" + HOST + b"\r\n",
+    "asterisk target": b"OPTIONS * HTTP/1.1\r\n" + HOST + b"\r\n",
+    "absolute target of another host": b"GET http://evil/a HTTP/1.1\r\n" + HOST + b"\r\n",
+    "absolute target without a path": b"GET http://localhost HTTP/1.1\r\n" + HOST + b"\r\n",
+    "absolute target of another scheme": b"GET file://localhost/etc HTTP/1.1\r\n" + HOST + b"\r\n",
+    "http/0.9": b"GET /\r\n\r\n",
+    "http/1.2": b"GET / HTTP/1.2\r\n" + HOST + b"\r\n",
+    "http/2.0": b"GET / HTTP/2.0\r\n" + HOST + b"\r\n",
+    "http/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "lower-case version": b"GET / http/1.1\r\n" + HOST + b"\r\n",
+    "unknown method": b"FOO / HTTP/1.1\r\n" + HOST + b"\r\n",
+    "lower-case method": b"get / HTTP/1.1\r\n" + HOST + b"\r\n",
+    "space in a header name": b"GET / HTTP/1.1\r\n" + HOST + b"A b: c\r\n\r\n",
+    "nul in a header": b"GET / HTTP/1.1\r\n" + HOST + b"A: \x00\r\n\r\n",
+    "control character in a header": b"GET / HTTP/1.1\r\n" + HOST + b"A: \x01\r\n\r\n",
+    "empty header name": b"GET / HTTP/1.1\r\n" + HOST + b": b\r\n\r\n",
+    "header without a colon": b"GET / HTTP/1.1\r\n" + HOST + b"A\r\n\r\n",
+    "bare lf before the request": b"\n" + get(),
+    "two empty lines before the request": b"\r\n\r\n" + get(),
+    "tls hello": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "body of one-byte chunks": CHUNKED + b"1\r\nx\r\n" * 20_000 + b"0\r\n\r\n",
+    "endless chunk extension": CHUNKED + b"3;" + b"a" * 60_000,
+    "endless trailer": CHUNKED + b"3\r\nabc\r\n0\r\nA: " + b"a" * 60_000,
+}
+
+TOO_LARGE = {
+    "one header of 100 kB": b"GET / HTTP/1.1\r\n" + HOST + b"A: " + b"a" * 100_000 + b"\r\n\r\n",
+    "10,000 headers": b"GET / HTTP/1.1\r\n" + HOST + b"A: b\r\n" * 10_000 + b"\r\n",
+    "101 headers": b"GET / HTTP/1.1\r\n" + HOST + b"A: b\r\n" * 100 + b"\r\n",
+    "headers without end": b"GET / HTTP/1.1\r\n" + HOST + b"A: " + b"a" * 40_000,
+    "request line of 9 kB": b"GET /" + b"a" * 9_000 + b" HTTP/1.1\r\n" + HOST + b"\r\n",
+    "request line without end": b"GET /" + b"a" * 9_000,
+}
+
+
+async def refuse_everywhere(serve: Serve, connect: Connect, data: bytes, status: int, bytewise: bool) -> None:
+    server = await serve()
+    client = await connect(server)
+    await client.send(data, bytewise=bytewise)
+    response = await client.response()
+    assert response.status == status
+    assert response.headers["connection"] == "close"
+    assert response.body.startswith(b'{"error"')
+    assert await client.is_closed()
+    assert server.seen == []
+    other = await connect(server)
+    await other.send(get("/still-here"))
+    assert (await other.response()).body == b"GET /still-here "
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+async def test_ambiguous_request_is_refused_and_closed(name: str, serve: Serve, connect: Connect) -> None:
+    await refuse_everywhere(serve, connect, AMBIGUOUS[name], 400, bytewise=False)
+
+
+@pytest.mark.parametrize("name", [name for name, data in AMBIGUOUS.items() if len(data) < 1000])
+async def test_ambiguous_request_is_refused_byte_by_byte_too(name: str, serve: Serve, connect: Connect) -> None:
+    await refuse_everywhere(serve, connect, AMBIGUOUS[name], 400, bytewise=True)
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+async def test_headers_beyond_a_limit_are_refused_and_closed(name: str, serve: Serve, connect: Connect) -> None:
+    await refuse_everywhere(serve, connect, TOO_LARGE[name], 431, bytewise=False)
+
+
+async def test_connect_is_refused(serve: Serve, connect: Connect) -> None:
+    await refuse_everywhere(serve, connect, b"CONNECT evil:443 HTTP/1.1\r\nHost: evil:443\r\n\r\n", 405, bytewise=False)
+
+
+async def test_ambiguous_request_behind_a_good_one_is_refused_after_its_answer(serve: Serve, connect: Connect) -> None:
+    server = await serve()
+    client = await connect(server)
+    await client.send(get("/good") + AMBIGUOUS["two hosts"] + get("/never"))
+    assert (await client.response()).body == b"GET /good "
+    assert (await client.response()).status == 400
+    assert await client.is_closed()
+    assert [seen.target for seen in server.seen] == [b"/good"]
+
+
+async def test_connection_without_a_byte_is_closed_by_the_deadline(serve: Serve, connect: Connect) -> None:
+    server = await serve(header_timeout_s=0.2)
+    client = await connect(server)
+    assert await client.is_closed()
+    assert server.edge.stats.header_timeouts == 1
+
+
+async def test_trickled_header_is_refused_by_the_deadline(serve: Serve, connect: Connect) -> None:
+    server = await serve(header_timeout_s=0.3)
+    client = await connect(server)
+    # Each byte would re-arm a deadline that counted from the last one.
+    for byte in get("/" + "a" * 10_000):
+        client.writer.write(bytes([byte]))
+        try:
+            await client.writer.drain()
+        except ConnectionError:
+            break
+        if server.edge.stats.header_timeouts:
+            break
+        await asyncio.sleep(0.01)
+    assert (await client.response()).status == 408
+    assert await client.is_closed()
+    assert server.edge.stats.header_timeouts == 1

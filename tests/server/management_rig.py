@@ -1,0 +1,251 @@
+"""A gateway made of real tables and no engines, and a client that speaks ASGI to its management API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+from urllib.parse import unquote_to_bytes
+
+from greenroom.config.diff import Changes
+from greenroom.config.schema import Config, Model, Server
+from greenroom.core.events import Limits
+from greenroom.core.model import (
+    Device,
+    DeviceId,
+    DeviceKind,
+    ModelId,
+    MoveKind,
+    RequestId,
+    Slot,
+    SlotId,
+    TenantId,
+    Tier,
+)
+from greenroom.core.policy import PriorityThenArrival
+from greenroom.core.state import ModelRecord, State
+from greenroom.core.waitlist import Waiter, WaiterKind
+from greenroom.errors import GreenroomError
+from greenroom.proxy.limits import EdgeStats
+from greenroom.runtime.catalog import Catalog
+from greenroom.runtime.slots import LiveSlot, Slots
+from greenroom.server.asgi import Application
+from greenroom.server.management import make_management
+from greenroom.telemetry.activity import Activity
+from greenroom.telemetry.hub import Hub
+from greenroom.telemetry.metrics import Metrics
+
+GPU = DeviceId("gpu0")
+# The clock stands still unless a test moves it.
+NOW = 1_000.0
+# Generous: a loaded machine with two cores.
+SOON_S = 20.0
+
+
+def model(**said: Any) -> Model:
+    return Model(**{"cmd": "engine --port ${PORT}", "memory_mib": 100, **said})
+
+
+@dataclass
+class FakeOrders:
+    """Writes down what was asked; does what the test says it should."""
+
+    asked: list[tuple[MoveKind, str, tuple[str, ...], float | None]] = field(default_factory=list)
+    error: Exception | None = None
+    then: Callable[[], None] = lambda: None
+
+    async def move(
+        self, kind: MoveKind, model: ModelId, *, evict: tuple[ModelId, ...] = (), grace_s: float | None = None
+    ) -> None:
+        self.asked.append((kind, model, evict, grace_s))
+        if self.error is not None:
+            raise self.error
+        self.then()
+
+
+@dataclass
+class FakeScheduling:
+    state: State
+
+
+@dataclass
+class FakeLoop:
+    scheduler: FakeScheduling
+
+
+@dataclass
+class FakeFailures:
+    failures: dict[ModelId, GreenroomError] = field(default_factory=dict)
+
+
+@dataclass
+class FakeDecided:
+    decisions: deque[Mapping[str, Any]] = field(default_factory=deque)
+
+
+@dataclass
+class FakeListening:
+    addresses: list[str] = field(default_factory=lambda: ["127.0.0.1:8210"])
+    connections: int = 3
+    stats: EdgeStats = field(default_factory=lambda: EdgeStats(accepted=7))
+
+
+class FakeGateway:
+    def __init__(self, models: Mapping[str, Model] | None = None, **server: Any) -> None:
+        self.config = Config(models=dict(models or {}), server=Server(**server))
+        self.started_at = 1_700_000_000.0
+        self.is_draining = False
+        self.now = NOW
+        self.catalog, self.slots, self.hub = Catalog(), Slots(), Hub()
+        self.metrics, self.activity = Metrics(), Activity()
+        self.state = State(PriorityThenArrival(Limits()))
+        self.loop = FakeLoop(FakeScheduling(self.state))
+        self.operations, self.mover = FakeOrders(), FakeFailures()
+        self.observer, self.edge = FakeDecided(), FakeListening()
+        self.changes = Changes((), (), (), (), (), ())
+        self.reload_error: Exception | None = None
+        for spec in self.catalog.fill(self.config):
+            self.state.models[spec.id] = ModelRecord(spec, spec.need)
+        self.state.ledger.set_devices([Device(GPU, DeviceKind.GPU, 8192, 512)])
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return lambda: self.now
+
+    async def reload(self) -> Changes:
+        if self.reload_error is not None:
+            raise self.reload_error
+        return self.changes
+
+    # --- what tests set up ------------------------------------------------------------------------------------------
+
+    def add_slot(self, name: str, tier: Tier, *, slot_id: str = "", pid: int | None = None, **facts: Any) -> Slot:
+        """A slot on this tier that holds 100 MiB of the GPU."""
+        spec = self.state.models[ModelId(name)].spec
+        slot = Slot(SlotId(slot_id or f"s-{name}"), spec, {GPU: 100}, tier=tier)
+        for fact, value in facts.items():
+            setattr(slot, fact, value)
+        self.state.add_slot(slot)
+        self.state.ledger.hold(slot.id, slot.claim)
+        if pid is not None:
+            self.slots.live[slot.id] = cast(LiveSlot, SimpleNamespace(child=SimpleNamespace(pid=pid)))
+        return slot
+
+    def add_waiter(
+        self, name: str, number: int, *, kind: WaiterKind = WaiterKind.REQUEST, arrived: float = NOW
+    ) -> None:
+        waiter_id, model_id = RequestId(f"r-{number}"), ModelId(name)
+        tenant = TenantId("lab")
+        self.state.waitlist.add(Waiter(waiter_id, kind, (1, number), model_id, (model_id,), 1, arrived, tenant))
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> Any:
+        return self.json["error"]
+
+
+class Client:
+    """Asks as the bridge does: a decoded path to route by, and the raw one beside it."""
+
+    def __init__(self, gateway: FakeGateway) -> None:
+        self._app: Application = make_management(gateway)
+
+    async def get(self, target: str, **headers: str) -> Answer:
+        return await self.ask("GET", target, headers=headers)
+
+    async def post(self, target: str, order: Any = None) -> Answer:
+        if order is None:
+            return await self.ask("POST", target)
+        return await self.ask("POST", target, json.dumps(order).encode(), {"content_type": "application/json"})
+
+    async def ask(
+        self, method: str, target: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        call = Call(body)
+        async with asyncio.timeout(SOON_S):
+            await self._app(scope(method, target, headers or {}), call.receive, call.send)
+        return call.answer
+
+    @asynccontextmanager
+    async def stream(self, target: str, **headers: str) -> AsyncIterator[Call]:
+        call = Call(b"")
+        task = asyncio.ensure_future(self._app(scope("GET", target, headers), call.receive, call.send))
+        try:
+            yield call
+        finally:
+            call.left.set()
+            async with asyncio.timeout(SOON_S):
+                await task
+
+
+def scope(method: str, target: str, headers: Mapping[str, str]) -> dict[str, Any]:
+    raw, _, query = target.encode().partition(b"?")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": unquote_to_bytes(raw).decode("utf-8", "replace"),
+        "raw_path": raw,
+        "query_string": query,
+        "root_path": "",
+        "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()],
+        "client": ("127.0.0.1", 0),
+        "server": None,
+        "state": {"request_id": "r-test"},
+    }
+
+
+class Call:
+    """One request's two ends."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self.left = asyncio.Event()
+        self.answer = Answer(0, {}, b"")
+        self.is_over = False
+        self._news = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            names = [name for name, _ in message["headers"]]
+            assert len(names) == len(set(names)), "a header was given twice"
+            self.answer.status = message["status"]
+            self.answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        else:
+            assert not self.is_over, "something was sent after the end"
+            self.answer.body += message.get("body", b"")
+            self.is_over = not message.get("more_body", False)
+        self._news.set()
+
+    async def until(self, fact: Callable[[], bool]) -> None:
+        async with asyncio.timeout(SOON_S):
+            while not fact():
+                self._news.clear()
+                await self._news.wait()
+
+    async def until_seen(self, text: bytes) -> None:
+        await self.until(lambda: text in self.answer.body)

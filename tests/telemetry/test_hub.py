@@ -1,0 +1,149 @@
+"""Events reach every listener in order; a slow one is told how many it lost, and holds nobody up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from greenroom.errors import Overload
+from greenroom.telemetry.hub import Event, Hub, Subscription
+
+
+async def next_of(subscription: Subscription) -> Event:
+    return await asyncio.wait_for(anext(subscription), 10)
+
+
+async def all_of(subscription: Subscription) -> list[tuple[int, str]]:
+    """What a subscription still gives; it must have been ended."""
+    return [(event.id, event.kind) async for event in subscription]
+
+
+async def test_listeners_hear_what_is_published_after_they_came() -> None:
+    hub = Hub()
+    hub.publish("before", {})
+    one, other = hub.subscribe(), hub.subscribe()
+    hub.publish("load", {"model": "qwen"})
+    assert await next_of(one) == await next_of(other) == Event(2, "load", {"model": "qwen"})
+
+
+async def test_listener_that_waits_is_woken() -> None:
+    hub = Hub()
+    waiting = asyncio.create_task(next_of(hub.subscribe()))
+    await asyncio.sleep(0)
+    hub.publish("load", {})
+    assert (await waiting).kind == "load"
+
+
+async def test_listener_cancelled_while_waiting_loses_nothing() -> None:
+    hub = Hub()
+    subscription = hub.subscribe()
+    waiting = asyncio.create_task(next_of(subscription))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    hub.publish("load", {})
+    assert (await next_of(subscription)).kind == "load"
+
+
+async def test_slow_listener_loses_the_oldest_and_hears_how_many() -> None:
+    hub = Hub(queue_max=3)
+    slow = hub.subscribe()
+    for _ in range(10):
+        hub.publish("tick", {})
+    hub.close()
+    assert await next_of(slow) == Event(7, "dropped", {"count": 7})
+    assert await all_of(slow) == [(8, "tick"), (9, "tick"), (10, "tick")]
+
+
+async def test_losses_in_the_middle_are_told_where_they_happened() -> None:
+    hub = Hub(queue_max=2)
+    slow = hub.subscribe()
+    hub.publish("a", {})
+    assert (await next_of(slow)).id == 1
+    for _ in range(3):
+        hub.publish("b", {})
+    assert await next_of(slow) == Event(2, "dropped", {"count": 1})
+    assert (await next_of(slow)).id == 3
+
+
+async def test_resuming_gives_what_was_missed() -> None:
+    hub = Hub()
+    for kind in "abc":
+        hub.publish(kind, {})
+    subscription = hub.subscribe(after=1)
+    hub.publish("d", {})
+    hub.close()
+    assert await all_of(subscription) == [(2, "b"), (3, "c"), (4, "d")]
+
+
+async def test_resuming_after_the_last_gives_only_what_is_new() -> None:
+    hub = Hub()
+    hub.publish("a", {})
+    subscription = hub.subscribe(after=1)
+    hub.publish("b", {})
+    assert (await next_of(subscription)).kind == "b"
+
+
+async def test_resuming_further_back_than_is_remembered_says_how_many_are_lost() -> None:
+    hub = Hub(past_max=3)
+    for _ in range(10):
+        hub.publish("tick", {})
+    subscription = hub.subscribe(after=4)
+    assert await next_of(subscription) == Event(7, "dropped", {"count": 3})
+    assert (await next_of(subscription)).id == 8
+
+
+@pytest.mark.parametrize("after", [10_000, -1])
+async def test_resuming_from_an_id_that_never_was_gives_all_that_is_remembered(after: int) -> None:
+    hub = Hub()
+    hub.publish("a", {})
+    hub.publish("b", {})
+    subscription = hub.subscribe(after=after)
+    assert [(await next_of(subscription)).id for _ in range(2)] == [1, 2]
+
+
+async def test_resuming_when_nothing_ever_happened_waits_for_the_first() -> None:
+    hub = Hub()
+    subscription = hub.subscribe(after=0)
+    hub.publish("a", {})
+    assert await next_of(subscription) == Event(1, "a", {})
+
+
+async def test_closed_hub_ends_its_listeners_after_what_they_have_not_read() -> None:
+    hub = Hub()
+    behind, idle = hub.subscribe(), hub.subscribe()
+    hub.publish("last", {})
+    assert (await next_of(idle)).kind == "last"
+    waiting = asyncio.create_task(all_of(idle))
+    await asyncio.sleep(0)
+    hub.close()
+    assert await asyncio.wait_for(waiting, 10) == []
+    assert await all_of(behind) == [(1, "last")]
+    assert await all_of(hub.subscribe()) == []
+
+
+async def test_closed_subscription_hears_nothing_more() -> None:
+    hub = Hub()
+    with hub.subscribe() as subscription:
+        hub.publish("a", {})
+    hub.publish("b", {})
+    subscription.close()
+    assert await all_of(subscription) == []
+
+
+async def test_too_many_listeners_are_refused_until_one_leaves() -> None:
+    hub = Hub(subscribers_max=2)
+    first, _second = hub.subscribe(), hub.subscribe()
+    with pytest.raises(Overload):
+        hub.subscribe()
+    first.close()
+    hub.subscribe()
+
+
+def test_publishing_to_nobody_needs_no_loop_and_keeps_a_bounded_past() -> None:
+    hub = Hub()
+    for _ in range(100_000):
+        hub.publish("tick", {})
+    assert len(hub._past) == 200

@@ -1,0 +1,187 @@
+"""What is counted, how it is shown, and that nobody can make us count without end."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from greenroom.telemetry import metrics as table
+from greenroom.telemetry.metrics import DeviceMemory, Gauges, Metrics
+
+
+def series_of(metrics: Metrics, gauges: Gauges | None = None) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Every sample, read back by the parser Prometheus clients use."""
+    body, content_type = metrics.render(gauges or Gauges())
+    assert content_type.startswith("text/plain")
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+    }
+
+
+def value(metrics: Metrics, name: str, gauges: Gauges | None = None, **labels: str) -> float | None:
+    return series_of(metrics, gauges).get((name, frozenset(labels.items())))
+
+
+def answer(metrics: Metrics, **changed: object) -> None:
+    said: dict[str, object] = {
+        "model": "qwen",
+        "tenant": "lab",
+        "route": "chat",
+        "status": 200,
+        "seconds": 1.5,
+        "wait_s": 0.2,
+        "first_byte_s": 0.4,
+    }
+    metrics.request_done(**{**said, **changed})  # type: ignore[arg-type]
+
+
+def test_request_is_counted_by_model_route_status_and_tenant() -> None:
+    metrics = Metrics()
+    answer(metrics)
+    answer(metrics)
+    answer(metrics, status=503)
+    assert value(metrics, "greenroom_requests_total", model="qwen", route="chat", status="200") == 2
+    assert value(metrics, "greenroom_requests_total", model="qwen", route="chat", status="503") == 1
+    assert value(metrics, "greenroom_tenant_requests_total", model="qwen", tenant="lab") == 3
+
+
+def test_times_fall_into_cumulative_buckets() -> None:
+    metrics = Metrics()
+    for seconds in (0.004, 0.005, 0.3, 10_000):
+        answer(metrics, seconds=seconds)
+    name = "greenroom_request_seconds"
+    below = {
+        le: value(metrics, f"{name}_bucket", model="qwen", route="chat", le=le)
+        for le in ("0.005", "0.25", "0.5", "600.0", "+Inf")
+    }
+    assert below == {"0.005": 2, "0.25": 2, "0.5": 3, "600.0": 3, "+Inf": 4}
+    assert value(metrics, f"{name}_count", model="qwen", route="chat") == 4
+    assert value(metrics, f"{name}_sum", model="qwen", route="chat") == pytest.approx(10_000.309)
+
+
+def test_answer_without_first_byte_is_not_measured_as_one() -> None:
+    metrics = Metrics()
+    answer(metrics, first_byte_s=None)
+    assert value(metrics, "greenroom_first_byte_seconds_count", model="qwen") == 0
+    assert value(metrics, "greenroom_queue_wait_seconds_count", model="qwen") == 1
+
+
+def test_tokens_lookups_moves_evictions_and_refusals_are_counted() -> None:
+    metrics = Metrics()
+    metrics.tokens("qwen", "lab", 10, 20, 5)
+    metrics.tokens("qwen", "lab", 1, 2, 0)
+    metrics.looked_up("qwen", True)
+    metrics.looked_up("qwen", False)
+    metrics.looked_up("qwen", False)
+    metrics.move_done("qwen", "load", "done", 3.0)
+    metrics.move_done("qwen", "load", "failed", 700.0)
+    metrics.evicted("siglip2", "memory")
+    metrics.rejected("qwen", "queue_full")
+    metrics.edge_refused("bad_framing")
+    assert value(metrics, "greenroom_tokens_total", model="qwen", tenant="lab", kind="completion") == 22
+    assert value(metrics, "greenroom_tokens_total", model="qwen", tenant="lab", kind="cached") == 5
+    assert value(metrics, "greenroom_model_lookups_total", model="qwen", result="hit") == 1
+    assert value(metrics, "greenroom_model_lookups_total", model="qwen", result="miss") == 2
+    assert value(metrics, "greenroom_moves_total", model="qwen", kind="load", outcome="failed") == 1
+    assert value(metrics, "greenroom_move_seconds_count", model="qwen", kind="load") == 1
+    assert value(metrics, "greenroom_evictions_total", model="siglip2", reason="memory") == 1
+    assert value(metrics, "greenroom_rejections_total", model="qwen", code="queue_full") == 1
+    assert value(metrics, "greenroom_edge_refusals_total", code="bad_framing") == 1
+
+
+def test_gauges_show_this_scrape_and_forget_the_last() -> None:
+    metrics = Metrics()
+    before = Gauges(
+        queue_depth={"qwen": 3},
+        in_flight={"qwen": 2},
+        slots={("qwen", "ready"): 1},
+        memory_mib={("qwen", "gpu0"): 4096},
+        devices={"gpu0": DeviceMemory(8192, 3000, 100)},
+        connections=7,
+        uptime_s=12.5,
+    )
+    assert value(metrics, "greenroom_queue_depth", before, model="qwen") == 3
+    assert value(metrics, "greenroom_in_flight", before, model="qwen") == 2
+    assert value(metrics, "greenroom_slots", before, model="qwen", tier="ready") == 1
+    assert value(metrics, "greenroom_model_memory_mib", before, model="qwen", device="gpu0") == 4096
+    assert value(metrics, "greenroom_device_capacity_mib", before, device="gpu0") == 8192
+    assert value(metrics, "greenroom_device_free_mib", before, device="gpu0") == 3000
+    assert value(metrics, "greenroom_device_foreign_mib", before, device="gpu0") == 100
+    assert value(metrics, "greenroom_connections", before) == 7
+    assert value(metrics, "greenroom_uptime_seconds", before) == 12.5
+    after = series_of(metrics, Gauges())
+    assert not [name for name, labels in after if dict(labels).get("model") == "qwen"]
+    assert not [name for name, labels in after if "device" in dict(labels)]
+
+
+def test_every_metric_shown_is_in_the_table_and_the_other_way_round() -> None:
+    body, _ = Metrics().render(Gauges())
+    shown = {line.split()[2] for line in body.decode().splitlines() if line.startswith("# TYPE")}
+    assert shown == {row.name for row in table.TABLE}
+    assert all(name.startswith("greenroom_") for name in shown)
+
+
+def test_fifty_thousand_made_up_ids_do_not_grow_the_series() -> None:
+    metrics = Metrics(is_known=lambda name: name == "qwen")
+    for number in range(50_000):
+        answer(metrics, model=f"made-up-{number}", tenant=f"t{number}", route="chat", status=404)
+        metrics.tokens(f"made-up-{number}", f"t{number}", 1, 1, 0)
+        metrics.looked_up(f"made-up-{number}", False)
+        metrics.rejected(f"made-up-{number}", "model_not_found")
+    answer(metrics, tenant="late")
+    shown, _ = metrics.render(Gauges())
+    lines = set(shown.splitlines())
+    assert b'greenroom_requests_total{model="unknown",route="chat",status="404"} 50000.0' in lines
+    assert b'greenroom_tenant_requests_total{model="unknown",tenant="other"} 40000.0' in lines
+    assert b'greenroom_tenant_requests_total{model="qwen",tenant="other"} 1.0' in lines
+    assert b'greenroom_rejections_total{code="model_not_found",model="unknown"} 50000.0' in lines
+    assert len(set(re.findall(rb'tenant="([^"]*)"', shown))) == table.TENANT_SERIES_MAX + 1
+    # The shortcuts of the hot path are bounded as well.
+    assert set(metrics._request_series) == {("qwen", "chat", 200)}
+    assert len(metrics._tenant_series) <= table.TENANT_SERIES_MAX
+
+
+def test_models_routes_and_statuses_are_capped_even_when_all_are_taken_for_real() -> None:
+    metrics = Metrics()
+    for number in range(3_000):
+        answer(metrics, model=f"m{number}", route=f"r{number}", status=number)
+    shown, _ = metrics.render(Gauges())
+    counted = re.findall(rb'requests_total{model="(.*?)",route="(.*?)",status="(.*?)"}', shown)
+    models, routes, statuses = (set(values) for values in zip(*counted, strict=True))
+    assert len(models) == table.MODELS_MAX + 1
+    assert len(routes) == table.ROUTES_MAX + 1
+    assert len(statuses) == 500 + 1
+
+
+def test_label_with_line_break_and_quote_stays_one_label() -> None:
+    metrics = Metrics()
+    odd = 'a"b\\c\nd{e}'
+    answer(metrics, tenant=odd)
+    assert value(metrics, "greenroom_tenant_requests_total", model="qwen", tenant=odd) == 1
+
+
+def test_rendering_in_a_thread_survives_counting_beside_it() -> None:
+    metrics = Metrics()
+    rendered: list[bytes] = []
+    failed: list[BaseException] = []
+
+    def scrape() -> None:
+        try:
+            rendered.extend(metrics.render(Gauges())[0] for _ in range(10))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    number = 0
+    while thread.is_alive():
+        number += 1
+        answer(metrics, tenant=f"t{number}")
+    thread.join()
+    assert not failed
+    assert len(rendered) == 10

@@ -1,0 +1,77 @@
+"""The arrows of the architecture, as a test: imports go down only, and the gateway never imports torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "greenroom"
+
+# What each part may import of ours, besides itself. `errors` is a leaf that anyone may import.
+MAY_IMPORT = {
+    "errors": set(),
+    "core": set(),
+    "config": {"core"},
+    "process": {"config", "core"},
+    "memory": {"config", "core"},
+    "proxy": {"config", "core"},
+    "tenancy": {"config", "core"},
+    "telemetry": {"config", "core"},
+    "engines": {"process", "config", "core"},
+    "workers": set(),
+    "runtime": {"engines", "process", "memory", "proxy", "telemetry", "config", "core"},
+    "server": {"runtime", "engines", "process", "memory", "proxy", "tenancy", "telemetry", "config", "core"},
+    "app": {"server", "runtime", "engines", "process", "memory", "proxy", "tenancy", "telemetry", "config", "core"},
+    "cli": {"app", "config", "core", "memory", "tenancy", "telemetry", "process", "engines"},
+}
+# The core is pure: nothing that waits, reads a clock, does I/O, logs or draws numbers.
+CORE_MAY_IMPORT = {"__future__", "bisect", "collections", "dataclasses", "enum", "heapq", "math", "typing"}
+# Programs for child processes that must start quickly or under another Python: the standard library and one engine.
+STANDALONE = {"process/keeper.py": set(), "workers/llamacpp_server.py": {"xllamacpp"}}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module else set()
+    return found
+
+
+def part_of(name: str) -> str:
+    words = name.split(".")
+    return words[1] if len(words) > 1 else ""
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_go_down_only(path: Path) -> None:
+    inside = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    if inside in ("__init__", "__main__"):
+        return
+    ours = {part_of(name) for name in imports(path) if name.split(".")[0] == "greenroom"}
+    # `from greenroom import errors` and the version are the root's own.
+    forbidden = ours - MAY_IMPORT[inside] - {inside, "errors", "__version__", ""}
+    assert not forbidden, f"{path} imports {forbidden}"
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "core").glob("*.py")), ids=lambda path: path.name)
+def test_core_is_pure(path: Path) -> None:
+    foreign = {name.split(".")[0] for name in imports(path)} - {"greenroom"} - CORE_MAY_IMPORT
+    assert not foreign, f"core may not import {foreign}"
+
+
+@pytest.mark.parametrize("name", sorted(STANDALONE))
+def test_programs_for_child_processes_stand_alone(name: str) -> None:
+    foreign = {word.split(".")[0] for word in imports(SOURCE / name)} - set(sys.stdlib_module_names)
+    assert foreign <= STANDALONE[name]
+
+
+def test_gateway_process_never_imports_heavy_packages() -> None:
+    code = "import sys, greenroom.app; print([m for m in ('torch', 'numpy', 'xllamacpp', 'gguf') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
