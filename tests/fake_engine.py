@@ -7,9 +7,9 @@ Answers `GET /health`, `POST /v1/chat/completions` and `/v1/completions` (JSON, 
 that sends every byte back. `tokens`, `token_s` and `stall_after` in a request override the switches of that name. Every
 answer contains `--name`.
 
-The journal gets one JSON line per event (start, ready, request, done, cancelled, term, forked, doubled), so that a test can
-see from outside that nothing was answered twice and nothing stopped while it answered. `done` is noted just after the
-last byte was written, so a client may have its answer a moment before: wait for the line.
+The journal gets one JSON line per event (start, ready, request, done, cancelled, term, forked, doubled), so that a test
+can see from outside that nothing was answered twice and nothing stopped while it answered. `done` is noted just after
+the last byte was written, so a client may have its answer a moment before: wait for the line.
 """
 
 from __future__ import annotations

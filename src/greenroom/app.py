@@ -75,7 +75,7 @@ class App:
         self._shutdown: asyncio.Task[None] | None = None
 
         self.catalog, self.slots, self.hub = Catalog(), Slots(), Hub()
-        self.metrics, self.activity = Metrics(), Activity()
+        self.metrics, self.activity = Metrics(self.catalog.is_known), Activity()
         self.observer = Observer(self.hub, self.metrics)
         self.effects = AsyncEffects(self.slots, self.observer, self.clock)
         self.loop = SchedulerLoop(Scheduler(self.effects))
@@ -181,6 +181,10 @@ class App:
             async with asyncio.timeout(self.config.server.drain_s + STOP_MAX_S):
                 await self.loop.until(lambda: not state.slots)
                 await self.inference.finished()
+                await self.mover.cleared_up()
+        # Streams of events and logs end by themselves once nothing more will be said.
+        self.hub.close()
+        await asyncio.sleep(0)
         self.management.close()
         await self.edge.close()
         self.inference.vigil.close()

@@ -200,7 +200,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
         waiting = {call.id for call in self.world.calls_by_id.values() if call.fate is Fate.WAITING}
         assert callers == waiting
         assert set(state.grants) == {call.id for call in self.world.calls_by_id.values() if call.fate is Fate.GRANTED}
-        assert {timer: at for timer, at in state.timers.items()} == self.world.timers
+        assert state.timers == self.world.timers
 
     def teardown(self) -> None:
         if not self.ends_abruptly:

@@ -1,7 +1,7 @@
 """A small deterministic world for the scheduler: a clock, engines that take their time, and accounts of its own.
 
-`Recorder` only writes effects down. `World` plays them: loads and answers take time on a virtual clock, and every effect
-is judged against what the world itself knows (memory, tiers, who waits), never against the scheduler's own tables.
+`Recorder` only writes effects down. `World` plays them: loads and answers take time on a virtual clock, and every
+effect is judged against what the world itself knows (memory, tiers, who waits), never against the scheduler's tables.
 """
 
 from __future__ import annotations

@@ -87,9 +87,10 @@ class Raw:
         if bodiless or status in (204, 304):
             return Answer(status, headers, b"")
         async with asyncio.timeout(PATIENCE_S):
-            return await self._with_body(status, headers)
+            return await self.rest(status, headers)
 
-    async def _with_body(self, status: int, headers: dict[str, str]) -> Answer:
+    async def rest(self, status: int, headers: dict[str, str]) -> Answer:
+        """The answer whose head was this."""
         if "content-length" in headers:
             try:
                 return Answer(status, headers, await self.reader.readexactly(int(headers["content-length"])))

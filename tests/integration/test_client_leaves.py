@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,11 @@ class House:
         raw.ask(body)
         return raw
 
+    def others_leave(self) -> None:
+        for other in self.others:
+            other.leave()
+        self.others.clear()
+
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
@@ -59,6 +64,12 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
         # Ready before the first test, so that each starts from the same place.
         assert (await chat(app, "one")).text == "one 1 2 3"
         yield House(app, journal)
+
+
+@pytest.fixture(autouse=True)
+def others_leave(house: House) -> Iterator[None]:
+    yield
+    house.others_leave()
 
 
 # --- the phases: each leaves the client in one ----------------------------------------------------------------------
@@ -185,9 +196,7 @@ async def test_client_that_leaves_is_forgotten_at_once(
     assert not is_forgotten()
     raw.leave(how)
     await until(is_forgotten, f"forgotten after {phase.__name__}", AT_ONCE_S)
-    for other in house.others:
-        other.leave()
-    house.others.clear()
+    house.others_leave()
     await at_rest(house.app)
     assert (await chat(house.app, "one")).text == "one 1 2 3"
 

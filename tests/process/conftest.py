@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from pathlib import Path
 
 import pytest
 import uvloop
@@ -13,7 +12,7 @@ from greenroom.process import orphans
 from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Child, spawn
 
-from .trees import ENGINE, engine_command, new_identity
+from .trees import engine_command, new_identity
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -40,8 +39,3 @@ async def start() -> AsyncIterator[Start]:
     yield starter
     for identity in starter.identities:
         await orphans.sweep(identity, spare=frozenset())
-
-
-@pytest.fixture
-def engine() -> Path:
-    return ENGINE

@@ -475,7 +475,7 @@ def mutated(chance: random.Random) -> bytes:
 def test_mutated_forms_are_refused_or_mean_one_thing() -> None:
     chance = random.Random(7)
     outcomes = {"read": 0, "refused": 0}
-    for _ in range(5_000):
+    for _ in range(3_000):
         body = mutated(chance)
         try:
             found = read(body, size=chance.choice((11, 100, 10_000)))
@@ -488,7 +488,7 @@ def test_mutated_forms_are_refused_or_mean_one_thing() -> None:
         kept = {name: text for name, text in found.fields.items() if name != "model" and not name.startswith("x_")}
         assert {name: text for name, text in again.fields.items() if name != "model"} == kept
     # Both happen often, so that neither is untested.
-    assert min(outcomes.values()) > 500
+    assert min(outcomes.values()) > 300
 
 
 @patient

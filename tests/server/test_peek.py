@@ -122,7 +122,7 @@ def test_nesting_without_end_is_refused(opening: bytes) -> None:
     refused(opening + b"[" * 500_000 + b"]" * 500_000 + b"}")
 
 
-@pytest.mark.parametrize("count", [FIELDS_MAX + 1, 20_000, 2_000_000])
+@pytest.mark.parametrize("count", [FIELDS_MAX + 1, 20_000, 500_000])
 def test_fields_without_end_are_refused(count: int) -> None:
     body = b'{"model":"m",%b}' % b",".join(b'"%x":1' % number for number in range(count))
     assert "fields" in refused(body).message

@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import os
 import shutil
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from greenroom.cli import overrides, screen
 from greenroom.cli.failures import CommandFailed
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 NAME = "demo"
 HELP = "Fetch two small models once (180 MB) and serve them: smollm2 (chat) and minilm (embeddings)."
+
+THREADS_MAX: Final = 4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -88,9 +91,18 @@ def _model(model: DemoModel) -> Model:
         embedding=not chats,
         # A sentence encoder reads 512 tokens at most, for each of four requests at once.
         ctx_size=4096 if chats else 2048,
+        threads=_threads(),
         preload=chats,
+        # The first answer warms it up just as well, and the demo changes models often.
+        args=("--no-warmup",),
         description="SmolLM2 135M Instruct, a chat model" if chats else "all-MiniLM-L6-v2, sentence embeddings",
     )
+
+
+def _threads() -> int:
+    """Half of the cores: llama.cpp's threads wait for each other at every step, so on a busy machine one that does not
+    get its core holds up all of them. Models this small do not profit from more than four."""
+    return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // 2))
 
 
 def _greet(app: App, took_s: float) -> None:

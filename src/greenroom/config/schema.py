@@ -180,7 +180,7 @@ class Server(Section):
     drain_s: Seconds = 30
     """How long running answers may go on after SIGTERM."""
     docs: bool = True
-    """Serve the interactive reference of the management API at /api/v1/docs."""
+    """Serve the reference of the management API at /api/v1/docs."""
 
 
 class Scheduler(Section):

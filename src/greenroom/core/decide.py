@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from greenroom.core import placement
 from greenroom.core.effects import RejectCode
 from greenroom.core.model import (
-    NO_CLAIM,
     Claim,
     DeviceId,
     ModelId,
@@ -157,22 +156,34 @@ def _decide_swap(state: State, waiter: Waiter, record: ModelRecord, asleep: Slot
     if not ways:
         need = spec.need_asleep if kind is MoveKind.PREPARE and spec.need_asleep is not None else record.need
         return Refuse(RejectCode.TOO_LARGE, None, *placement.shortfall(spec, need, state.devices, most))
-    held = state.ledger.held_by(asleep.id) if asleep is not None else NO_CLAIM
-    wanted = tuple(_less(during, held) for _, during in ways)
-    target = Target(spec.id, wanted, waiter.priority)
-    eviction = _eviction(state, target, asleep, room)
+    # Ways on devices where an earlier waiter's place is kept are left out, unless there are no others.
+    open_ways = [way for way in ways if not _barred(state, waiter, spec.id, frozenset(), _takes_on(way))] or ways
+    target = Target(spec.id, tuple(way.wants for way in open_ways), waiter.priority)
+    eviction = _eviction(state, waiter, target, asleep, room)
     if eviction is None:
         return Wait("no_room", spec.id, _blocked_by_moves(state, waiter, target, room))
     if eviction.is_blocked:
         return Wait("residents_busy", spec.id, _blocked(waiter, target, eviction.claim, eviction.victims, room))
     if eviction.victims and waiter.kind is WaiterKind.PRELOAD and not spec.pinned:
         return Wait("would_evict", spec.id)
+    way = open_ways[target.options.index(eviction.claim)]
     victims = frozenset(victim.slot for victim in eviction.victims)
-    takes_on = tuple(device for device, mib in eviction.claim.items() if mib > 0)
-    if behind := _barred(state, waiter, spec.id, victims, frozenset(takes_on)):
+    if behind := _barred(state, waiter, spec.id, victims, _takes_on(way)):
         return Wait("barred", spec.id, behind=behind.model)
-    claim, _ = ways[wanted.index(eviction.claim)]
-    return Swap(spec.id, kind, claim, eviction.victims, takes_on, asleep.id if asleep is not None else None)
+    wakes = asleep.id if asleep is not None else None
+    return Swap(spec.id, kind, way.claim, eviction.victims, tuple(sorted(_takes_on(way))), wakes)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A place where a model could be: its claim there when ready, and what its move wants beyond what it holds."""
+
+    claim: Claim
+    wants: Claim
+
+
+def _takes_on(way: Way) -> frozenset[DeviceId]:
+    return frozenset(device for device, mib in way.wants.items() if mib > 0)
 
 
 def _kind(waiter: Waiter, spec: ModelSpec, asleep: Slot | None) -> MoveKind:
@@ -189,46 +200,51 @@ def _ways(
     asleep: Slot | None,
     room: Mapping[DeviceId, int],
     most: Mapping[DeviceId, int],
-) -> list[tuple[Claim, Claim]]:
-    """Where it could be when ready, each with what it holds during the move; only those that can ever be."""
+) -> list[Way]:
+    """Every place where it can ever be; none if it is too large."""
     if asleep is not None:
-        ways = [(asleep.claim, asleep.needs_for(kind))]
-    else:
-        claims = placement.options(record.spec, record.need, state.devices, room, most)
-        ways = [(claim, state.asleep_at(record.spec, claim) if kind is MoveKind.PREPARE else claim) for claim in claims]
-    return [way for way in ways if all(mib <= most.get(device, 0) for device, mib in way[1].items())]
+        during = asleep.needs_for(kind)
+        held = state.ledger.held_by(asleep.id)
+        return [Way(asleep.claim, _less(during, held))] if _fits(during, most) else []
+    claims = placement.options(record.spec, record.need, state.devices, room, most)
+    if kind is MoveKind.LOAD:
+        return [Way(claim, claim) for claim in claims]
+    ways = [Way(claim, state.asleep_at(record.spec, claim)) for claim in claims]
+    return [way for way in ways if _fits(way.wants, most)]
+
+
+def _fits(claim: Claim, most: Mapping[DeviceId, int]) -> bool:
+    return all(mib <= most.get(device, 0) for device, mib in claim.items())
 
 
 def _less(claim: Claim, held: Claim) -> Claim:
     return {device: mib - held.get(device, 0) for device, mib in claim.items()}
 
 
-def _eviction(state: State, target: Target, but: Slot | None, room: Mapping[DeviceId, int]) -> Eviction | None:
+def _eviction(
+    state: State, waiter: Waiter, target: Target, but: Slot | None, room: Mapping[DeviceId, int]
+) -> Eviction | None:
     """Let residents sleep if that makes enough room at once, else let them go cold if that does."""
-    swapper = state.policy.swapper
-    found = swapper.eviction_for(target, residents(state, but, target.priority, sleep=True), room)
-    can_sleep = any(slot.can_sleep and slot.tier is Tier.READY for slot in state.slots.values())
+    swapper, stay = state.policy.swapper, [slot for slot in state.slots.values() if _stays(slot, but)]
+    found = swapper.eviction_for(target, [_resident(state, waiter, target, slot, True) for slot in stay], room)
+    can_sleep = any(slot.can_sleep and slot.tier is Tier.READY for slot in stay)
     if not can_sleep or (found is not None and not found.is_blocked):
         return found
-    colder = swapper.eviction_for(target, residents(state, but, target.priority, sleep=False), room)
+    colder = swapper.eviction_for(target, [_resident(state, waiter, target, slot, False) for slot in stay], room)
     return found if colder is None or (found is not None and colder.is_blocked) else colder
 
 
-def residents(state: State, but: Slot | None, priority: int, *, sleep: bool) -> list[Resident]:
-    """Everyone who holds memory and stays, with what their leaving would give."""
-    return [
-        _resident(state, slot, priority, sleep=sleep)
-        for slot in state.slots.values()
-        if slot is not but and not slot.is_going and not slot.lost
-    ]
+def _stays(slot: Slot, but: Slot | None) -> bool:
+    """Holds memory, or will, and is not about to give it back."""
+    return slot is not but and not slot.is_going and not slot.lost
 
 
-def _resident(state: State, slot: Slot, priority: int, *, sleep: bool) -> Resident:
-    sleeps = sleep and slot.tier is Tier.READY and slot.can_sleep
+def _resident(state: State, waiter: Waiter, target: Target, slot: Slot, may_sleep: bool) -> Resident:
+    sleeps = may_sleep and slot.tier is Tier.READY and slot.can_sleep
     held = state.ledger.held_by(slot.id)
     # A holder of a lease leaves only for somebody more urgent, and only if it said that it can be asked to; it is
     # asked rather than waited for.
-    holds_on = slot.lease is not None and slot.last_priority <= priority
+    holds_on = slot.lease is not None and slot.last_priority <= waiter.priority
     moving = slot.move is not None or slot.planned is not None
     return Resident(
         slot=slot.id,
@@ -237,9 +253,18 @@ def _resident(state: State, slot: Slot, priority: int, *, sleep: bool) -> Reside
         leaves_to=Tier.ASLEEP if sleeps else Tier.COLD,
         priority=slot.last_priority,
         last_used=slot.last_used,
-        is_busy=not slot.is_idle and slot.lease is None,
+        is_busy=slot.lease is None and (not slot.is_idle or _is_wanted(state, waiter, target.model, slot)),
         is_fixed=slot.spec.pinned or moving or holds_on,
     )
+
+
+def _is_wanted(state: State, waiter: Waiter, model: ModelId, slot: Slot) -> bool:
+    """Whether somebody waits for this idle slot who came later but may pass: warm waiters go first, within limits."""
+    first = state.waitlist.first(slot.model)
+    if first is None or first.kind is not WaiterKind.REQUEST or first.key < waiter.key or not slot.is_serving:
+        return False
+    ahead = Blocked(waiter.key, model, waiter.priority, frozenset({slot.id}), frozenset())
+    return state.policy.may_pass(first, ahead, state.overtaken.get(model, 0))
 
 
 def _given(held: Claim, kept: Claim) -> Claim:

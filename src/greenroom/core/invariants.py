@@ -5,7 +5,7 @@ Raises AssertionError naming the property. Used by tests and by the simulator; c
 
 from __future__ import annotations
 
-from greenroom.core.decide import Join, Wait, decide
+from greenroom.core.decide import Join, Refuse, Wait, decide
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import LEGAL_MOVES, MoveKind, Slot, Tier
 from greenroom.core.scheduler import Scheduler
@@ -81,13 +81,14 @@ def _tables_hold_only_what_is_there(state: State) -> None:
 def _nobody_waits_for_nothing(state: State, now: float) -> None:
     """No lost wake-up: nobody at the head of a queue could be served, brought or refused already.
 
-    Wishes may come a little later, when a move ends; whoever pauses is woken by a timer.
+    Wishes and bad news may come a little later, when a move ends; whoever pauses is woken by a timer.
     """
     for head in state.waitlist.heads():
         if head.kind is WaiterKind.PRELOAD or Timer(TimerKind.RETRY, head.model) in state.timers:
             continue
         plan = decide(state, head, now)
-        assert isinstance(plan, Wait | Join), f"{head.id} waits though it could have {plan}"
+        bad_news_later = isinstance(plan, Refuse) and (state.moves or state.ledger.promises)
+        assert bad_news_later or isinstance(plan, Wait | Join), f"{head.id} waits though it could have {plan}"
 
 
 def _slot_is_sane(slot: Slot) -> None:

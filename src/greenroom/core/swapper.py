@@ -31,7 +31,7 @@ class Resident:
     leaves_to: Tier
     priority: int
     last_used: float
-    is_busy: bool
+    is_busy: bool  # serving, or about to serve somebody who may go first
     is_fixed: bool  # pinned, arriving, or held by somebody who was not asked to leave
 
 

@@ -91,6 +91,10 @@ class Waitlist:
         """The first of every queue."""
         return [self._waiters[queue[0][1]] for queue in self._queues.values()]
 
+    def first(self, model: ModelId) -> Waiter | None:
+        queue = self._queues.get(model)
+        return self._waiters[queue[0][1]] if queue else None
+
     def at(self, model: ModelId, key: Key) -> Waiter:
         """The one who stands at this place."""
         queue = self._queues[model]

@@ -6,6 +6,7 @@ llama.cpp says `timings` in every answer; others say `usage` when asked to. The 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -34,18 +35,28 @@ class _Timings(msgspec.Struct):
     cache_n: int = 0
 
 
+class _Answer(msgspec.Struct):
+    """A whole answer; everything else in it is skipped."""
+
+    usage: _OpenAi | None = None
+    timings: _Timings | None = None
+
+
+_Said = TypeVar("_Said")
+
+# Objects inside a usage object; the largest known has two.
+NESTED_MAX = 8
+
 _openai = msgspec.json.Decoder(_OpenAi)
 _timings = msgspec.json.Decoder(_Timings)
+_answer = msgspec.json.Decoder(_Answer)
 
 
 def from_usage(tail: bytes) -> Usage | None:
     """The last `usage` object of the answer."""
-    found = _last_object(tail, b'"usage"')
-    if found is None:
-        return None
-    try:
-        said = _openai.decode(found)
-    except msgspec.DecodeError:
+    whole = _whole(tail)
+    said = whole.usage if whole is not None else _last(tail, b'"usage"', _openai)
+    if said is None:
         return None
     details = said.prompt_tokens_details
     return Usage(said.prompt_tokens, said.completion_tokens, (details and details.cached_tokens) or 0)
@@ -53,14 +64,9 @@ def from_usage(tail: bytes) -> Usage | None:
 
 def from_timings(tail: bytes) -> Usage | None:
     """llama.cpp's `timings`: it counts tokens read from the cache apart from those computed."""
-    found = _last_object(tail, b'"timings"')
-    if found is None:
-        return None
-    try:
-        said = _timings.decode(found)
-    except msgspec.DecodeError:
-        return None
-    return Usage(said.prompt_n + said.cache_n, said.predicted_n, said.cache_n)
+    whole = _whole(tail)
+    said = whole.timings if whole is not None else _last(tail, b'"timings"', _timings)
+    return None if said is None else Usage(said.prompt_n + said.cache_n, said.predicted_n, said.cache_n)
 
 
 def estimated(events: int) -> Usage:
@@ -68,26 +74,38 @@ def estimated(events: int) -> Usage:
     return Usage(0, events, estimated=True)
 
 
-def _last_object(tail: bytes, key: bytes) -> bytes | None:
+def _whole(tail: bytes) -> _Answer | None:
+    """A short answer that is no stream, read in one go."""
+    if not tail.startswith(b"{"):
+        return None
+    try:
+        return _answer.decode(tail)
+    except msgspec.DecodeError:
+        return None
+
+
+def _last(tail: bytes, key: bytes, decoder: msgspec.json.Decoder[_Said]) -> _Said | None:
     """The JSON object after the last occurrence of this key, if the tail holds all of it."""
     at = tail.rfind(key)
     while at >= 0:
         start = tail.find(b"{", at)
-        between = tail[at + len(key) : start].strip() if start >= 0 else b""
-        if between == b":":
-            return _balanced(tail, start)
+        if start >= 0 and tail[at + len(key) : start].strip() == b":":
+            return _object(tail, start, decoder)
         at = tail.rfind(key, 0, at)
     return None
 
 
-def _balanced(text: bytes, start: int) -> bytes | None:
-    """From this brace to the one that closes it. These objects hold no strings with braces."""
-    depth = 0
-    for at in range(start, len(text)):
-        if text[at] == 0x7B:
-            depth += 1
-        elif text[at] == 0x7D:
-            depth -= 1
-            if depth == 0:
-                return text[start : at + 1]
+def _object(tail: bytes, start: int, decoder: msgspec.json.Decoder[_Said]) -> _Said | None:
+    """The object that begins here. It is tried at each closing brace: it has few, and none in its strings."""
+    end = start
+    for _ in range(NESTED_MAX):
+        end = tail.find(b"}", end) + 1
+        if end == 0:
+            return None
+        try:
+            return decoder.decode(tail[start:end])
+        except msgspec.ValidationError:
+            return None
+        except msgspec.DecodeError:
+            continue
     return None

@@ -49,6 +49,7 @@ class Head:
         "http_version",
         "keep_alive",
         "method",
+        "note",
         "path",
         "peer_ip",
         "query",
@@ -70,6 +71,8 @@ class Head:
         self.chunked = False
         self.expects_continue = False
         self.upgrade: bytes | None = None
+        # What the upper layer found out at `admit` and wants to have at `handle`.
+        self.note: object = None
 
     def get(self, name: bytes) -> bytes | None:
         """The first value of this header. `name` is lower-case."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from greenroom.config.diff import Changes
 from greenroom.config.schema import PRIORITY_NAMES, Config, Model
 from greenroom.core.model import DeviceId, ModelId, ModelSpec
-from greenroom.engines.base import Engine
+from greenroom.engines.base import Ability, Engine
 from greenroom.engines.registry import engine_for
 
 
@@ -24,6 +24,7 @@ class Entry:
     config: Model
     engine: Engine
     spec: ModelSpec
+    abilities: frozenset[Ability] | None
 
 
 class Catalog:
@@ -95,7 +96,7 @@ def _entry(model_id: ModelId, revision: int, model: Model) -> Entry:
         pinned=model.pinned,
         preload=model.preload,
     )
-    return Entry(model_id, model, engine, spec)
+    return Entry(model_id, model, engine, spec, engine.abilities(model))
 
 
 def priority_number(priority: str | int) -> int:

@@ -13,7 +13,7 @@ from greenroom.core.events import Event, MoveDone, SlotsLost
 from greenroom.core.model import ModelId, Move, MoveId, MoveKind, Outcome, SlotId, Tier
 from greenroom.engines.base import Launch, Listens, Place
 from greenroom.errors import GreenroomError, LoadFailed
-from greenroom.process.ports import PortRange, is_ours
+from greenroom.process.ports import PortRange, is_ours, listener_pids
 from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.process.state_dir import StateDir
 from greenroom.proxy.upstream import Address, Pool
@@ -56,6 +56,8 @@ class Mover:
         self._tasks: dict[MoveId, asyncio.Task[Outcome]] = {}
         self._aborted: set[MoveId] = set()
         self._ports_in_use: dict[SlotId, int] = {}
+        # What engines that crashed left of their trees, being ended by their keepers.
+        self._remains: set[asyncio.Task[Exit]] = set()
         # Why the last load of a model failed; the scheduler knows only that it did.
         self.failures: dict[ModelId, GreenroomError] = {}
 
@@ -76,6 +78,11 @@ class Mover:
     @property
     def moving(self) -> int:
         return len(self._tasks)
+
+    async def cleared_up(self) -> None:
+        """Wait until nothing is left of engines that crashed. Each tree has its deadline in the keeper."""
+        while self._remains:
+            await asyncio.wait(self._remains)
 
     def _ended(self, move: Move, task: asyncio.Task[Outcome], began: float) -> None:
         del self._tasks[move.id]
@@ -113,6 +120,8 @@ class Mover:
 
     async def _load(self, move: Move, entry: Entry) -> None:
         """Start the engine and wait until it answers. Raises LoadFailed; leaves nothing behind when it does."""
+        # What a crashed engine held, memory above all, is free only when its last process has ended.
+        await self.cleared_up()
         for attempt in range(1, PORT_TRIES + 1):
             try:
                 await self._load_once(move, entry, attempt)
@@ -154,6 +163,7 @@ class Mover:
         try:
             await asyncio.wait((ended, ready), timeout=entry.config.load_timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
+                self._check_port_was_free(child, place, entry)
                 raise _failed(entry, child, f"the engine ended while loading ({ended.result()})")
             if not ready.done():
                 raise _failed(entry, child, f"it was not ready after {entry.config.load_timeout_s:g} s")
@@ -175,6 +185,15 @@ class Mover:
                 f"{entry.id}: port {place.port} is answered by another process, not by the engine. If it runs in a "
                 "container started by a daemon, set `listener: any`."
             )
+
+    def _check_port_was_free(self, child: Child, place: Place, entry: Entry) -> None:
+        """An engine that ended because a stranger was first on its port deserves another port, not a back-off."""
+        if place.port is None or entry.config.listener == "any":
+            return
+        holders = listener_pids(place.port)
+        # None: somebody who cannot be seen. What is left of the engine's own tree may hold it for a moment more.
+        if holders is None or holders - child.tree():
+            raise PortTaken(f"{entry.id}: the engine ended, and port {place.port} is held by another process.")
 
     def _give_back(self, slot: SlotId, socket: str | None) -> None:
         self._ports_in_use.pop(slot, None)
@@ -198,8 +217,15 @@ class Mover:
             return
         self._observer.lost(live.entry.id, live.id, str(exit))
         self._give_back(live.id, live.socket)
+        self._end_remains(live)
         self._post(SlotsLost(self._clock(), (live.id,), Tier.COLD, str(exit)))
         live.pool.close()
+
+    def _end_remains(self, live: LiveSlot) -> None:
+        stopping = live.child.stop(live.entry.config.stop_timeout_s)
+        task = asyncio.get_running_loop().create_task(stopping, name=f"remains {live.id}")
+        self._remains.add(task)
+        task.add_done_callback(self._remains.discard)
 
 
 def _address(place: Place) -> Address:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import TracebackType
 
 from greenroom.core.events import Event, RequestArrived, RequestGone, ServeDone
 from greenroom.core.model import RequestId
@@ -80,7 +79,7 @@ class Desk:
         self._post = post
         self._clock = clock
 
-    def arrive(self, event: RequestArrived) -> Held:
+    def arrive(self, event: RequestArrived) -> Ticket:
         """Ask for a slot. The decision may have come when this returns."""
         ticket = Ticket(event.request, event.now)
         self.open[event.request] = ticket
@@ -89,7 +88,7 @@ class Desk:
         except BaseException:
             del self.open[event.request]
             raise
-        return Held(self, ticket)
+        return ticket
 
     def lost(self, ticket: Ticket) -> None:
         """The engine went away before its first byte: back to the waiting, or rejected if that happened before."""
@@ -97,6 +96,7 @@ class Desk:
         self._post(ServeDone(self._clock(), ticket.id, lost_before_first_byte=True))
 
     def close(self, ticket: Ticket) -> None:
+        """The request is over, however it ended. Only the first call counts."""
         if not ticket.is_open:
             return
         ticket.is_open = False
@@ -106,21 +106,3 @@ class Desk:
             self._post(ServeDone(self._clock(), ticket.id))
         elif ticket.rejection is None:
             self._post(RequestGone(self._clock(), ticket.id))
-
-
-class Held:
-    """`with desk.arrive(…) as ticket:` leaves nothing behind."""
-
-    __slots__ = ("_desk", "_ticket")
-
-    def __init__(self, desk: Desk, ticket: Ticket) -> None:
-        self._desk = desk
-        self._ticket = ticket
-
-    def __enter__(self) -> Ticket:
-        return self._ticket
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._desk.close(self._ticket)

@@ -145,7 +145,7 @@ def _as_text(value: object) -> str:
 
 
 def _check_ability(entry: Entry, route: Route) -> None:
-    abilities = entry.engine.abilities(entry.config)
+    abilities = entry.abilities
     if route.ability is not None and abilities is not None and route.ability not in abilities:
         can = ", ".join(sorted(ability.value for ability in abilities))
         raise Unsupported(f"{entry.id} does not do {route.ability.value}; it does {can}.", param="model")

@@ -18,12 +18,12 @@ from greenroom.server.asgi import AsgiBridge
 from greenroom.server.inference import Inference
 from greenroom.server.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX
 from greenroom.server.settings import Settings
-from greenroom.tenancy.keys import Caller, Keys, presented_key
+from greenroom.tenancy.keys import ANYONE, Caller, Keys, presented_key
 
 # Answered to anyone: load balancers and orchestrators ask it and hold no key.
 OPEN_PATHS = frozenset({b"/health"})
 # Answered to every key; all other paths of the management API need an admin's.
-CALLER_PATHS = frozenset({b"/v1/models", b"/metrics"})
+CALLER_PATHS = frozenset({b"/v1/models", b"/models", b"/metrics"})
 CALLER_PREFIXES = (b"/v1/models/",)
 # The management API takes small JSON only.
 MANAGEMENT_BODY_MAX = 1024 * 1024
@@ -53,28 +53,34 @@ class FrontDoor:
         head = exchange.head
         route = MODEL_ROUTES.get(head.path)
         if route is not None:
-            self._inference.handle(exchange, route, self._caller(head))
+            self._inference.handle(exchange, route, _caller(head))
         elif head.path.startswith(UPSTREAM_PREFIX):
-            self._inference.handle(exchange, UPSTREAM, self._caller(head))
+            self._inference.handle(exchange, UPSTREAM, _caller(head))
         else:
             self._management.handle(exchange, routed_path(head), self._inference.next_id())
 
     def refuse(self, exchange: Exchange | None, head: Head | None, error: GreenroomError) -> tuple[int, Headers, bytes]:
         return render.response(error, self._inference.next_id())
 
-    def _caller(self, head: Head) -> Caller:
-        return self.keys.check(presented_key(head.get))
-
     def _authorise(self, head: Head) -> None:
-        if not self.keys.enabled or head.path in OPEN_PATHS:
+        if not self.keys.enabled:
+            head.note = ANYONE
             return
-        caller = self._caller(head)
+        if head.path in OPEN_PATHS:
+            return
+        head.note = caller = self.keys.check(presented_key(head.get))
         if head.path in MODEL_ROUTES or caller.admin:
             return
         path = routed_path(head)
         if path in CALLER_PATHS or path.startswith(CALLER_PREFIXES):
             return
         raise NotAllowed(f"The key {caller.name} may ask models, not manage them. Use a key with `admin: true`.")
+
+
+def _caller(head: Head) -> Caller:
+    """Who was admitted."""
+    assert isinstance(head.note, Caller), "every path to a model is authorised"
+    return head.note
 
 
 def routed_path(head: Head) -> bytes:

@@ -1,6 +1,6 @@
-"""Requests to models: from a complete request to a complete answer, counted and remembered.
+"""Requests to models: read, begun, and when they have ended counted and remembered.
 
-Owns one task a request. What the request is is read by `ask.py`; how it is served is in `running.py`.
+What a request asks is read by `ask.py`; how it is served is in `running.py`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-from greenroom.config.schema import Heartbeat
-from greenroom.core.events import RequestArrived
 from greenroom.core.model import RequestId
 from greenroom.engines import usage
 from greenroom.errors import GatewayBug, GreenroomError
@@ -23,7 +22,7 @@ from greenroom.runtime.tickets import Desk
 from greenroom.server import render
 from greenroom.server.ask import Ask, AskReader
 from greenroom.server.routes import UPSTREAM, Route
-from greenroom.server.running import Running
+from greenroom.server.running import Running, Shared
 from greenroom.server.settings import Settings
 from greenroom.server.vigil import Vigil
 from greenroom.telemetry.activity import Activity, Record
@@ -51,109 +50,39 @@ class Inference:
     ) -> None:
         self._reader = reader
         self._loop = loop
-        self._desk = desk
         self._activity = activity
         self._metrics = metrics
         self._settings = settings
         self._clock = clock
+        self._desk = desk
         self._tasks: set[asyncio.Task[None]] = set()
         # Ids of different runs do not meet; within one they are counted.
-        self._run, self._numbers = secrets.token_hex(4), itertools.count(1)
+        self._prefix, self._numbers = f"r-{secrets.token_hex(4)}-", itertools.count(1)
         self.vigil = Vigil(self._sweep_s, clock)
+        self._shared = Shared(desk, self.vigil, clock, self._outlook, self._spawn, self._ended)
 
     def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None:
-        """Answer this request. Returns at once; a task owns it from here on."""
-        task = asyncio.get_running_loop().create_task(self._own(exchange, route, caller))
-        self._tasks.add(task)
-        # The relay listens instead while it runs.
-        exchange.on_gone = lambda: _cancel(task)
-        task.add_done_callback(self._tasks.discard)
-
-    @property
-    def running(self) -> int:
-        return len(self._tasks)
-
-    async def finished(self) -> None:
-        """Wait until every request has ended."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-
-    def next_id(self) -> str:
-        return f"r-{self._run}-{next(self._numbers)}"
-
-    def _sweep_s(self) -> float:
-        settings = self._settings()
-        idle_s = settings.answer_idle_max_s or 3600.0
-        return min(settings.heartbeat_after_s, settings.heartbeat_every_s, idle_s) / 4
-
-    async def _own(self, exchange: Exchange, route: Route, caller: Caller) -> None:
-        """Whatever happens below ends here: as an answer, as an error, or in silence if nobody is left to hear it."""
+        """Answer this request. Returns at once."""
+        if route.is_multipart:
+            self._own(self._handle_form(exchange, route, caller), "form")
+            return
         request_id = self.next_id()
         try:
-            await self._serve(exchange, route, caller, request_id)
-        except GreenroomError as error:
-            if not exchange.started and not exchange.gone:
-                exchange.respond(*render.response(error, request_id))
-        except asyncio.CancelledError:
-            # The client left; were it the loop that ends, the edge would have cut the connection before.
-            if not exchange.gone:
-                exchange.cut()
-        except Exception as bug:
-            _log.error("request broke", request=request_id, error=repr(bug))
-            if not exchange.started:
-                exchange.respond(*render.response(GatewayBug("Something went wrong in the gateway."), request_id))
-            else:
-                exchange.cut()
+            read = self._reader.read_upstream if route is UPSTREAM else self._reader.read
+            self._begin(exchange, read(exchange, route, caller), request_id)
+        except Exception as error:
+            self._refuse(exchange, error, request_id)
 
-    async def _serve(self, exchange: Exchange, route: Route, caller: Caller, request_id: str) -> None:
+    async def _handle_form(self, exchange: Exchange, route: Route, caller: Caller) -> None:
+        request_id = self.next_id()
         try:
-            if route is UPSTREAM:
-                ask = self._reader.read_upstream(exchange, route, caller)
-            elif route.is_multipart:
-                ask = await self._reader.read_form(exchange, route, caller)
-            else:
-                ask = self._reader.read(exchange, route, caller)
-        except GreenroomError as refusal:
-            self._metrics.edge_refused(refusal.code)
-            raise
-        record = self._begin(ask, request_id)
-        failed: GreenroomError | None = None
-        running: Running | None = None
-        try:
-            with self._desk.arrive(self._arrival(ask, request_id)) as ticket:
-                self._metrics.looked_up(ask.entry.id, ticket.slot is not None)
-                running = Running(exchange, ask, ticket, self._desk, self._settings(), self._outlook)
-                self.vigil.add(running)
-                try:
-                    await running.serve()
-                except GreenroomError as failure:
-                    failed = failure
-                    running.fail(failure)
-                finally:
-                    record.wait_s = max(0.0, ticket.granted_at - ticket.arrived) if ticket.granted_at else None
-                    record.slot = ticket.slot.id if ticket.slot is not None else None
-                    self.vigil.remove(running)
-        finally:
-            self._end(ask, record, exchange, running, failed)
+            self._begin(exchange, await self._reader.read_form(exchange, route, caller), request_id)
+        except Exception as error:
+            self._refuse(exchange, error, request_id)
 
-    def _arrival(self, ask: Ask, request_id: str) -> RequestArrived:
-        settings, now = self._settings(), self._clock()
-        # Who hears heartbeats can wait long; who hears nothing gives up after a while without telling anyone.
-        patient = ask.stream and ask.heartbeat is not Heartbeat.OFF
-        wait_s = settings.stream_wait_max_s if patient else settings.wait_max_s
-        if ask.budget_s is not None:
-            wait_s = min(wait_s, ask.budget_s)
-        return RequestArrived(
-            now, RequestId(request_id), (ask.entry.id,), ask.priority, ask.tenant, now + wait_s, patient
-        )
-
-    def _outlook(self, request_id: str) -> tuple[int | None, float | None]:
-        outlook = self._loop.scheduler.outlook(RequestId(request_id), self._clock())
-        return (None, None) if outlook is None else (outlook.position, outlook.eta_s)
-
-    # --- written down ---------------------------------------------------------------------------------------------
-
-    def _begin(self, ask: Ask, request_id: str) -> Record:
+    def _begin(self, exchange: Exchange, ask: Ask, request_id: str) -> None:
+        if exchange.gone:
+            return
         record = Record(
             id=request_id,
             model=ask.entry.id,
@@ -166,33 +95,83 @@ class Inference:
             arrived_at=time.time(),
         )
         self._activity.begin(record)
-        return record
+        running = Running(exchange, ask, request_id, record, self._settings(), self._shared)
+        running.begin()
+        self._metrics.looked_up(ask.entry.id, running.ticket.granted_at == running.ticket.arrived)
 
-    def _end(
-        self, ask: Ask, record: Record, exchange: Exchange, running: Running | None, error: GreenroomError | None
-    ) -> None:
-        relay = running.relay if running is not None else None
-        record.total_s = max(0.0, time.time() - record.arrived_at)
-        record.error_code = error.code if error is not None else None
-        record.status = _status(exchange, relay, error)
+    def _refuse(self, exchange: Exchange, error: Exception, request_id: str) -> None:
+        """It never came to the scheduler."""
+        if isinstance(error, GreenroomError):
+            self._metrics.edge_refused(error.code)
+        else:
+            _log.bug("request broke", error, request=request_id)
+            error = GatewayBug("Something went wrong in the gateway.")
+        if not exchange.started and not exchange.gone:
+            exchange.respond(*render.response(error, request_id))
+
+    # --- tasks ----------------------------------------------------------------------------------------------------
+
+    def _spawn(self, running: Running) -> asyncio.Task[None]:
+        return self._own(running.run(), running.request_id)
+
+    def _own(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    @property
+    def running(self) -> int:
+        return len(self._desk.open)
+
+    async def finished(self) -> None:
+        """Wait until every request has ended."""
+        await self._loop.until(lambda: not self._desk.open)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def next_id(self) -> str:
+        return f"{self._prefix}{next(self._numbers)}"
+
+    def _sweep_s(self) -> float:
+        settings = self._settings()
+        idle_s = settings.answer_idle_max_s or 3600.0
+        return min(settings.heartbeat_after_s, settings.heartbeat_every_s, idle_s) / 4
+
+    def _outlook(self, request_id: str) -> tuple[int | None, float | None]:
+        outlook = self._loop.scheduler.outlook(RequestId(request_id), self._clock())
+        return (None, None) if outlook is None else (outlook.position, outlook.eta_s)
+
+    # --- written down ---------------------------------------------------------------------------------------------
+
+    def _ended(self, running: Running, error: GreenroomError | None) -> None:
+        ask, record, ticket, relay = running.ask, running.record, running.ticket, running.relay
+        record.total_s = total_s = max(0.0, time.time() - record.arrived_at)
+        record.status = _status(running.exchange, relay, error)
+        if error is not None:
+            record.error_code = error.code
+        if ticket.granted_at:
+            record.wait_s = ticket.granted_at - ticket.arrived
+        if ticket.slot is not None:
+            record.slot = ticket.slot.id
         if relay is not None:
-            self._read_answer(ask, record, relay)
+            self._read_answer(ask, record, relay, ticket.arrived)
         self._activity.end(record)
         self._metrics.request_done(
             model=ask.entry.id,
             tenant=ask.tenant,
             route=ask.route.name,
             status=record.status,
-            seconds=record.total_s,
+            seconds=total_s,
             wait_s=record.wait_s or 0.0,
             first_byte_s=record.first_byte_s,
         )
 
-    def _read_answer(self, ask: Ask, record: Record, relay: Relay) -> None:
+    def _read_answer(self, ask: Ask, record: Record, relay: Relay, arrived: float) -> None:
         """Tokens are read once, from the last bytes of the answer."""
         record.chunks = relay.events
         if relay.first_data_at is not None:
-            record.first_byte_s = max(0.0, relay.first_data_at - self._clock() + (record.total_s or 0.0))
+            record.first_byte_s = max(0.0, relay.first_data_at - arrived)
         if relay.status != 200 or ask.route is UPSTREAM:
             return
         said = ask.entry.engine.usage(relay.tail(), stream=ask.stream)
@@ -204,16 +183,10 @@ class Inference:
             self._metrics.tokens(ask.entry.id, ask.tenant, said.prompt, said.completion, said.cached)
 
 
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-
-
 def _status(exchange: Exchange, relay: Relay | None, error: GreenroomError | None) -> int:
     if error is not None:
         return error.status
-    if exchange.gone or (relay is not None and relay.outcome is Outcome.CLIENT_GONE):
-        return CLIENT_CLOSED
-    if relay is None:
+    if relay is None or exchange.gone or relay.outcome is Outcome.CLIENT_GONE:
         return CLIENT_CLOSED
     # A connection that left HTTP was answered by the engine's 101, which no relay forwards.
     return relay.status or SWITCHED

@@ -29,7 +29,7 @@ _ONE = MODELS + "/{model_id:path}"
 _STREAM_KINDS: dict[int | str, dict[str, Any]] = {200: {"content": {SSE: {}, PLAIN: {}}}}
 
 Lines = Annotated[int, Query(ge=0, le=LINES_MAX, description="The last so many lines.")]
-NoHistory = Annotated[str, Query(alias="no-history", description="Only lines from now on.")]
+NoHistory = Annotated[str | None, Query(alias="no-history", description="Only lines from now on.")]
 
 
 class Operating:
@@ -65,7 +65,7 @@ class Operating:
         return views.LogLines(model=entry.id, lines=[shown_line(line) for line in tail])
 
     async def stream_logs(
-        self, request: Request, model_id: ModelPath, lines: Lines = 200, no_history: NoHistory | None = None
+        self, request: Request, model_id: ModelPath, lines: Lines = 200, no_history: NoHistory = None
     ) -> Response:
         """What its engine prints, as server-sent events of one line each, or as plain text by `Accept`."""
         refuse_head(request)

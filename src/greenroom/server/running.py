@@ -1,26 +1,37 @@
-"""One request from its grant to its last byte: waiting with heartbeats, relaying, ending.
+"""One request from its arrival to its last byte: granted, relayed, ended; or waiting with heartbeats until it can be.
 
-Owns the order of things for one request. A client that leaves ends it at any point; so does the operator's cut, an
-engine that hangs, an engine that is lost. Before the first byte of the engine's answer a lost one is tried again, once.
+Owns the order of things for one request. A request for a ready model is sent on at once and then lives by callbacks; a
+task exists only while something has to be waited for. A client that leaves ends it at any point; so does the operator's
+cut, an engine that hangs, an engine that is lost. One lost before its first byte is tried again, once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from greenroom.config.schema import Heartbeat
-from greenroom.errors import EngineFault, EngineLost, EngineTimeout, GreenroomError
+from greenroom.core.events import RequestArrived
+from greenroom.core.model import RequestId
+from greenroom.errors import EngineFault, EngineLost, EngineTimeout, GatewayBug, GreenroomError
 from greenroom.proxy.edge import Exchange
 from greenroom.proxy.head import Headers
 from greenroom.proxy.headers import build_request
 from greenroom.proxy.heartbeat import HeartbeatKind, heartbeat
 from greenroom.proxy.relay import Outcome, Relay
 from greenroom.proxy.tunnel import Tunnel
+from greenroom.runtime.slots import LiveSlot
 from greenroom.runtime.tickets import Desk, Ticket
 from greenroom.server import render
 from greenroom.server.ask import Ask
 from greenroom.server.settings import Settings
+from greenroom.server.vigil import Vigil
+from greenroom.telemetry.activity import Record
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("server")
 
 _KINDS = {Heartbeat.COMMENT: HeartbeatKind.COMMENT, Heartbeat.CHUNK: HeartbeatKind.CHUNK}
 _SSE: Headers = [
@@ -28,150 +39,235 @@ _SSE: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_NO_BUFFERING = (b"x-accel-buffering", b"no")
+_DID_NOT_WAIT = (b"x-queue-wait-ms", b"0")
 # What an engine said of its own failure goes into the error up to this length.
 SAID_MAX = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all requests have in common. `ended` is told of each exactly once."""
+
+    desk: Desk
+    vigil: Vigil
+    clock: Callable[[], float]
+    outlook: Callable[[str], tuple[int | None, float | None]]
+    spawn: Callable[[Running], asyncio.Task[None]]
+    ended: Callable[[Running, GreenroomError | None], None]
 
 
 class Running:
     """One request being served. `relay` is the last one, kept for what it saw."""
 
     __slots__ = (
-        "_ask",
         "_beat_at",
         "_bytes_seen",
-        "_desk",
-        "_exchange",
         "_hung",
         "_moved_at",
-        "_outlook",
-        "_request_id",
         "_said",
         "_settings",
-        "_ticket",
+        "_shared",
+        "ask",
+        "exchange",
+        "record",
         "relay",
+        "request_id",
+        "ticket",
     )
 
     def __init__(
-        self,
-        exchange: Exchange,
-        ask: Ask,
-        ticket: Ticket,
-        desk: Desk,
-        settings: Settings,
-        outlook: Callable[[str], tuple[int | None, float | None]],
+        self, exchange: Exchange, ask: Ask, request_id: str, record: Record, settings: Settings, shared: Shared
     ) -> None:
-        self._exchange = exchange
-        self._ask = ask
-        self._ticket = ticket
-        self._desk = desk
+        self.exchange = exchange
+        self.ask = ask
+        self.request_id = request_id
+        self.record = record
+        self.ticket: Ticket
+        self.relay: Relay | None = None
         self._settings = settings
-        self._outlook = outlook
-        self._request_id = ticket.id.encode()
-        self._beat_at = ticket.arrived + settings.heartbeat_after_s
+        self._shared = shared
+        self._beat_at = self._moved_at = 0.0
         self._bytes_seen = -1
-        self._moved_at = ticket.arrived
         self._hung = False
         self._said: GreenroomError | None = None
-        self.relay: Relay | None = None
 
     # --- the way of one request -------------------------------------------------------------------------------------
 
-    async def serve(self) -> None:
-        """Answer the request. Raises the error to end it with; returns when it was answered or nobody is left to."""
-        ticket = self._ticket
-        while not self._exchange.gone:
-            if not ticket.is_settled or ticket.rejection is not None:
-                await ticket.wait(None)
-            if await self._relay_once():
-                return
+    def begin(self) -> None:
+        """Ask for a slot. If one and a connection to it are free, send at once; else a task waits for them."""
+        shared = self._shared
+        arrival = self._arrival(shared.clock())
+        self._beat_at = arrival.now + self._settings.heartbeat_after_s
+        self.ticket = shared.desk.arrive(arrival)
+        shared.vigil.add(self)
+        slot = self.ticket.slot
+        if slot is None or not self._send_now(slot):
+            self._go_on()
 
-    async def _relay_once(self) -> bool:
-        """Use the grant. False if it was lost before the engine's first byte and another has to be waited for."""
-        ticket, exchange = self._ticket, self._exchange
-        slot = ticket.slot
-        assert slot is not None
-        relay = self.relay = self._new_relay()
-        ticket.on_cut(relay.stop)
-        self._bytes_seen, self._moved_at = -1, ticket.granted_at
-        payload = self._ask.payload()
-        await slot.pool.send(self._engine_head(len(payload)), payload, relay)
-        outcome = relay.outcome or await relay.wait()
-        ticket.on_cut(None)
-        if outcome is Outcome.COMPLETE or outcome is Outcome.CLIENT_GONE:
-            return True
-        if outcome is Outcome.STOPPED:
-            raise self._stopped()
-        if outcome is Outcome.ENGINE_LOST and relay.before_first_byte:
-            exchange.on_gone = self._client_left
-            await slot.settle()
-            self._desk.lost(ticket)
-            return exchange.gone
-        raise self._said or relay.error or EngineLost(f"The engine of {self._ask.entry.id} was lost while it answered.")
-
-    def _client_left(self) -> None:
-        """Between two grants nobody else listens; `serve` sees `gone` at its next step."""
-
-    def _new_relay(self) -> Relay:
-        if self._exchange.head.upgrade is not None:
-            return Tunnel(self._exchange, extra_headers=self._extra_headers())
-        return Relay(
-            self._exchange,
-            extra_headers=self._extra_headers(),
-            committed=self._exchange.started,
-            drop_usage_event=self._ask.drop_usage,
-            on_bad_head=self._bad_head,
+    def _arrival(self, now: float) -> RequestArrived:
+        ask, settings = self.ask, self._settings
+        # Who hears heartbeats can wait long; who hears nothing gives up after a while without telling anyone.
+        patient = ask.stream and ask.heartbeat is not Heartbeat.OFF
+        wait_s = settings.stream_wait_max_s if patient else settings.wait_max_s
+        if ask.budget_s is not None:
+            wait_s = min(wait_s, ask.budget_s)
+        return RequestArrived(
+            now, RequestId(self.request_id), (ask.entry.id,), ask.priority, ask.tenant, now + wait_s, patient
         )
 
+    def _send_now(self, slot: LiveSlot) -> bool:
+        if slot.pool.idle_count == 0:
+            return False
+        payload = self.ask.payload()
+        relay = self._new_relay(self._relayed)
+        if not slot.pool.send_now(self._engine_head(len(payload)), payload, relay):
+            self.relay = None
+            return False
+        return True
+
+    def _relayed(self, relay: Relay) -> None:
+        """The relay has ended. What is not simply over is sorted out by a task."""
+        if relay.outcome is Outcome.COMPLETE or relay.outcome is Outcome.CLIENT_GONE:
+            self._end(None)
+        else:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        task = self._shared.spawn(self)
+
+        def leave() -> None:
+            task.cancel()
+
+        # While a relay runs it listens itself.
+        if self.relay is None or self.relay.outcome is not None:
+            self.exchange.on_gone = leave
+
+    async def run(self) -> None:
+        """The part that waits. Whatever happens ends here: as an answer, as an error, or in silence."""
+        error: GreenroomError | None = None
+        try:
+            await self._serve()
+        except GreenroomError as failure:
+            error = failure
+        except asyncio.CancelledError:
+            # The client left; were it the loop that ends, nobody would be left to tell.
+            self.exchange.cut()
+        except Exception as bug:
+            _log.bug("request broke", bug, request=self.request_id)
+            error = GatewayBug("Something went wrong in the gateway.")
+        self._end(error)
+
+    async def _serve(self) -> None:
+        relay = self.relay
+        while relay is None or await self._must_try_again(relay):
+            await self.ticket.wait(None)
+            if self.exchange.gone:
+                return
+            slot = self.ticket.slot
+            assert slot is not None
+            payload = self.ask.payload()
+            relay = self._new_relay(None)
+            await slot.pool.send(self._engine_head(len(payload)), payload, relay)
+            await relay.wait()
+
+    async def _must_try_again(self, relay: Relay) -> bool:
+        """Whether a relay that ended was lost before the engine's first byte. Raises what it failed of otherwise."""
+        ticket, exchange = self.ticket, self.exchange
+        ticket.on_cut(None)
+        if relay.outcome is Outcome.COMPLETE or relay.outcome is Outcome.CLIENT_GONE:
+            return False
+        if relay.outcome is Outcome.STOPPED:
+            raise self._stopped()
+        if relay.outcome is not Outcome.ENGINE_LOST or not relay.before_first_byte:
+            raise self._said or relay.error or EngineLost(f"The engine of {self.ask.entry.id} was lost.")
+        if exchange.gone:
+            return False
+        exchange.on_gone = _ending_this_task()
+        assert ticket.slot is not None
+        await ticket.slot.settle()
+        self._shared.desk.lost(ticket)
+        return True
+
+    def _new_relay(self, on_done: Callable[[Relay], None] | None) -> Relay:
+        if self.exchange.head.upgrade is not None:
+            relay: Relay = Tunnel(self.exchange, extra_headers=self._extra_headers(), on_done=on_done)
+        else:
+            relay = Relay(
+                self.exchange,
+                extra_headers=self._extra_headers(),
+                committed=self.exchange.started,
+                drop_usage_event=self.ask.drop_usage,
+                on_bad_head=self._bad_head,
+                on_done=on_done,
+            )
+        self.relay = relay
+        self._bytes_seen, self._moved_at = -1, self.ticket.granted_at
+        self.ticket.on_cut(relay.stop)
+        return relay
+
     def _extra_headers(self) -> Headers:
-        waited_ms = round((self._ticket.granted_at - self._ticket.arrived) * 1000)
-        headers: Headers = [(b"x-request-id", self._request_id), (b"x-queue-wait-ms", b"%d" % waited_ms)]
-        if self._ask.stream:
-            headers.append((b"x-accel-buffering", b"no"))
+        ticket = self.ticket
+        headers: Headers = [(b"x-request-id", self.request_id.encode())]
+        if ticket.granted_at == ticket.arrived:
+            headers.append(_DID_NOT_WAIT)
+        else:
+            headers.append((b"x-queue-wait-ms", b"%d" % round((ticket.granted_at - ticket.arrived) * 1000)))
+        if self.ask.stream:
+            headers.append(_NO_BUFFERING)
         return headers
 
     def _engine_head(self, length: int) -> bytes:
-        head = self._exchange.head
+        head = self.exchange.head
         return build_request(
             head.method,
-            self._ask.target,
+            self.ask.target,
             head.headers,
             host=b"localhost",
             length=length,
-            request_id=self._request_id,
+            request_id=self.request_id.encode(),
             allowed=self._settings.forward_headers,
             upgrade=head.upgrade,
         )
 
-    def _bad_head(self, status: int, headers: Headers, body: bytes) -> None:
-        """Heartbeats have begun the stream and the engine answers with something else: its words go into the error."""
-        said = body[:SAID_MAX].decode("utf-8", "replace")
-        self._said = _EngineSaid(f"{self._ask.entry.id} answered {status}.", details=said, status=status)
+    # --- how it ends ------------------------------------------------------------------------------------------------
 
-    def _stopped(self) -> GreenroomError:
-        if self._hung:
-            return EngineTimeout(f"{self._ask.entry.id} sent nothing for {self._settings.answer_idle_max_s:g} s.")
-        return self._ticket.cut_error or EngineLost(f"The answer of {self._ask.entry.id} was ended.")
+    def _end(self, error: GreenroomError | None) -> None:
+        """Once, whatever happened: the caller is told, the slot given back, the request written down."""
+        if error is not None:
+            self._tell(error)
+        self._shared.desk.close(self.ticket)
+        self._shared.vigil.remove(self)
+        self._shared.ended(self, error)
 
-    # --- how it can end badly ---------------------------------------------------------------------------------------
-
-    def fail(self, error: GreenroomError) -> None:
-        """Tell the client: by status while nothing was sent, by an event in a stream, by cutting it short otherwise."""
-        exchange, relay = self._exchange, self.relay
+    def _tell(self, error: GreenroomError) -> None:
+        """By status while nothing was sent, by an event in a stream, by cutting the answer short otherwise."""
+        exchange, relay = self.exchange, self.relay
         if exchange.gone or exchange.finished:
             return
         if not exchange.started:
-            exchange.respond(*render.response(error, self._ticket.id))
+            exchange.respond(*render.response(error, self.request_id))
         elif relay is not None:
             relay.fail(render.error_event(error))
         else:
             exchange.write(render.error_event(error))
             exchange.finish()
 
+    def _bad_head(self, status: int, headers: Headers, body: bytes) -> None:
+        """Heartbeats have begun the stream and the engine answers with something else: its words go into the error."""
+        said = body[:SAID_MAX].decode("utf-8", "replace")
+        self._said = _EngineSaid(f"{self.ask.entry.id} answered {status}.", details=said, status=status)
+
+    def _stopped(self) -> GreenroomError:
+        if self._hung:
+            return EngineTimeout(f"{self.ask.entry.id} sent nothing for {self._settings.answer_idle_max_s:g} s.")
+        return self.ticket.cut_error or EngineLost(f"The answer of {self.ask.entry.id} was ended.")
+
     # --- looked at by the vigil -------------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
         relay = self.relay
-        beats = self._ask.stream and self._ask.heartbeat is not Heartbeat.OFF
+        beats = self.ask.stream and self.ask.heartbeat is not Heartbeat.OFF
         if beats and now >= self._beat_at and self._is_waiting_for_data(relay):
             self._beat(now)
         if relay is not None and relay.outcome is None:
@@ -182,12 +278,12 @@ class Running:
 
     def _beat(self, now: float) -> None:
         """Tell a streaming caller that it is not forgotten. The first one commits to 200 and a stream."""
-        exchange, relay = self._exchange, self.relay
+        exchange, relay = self.exchange, self.relay
         if exchange.gone or exchange.finished or exchange.paused:
             return
         self._beat_at = now + self._settings.heartbeat_every_s
         if not exchange.started:
-            exchange.start(200, [*_SSE, (b"x-request-id", self._request_id)], None)
+            exchange.start(200, [*_SSE, (b"x-request-id", self.request_id.encode())], None)
             if relay is not None and relay.outcome is None:
                 relay.committed = True
         elif relay is not None and not relay.at_boundary:
@@ -195,14 +291,14 @@ class Running:
         exchange.write(self._heartbeat())
 
     def _heartbeat(self) -> bytes:
-        position, eta_s = self._outlook(self._ticket.id)
+        position, eta_s = self._shared.outlook(self.request_id)
         return heartbeat(
-            _KINDS[self._ask.heartbeat],
-            model=self._ask.asked_as,
+            _KINDS[self.ask.heartbeat],
+            model=self.ask.asked_as,
             position=position,
             eta_s=eta_s,
-            shape=self._ask.route.shape,
-            stream_id=self._ticket.id,
+            shape=self.ask.route.shape,
+            stream_id=self.request_id,
             created=int(time.time()),
         )
 
@@ -210,11 +306,21 @@ class Running:
         """An engine that sends nothing for too long is hung, unless it is the client who does not read."""
         total = relay.total_bytes
         tunnelled = isinstance(relay, Tunnel) and relay.is_open
-        if total != self._bytes_seen or self._exchange.paused or tunnelled:
+        if total != self._bytes_seen or self.exchange.paused or tunnelled:
             self._bytes_seen, self._moved_at = total, now
         elif 0 < self._settings.answer_idle_max_s < now - self._moved_at:
             self._hung = True
             relay.stop()
+
+
+def _ending_this_task() -> Callable[[], None]:
+    task = asyncio.current_task()
+    assert task is not None, "only a task waits"
+
+    def end() -> None:
+        task.cancel()
+
+    return end
 
 
 class _EngineSaid(EngineFault):

@@ -34,7 +34,7 @@ class Snapshot:
     # --- /v1/models -------------------------------------------------------------------------------------------------
 
     def card(self, entry: Entry) -> views.ModelCard:
-        config, abilities = entry.config, entry.engine.abilities(entry.config)
+        config, abilities = entry.config, entry.abilities
         record = self._state.models.get(entry.id)
         need = record.need if record is not None else entry.spec.need
         tier = tier_of(self._state.slots_of(entry.id)).value

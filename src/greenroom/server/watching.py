@@ -26,8 +26,8 @@ DECISIONS_SHOWN_MAX = 500
 # Ids of events are counted; this is more than any gateway will ever have told.
 EVENT_ID_MAX = 2**53
 
-EventId = Annotated[int, Query(ge=0, le=EVENT_ID_MAX, description="Begin after this event.")]
-LastEventId = Annotated[int, Header(alias="Last-Event-ID", ge=0, le=EVENT_ID_MAX)]
+EventId = Annotated[int | None, Query(ge=0, le=EVENT_ID_MAX, description="Begin after this event.")]
+LastEventId = Annotated[int | None, Header(alias="Last-Event-ID", ge=0, le=EVENT_ID_MAX)]
 
 
 class Watching:
@@ -67,9 +67,7 @@ class Watching:
         """The whole gateway at this moment: devices, models, slots, the queue."""
         return self._look().status()
 
-    async def events(
-        self, request: Request, after: EventId | None = None, last_event_id: LastEventId | None = None
-    ) -> Response:
+    async def events(self, request: Request, after: EventId = None, last_event_id: LastEventId = None) -> Response:
         """What happens, as server-sent events: one a move, rejection, reload …; `data` is JSON."""
         refuse_head(request)
         # A browser that comes back sends both; the header is newer than the address it was given once.

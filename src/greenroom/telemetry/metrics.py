@@ -119,6 +119,8 @@ class Metrics:
         # Shortcuts for the hot path. Only labels that were admitted as they are get one, so these are bounded too.
         self._request_series: dict[tuple[str, str, int], _RequestSeries] = {}
         self._tenant_series: dict[tuple[str, str], Count] = {}
+        self._token_series: dict[tuple[str, str], tuple[Count, Count, Count]] = {}
+        self._lookup_series: dict[str, tuple[Count, Count]] = {}
 
     def request_done(
         self,
@@ -143,13 +145,15 @@ class Metrics:
 
     def tokens(self, model: str, tenant: str, prompt: int, completion: int, cached: int) -> None:
         """`cached` are those of the prompt that the engine did not have to compute again."""
-        pair = self._pair(model, tenant)
-        for kind, amount in (("prompt", prompt), ("completion", completion), ("cached", cached)):
-            self._tokens.at(*pair, kind).add(amount)
+        series = self._token_series.get((model, tenant)) or self._token_series_of(model, tenant)
+        series[0].value += prompt
+        series[1].value += completion
+        series[2].value += cached
 
     def looked_up(self, model: str, hit: bool) -> None:
         """A request asked for this model, which was ready (a hit) or had to be brought up first (a miss)."""
-        self._lookups.at(self._model(model), "hit" if hit else "miss").add()
+        series = self._lookup_series.get(model) or self._lookup_series_of(model)
+        series[hit].value += 1
 
     def move_done(self, model: str, kind: str, outcome: str, seconds: float) -> None:
         """A move has ended. Only those with outcome "done" count for how long moves take."""
@@ -211,6 +215,21 @@ class Metrics:
         if pair == (model, tenant):
             self._tenant_series[pair] = count
         return count
+
+    def _token_series_of(self, model: str, tenant: str) -> tuple[Count, Count, Count]:
+        pair = self._pair(model, tenant)
+        prompt, completion, cached = (self._tokens.at(*pair, kind) for kind in ("prompt", "completion", "cached"))
+        if pair == (model, tenant):
+            self._token_series[pair] = (prompt, completion, cached)
+        return prompt, completion, cached
+
+    def _lookup_series_of(self, model: str) -> tuple[Count, Count]:
+        """Misses, then hits, so that the pair can be indexed by whether it was one."""
+        label = self._model(model)
+        pair = (self._lookups.at(label, "miss"), self._lookups.at(label, "hit"))
+        if label == model:
+            self._lookup_series[model] = pair
+        return pair
 
     # --- the exposition ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from greenroom.cli import demo
+from greenroom.cli.demo_models import DemoModel
+from greenroom.cli.main import main
+from greenroom.cli.overrides import Overrides
+from greenroom.config.problems import budget_mib, problems
+
+MODELS = [
+    DemoModel("smollm2", Path("/c/smollm2.gguf"), "chat", 300),
+    DemoModel("minilm", Path("/c/minilm.gguf"), "embedding", 160),
+]
+
+
+def test_the_budget_holds_each_model_but_not_both() -> None:
+    config = demo.configuration(MODELS, Overrides())
+    budget = budget_mib(config)
+    needs = [model.memory_mib or 0 for model in config.models.values()]
+    assert budget is not None
+    assert max(needs) <= budget < sum(needs)
+    assert [text for text in problems(config) if "there is no file" not in text] == []
+
+
+def test_only_the_embedding_model_serves_embeddings_and_only_the_chat_model_is_loaded_at_once() -> None:
+    models = demo.configuration(MODELS, Overrides()).models
+    assert {name: (model.embedding, model.preload) for name, model in models.items()} == {
+        "smollm2": (False, True),
+        "minilm": (True, False),
+    }
+
+
+def test_two_demos_on_two_ports_do_not_share_a_state_directory() -> None:
+    one, two = (demo.configuration(MODELS, Overrides(port=port)) for port in (1, 2))
+    assert one.state_dir != two.state_dir
+    assert demo.configuration(MODELS, Overrides(state_dir="/mine")).state_dir == "/mine"
+
+
+def test_without_llama_cpp_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("greenroom.cli.demo.shutil.which", lambda name: None)
+    monkeypatch.setattr("greenroom.cli.demo.importlib.util.find_spec", lambda name: None)
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err == "greenroom: the demo needs llama.cpp: pip install 'greenroom[demo]'\n"

@@ -1,0 +1,60 @@
+"""The guides are true: their configurations load, their commands exist, their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from greenroom.cli.main import parser
+from greenroom.config import loader
+
+ROOT = Path(__file__).parents[2]
+GUIDES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/quickstart.md")
+
+
+def blocks(guide: str, language: str) -> list[str]:
+    text = (ROOT / guide).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+YAML = [(guide, block) for guide in GUIDES for block in blocks(guide, "yaml")]
+COMMANDS = [
+    (guide, line[line.index("greenroom ") :])
+    for guide in GUIDES
+    for block in blocks(guide, "bash")
+    for line in block.splitlines()
+    if re.match(r"(\S*/)?greenroom ", line) and "--version" not in line
+]
+
+
+@pytest.mark.parametrize(("guide", "block"), YAML)
+def test_a_configuration_in_a_guide_is_a_right_one(guide: str, block: str, tmp_path: Path) -> None:
+    file = tmp_path / "greenroom.yaml"
+    file.write_text(block, encoding="utf-8")
+    loaded = loader.load(file, {})
+    # Nobody who copies it has these model files.
+    assert [text for text in loaded.warnings if "there is no" not in text] == []
+
+
+@pytest.mark.parametrize(("guide", "line"), COMMANDS)
+def test_a_command_in_a_guide_is_understood(guide: str, line: str) -> None:
+    words = shlex.split(line, comments=True)
+    assert parser().parse_args(words[1:]).run is not None
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_a_link_in_a_guide_leads_to_a_file(guide: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / guide).read_text(encoding="utf-8"))
+    local = [link for link in links if "://" not in link]
+    assert [link for link in local if not (ROOT / guide).parent.joinpath(link).exists()] == []
+
+
+def test_the_first_conversation_can_be_extracted() -> None:
+    section = (
+        (ROOT / "README.md").read_text(encoding="utf-8").partition("## A first conversation")[2].partition("\n## ")[0]
+    )
+    assert section.count("```bash") >= 3 and section.count("```python") == 1
+    assert len(YAML) >= 3 and len(COMMANDS) >= 8

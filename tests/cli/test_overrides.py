@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from greenroom.cli.main import parser
+from greenroom.cli.overrides import Overrides
+from greenroom.config.schema import Config, LogLevel, Server
+
+
+def said(*argv: str) -> Overrides:
+    return Overrides.of(parser().parse_args(["serve", *argv]))
+
+
+def test_what_is_not_said_is_left_as_the_file_has_it() -> None:
+    config = Config(server=Server(host="::1", port=9, insecure=True), state_dir="/s")
+    assert said().applied(config) == config
+
+
+def test_what_is_said_wins_and_nothing_else_changes() -> None:
+    config = Config(server=Server(host="::1", port=9, drain_s=3), state_dir="/s")
+    changed = said(
+        "--host", "0.0.0.0", "--port", "0", "--insecure", "--state-dir", "/t", "--log-level", "debug"
+    ).applied(config)
+    assert changed.server == Server(host="0.0.0.0", port=0, insecure=True, drain_s=3)
+    assert (changed.state_dir, changed.log.level) == ("/t", LogLevel.DEBUG)

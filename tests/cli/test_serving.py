@@ -1,0 +1,196 @@
+"""`greenroom serve` as a process: what it says, and what signals do to it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from greenroom.cli.main import main
+from greenroom.cli.serving import why_not_started
+from greenroom.config.schema import Config, Server
+
+DEADLINE_S = 60.0
+FILE = """
+server: {port: 1, drain_s: 5}
+models:
+  speech: {cmd: "serve --port ${PORT}"}
+"""
+
+
+class Served:
+    """A gateway in a process of its own; its output is read from files, so that it never waits for us."""
+
+    def __init__(self, folder: Path, *argv: str) -> None:
+        self._out, self._err = folder / "out", folder / "err"
+        command = [sys.executable, "-m", "greenroom.cli.main", "serve", "--state-dir", str(folder / "state"), *argv]
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=folder)
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    @property
+    def url(self) -> str:
+        self.until(lambda: "next, in another terminal" in self.out)
+        return next(word for word in self.out.split() if word.startswith("http://"))
+
+    def get(self, path: str) -> bytes:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(self.url + path, timeout=DEADLINE_S) as answer:
+            body: bytes = answer.read()
+        return body
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        return self.process.wait(DEADLINE_S)
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_so():
+            assert self.process.poll() is None, f"it ended: {self.err}"
+            assert time.monotonic() < deadline, f"it did not happen: {self.out} {self.err}"
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "greenroom.yaml"
+    file.write_text(FILE)
+    return file
+
+
+@contextlib.contextmanager
+def served(folder: Path, *argv: str) -> Iterator[Served]:
+    gateway = Served(folder, *argv)
+    try:
+        yield gateway
+    finally:
+        if gateway.process.poll() is None:
+            gateway.process.kill()
+        gateway.wait()
+
+
+def test_it_serves_says_where_and_ends_by_a_signal(file: Path) -> None:
+    with served(file.parent, "--port", "0") as gateway:
+        assert b"speech" in gateway.get("/v1/models")
+        assert f"greenroom serves 1 model at {gateway.url} (started in " in gateway.out
+        assert f"export GREENROOM_URL={gateway.url}" in gateway.out
+        assert "greenroom chat speech" in gateway.out
+        gateway.signal(signal.SIGTERM)
+        assert gateway.wait() == 0
+        assert "Traceback" not in gateway.err
+
+
+def test_sighup_reads_the_file_again_and_the_command_line_still_wins(file: Path) -> None:
+    with served(file.parent, "--port", "0", "--log-level", "error") as gateway:
+        assert b"second" not in gateway.get("/v1/models")
+        # The file's port is another than the one served on, and must not count as changed.
+        file.write_text(FILE + '  second: {cmd: "serve --port ${PORT}"}\n')
+        gateway.signal(signal.SIGHUP)
+        gateway.until(lambda: b"second" in gateway.get("/v1/models"))
+        assert gateway.err == ""
+
+
+def test_a_bad_file_at_sighup_is_logged_and_changes_nothing(file: Path) -> None:
+    with served(file.parent, "--port", "0") as gateway:
+        before = gateway.get("/v1/models")
+        file.write_text("modles: {}\n")
+        gateway.signal(signal.SIGHUP)
+        gateway.until(lambda: "not reloaded, nothing was changed" in gateway.err)
+        assert "greenroom.yaml:1" in gateway.err
+        assert json.loads(gateway.get("/v1/models")) == json.loads(before)
+
+
+def test_what_the_file_cannot_serve_is_a_warning(file: Path) -> None:
+    file.write_text("models: {chat: {path: missing.gguf}}\n")
+    with served(file.parent, "--port", "0") as gateway:
+        assert b"chat" in gateway.get("/v1/models")
+        assert "models.chat: path: there is no file" in gateway.err
+
+
+def test_every_open_file_the_system_allows_may_be_used(file: Path) -> None:
+    with served(file.parent, "--port", "0") as gateway:
+        gateway.get("/health")
+        limits = Path(f"/proc/{gateway.process.pid}/limits").read_text()
+        soft, hard = next(line for line in limits.splitlines() if line.startswith("Max open files")).split()[3:5]
+        assert soft == hard or int(soft) >= 65_536
+
+
+# --- what keeps it from starting ------------------------------------------------------------------------------------
+
+
+def test_a_taken_port_is_one_clear_line(file: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with served(file.parent, "--port", str(port)) as gateway:
+            assert gateway.wait() == 1
+            assert gateway.err.splitlines()[-1].startswith(f"greenroom: 127.0.0.1:{port} is taken")
+            assert "Traceback" not in gateway.err and gateway.out == ""
+
+
+def test_a_second_gateway_on_the_same_state_directory_is_refused(file: Path, tmp_path: Path) -> None:
+    with served(file.parent, "--port", "0") as first:
+        first.get("/health")
+        command = [sys.executable, "-m", "greenroom.cli.main", "serve", "--config", str(file), "--port", "0"]
+        command += ["--state-dir", str(tmp_path / "state")]
+        second = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert second.returncode == 1
+    assert f"held by the gateway with pid {first.process.pid}" in second.stderr
+    assert "Traceback" not in second.stderr
+
+
+def test_a_wrong_file_is_told_as_it_is(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("modles: {}\n")
+    assert main(["serve", "--config", str(file)]) == 1
+    assert capsys.readouterr().err.startswith(f"greenroom: {file}:1: modles: unknown key")
+
+
+def test_an_address_others_can_reach_needs_keys_or_the_word(file: Path, tmp_path: Path) -> None:
+    with served(tmp_path, "--host", "0.0.0.0", "--port", "0") as refused:
+        assert refused.wait() == 1
+        assert "server.api_keys" in refused.err.splitlines()[-1]
+    with served(tmp_path, "--host", "0.0.0.0", "--port", "0", "--insecure") as open_door:
+        assert open_door.url.startswith("http://127.0.0.1:")
+        assert b"speech" in open_door.get("/v1/models")
+
+
+def test_what_is_printed_holds_no_key(file: Path) -> None:
+    file.write_text(FILE.replace("drain_s: 5", "api_keys: [{name: me, key: gr-secret-0123456789abcdef}]"))
+    with served(file.parent, "--port", "0", "--log-level", "debug") as gateway:
+        assert "export GREENROOM_API_KEY=…" in (gateway.url and gateway.out)
+        assert "secret" not in gateway.out + gateway.err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.EADDRINUSE, "in use"), "--port"),
+        (OSError(errno.EADDRNOTAVAIL, "not available"), "--host"),
+        (socket.gaierror(socket.EAI_NONAME, "not known"), "--host"),
+        (PermissionError(errno.EACCES, "denied"), "may not listen on 10.0.0.1:80"),
+        (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/s/lock"), "/s/lock: Permission denied"),
+        (OSError(errno.EMFILE, "Too many open files"), "10.0.0.1:80: Too many open files"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line_that_says_what_to_do(error: OSError, said: str) -> None:
+    line = why_not_started(error, Config(server=Server(host="10.0.0.1", port=80)))
+    assert said in line and "\n" not in line

@@ -1,0 +1,362 @@
+"""Who goes next: priority, arrival, warm before cold within limits, joined loads, bounded queues."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from greenroom.core import events as ev
+from greenroom.core.effects import RejectCode
+from greenroom.core.events import Limits
+from greenroom.core.model import RequestId, Tier
+
+from .world import Engine, Fate, World, gpu, model
+
+
+def one_at_a_time(**limits: int) -> World:
+    """Two models that do not fit together."""
+    return World([model("a", 6_000), model("b", 6_000)], limits=Limits(**limits))
+
+
+def ready(world: World, *names: str) -> None:
+    """Bring these models one after the other and leave them idle."""
+    for name in names:
+        world.arrive(f"warm-{name}", name, takes_s=0.0)
+        world.run(10.0)
+        assert world.tier(name) is Tier.READY
+
+
+def test_a_request_for_a_ready_model_is_granted_before_its_arrival_returns() -> None:
+    world = one_at_a_time()
+    ready(world, "a")
+    assert world.arrive("r", "a").fate is Fate.GRANTED
+
+
+def test_a_request_for_a_cold_model_is_served_when_the_load_is_done() -> None:
+    world = one_at_a_time()
+    call = world.arrive("r", "a", takes_s=1.0)
+    assert world.kinds() == ["load a"] and call.fate is Fate.WAITING
+    world.run()
+    assert call.fate is Fate.SERVED and call.granted_at == 5.0 and world.is_at_rest()
+
+
+def test_fifty_requests_join_one_load() -> None:
+    world = World([model("a", concurrency=4)])
+    for number in range(50):
+        world.arrive(f"r{number}", "a", takes_s=0.5)
+    world.run()
+    assert world.kinds() == ["load a"]
+    assert world.granted() == [f"r{number}" for number in range(50)]
+    assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values())
+
+
+def test_requests_of_one_model_are_served_by_priority_then_by_arrival() -> None:
+    world = World([model("a")])
+    for name, priority in [("low1", 2), ("normal1", 1), ("low2", 2), ("urgent", 0), ("normal2", 1)]:
+        world.arrive(name, "a", priority=priority, takes_s=1.0)
+    world.run()
+    assert world.granted() == ["urgent", "normal1", "normal2", "low1", "low2"]
+
+
+def test_cold_models_are_brought_by_priority_of_who_waits_for_them() -> None:
+    world = World([model(name, 6_000) for name in "abc"])
+    world.arrive("running", "a", takes_s=10.0)
+    world.run(6.0)
+    world.arrive("normal", "b", takes_s=1.0)
+    world.arrive("urgent", "c", takes_s=1.0, priority=0)
+    world.run()
+    assert world.granted() == ["running", "urgent", "normal"]
+
+
+def test_concurrency_of_a_slot_makes_waiters_not_errors() -> None:
+    world = World([model("a", concurrency=2)])
+    ready(world, "a")
+    calls = [world.arrive(f"r{number}", "a", takes_s=1.0) for number in range(5)]
+    assert [call.fate for call in calls] == [Fate.GRANTED] * 2 + [Fate.WAITING] * 3
+    world.run()
+    assert [call.granted_at - calls[0].granted_at for call in calls] == [0, 0, 1, 1, 2]
+
+
+def test_the_engine_says_how_many_it_takes_at_once_unless_the_operator_did() -> None:
+    world = World([model("said"), model("told", concurrency=1)])
+    world.engines["said"] = world.engines["told"] = Engine(concurrency=3)
+    for name in ("said", "told"):
+        for number in range(3):
+            world.arrive(f"{name}{number}", name)
+    world.run(10.0)
+    assert [call.id for call in world.calls_by_id.values() if call.fate is Fate.GRANTED] == [
+        "said0",
+        "said1",
+        "said2",
+        "told0",
+    ]
+
+
+def test_an_engine_that_does_not_say_takes_one_at_a_time() -> None:
+    world = World([model("a")])
+    world.engines["a"] = Engine(concurrency=None)
+    world.arrive("r1", "a")
+    world.arrive("r2", "a")
+    world.run()
+    assert (world.fate("r1"), world.fate("r2")) == (Fate.GRANTED, Fate.WAITING)
+
+
+def test_a_full_queue_refuses_with_depth_and_a_time_to_come_back() -> None:
+    world = one_at_a_time(queue_depth_max=2)
+    for number in range(3):
+        world.arrive(f"r{number}", "a", takes_s=1.0)
+    rejection = world.calls_by_id["r2"].rejection
+    assert rejection is not None and rejection.code is RejectCode.QUEUE_FULL
+    assert (rejection.queue_depth, rejection.retry_after_s) == (2, 1.0)
+    world.run()
+    assert world.fate("r1") is Fate.SERVED
+    world.arrive("r3", "b", takes_s=1.0)
+    world.arrive("r4", "b", takes_s=1.0)
+    world.arrive("r5", "b", takes_s=1.0)
+    rejection = world.calls_by_id["r5"].rejection
+    assert rejection is not None and rejection.retry_after_s == rejection.avg_wait_s > 1.0
+
+
+def test_a_full_queue_still_serves_who_need_not_wait() -> None:
+    world = World([model("a", 6_000, concurrency=9), model("b", 6_000)], limits=Limits(queue_depth_max=1))
+    ready(world, "a")
+    world.arrive("busy", "a", takes_s=9.0)
+    world.arrive("waits", "b", takes_s=1.0)
+    assert world.arrive("warm", "a", takes_s=1.0).fate is Fate.GRANTED
+    assert world.arrive("cold", "b").fate is Fate.REJECTED
+
+
+@pytest.mark.parametrize("overtakes_max", [0, 3, 8])
+def test_equals_that_are_warm_pass_a_blocked_one_only_so_often(overtakes_max: int) -> None:
+    """The resident is never idle by itself: a new request comes before the last one has ended."""
+    world = World([model("a", 6_000, concurrency=2), model("b", 6_000)], limits=Limits(overtakes_max=overtakes_max))
+    ready(world, "a")
+    world.arrive("first", "a", takes_s=1.0)
+    cold = world.arrive("cold", "b", takes_s=1.0)
+    for number in range(60):
+        world.run(0.5)
+        world.arrive(f"warm{number}", "a", takes_s=1.0)
+    world.run()
+    granted = world.granted()
+    overtook = granted[granted.index("first") + 1 : granted.index("cold")]
+    assert cold.fate is Fate.SERVED and len(overtook) == overtakes_max
+    assert world.scheduler.state.counters.overtakes >= overtakes_max
+    assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values()), "and nobody else starves"
+
+
+def test_a_saturating_stream_on_two_models_lets_both_be_served() -> None:
+    world = one_at_a_time()
+    for number in range(100):
+        world.arrive(f"a{number}", "a", takes_s=1.0)
+        world.arrive(f"b{number}", "b", takes_s=1.0)
+        world.run(0.5)
+    world.run()
+    assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values())
+    turns = [name[0] for name in world.granted()]
+    swaps = sum(1 for one, other in pairwise(turns) if one != other)
+    assert 10 < swaps < 60, "warm ones go in batches, and the batches end"
+
+
+def test_a_lower_priority_never_passes_a_blocked_request() -> None:
+    world = World([model("a", 6_000, concurrency=2), model("b", 6_000)])
+    ready(world, "a")
+    world.arrive("running", "a", takes_s=5.0)
+    world.arrive("cold", "b", takes_s=1.0)
+    assert world.arrive("low", "a", takes_s=1.0, priority=2).fate is Fate.WAITING
+    assert world.arrive("equal", "a", takes_s=1.0).fate is Fate.GRANTED
+    world.run()
+    assert world.granted()[-2:] == ["cold", "low"]
+
+
+def test_a_more_urgent_request_passes_without_being_counted() -> None:
+    world = World([model("a", 6_000, concurrency=20), model("b", 6_000)])
+    ready(world, "a")
+    world.arrive("running", "a", takes_s=5.0)
+    world.arrive("cold", "b", takes_s=1.0)
+    for number in range(12):
+        assert world.arrive(f"urgent{number}", "a", takes_s=1.0, priority=0).fate is Fate.GRANTED
+    assert world.scheduler.state.counters.overtakes == 0
+    world.run()
+    assert world.fate("cold") is Fate.SERVED
+
+
+def test_a_later_and_less_urgent_waiter_for_the_same_model_does_not_weaken_the_first() -> None:
+    world = World([model("a", 6_000, concurrency=9), model("b", 6_000)])
+    ready(world, "a")
+    world.arrive("running", "a", takes_s=5.0)
+    world.arrive("urgent", "b", takes_s=1.0, priority=0)
+    world.arrive("low", "b", takes_s=1.0, priority=2)
+    assert world.arrive("normal", "a", takes_s=1.0).fate is Fate.WAITING
+
+
+def test_the_earlier_of_two_queues_is_looked_at_before_the_rest_of_the_other() -> None:
+    """Room for two opens at once: the second of queue a came after b's first and must count as passing it."""
+    world = World([model("a", 6_000, concurrency=2), model("b", 6_000)], limits=Limits(overtakes_max=0))
+    ready(world, "a")
+    for name in ("run1", "run2"):
+        world.arrive(name, "a")
+    world.arrive("a1", "a")
+    world.arrive("b1", "b")
+    world.arrive("a2", "a")
+    world.config(model("a", 6_000, concurrency=4))
+    assert (world.fate("a1"), world.fate("a2")) == (Fate.GRANTED, Fate.WAITING)
+
+
+def test_who_was_barred_goes_on_as_soon_as_the_one_before_it_leaves() -> None:
+    """Nobody else waits for what blocked it, so nothing but this departure can wake it."""
+    world = World([model("a", 6_000, concurrency=2), model("b", 6_000)], limits=Limits(overtakes_max=0))
+    ready(world, "a")
+    world.arrive("running", "a")
+    world.arrive("cold", "b")
+    assert world.arrive("barred", "a").fate is Fate.WAITING
+    world.go("cold")
+    assert world.fate("barred") is Fate.GRANTED
+
+
+def test_a_blocked_one_that_left_bars_nobody_any_more() -> None:
+    world = World([model("a", 6_000, concurrency=2), model("b", 6_000)], limits=Limits(overtakes_max=0))
+    ready(world, "a")
+    world.arrive("running", "a")
+    world.arrive("cold", "b")
+    world.go("cold")
+    assert world.arrive("warm", "a").fate is Fate.GRANTED
+
+
+def test_a_cold_one_may_pass_a_blocked_one_only_so_often() -> None:
+    """What is small fits beside the busy one again and again; what is large waits for all of the GPU."""
+    small = [model(f"small{number}", 2_000) for number in range(4)]
+    world = World([model("a", 5_000), model("large", 8_000), *small], limits=Limits(overtakes_max=2))
+    ready(world, "a")
+    world.arrive("running", "a", takes_s=100.0)
+    world.arrive("large", "large", takes_s=1.0)
+    for number in range(4):
+        world.arrive(f"r{number}", f"small{number}", takes_s=1.0)
+        world.run(20.0)
+    assert [world.fate(f"r{number}") for number in range(4)] == [Fate.SERVED] * 2 + [Fate.WAITING] * 2
+    world.run()
+    assert world.granted()[-3:] == ["large", "r2", "r3"]
+
+
+def test_waiters_on_other_gpus_are_not_barred() -> None:
+    world = World([model("a", 6_000), model("b", 6_000), model("c", 2_000)], devices=(gpu(0, 8_000), gpu(1, 4_000)))
+    ready(world, "a")
+    world.arrive("running", "a")
+    world.arrive("blocked", "b")
+    world.arrive("low", "c", takes_s=1.0, priority=2)
+    world.run()
+    assert world.fate("low") is Fate.SERVED and world.fate("blocked") is Fate.WAITING
+
+
+def test_a_slot_serves_whom_it_was_loaded_for_though_a_more_urgent_cold_one_waits() -> None:
+    world = one_at_a_time()
+    world.arrive("normal", "a", takes_s=1.0)
+    world.arrive("urgent", "b", takes_s=1.0, priority=0)
+    world.run()
+    assert world.granted() == ["normal", "urgent"]
+
+
+def test_a_client_that_leaves_while_joined_does_not_stop_the_load() -> None:
+    world = one_at_a_time()
+    world.arrive("leaves", "a")
+    world.arrive("stays", "a", takes_s=1.0)
+    world.run(1.0)
+    world.go("leaves")
+    world.run()
+    assert world.fate("stays") is Fate.SERVED and world.kinds() == ["load a"]
+
+
+def test_a_load_goes_on_when_everybody_has_left_and_warms_the_model() -> None:
+    world = one_at_a_time()
+    world.arrive("leaves", "a")
+    world.go("leaves")
+    world.run()
+    assert world.tier("a") is Tier.READY and world.arrive("next", "a").fate is Fate.GRANTED
+
+
+def test_a_request_that_loses_patience_is_told_how_long_it_may_take() -> None:
+    world = one_at_a_time()
+    ready(world, "b", "a")
+    world.arrive("running", "a")
+    call = world.arrive("r", "b", within_s=3.0)
+    world.run(2.9)
+    assert call.fate is Fate.WAITING
+    world.run(0.2)
+    assert world.code("r") is RejectCode.EXPIRED
+    assert call.rejection is not None and call.rejection.retry_after_s == 5.0
+
+
+def test_patience_is_forgotten_with_the_grant() -> None:
+    world = one_at_a_time()
+    world.arrive("r", "a", within_s=6.0)
+    world.run(20.0)
+    assert world.fate("r") is Fate.GRANTED and not world.timers
+
+
+def test_an_impatient_request_is_refused_at_once_when_it_cannot_be_in_time() -> None:
+    world = one_at_a_time()
+    assert world.arrive("unknown", "a", within_s=1.0, patient=False).fate is Fate.WAITING, "nothing was learned yet"
+    world.run()
+    ready(world, "b")
+    assert world.arrive("late", "a", within_s=1.0, patient=False).fate is Fate.REJECTED
+    assert world.arrive("in time", "a", within_s=9.0, patient=False).fate is Fate.WAITING
+    assert world.arrive("patient", "a", within_s=1.0).fate is Fate.WAITING
+
+
+def test_the_same_request_twice_is_ignored_and_counted() -> None:
+    world = one_at_a_time()
+    call = world.arrive("r", "a", takes_s=1.0)
+    world.post(world.arrival(call))
+    world.run(5.5)
+    world.post(world.arrival(call))
+    world.run()
+    assert world.granted() == ["r"] and world.scheduler.state.counters.ignored == 2
+
+
+def test_the_end_of_a_request_nobody_knows_is_ignored_and_counted() -> None:
+    world = one_at_a_time()
+    world.post(ev.ServeDone(0.0, RequestId("nobody")))
+    world.post(ev.RequestGone(0.0, RequestId("nobody")))
+    assert world.scheduler.state.counters.ignored == 2
+
+
+def test_an_unknown_model_is_refused() -> None:
+    world = one_at_a_time()
+    world.arrive("r", "nope")
+    assert world.code("r") is RejectCode.UNKNOWN_MODEL
+
+
+def test_a_granted_request_whose_client_leaves_gives_its_place_to_the_next() -> None:
+    world = one_at_a_time()
+    ready(world, "a")
+    world.arrive("leaves", "a")
+    world.arrive("next", "a")
+    world.go("leaves")
+    assert world.fate("next") is Fate.GRANTED
+
+
+def test_a_replaced_policy_decides_the_order() -> None:
+    class LastComeFirst:
+        """Whoever came last goes first; nobody passes anybody."""
+
+        def __init__(self, limits: Limits) -> None:
+            from greenroom.core.swapper import ByMemory
+
+            self.swapper = ByMemory()
+
+        def key(self, priority: int, sequence: int) -> tuple[int, int]:
+            return (0, -sequence)
+
+        def may_pass(self, waiter: object, blocked: object, overtaken: int) -> bool:
+            return False
+
+    for limits in (None, Limits()):
+        world = World([], limits=limits, policy=LastComeFirst)
+        world.config(model("a", 6_000), model("b", 6_000))
+        ready(world, "a")
+        for name in ("one", "two", "three"):
+            world.calls_by_id.pop(name, None)
+        world.arrive("run", "a", takes_s=1.0)
+        b = [world.arrive(name, "b", takes_s=1.0, tenant=name) for name in ("one", "two", "three")]
+        world.run()
+        assert sorted(b, key=lambda call: call.granted_at) == b[::-1]

@@ -1,0 +1,296 @@
+"""Engines that fail while they answer: lost, stopped, or saying what no engine should say; and clients that dawdle."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greenroom.app import App
+from greenroom.core.model import ModelId, MoveKind
+from greenroom.process import proc
+from greenroom.proxy.limits import MIB
+from tests.harness import fake, gateway, tiny, until
+from tests.integration.facts import Journal, at_rest, is_ready, pids
+from tests.integration.faults import ENDLESS, assert_ended_by, first_events, loaded, rest_of, stop
+from tests.integration.raw import LIMIT_BYTES, Answer, Raw, asking, chat
+from tests.models import tiny as tiny_model
+
+# --- kill -9 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_engine_lost_before_its_first_byte_is_replaced_without_the_caller_seeing_it(
+    tmp_path: Path, stream: bool
+) -> None:
+    journal = Journal(tmp_path)
+    async with gateway(tmp_path, {"alpha": fake("alpha", *journal.switches)}) as app:
+        pid = await loaded(app, "alpha")
+        # It has the request and cannot answer it.
+        stop(pid)
+        waiting = asyncio.create_task(chat(app, "alpha", stream=stream))
+        await until(lambda: app.loop.scheduler.state.grants, "the request is granted")
+        os.kill(pid, signal.SIGKILL)
+        answer = await waiting
+        assert answer.status == 200 and answer.whole
+        if stream:
+            assert answer.data[0]["choices"][0]["delta"]["content"] == "alpha"
+            assert answer.data[-1] == "[DONE]" and not any("error" in event for event in answer.data[:-1])
+        else:
+            assert answer.text.startswith("alpha")
+        assert journal.count("start") == 2
+        assert pids(app, "alpha") != [pid]
+        await at_rest(app)
+
+
+async def test_many_requests_lost_together_are_all_answered_after_one_reload(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    model = fake("alpha", *journal.switches, "--token-s", "0.05", concurrency=4)
+    async with gateway(tmp_path, {"alpha": model}) as app:
+        pid = await loaded(app, "alpha")
+        stop(pid)
+        waiting = [asyncio.create_task(chat(app, "alpha")) for _ in range(12)]
+        await until(lambda: len(app.loop.scheduler.state.grants) == 4, "as many are granted as it answers at once")
+        os.kill(pid, signal.SIGKILL)
+        assert {answer.status for answer in await asyncio.gather(*waiting)} == {200}
+        assert journal.count("start") == 2
+        # None was answered twice.
+        assert journal.count("done", pid=pids(app, "alpha")[0]) == 12
+        await at_rest(app)
+
+
+@pytest.mark.parametrize("tokens", [1, 25])
+async def test_engine_lost_in_the_middle_of_a_stream_ends_it_with_one_error_event(tmp_path: Path, tokens: int) -> None:
+    journal = Journal(tmp_path)
+    model = fake("alpha", *journal.switches, "--token-s", "0.01", "--tokens", str(ENDLESS))
+    async with gateway(tmp_path, {"alpha": model}) as app:
+        pid = await loaded(app, "alpha")
+        async with await Raw.open(app) as raw:
+            raw.ask(asking("alpha", stream=True))
+            await first_events(raw, tokens)
+            os.kill(pid, signal.SIGKILL)
+            assert_ended_by(await rest_of(raw), "engine_lost", 502)
+        await at_rest(app)
+        # The next request brings it back.
+        assert (await chat(app, "alpha", tokens=2)).text == "alpha 1"
+        assert journal.count("start") == 2
+        assert journal.count("request") == 3
+
+
+async def test_real_llama_cpp_killed_in_the_middle_of_a_stream(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"bravo": tiny(tiny_model("bravo", loop=True))}) as app:
+        pid = await loaded(app, "bravo")
+        async with await Raw.open(app) as raw:
+            raw.ask(asking("bravo", stream=True, max_tokens=100_000))
+            await first_events(raw, 5)
+            os.kill(pid, signal.SIGSEGV)
+            rest = await rest_of(raw)
+        # Between two events it is told, within one it can only be cut.
+        if rest.whole:
+            assert_ended_by(rest, "engine_lost", 502)
+        assert b"[DONE]" not in rest.body
+        await at_rest(app)
+        assert "bravo" in (await chat(app, "bravo", max_tokens=5)).text
+
+
+async def test_engine_lost_in_the_middle_of_a_body_truncates_the_answer(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"alpha": fake("alpha", "--half-body")}) as app:
+        async with await Raw.open(app) as raw:
+            raw.ask(asking("alpha"))
+            status, headers = await raw.head()
+            got = await raw.reader.readexactly(10)
+            os.kill(pids(app, "alpha")[0], signal.SIGKILL)
+            got += await raw.reader.read(LIMIT_BYTES)
+            while more := await raw.reader.read(LIMIT_BYTES):
+                got += more
+        assert status == 200
+        assert 0 < len(got) < int(headers["content-length"])
+        await at_rest(app)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_request_that_kills_its_engine_twice_is_refused(tmp_path: Path, stream: bool) -> None:
+    journal = Journal(tmp_path)
+    async with gateway(tmp_path, {"alpha": fake("alpha", *journal.switches, "--crash-at", "request")}) as app:
+        answer = await chat(app, "alpha", stream=stream)
+        assert answer.status == 502
+        assert answer.error["code"] == "engine_lost"
+        assert journal.count("start") == 2
+        assert journal.count("request") == 2
+        await at_rest(app)
+
+
+async def test_preloaded_model_comes_back_by_itself_after_a_crash(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"alpha": fake("alpha", preload=True)}) as app:
+        await until(lambda: is_ready(app, "alpha"), "it is loaded at start")
+        pid = pids(app, "alpha")[0]
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: is_ready(app, "alpha") and pids(app, "alpha") != [pid], "it is back")
+
+
+# --- it hangs -------------------------------------------------------------------------------------------------------
+
+
+async def test_engine_stopped_in_the_middle_of_a_stream_is_given_up_and_can_be_unloaded(tmp_path: Path) -> None:
+    model = fake("alpha", "--token-s", "0.01", "--tokens", str(ENDLESS), stop_timeout_s=0.5)
+    async with gateway(tmp_path, {"alpha": model}, server={"answer_idle_max_s": 0.5}) as app:
+        pid = await loaded(app, "alpha")
+        async with await Raw.open(app) as raw:
+            raw.ask(asking("alpha", stream=True))
+            await first_events(raw, 3)
+            stop(pid)
+            assert_ended_by(await rest_of(raw), "engine_timeout", 504)
+        await at_rest(app)
+        assert app.slots.live
+        assert all(live.pool.open_count == live.pool.idle_count for live in app.slots.live.values())
+        await app.operations.move(MoveKind.UNLOAD, ModelId("alpha"))
+        assert not proc.stat(pid)
+        assert (await chat(app, "alpha", tokens=1)).text == "alpha"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_engine_that_accepts_and_never_answers_is_a_timeout(tmp_path: Path, stream: bool) -> None:
+    journal = Journal(tmp_path)
+    model = fake("alpha", *journal.switches, "--hang", "serve")
+    async with gateway(tmp_path, {"alpha": model}, server={"answer_idle_max_s": 0.5}) as app:
+        answer = await chat(app, "alpha", stream=stream)
+        assert answer.status == 504
+        assert answer.error["code"] == "engine_timeout"
+        # Its connection is closed, so that the engine can stop working on it.
+        await until(lambda: journal.count("cancelled") == 1, "the engine hears of it")
+        await at_rest(app)
+
+
+async def test_answer_that_stalls_after_some_tokens_is_a_timeout(tmp_path: Path) -> None:
+    model = fake("alpha", "--stall-after", "3")
+    async with gateway(tmp_path, {"alpha": model}, server={"answer_idle_max_s": 0.5}) as app:
+        answer = await chat(app, "alpha", stream=True)
+        assert [len(answer.data), answer.status] == [4, 200]
+        assert_ended_by(answer, "engine_timeout", 504)
+
+
+# --- it says odd things ---------------------------------------------------------------------------------------------
+
+
+async def odd(folder: Path, kind: str, *more: str, **server: Any) -> Answer:
+    models = {"alpha": fake("alpha", "--sse-weird", kind, *more)}
+    async with gateway(folder, models, server=server) as app:
+        answer = await chat(app, "alpha", stream=True)
+        await at_rest(app)
+        return answer
+
+
+async def test_stream_without_done_is_passed_on_without_done(tmp_path: Path) -> None:
+    answer = await odd(tmp_path, "no-done")
+    assert answer.whole
+    assert len(answer.data) == 5
+    assert "[DONE]" not in answer.data and not any("error" in event for event in answer.data)
+
+
+async def test_stream_that_breaks_within_an_event_is_cut(tmp_path: Path) -> None:
+    # Who asks for usage gets every byte as it comes, the half event too.
+    models = {"alpha": fake("alpha", "--sse-weird", "broken-event")}
+    async with gateway(tmp_path, models) as app:
+        answer = await chat(app, "alpha", stream=True, stream_options={"include_usage": True})
+        await at_rest(app)
+    assert not answer.whole
+    assert answer.body.endswith(b'{"del')
+    assert b"error" not in answer.body
+
+
+async def test_half_an_event_that_was_held_back_is_replaced_by_an_error_event(tmp_path: Path) -> None:
+    # The usage nobody asked for is filtered out, so an event is passed on when it is complete.
+    answer = await odd(tmp_path, "broken-event")
+    assert_ended_by(answer, "engine_lost", 502)
+    assert len(answer.data) == 5 and b'{"del"' not in answer.body.rpartition(b"data: ")[2]
+
+
+async def test_line_of_ten_megabytes_passes(tmp_path: Path) -> None:
+    answer = await odd(tmp_path, "huge-line", "--huge-line-bytes", str(10 * MIB))
+    assert answer.whole and answer.data[-1] == "[DONE]"
+    assert any(len(event["choices"][0]["delta"].get("content", "")) == 10 * MIB for event in answer.data[:-2])
+
+
+async def test_answer_that_is_no_stream_is_passed_on_as_it_is(tmp_path: Path) -> None:
+    answer = await odd(tmp_path, "non-sse-200")
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.text.startswith("alpha")
+
+
+async def test_error_of_the_engine_is_passed_on_as_it_is(tmp_path: Path) -> None:
+    answer = await odd(tmp_path, "error-500")
+    assert answer.status == 500
+    assert answer.error["message"] == "the engine failed as told"
+
+
+@pytest.mark.parametrize(("kind", "status"), [("non-sse-200", 502), ("error-500", 500)])
+async def test_after_heartbeats_what_is_no_stream_becomes_an_error_event(
+    tmp_path: Path, kind: str, status: int
+) -> None:
+    answer = await odd(tmp_path, kind, "--load-s", "0.6", heartbeat_after_s=0.1, heartbeat_every_s=0.1)
+    assert answer.status == 200 and answer.events[0].startswith(": waiting")
+    assert_ended_by(answer, "engine_error", status)
+    assert "alpha answered" in answer.data[-1]["error"]["message"]
+
+
+# --- slow clients ---------------------------------------------------------------------------------------------------
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / MIB
+
+
+async def dawdler(app: App, model: str) -> socket.socket:
+    """A client with the smallest buffer there is, that asks for an endless answer and does not read it."""
+    host, _, port = app.edge.addresses[0].rpartition(":")
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+    writer = (await asyncio.open_connection(sock=sock.dup()))[1]
+    Raw(sock, asyncio.StreamReader(), writer).ask(asking(model, stream=True, tokens=ENDLESS))
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    await writer.drain()
+    return sock
+
+
+async def test_clients_that_read_a_byte_a_second_cost_no_memory_and_slow_nobody_down(tmp_path: Path) -> None:
+    models = {"alpha": fake("alpha", concurrency=32), "bravo": fake("bravo")}
+    async with gateway(tmp_path, models, server={"write_timeout_s": 300}) as app:
+        await loaded(app, "alpha")
+        await loaded(app, "bravo")
+        before_mib = resident_mib()
+        slow = [await dawdler(app, "alpha") for _ in range(8)]
+        await until(lambda: _paused(app) == 8, "the engine is asked to pause for each of them")
+        for round in range(10):
+            for sock in slow:
+                assert len(await asyncio.get_running_loop().sock_recv(sock, 1)) == 1
+            answer = await chat(app, ("alpha", "bravo")[round % 2])
+            assert answer.status == 200
+        held = [one.transport.get_write_buffer_size() for one in app.edge._connections]
+        assert max(held) < 2 * MIB
+        # Eight endless answers have been offered all the while; 8 × 256 KiB is what they may take.
+        assert resident_mib() - before_mib < 40
+        for sock in slow:
+            sock.close()
+
+
+def _paused(app: App) -> int:
+    return sum(connection._exchange is not None and connection._exchange.paused for connection in app.edge._connections)
+
+
+async def test_client_that_takes_nothing_for_too_long_is_cut_and_its_engine_freed(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    async with gateway(tmp_path, {"alpha": fake("alpha", *journal.switches)}, server={"write_timeout_s": 1}) as app:
+        await loaded(app, "alpha")
+        sock = await dawdler(app, "alpha")
+        await until(lambda: journal.count("cancelled") == 1, "the engine hears that nobody listens")
+        await at_rest(app)
+        assert app.edge.stats.write_timeouts == 1
+        sock.close()
