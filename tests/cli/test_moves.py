@@ -76,4 +76,4 @@ def test_a_terminal_sees_how_far_a_load_is(gateway: FakeGateway) -> None:
     gateway.on("GET", "/api/v1/status", answer(status(LOADING)))
     shown = in_terminal(["load", "minilm", "--url", gateway.url])
     assert "about 3.2s to go" in shown
-    assert "org/m is ready after" in shown and "talk to it: greenroom chat org/m" in shown
+    assert "org/m is ready after" in shown and "greenroom ps" in shown

@@ -22,7 +22,7 @@ def one_at_a_time(**limits: int) -> World:
 def ready(world: World, *names: str) -> None:
     """Bring these models one after the other and leave them idle."""
     for name in names:
-        world.arrive(f"warm-{name}", name, takes_s=0.0)
+        world.arrive(f"warm-{name}-{len(world.calls_by_id)}", name, takes_s=0.0)
         world.run(10.0)
         assert world.tier(name) is Tier.READY
 

@@ -60,9 +60,9 @@ def test_a_pinned_model_has_no_ttl() -> None:
 
 
 def test_a_model_pinned_while_its_ttl_runs_stays() -> None:
-    world = World([model("a", ttl_s=5.0)])
+    world = World([model("a", ttl_s=50.0)])
     ready(world, "a")
-    world.config(model("a", ttl_s=5.0, pinned=True))
+    world.config(model("a", ttl_s=50.0, pinned=True))
     world.run()
     assert world.kinds() == ["load a"]
 

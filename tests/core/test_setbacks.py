@@ -203,7 +203,7 @@ def test_the_end_of_a_move_nobody_knows_is_ignored_and_counted() -> None:
     assert world.scheduler.state.counters.ignored == 2
 
 
-# --- processes that die ------------------------------------------------------------------------------------------------
+# --- processes that die ---------------------------------------------------------------------------------------------
 
 
 def test_a_slot_that_died_frees_its_memory_at_once_and_its_answers_end_when_they_are_told_to() -> None:
@@ -317,6 +317,19 @@ def test_a_slot_whose_host_copy_survives_is_asleep() -> None:
     assert world.kinds() == ["load a", "wake a"] and world.fate("running") is Fate.GRANTED
 
 
+def test_a_wake_that_fails_waits_for_answers_of_the_process_that_died_before() -> None:
+    world = World([model("a", 6_000, asleep=Need(0, 1_000))], (gpu(0, 8_000), host(4_000)))
+    ready(world, "a")
+    world.arrive("running", "a")
+    world.lose(world.slot_of("a"), left_in=Tier.ASLEEP)
+    world.outcome_of = lambda move: Outcome.FAILED
+    world.arrive("r", "a")
+    world.run()
+    assert world.kinds() == ["load a", "wake a"] and world.code("r") is RejectCode.LOAD_FAILED
+    world.finish("running")
+    assert world.kinds()[-1] == "unload a"
+
+
 def test_a_slot_that_cannot_sleep_is_not_left_asleep() -> None:
     world = World([model("a")])
     ready(world, "a")
@@ -324,8 +337,7 @@ def test_a_slot_that_cannot_sleep_is_not_left_asleep() -> None:
     assert not world.scheduler.state.slots
 
 
-@pytest.mark.parametrize("is_busy", [False, True])
-def test_a_leaving_slot_left_asleep_goes_on_leaving(is_busy: bool) -> None:
+def test_a_leaving_slot_left_asleep_goes_on_leaving() -> None:
     """Its host copy must not be forgotten: it still holds memory."""
     world = World([model("a", 6_000, asleep=Need(0, 1_000))], (gpu(0, 8_000), host(4_000)), plays=False)
     world.arrive("r", "a")

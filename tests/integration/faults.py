@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from greenroom.app import App
 from greenroom.process import proc
 from tests.harness import PATIENCE_S
 from tests.integration.facts import pids
-from tests.integration.raw import Answer, Raw, chat
+from tests.integration.raw import LIMIT_BYTES, Answer, Raw, chat
 
 ENDLESS = 10**9
 
@@ -69,3 +71,10 @@ def keeper_of(pid: int) -> int:
     seen = proc.stat(pid)
     assert seen is not None
     return seen.parent
+
+
+async def dial(port: int) -> Raw:
+    """A connection to a gateway in another process."""
+    sock = socket.create_connection(("127.0.0.1", port))
+    sock.setblocking(False)
+    return Raw(sock, *await asyncio.open_connection(sock=sock, limit=LIMIT_BYTES))

@@ -89,7 +89,7 @@ class Client:
         connection = self._connection()
         try:
             connection.connect()
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, UnicodeError, http.client.HTTPException) as error:
             # A refused connection is the plain case; anything else (a name, a certificate) needs its reason.
             why = "" if isinstance(error, ConnectionRefusedError) else f" ({_reason(error)})"
             raise NoGateway(

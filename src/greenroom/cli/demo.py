@@ -28,6 +28,8 @@ NAME = "demo"
 HELP = "Fetch two small models once (180 MB) and serve them: smollm2 (chat) and minilm (embeddings)."
 
 THREADS_MAX: Final = 4
+# What SmolLM2's makers recommend; it rambles otherwise.
+SAMPLING: Final = ("--temp", "0.2", "--top-p", "0.9")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +96,7 @@ def _model(model: DemoModel) -> Model:
         threads=_threads(),
         preload=chats,
         # The first answer warms it up just as well, and the demo changes models often.
-        args=("--no-warmup",),
+        args=("--no-warmup", *(SAMPLING if chats else ())),
         description="SmolLM2 135M Instruct, a chat model" if chats else "all-MiniLM-L6-v2, sentence embeddings",
     )
 

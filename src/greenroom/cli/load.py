@@ -28,5 +28,5 @@ def run(args: argparse.Namespace) -> int:
         screen.say_json(answer)
     else:
         screen.say(f"{answer['model']} is {answer['tier']} after {screen.seconds(took_s)}")
-        screen.hint(f"talk to it: greenroom chat {answer['model']}")
+        screen.hint("it answers at once now; `greenroom ps` shows who had to leave for it")
     return Exit.OK

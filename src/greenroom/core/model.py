@@ -101,7 +101,7 @@ class Need:
     host_mib: int = 0
 
     def raised(self, factor: float) -> Need:
-        return Need(int(self.gpu_mib * factor) + 1 if self.gpu_mib else 0, int(self.host_mib * factor) + 1)
+        return Need(*(int(mib * factor) + 1 if mib else 0 for mib in (self.gpu_mib, self.host_mib)))
 
 
 @dataclass(frozen=True, slots=True)

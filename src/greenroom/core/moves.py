@@ -180,10 +180,9 @@ class Moves:
         if slot.planned is not None:
             self._stage.unplan(slot)
         if event.left_in is Tier.ASLEEP and slot.can_sleep:
+            # If it was going it is busy, and goes on when its last answer has been told to have ended.
             slot.tier = Tier.ASLEEP
             self._state.ledger.hold(slot.id, slot.claim_asleep)
-            if was_going and slot.is_idle:
-                self._stage.go_on_leaving(slot, because("lost", cause=event.cause), event.now)
         else:
             self._stage.remove(slot)
         if record is not None and not was_going:

@@ -13,7 +13,7 @@ from typing import Any
 from greenroom.core import events as ev
 from greenroom.core.apply import Actions
 from greenroom.core.configuration import Configuration
-from greenroom.core.decide import Plan, Refuse, Serve, Wait, decide
+from greenroom.core.decide import Plan, Refuse, Serve, Swap, Wait, decide
 from greenroom.core.effects import Effects, RejectCode, because
 from greenroom.core.leases import Leases
 from greenroom.core.model import ModelId, MoveKind, RequestId, Slot, Tier
@@ -54,7 +54,7 @@ class Scheduler:
 
     def handle(self, event: ev.Event) -> None:
         self._handlers[type(event)](event)
-        # An arrival was decided on when it came and opens nothing for the others; all else may.
+        # An arrival was decided on when it came; all else may open something for those who wait.
         if type(event) is not ev.RequestArrived and not self.state.is_settled:
             self._settle(event.now)
 
@@ -88,7 +88,11 @@ class Scheduler:
             self.state.counters.ignored += 1
             return
         waiter = self._waiter(event, self.state.next_number())
-        self._act.carry_out(waiter, self._plan_for(event, waiter), event.now)
+        plan = self._plan_for(event, waiter)
+        self._act.carry_out(waiter, plan, event.now)
+        if isinstance(plan, Swap):
+            # Who leaves for it may leave more room than it takes. Other plans open nothing for anybody.
+            self._settle(event.now)
 
     def _plan_for(self, event: ev.RequestArrived, waiter: Waiter) -> Plan:
         """What was decided for this newcomer, if waiting makes sense: there must be a place, and hope in time."""

@@ -173,6 +173,8 @@ class Exchange:
             framing += wire.CLOSE
         elif old:
             framing += wire.KEEP_ALIVE
+        if head.answer_headers is not None:
+            headers = headers + head.answer_headers
         rendered = wire.render_head(status, headers, framing, connection.edge.date)
         self.started = True
         return rendered

@@ -42,6 +42,7 @@ class Head:
     """One request's line and headers. Header names are lower-cased, everything else is as it was sent."""
 
     __slots__ = (
+        "answer_headers",
         "chunked",
         "content_length",
         "expects_continue",
@@ -71,6 +72,8 @@ class Head:
         self.chunked = False
         self.expects_continue = False
         self.upgrade: bytes | None = None
+        # What every answer to this request carries besides, whoever gives it.
+        self.answer_headers: Headers | None = None
         # What the upper layer found out at `admit` and wants to have at `handle`.
         self.note: object = None
 

@@ -13,7 +13,7 @@ from greenroom.errors import BadRequest, GreenroomError, NotAllowed
 from greenroom.proxy.edge import Exchange, Head
 from greenroom.proxy.head import Headers
 from greenroom.proxy.hosts import HostRule
-from greenroom.server import render
+from greenroom.server import cors, render
 from greenroom.server.asgi import AsgiBridge
 from greenroom.server.inference import Inference
 from greenroom.server.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX
@@ -39,7 +39,12 @@ class FrontDoor:
 
     def admit(self, head: Head) -> int:
         """At the end of the headers: how large the body may be. Raises the error to answer with."""
-        self.hosts.check(head.get(b"host"), head.get(b"origin"))
+        origin = head.get(b"origin")
+        self.hosts.check(head.get(b"host"), origin)
+        if origin is not None:
+            head.answer_headers = cors.answer_headers(origin)
+            if cors.is_preflight(head):
+                return 0
         self._authorise(head)
         route = MODEL_ROUTES.get(head.path)
         settings = self._settings()
@@ -51,6 +56,9 @@ class FrontDoor:
 
     def handle(self, exchange: Exchange) -> None:
         head = exchange.head
+        if head.answer_headers is not None and cors.is_preflight(head):
+            exchange.respond(204, cors.preflight_headers(head), b"")
+            return
         route = MODEL_ROUTES.get(head.path)
         if route is not None:
             self._inference.handle(exchange, route, _caller(head))

@@ -66,7 +66,7 @@ class Snapshot:
         state = self._state
         return views.Health(
             status=self._health_word(),
-            uptime=round(self._uptime_s, 1),
+            uptime=int(self._uptime_s),
             modelsLoaded=sum(self.word(entry) is StatusWord.LOADED for entry in self._gateway.catalog),
             queueDepth=state.waitlist.depth,
         )
@@ -80,7 +80,7 @@ class Snapshot:
         # Only while they are backed off: were it longer, nobody would ask and find out that they work again.
         if len(catalog) and all(self.word(entry) is StatusWord.FAILED for entry in catalog):
             return "failed"
-        return "ok"
+        return "healthy"
 
     def word(self, entry: Entry) -> StatusWord:
         return status_word(self._state, entry.id, self._now)

@@ -59,13 +59,13 @@ class ModelList(View):
 # --- /health --------------------------------------------------------------------------------------------------------
 
 
-HealthWord = Literal["ok", "draining", "failed", "saturated"]
+HealthWord = Literal["healthy", "draining", "failed", "saturated"]
 
 
 class Health(View):
     status: HealthWord
     """draining: shutting down; failed: no model can be loaded at present; saturated: the queue is full."""
-    uptime: float
+    uptime: int
     modelsLoaded: int  # noqa: N815
     queueDepth: int  # noqa: N815
 

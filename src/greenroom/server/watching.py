@@ -53,7 +53,7 @@ class Watching:
     async def health(self, response: Response) -> views.Health:
         """200 while requests can be served, 503 otherwise."""
         health = self._look().health()
-        response.status_code = 200 if health.status == "ok" else 503
+        response.status_code = 200 if health.status == "healthy" else 503
         return health
 
     async def metrics(self) -> Response:

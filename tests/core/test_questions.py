@@ -1,0 +1,137 @@
+"""Questions change nothing and tell the truth: `explain` and `outlook`."""
+
+from __future__ import annotations
+
+import pytest
+
+from greenroom.core.decide import Join, Plan, Refuse, Serve, Swap, Wait
+from greenroom.core.effects import RejectCode
+from greenroom.core.events import Limits
+from greenroom.core.model import MoveKind, Need, Outcome, RequestId
+
+from .test_order import ready
+from .world import Call, Fate, World, gpu, host, model, picture
+
+
+def a_mixed_moment() -> World:
+    """Something of everything: ready, busy, loading, asleep, failing, blocked."""
+    world = World(
+        [
+            model("ready", 1_000, concurrency=2),
+            model("busy", 3_000),
+            model("loading", 1_000),
+            model("asleep", 1_000, asleep=Need(0, 500)),
+            model("failing", 100),
+            model("blocked", 7_000),
+            model("huge", 9_000),
+            model("cold", 500),
+        ],
+        devices=(gpu(0, 8_000), host(1_000)),
+        limits=Limits(queue_depth_max=6),
+    )
+    world.outcome_of = lambda move: Outcome.FAILED if move.model == "failing" else Outcome.DONE
+    ready(world, "ready", "busy", "asleep")
+    world.ask("sleep", MoveKind.SLEEP, "asleep")
+    world.run()
+    world.arrive("fails", "failing")
+    world.run(5.0)
+    world.arrive("running", "busy")
+    world.arrive("comes", "loading")
+    world.arrive("blocked", "blocked")
+    return world
+
+
+@pytest.mark.parametrize(
+    ("name", "priority", "kind"),
+    [
+        ("ready", 1, Serve),
+        ("ready", 2, Wait),
+        ("busy", 1, Wait),
+        ("loading", 1, Join),
+        ("asleep", 1, Swap),
+        ("failing", 1, Refuse),
+        ("blocked", 1, Wait),
+        ("huge", 1, Refuse),
+        ("cold", 1, Swap),
+        ("nope", 1, Refuse),
+    ],
+)
+def test_explain_changes_nothing_and_agrees_with_what_then_happens(name: str, priority: int, kind: type[Plan]) -> None:
+    world = a_mixed_moment()
+    before, said_before = picture(world.scheduler.state), list(world.calls)
+    call = Call("r", 0, (world.specs[next(iter(world.specs))].id,), priority, world.calls_by_id["running"].tenant, None)
+    call.candidates = (type(call.candidates[0])(name),)
+    plan = world.scheduler.explain(world.arrival(call))
+    assert isinstance(plan, kind), plan
+    assert picture(world.scheduler.state) == before and world.calls == said_before
+    moves = len(world.moves)
+    fate = world.arrive("r", name, priority=priority).fate
+    expected = {Serve: Fate.GRANTED, Refuse: Fate.REJECTED}.get(kind, Fate.WAITING)
+    assert fate is expected and (len(world.moves) > moves) == (kind is Swap)
+
+
+def test_explain_knows_of_a_full_queue_and_of_lateness() -> None:
+    world = a_mixed_moment()
+    for number in range(4):
+        world.arrive(f"more{number}", "blocked")
+    call = Call("r", 0, (next(iter(world.specs)),), 1, world.calls_by_id["running"].tenant, None)
+    call.candidates = (world.moves[1].model,)
+    plan = world.scheduler.explain(world.arrival(call))
+    assert isinstance(plan, Refuse) and plan.code is RejectCode.QUEUE_FULL
+    world.go("more0")
+    world.scheduler.state.models[call.candidates[0]].service_s = 60.0
+    plan = world.scheduler.explain(world.arrival(call, give_up_at=world.now + 1.0, patient=False))
+    assert plan == Refuse(RejectCode.EXPIRED, 60.0)
+
+
+def test_outlook_tells_place_and_time_and_only_of_who_waits() -> None:
+    world = World([model("a", 6_000), model("b", 6_000)])
+    assert world.scheduler.outlook(RequestId("nobody"), 0.0) is None
+    world.arrive("r1", "a", takes_s=2.0)
+    first = world.scheduler.outlook(RequestId("r1"), 0.0)
+    assert first is not None and (first.position, first.eta_s) == (1, None), "nothing was learned yet"
+    world.run()
+    ready(world, "b")
+    for name in ("r2", "r3", "r4"):
+        world.arrive(name, "a", takes_s=2.0)
+    world.arrive("urgent", "a", takes_s=2.0, priority=0)
+
+    def outlook(name: str) -> tuple[int, float | None]:
+        told = world.scheduler.outlook(RequestId(name), world.now)
+        assert told is not None
+        return told.position, told.eta_s
+
+    assert outlook("urgent") == (1, 5.0) and outlook("r2") == (2, 7.0) and outlook("r4") == (4, 11.0)
+    world.run(3.0)
+    assert outlook("urgent") == (1, 3.0), "one second to unload, two of five to load"
+    world.run(3.5)
+    assert outlook("r2") == (1, 2.0), "the running answer comes first"
+
+
+def test_the_estimate_counts_the_moves_of_those_who_wait_before() -> None:
+    world = World([model("a", 6_000), model("b", 6_000), model("c", 6_000)])
+    ready(world, "b", "c", "a")
+    world.arrive("running", "a")
+    world.arrive("first", "b")
+    world.arrive("second", "c")
+    told = world.scheduler.outlook(RequestId("second"), world.now)
+    assert told is not None and told.eta_s == 10.0
+    world.ask_lease("train", 6_000, priority=0)
+    told = world.scheduler.outlook(RequestId("second"), world.now)
+    assert told is not None and told.eta_s == 10.0, "a lease takes no time"
+
+
+def test_the_estimate_of_a_sleeping_model_is_that_of_its_wake() -> None:
+    world = World([model("a", 6_000, asleep=Need(0, 100)), model("b", 6_000)], devices=(gpu(0, 8_000), host(1_000)))
+    ready(world, "a", "b", "a", "b")
+    world.arrive("running", "b")
+    world.arrive("r", "a")
+    told = world.scheduler.outlook(RequestId("r"), world.now)
+    assert told is not None and told.eta_s == 0.5
+
+
+def test_reasons_read_as_a_line() -> None:
+    world = World([model("a", 6_000), model("b", 6_000)])
+    ready(world, "a")
+    world.arrive("r", "b")
+    assert str(world.reasons[world.moves[-1].id]) == "evicted model=a for_model=b for_request=r"

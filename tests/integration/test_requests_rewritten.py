@@ -1,0 +1,303 @@
+"""What of a request reaches an engine, byte by byte, and what never does. The engine writes down what it was sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from greenroom.app import App
+from greenroom.core.model import ModelId
+from tests.harness import fake, gateway, tiny
+from tests.integration.facts import Journal, at_rest
+from tests.integration.raw import CHAT, Answer, Raw, http, request_bytes
+from tests.models import tiny as tiny_model
+from tests.models import tiny_embedding
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@dataclass
+class House:
+    app: App
+    journal: Journal
+
+    async def post(
+        self, body: bytes, *, path: str = CHAT, headers: Mapping[str, str] | None = None
+    ) -> tuple[Answer, dict[str, Any]]:
+        """The answer, and the request as the engine got it."""
+        answer = await http(self.app, "POST", path, body=body, headers=headers)
+        return answer, self.sent(answer)
+
+    def sent(self, answer: Answer) -> dict[str, Any]:
+        (line,) = self.journal.lines("request", id=answer.headers["x-request-id"])
+        return line
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
+    folder = tmp_path_factory.mktemp("rewritten")
+    journal = Journal(folder)
+    record = (*journal.switches, "--record")
+    models = {
+        "plain": fake("plain", *record, aliases=["other-name", "with/slash:q4"]),
+        "org/name": fake("org/name", *record),
+        "renamed": fake("renamed", *record, use_model_name="the-real-one"),
+        "edited": fake(
+            "edited", *record, strip_params=["top_k", "user"], set_params={"temperature": 0.5, "extra": {"a": [1]}}
+        ),
+        "split": fake("split", *record, "--split-bytes", "7"),
+        "llama": tiny(tiny_model("llama")),
+        "words": tiny(tiny_embedding(), embedding=True),
+    }
+    async with gateway(folder, models, server={"forward_headers": ["X-Trace", "Cookie", "Authorization"]}) as app:
+        yield House(app, journal)
+
+
+# --- bodies ---------------------------------------------------------------------------------------------------------
+
+# Values that a decode and encode would change: a huge integer, floats, escapes, spaces, key order, an inner duplicate.
+AWKWARD = (
+    b'"n": 123456789012345678901234567890, "f": 1.0, "g": 1E5, "h": -0.0, "e": "\\u00e9\\ud83d\\ude00\\/", '
+    b'"o": { "b" : 1,"a":2, "b": 3 }, "messages": [ {"role":"user", "content": "h\xc3\xa9"} ], "z": null'
+)
+
+
+async def test_values_reach_the_engine_byte_by_byte(house: House) -> None:
+    _, sent = await house.post(b'{"model": "plain", ' + AWKWARD + b"}")
+    body = sent["body"].encode("latin-1")
+    for value in (
+        b"123456789012345678901234567890",
+        b'"f":1.0',
+        b'"g":1E5',
+        b'"h":-0.0',
+        b'"e":"\\u00e9\\ud83d\\ude00\\/"',
+        b'"o":{ "b" : 1,"a":2, "b": 3 }',
+        b'"messages":[ {"role":"user", "content": "h\xc3\xa9"} ]',
+        b'"z":null',
+        b'"model":"plain"',
+    ):
+        assert value in body, value
+
+
+async def test_our_own_fields_are_not_forwarded(house: House) -> None:
+    ours = b'"x_priority": "high", "x_client_id": "me", "x_budget_s": 100, "x_anything": [1]'
+    answer, sent = await house.post(b'{"model": "plain", %b, "messages": []}' % ours)
+    assert json.loads(sent["body"]) == {"model": "plain", "messages": []}
+    record = house.app.activity.get(answer.headers["x-request-id"])
+    assert record is not None
+    assert (record.priority, record.client) == (0, "me")
+
+
+async def test_repeated_model_cannot_route_one_and_ask_for_another(house: House) -> None:
+    answer, sent = await house.post(b'{"model": "org/name", "messages": [], "model": "plain", "mod\\u0065l": "plain"}')
+    assert answer.text.startswith("plain")
+    assert sent["body"].count("plain") == 1
+    assert "org/name" not in sent["body"]
+
+
+@pytest.mark.parametrize("alias", ["other-name", "with/slash:q4"])
+async def test_alias_is_routed_and_sent_as_it_was_asked(house: House, alias: str) -> None:
+    answer, sent = await house.post(json.dumps({"model": alias, "messages": []}).encode())
+    assert answer.text.startswith("plain")
+    assert sent["model"] == alias
+
+
+async def test_use_model_name_is_what_the_engine_is_asked_for(house: House) -> None:
+    _, sent = await house.post(b'{"model": "renamed", "messages": []}')
+    assert sent["model"] == "the-real-one"
+
+
+async def test_parameters_are_stripped_and_set(house: House) -> None:
+    _, sent = await house.post(b'{"model": "edited", "top_k": 1, "user": "me", "temperature": 2.0, "seed": 1}')
+    assert json.loads(sent["body"]) == {"model": "edited", "seed": 1, "temperature": 0.5, "extra": {"a": [1]}}
+
+
+# --- usage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["plain", "split"])
+async def test_usage_is_asked_for_and_its_event_dropped_when_the_caller_did_not_ask(house: House, model: str) -> None:
+    body = {"model": model, "messages": [], "stream": True, "stream_options": {"keep": 1}}
+    answer, sent = await house.post(json.dumps(body).encode())
+    assert json.loads(sent["body"])["stream_options"] == {"keep": 1, "include_usage": True}
+    assert answer.data[-1] == "[DONE]"
+    assert len(answer.data) == 6, "four tokens, the finish, [DONE]"
+    assert all(event["choices"] for event in answer.data[:-1])
+    record = house.app.activity.get(answer.headers["x-request-id"])
+    assert record is not None
+    assert (record.completion_tokens, record.estimated) == (4, False)
+
+
+@pytest.mark.parametrize("model", ["plain", "split"])
+async def test_usage_event_stays_when_the_caller_asked(house: House, model: str) -> None:
+    options = {"include_usage": True}
+    body = {"model": model, "messages": [], "stream": True, "stream_options": options}
+    answer, sent = await house.post(json.dumps(body).encode())
+    assert json.loads(sent["body"])["stream_options"] == options
+    assert answer.data[-2]["choices"] == []
+    assert answer.data[-2]["usage"]["completion_tokens"] == 4
+
+
+async def test_usage_is_not_asked_for_without_a_stream(house: House) -> None:
+    _, sent = await house.post(b'{"model": "plain", "messages": []}')
+    assert "stream_options" not in sent["body"]
+
+
+# --- headers --------------------------------------------------------------------------------------------------------
+
+
+async def test_headers_reach_the_engine_by_allow_list_only(house: House) -> None:
+    said = {
+        "Authorization": "Bearer secret-key",
+        "Cookie": "session=secret",
+        "X-Api-Key": "secret-key",
+        "Accept": "application/json",
+        "Accept-Encoding": "gzip",
+        "X-Trace": "kept",
+        "X-Tenant-ID": "lab",
+        "X-Priority": "low",
+        "X-Client-ID": "me",
+        "X-Forwarded-For": "10.0.0.1",
+        "X-Request-ID": "chosen-by-the-caller",
+        "User-Agent": "tests",
+        "Connection": "keep-alive, x-trace-2",
+        "X-Trace-2": "not named",
+    }
+    answer, sent = await house.post(b'{"model": "plain", "messages": []}', headers=said)
+    got = dict(sent["headers"])
+    # Named in forward_headers or not: keys and cookies are never forwarded.
+    assert set(got) == {"host", "content-length", "content-type", "accept", "x-trace", "x-request-id"}
+    assert (got["x-trace"], got["accept"], got["host"]) == ("kept", "application/json", "localhost")
+    assert got["x-request-id"] == answer.headers["x-request-id"]
+    assert "secret" not in json.dumps(sent)
+    record = house.app.activity.get(answer.headers["x-request-id"])
+    assert record is not None
+    assert (record.tenant, record.priority) == ("lab", 2)
+
+
+# --- forms ----------------------------------------------------------------------------------------------------------
+
+
+async def test_form_is_routed_by_a_model_that_follows_a_large_file(house: House) -> None:
+    """3 MiB are more than is kept in memory: the file is spooled and passed on whole."""
+    file = bytes(range(256)) * (3 * 1024 * 4)
+    parts = [
+        ('name="file"; filename="a.wav"\r\nContent-Type: audio/wav', file),
+        ('name="x_client_id"', b"me"),
+        ('name="language"', b"en"),
+        ('name="model"', b"plain"),
+    ]
+    boundary = "a-boundary"
+    body = b"".join(
+        f"--{boundary}\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode() + value + b"\r\n"
+        for head, value in parts
+    )
+    body += f"--{boundary}--\r\n".encode()
+    headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+    answer, _ = await house.post(body, path="/v1/audio/transcriptions", headers=headers)
+    assert answer.status == 200
+    said = answer.json()
+    assert (said["text"], said["model"]) == ("plain heard", "plain")
+    assert said["fields"] == ["file", "language", "model"], "our own field is not forwarded"
+    assert said["sizes"]["file"] == len(file)
+    await at_rest(house.app)
+
+
+# --- pass-through ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spelling", ["org/name", "org%2Fname", "org%2fname"])
+async def test_upstream_passes_path_query_and_body_as_they_are(house: House, spelling: str) -> None:
+    path = f"/upstream/{spelling}/echo/a%2Fb/%C3%A9//c?q=1&q=%26&empty="
+    answer = await http(house.app, "PUT", path, body=b'{"model": "untouched", "x_mine": 1}')
+    said = answer.json()
+    assert answer.status == 200
+    assert (said["name"], said["method"]) == ("org/name", "PUT")
+    assert said["path"] == "/echo/a%2Fb/%C3%A9//c?q=1&q=%26&empty="
+    assert said["json"] == {"model": "untouched", "x_mine": 1}
+
+
+async def test_upstream_of_an_unknown_model_is_not_found(house: House) -> None:
+    for path in ("/upstream/nobody/echo/", "/upstream/", "/upstream/org/echo/"):
+        answer = await http(house.app, "GET", path)
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model"), path
+
+
+async def test_head_reaches_the_engine_and_its_answer_has_no_body(house: House) -> None:
+    async with await Raw.open(house.app) as raw:
+        raw.send(request_bytes("HEAD", "/upstream/plain/echo/x", None))
+        answer = await raw.answer(bodiless=True)
+        assert answer.status == 200
+        assert int(answer.headers["content-length"]) > 0
+        # The connection is good for another: nothing of a body came.
+        raw.send(request_bytes("GET", "/health", None))
+        assert (await raw.answer()).json()["status"] == "healthy"
+
+
+async def test_upgrade_is_passed_through_in_both_directions(house: House) -> None:
+    async with await Raw.open(house.app) as raw:
+        asked = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Key": "abc"}
+        # Sent ahead, as some clients do.
+        raw.send(request_bytes("GET", "/upstream/plain/ws", None, asked) + b"first")
+        status, headers = await raw.head()
+        assert (status, headers["upgrade"]) == (101, "websocket")
+        raw.send(b" and \x00\xff second")
+        async with asyncio.timeout(30):
+            assert await raw.reader.readexactly(19) == b"first and \x00\xff second"
+    await at_rest(house.app)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+async def test_unknown_route_is_not_found_in_our_shape(house: House) -> None:
+    for method, path in (("GET", "/nothing"), ("POST", "/v1/images/dreams"), ("POST", "/v1/chat/completions/")):
+        answer = await http(house.app, method, path, body=b"{}" if method == "POST" else None)
+        assert answer.status == 404, path
+        assert set(answer.error) == {"message", "type", "code", "param", "details"}
+        assert answer.error["type"] == "not_found_error"
+        assert answer.headers["x-request-id"].startswith("r-")
+        assert answer.headers["x-should-retry"] == "false"
+    assert (await http(house.app, "GET", CHAT)).status == 405
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "can"),
+    [("llama", "/v1/embeddings", "chat"), ("words", CHAT, "embeddings"), ("words", "/v1/rerank", "embeddings")],
+)
+async def test_what_an_engine_cannot_do_is_refused_without_loading_it(
+    house: House, model: str, path: str, can: str
+) -> None:
+    answer = await http(house.app, "POST", path, {"model": model, "input": "hi"})
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (422, "unsupported", "model")
+    assert can in answer.error["message"]
+    assert not house.app.loop.scheduler.state.slots_of(ModelId(model))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"", None),
+        (b"{", None),
+        (b"[]", None),
+        (b'{"messages": []}', "model"),
+        (b'{"model": 3}', "model"),
+        (b'{"model": ""}', "model"),
+        (b'{"model": "plain", "stream": "yes"}', "stream"),
+        (b'{"model": "plain", "stream": true, "stream_options": 3}', "stream_options"),
+        (b'{"model": "plain", "a": "\xff"}', None),
+    ],
+)
+async def test_body_that_cannot_be_understood_is_refused(house: House, body: bytes, param: str | None) -> None:
+    before = house.journal.count("request")
+    answer = await http(house.app, "POST", CHAT, body=body)
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert answer.error["type"] == "invalid_request_error"
+    assert house.journal.count("request") == before
+    await at_rest(house.app)

@@ -1,0 +1,266 @@
+"""Who may do what, however it is spelled; and what is never written down."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import yaml
+
+from greenroom.app import App
+from greenroom.config import loader
+from greenroom.errors import ConfigError
+from greenroom.telemetry import logs
+from tests.harness import fake, gateway, write_config
+from tests.integration.raw import CHAT, Answer, Raw, asking, chat, http, request_bytes
+
+ADMIN, USER, WRONG = "gr-admin-secret-0001", "gr-user-secret-0002", "gr-wrong-secret-0003"
+API_KEYS: list[dict[str, Any]] = [
+    {"name": "admin", "key": ADMIN},
+    # Only its hash is in the file.
+    {
+        "name": "user",
+        "sha256": hashlib.sha256(USER.encode()).hexdigest(),
+        "tenant": "team",
+        "priority_max": "low",
+        "admin": False,
+    },
+]
+
+# Paths that every key may use, and those that only an admin's may.
+FOR_CALLERS = [
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/plain"),
+    ("GET", "/metrics"),
+    ("POST", CHAT),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/v1/rerank"),
+    ("POST", "/v1/audio/transcriptions"),
+]
+FOR_ADMINS = [
+    ("GET", "/api/v1/status"),
+    ("GET", "/api/v1/requests"),
+    ("GET", "/api/v1/requests/r-1"),
+    ("GET", "/api/v1/decisions"),
+    ("GET", "/api/v1/models/plain/logs"),
+    ("POST", "/api/v1/models/plain/load"),
+    ("POST", "/api/v1/models/plain/unload"),
+    ("POST", "/api/v1/reload"),
+    ("GET", "/api/v1/openapi.json"),
+    ("GET", "/api/v1/docs"),
+    ("GET", "/upstream/plain/echo/x"),
+    ("GET", "/nothing"),
+]
+ODD_SPELLINGS = [
+    "/%61pi/v1/status",
+    "/api%2Fv1%2Fstatus",
+    "//api/v1/status",
+    "/./api/v1/status",
+    "/api/v1/../v1/status",
+    "/api/v1/status/",
+    "/api/v1/status%00",
+    "/api/v1/status%0a",
+    "/API/v1/status",
+    "/health/../api/v1/status",
+    "/health%2f..%2fapi/v1/status",
+    "/v1/models/..%2f..%2fapi",
+    "/v1/models/..%2f..%2fapi%2fv1%2fstatus",
+    "/v1/models/../../api/v1/status",
+    "/v1/models/%2e%2e/%2e%2e/api/v1/status",
+    "/v1/chat/completions/../../../api/v1/status",
+    "/%2575pstream/plain/echo/x",
+    "/%75pstream/plain/echo/x",
+    "/;/api/v1/status",
+    "/api/v1/status;a=b",
+    "http://localhost/api/v1/status",
+]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
+    """A gateway that wants keys."""
+    server = {"api_keys": API_KEYS, "allowed_hosts": ["gate.example"], "allowed_origins": ["https://chat.example"]}
+    async with gateway(tmp_path_factory.mktemp("guarded"), {"plain": fake("plain")}, server=server) as app:
+        yield app
+
+
+async def call(app: App, method: str, path: str, key: str | None, **headers: str) -> Answer:
+    named = headers if key is None else {"Authorization": f"Bearer {key}", **headers}
+    body = b'{"model": "plain"}' if method == "POST" and not path.startswith("/api/") else None
+    return await http(app, method, path, body=body, headers=named)
+
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "path"), [*FOR_CALLERS, *FOR_ADMINS])
+async def test_nothing_is_answered_without_a_key_or_with_a_wrong_one(guarded: App, method: str, path: str) -> None:
+    for key in (None, WRONG, ADMIN[:-1], ADMIN + "0", ""):
+        answer = await call(guarded, method, path, key)
+        assert (answer.status, answer.error["code"]) == (401, "invalid_api_key"), key
+        assert answer.headers["www-authenticate"] == "Bearer"
+    # A key is a bearer's or stands in x-api-key; nothing else counts.
+    assert (await call(guarded, method, path, None, Authorization=f"Basic {ADMIN}")).status == 401
+    assert (await http(guarded, method, f"{path}?key={ADMIN}&api_key={ADMIN}")).status == 401
+
+
+@pytest.mark.parametrize(("method", "path"), FOR_ADMINS)
+async def test_management_wants_an_admins_key(guarded: App, method: str, path: str) -> None:
+    answer = await call(guarded, method, path, USER)
+    assert (answer.status, answer.error["code"]) == (403, "not_allowed")
+    assert (await call(guarded, method, path, ADMIN)).status in (
+        (404,) if "r-1" in path or "nothing" in path else (200,)
+    )
+
+
+@pytest.mark.parametrize(("method", "path"), FOR_CALLERS)
+async def test_every_key_may_ask_models(guarded: App, method: str, path: str) -> None:
+    for key in (USER, ADMIN):
+        # The form has no boundary: it was let in and then not understood.
+        assert (await call(guarded, method, path, key)).status == (400 if "audio" in path else 200)
+
+
+@pytest.mark.parametrize("path", ODD_SPELLINGS)
+async def test_no_spelling_of_a_path_reaches_what_its_key_may_not(guarded: App, path: str) -> None:
+    assert (await call(guarded, "GET", path, None)).status == 401
+    answer = await call(guarded, "GET", path, USER)
+    assert answer.status in (400, 403, 404)
+    assert b"uptime" not in answer.body
+    # An admin is not refused, but only right spellings are found.
+    assert (await call(guarded, "GET", path, ADMIN)).status in (200, 400, 404)
+
+
+async def test_health_is_open_to_everyone_and_only_under_its_own_name(guarded: App) -> None:
+    assert (await call(guarded, "GET", "/health", None)).status == 200
+    assert (await call(guarded, "HEAD", "/health?from=balancer", None)).status == 200
+    for path in ("/%68ealth", "//health", "/health/", "/health/x", "/HEALTH"):
+        assert (await call(guarded, "GET", path, None)).status == 401, path
+
+
+async def test_key_may_stand_in_x_api_key(guarded: App) -> None:
+    assert (await http(guarded, "GET", "/v1/models", headers={"x-api-key": USER})).status == 200
+    assert (await http(guarded, "GET", "/api/v1/status", headers={"x-api-key": USER})).status == 403
+
+
+async def test_a_body_is_not_read_from_someone_without_a_key(guarded: App) -> None:
+    """The refusal comes at the end of the headers: nobody uploads a gigabyte to be told no."""
+    async with await Raw.open(guarded) as raw:
+        raw.send(request_bytes("POST", CHAT, None, {"Content-Length": "50000000", "Expect": "100-continue"}))
+        assert (await raw.head())[0] == 401
+    assert guarded.edge.bodies.memory_bytes == 0
+
+
+async def test_tenant_and_best_priority_are_the_keys(guarded: App) -> None:
+    claimed = {"X-Tenant-ID": "somebody-else", "X-Priority": "high"}
+    answer = await chat(guarded, "plain", x_priority=-5, headers={"Authorization": f"Bearer {USER}", **claimed})
+    record = guarded.activity.get(answer.headers["x-request-id"])
+    assert record is not None
+    assert (record.tenant, record.priority) == ("team", 2)
+    # A worse one than allowed may be asked for; and who has no cap has none.
+    for key, tenant, asked, got in ((USER, "team", 7, 7), (ADMIN, "admin", -5, -5)):
+        answer = await chat(guarded, "plain", x_priority=asked, headers={"Authorization": f"Bearer {key}", **claimed})
+        record = guarded.activity.get(answer.headers["x-request-id"])
+        assert record is not None
+        assert (record.tenant, record.priority) == (tenant, got)
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("127.0.0.1:8210", 200),
+        ("[::1]:8210", 200),
+        ("gate.example", 200),
+        ("GATE.EXAMPLE:443", 200),
+        ("evil.example", 403),
+        ("gate.example.evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("10.0.0.1", 403),
+    ],
+)
+async def test_only_hosts_that_are_ours_are_answered(guarded: App, host: str, status: int) -> None:
+    answer = await call(guarded, "GET", "/v1/models", ADMIN, Host=host)
+    assert answer.status == status
+    assert status == 200 or answer.error["code"] == "host_not_allowed"
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://localhost:3000", 200),
+        ("https://chat.example", 200),
+        ("https://evil.example", 403),
+        ("https://chat.example.evil.example", 403),
+        ("null", 403),
+        ("file://", 403),
+    ],
+)
+async def test_only_pages_that_may_call_are_answered(guarded: App, origin: str, status: int) -> None:
+    answer = await call(guarded, "GET", "/v1/models", ADMIN, Origin=origin)
+    assert answer.status == status
+
+
+# --- the door -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "gate.example"])
+async def test_listening_beyond_loopback_without_keys_is_refused(tmp_path: Path, host: str) -> None:
+    path = write_config(tmp_path, {}, server={"host": host})
+    with pytest.raises(ConfigError, match="api_keys"):
+        await App.start(loader.load(path).config, path)
+    # Nothing is held by the attempt: a right configuration starts in the same place.
+    async with gateway(tmp_path, {}) as app:
+        assert (await http(app, "GET", "/health")).status == 200
+
+
+async def test_reload_cannot_take_the_keys_from_an_open_door(tmp_path: Path) -> None:
+    server = {"host": "0.0.0.0", "port": 0, "api_keys": API_KEYS}
+    async with gateway(tmp_path, {"plain": fake("plain")}, server=server) as app:
+        path = tmp_path / "greenroom.yaml"
+        said = yaml.safe_load(path.read_text())
+        del said["server"]["api_keys"]
+        path.write_text(yaml.safe_dump(said))
+        with pytest.raises(ConfigError, match="can be reached by others"):
+            await app.reload()
+        assert app.door.keys.enabled
+        assert app.config.server.api_keys
+
+
+# --- what is written down -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def every_line() -> Iterator[None]:
+    logs.setup("debug", "text")
+    yield
+    logs.setup("info", "text")
+
+
+async def test_neither_keys_nor_words_of_callers_are_logged(
+    guarded: App, every_line: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = asking("plain", user="SECRET-USER", stop="SECRET-STOP", stream=True)
+    body["messages"][0]["content"] = "SECRET-PROMPT"
+    secrets = {"Cookie": "SECRET-COOKIE", "X-Anything": "SECRET-HEADER"}
+    for key in (ADMIN, USER, WRONG):
+        await http(guarded, "POST", CHAT, body, headers={"Authorization": f"Bearer {key}", **secrets})
+    await http(guarded, "POST", CHAT, body=b'{"model": "plain", "SECRET-BROKEN', headers={"x-api-key": ADMIN})
+    await call(guarded, "POST", "/api/v1/models/plain/unload", ADMIN)
+    shown = await call(guarded, "GET", "/api/v1/status", ADMIN)
+    written = capsys.readouterr().err
+    assert "unload started" in written, "the log was looked at"
+    for text in (written, shown.body.decode(), (await call(guarded, "GET", "/metrics", ADMIN)).body.decode()):
+        assert "SECRET" not in text
+        for key in (ADMIN, USER, WRONG):
+            assert key not in text

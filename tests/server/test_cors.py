@@ -1,0 +1,43 @@
+"""Pages of allowed origins can use the answers; preflights need no key; others hear nothing."""
+
+from pathlib import Path
+
+from tests.harness import fake, gateway
+from tests.integration.raw import Raw
+
+ORIGIN = "https://chat.example.org"
+
+
+def question(method: str, path: str, **headers: str) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", *(f"{name}: {value}" for name, value in headers.items())]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+async def test_page_of_an_allowed_origin_may_read_answers_and_errors(tmp_path: Path) -> None:
+    server = {"allowed_origins": [ORIGIN]}
+    async with gateway(tmp_path, {"a": fake("a")}, server=server) as app, await Raw.open(app) as raw:
+        for path, status in (("/health", 200), ("/nowhere", 404)):
+            raw.send(question("GET", path, Origin=ORIGIN))
+            answer = await raw.answer()
+            assert (answer.status, answer.headers["access-control-allow-origin"]) == (status, ORIGIN)
+            assert answer.headers["vary"] == "origin"
+
+
+async def test_preflight_is_answered_without_a_key(tmp_path: Path) -> None:
+    server = {"allowed_origins": [ORIGIN], "api_keys": [{"name": "k", "key": "secret"}]}
+    async with gateway(tmp_path, {"a": fake("a")}, server=server) as app, await Raw.open(app) as raw:
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        raw.send(question("OPTIONS", "/v1/chat/completions", Origin=ORIGIN, **asked))
+        answer = await raw.answer(bodiless=True)
+        assert answer.status == 204
+        assert answer.headers["access-control-allow-headers"] == "authorization"
+        raw.send(question("GET", "/v1/models", Origin=ORIGIN))
+        assert (await raw.answer()).status == 401
+
+
+async def test_other_origins_are_refused(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a")}) as app, await Raw.open(app) as raw:
+        raw.send(question("GET", "/health", Origin="https://evil.example.net"))
+        answer = await raw.answer()
+        assert answer.status == 403
+        assert "access-control-allow-origin" not in answer.headers
