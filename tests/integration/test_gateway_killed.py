@@ -104,8 +104,11 @@ class Kills:
         began = time.monotonic()
         gate = GatewayProcess(self.folder, self.config)
         self.starts_s.append(time.monotonic() - began)
+        # It serves only when nothing of the run before is left, also if that was killed this very moment.
+        assert not left_behind(self.folder), f"seed {self.seed}"
         await self.kill_under_load(gate)
-        self.expect_cleared()
+        if self.random.random() < 0.5:
+            self.expect_cleared()
 
     def kill_while_it_starts(self) -> None:
         command = [sys.executable, "-m", "greenroom", "serve", "--config", str(self.config)]
@@ -139,16 +142,17 @@ class Kills:
             assert time.monotonic() - began < CLEARED_WITHIN_S, f"seed {self.seed}: left behind: {left}"
             time.sleep(0.02)
         self.cleared_s.append(time.monotonic() - began)
-        assert self.journal.count("doubled") == 0, f"seed {self.seed}: two engines of one model at once"
 
     async def expect_all_served(self) -> None:
         """A last one, not killed: every model gives its right answer, and it leaves in order."""
+        self.expect_cleared()
         gate = GatewayProcess(self.folder, self.config)
         for model in self.models:
             answer = await ask(gate.port, model)
             assert model in said(answer)
         assert gate.stop() == 0
         assert not left_behind(self.folder)
+        assert self.journal.count("doubled") == 0, f"seed {self.seed}: two engines of one model at once"
 
     def report(self) -> str:
         starts, cleared = sorted(self.starts_s), sorted(self.cleared_s)

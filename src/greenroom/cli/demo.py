@@ -116,7 +116,7 @@ def _greet(app: App, took_s: float) -> None:
     screen.say("\nIn another terminal:\n")
     screen.say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\")
     screen.say(
-        """    -d '{"model": "smollm2", "messages": [{"role": "user", "content": "What is the capital of France?"}]}'"""
+        """    -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}'"""
     )
     screen.say("\nor in Python, with `pip install openai`:\n")
     screen.say("  from openai import OpenAI")

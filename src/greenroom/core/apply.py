@@ -53,7 +53,7 @@ class Actions:
             case Swap():
                 self._keep_waiting(waiter, plan.model)
                 self._swap(waiter, plan, now)
-            case Refuse():
+            case _:
                 self.refuse(waiter, plan)
 
     # --- waiting --------------------------------------------------------------------------------------------------

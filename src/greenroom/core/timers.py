@@ -40,7 +40,7 @@ class Timers:
             case TimerKind.GRACE:
                 slot = self._state.slots[SlotId(subject)]
                 self._stage.cut_all(slot, because("grace_over", model=slot.model))
-            case TimerKind.IDLE:
+            case _:
                 self._idle(self._state.slots[SlotId(subject)], now)
 
     def _expire(self, waiter_id: str, now: float) -> None:

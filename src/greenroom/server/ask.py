@@ -5,14 +5,14 @@ Owns the reading of `x_*` fields and headers, which are never forwarded. Raises 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from greenroom.config.schema import Heartbeat
 from greenroom.core.model import TenantId
-from greenroom.engines.base import UsageSource
+from greenroom.engines.base import Ability, UsageSource
 from greenroom.errors import BadRequest, MethodNotAllowed, ModelNotFound, Unsupported
 from greenroom.proxy.body import Payload
 from greenroom.proxy.edge import Exchange, Head
@@ -23,7 +23,10 @@ from greenroom.server.routes import UPSTREAM_PREFIX, Route
 from greenroom.tenancy.keys import Caller
 from greenroom.tenancy.tenants import Tenants, cap, parse_priority
 
+# The headers that are words to us; one pass over a request's headers finds them.
+_OURS = frozenset((b"x-priority", b"x-tenant-id", b"x-client-id", b"x-heartbeat"))
 _HEARTBEATS = {kind.value.encode(): kind for kind in Heartbeat}
+CLIENT_CHARS_MAX = 128
 _EMPTY: frozenset[str] = frozenset()
 
 
@@ -42,6 +45,8 @@ class Ask:
     heartbeat: Heartbeat
     payload: Callable[[], Payload]
     budget_s: float | None = None
+    # The body as it was read, for a payload that is made at once. Cleared when the request has to wait.
+    kept: list[peek.Peeked] | None = None
     # We asked the engine for usage and the caller did not: its one event is dropped.
     drop_usage: bool = False
 
@@ -93,8 +98,7 @@ class AskReader:
             ask.drop_usage = not asked
             if options is not None:
                 puts = {**puts, "stream_options": options}
-        # Kept only until the first decision: a request that must wait reads its body again when it is granted.
-        kept: list[peek.Peeked] = [peeked]
+        ask.kept = kept = [peeked]
 
         def payload() -> bytes:
             again = kept.pop() if kept else peek.peek(body.read())
@@ -119,18 +123,20 @@ class AskReader:
         entry = self._catalog.find(name)
         if entry is None:
             raise ModelNotFound(f"There is no model {name}. GET /v1/models lists those there are.", param="model")
-        _check_ability(entry, route)
+        if route.ability is not None:
+            _check_ability(entry, route.ability)
+        said = {known: value for known, value in head.headers if known in _OURS}
         return Ask(
-            route=route,
-            entry=entry,
-            asked_as=name,
-            target=head.target if target is None else target,
-            stream=stream,
-            priority=_priority(head, priority, entry, caller),
-            tenant=caller.tenant or self._tenants.name(head.get(b"x-tenant-id")),
-            client=(head.get(b"x-client-id") or b"").decode("latin-1")[:128],
-            heartbeat=_heartbeat(head, self._heartbeat()),
-            payload=payload,
+            route,
+            entry,
+            name,
+            head.target if target is None else target,
+            stream,
+            _priority(priority, said, entry, caller),
+            caller.tenant or self._tenants.name(said.get(b"x-tenant-id")),
+            said.get(b"x-client-id", b"").decode("latin-1")[:CLIENT_CHARS_MAX],
+            _heartbeat(said, self._heartbeat()),
+            payload,
         )
 
 
@@ -144,22 +150,25 @@ def _as_text(value: object) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def _check_ability(entry: Entry, route: Route) -> None:
-    abilities = entry.abilities
-    if route.ability is not None and abilities is not None and route.ability not in abilities:
-        can = ", ".join(sorted(ability.value for ability in abilities))
-        raise Unsupported(f"{entry.id} does not do {route.ability.value}; it does {can}.", param="model")
+def _check_ability(entry: Entry, ability: Ability) -> None:
+    if entry.abilities is not None and ability not in entry.abilities:
+        can = ", ".join(sorted(one.value for one in entry.abilities))
+        raise Unsupported(f"{entry.id} does not do {ability.value}; it does {can}.", param="model")
 
 
-def _priority(head: Head, said: str | int | None, entry: Entry, caller: Caller) -> int:
+def _priority(in_body: str | int | None, said: Mapping[bytes, bytes], entry: Entry, caller: Caller) -> int:
     """The body's word, else the header's, else the model's; never better than the key allows."""
-    raw = said if said is not None else head.get(b"x-priority")
-    priority = entry.spec.priority if raw is None else parse_priority(raw)
+    if in_body is not None:
+        priority = parse_priority(in_body)
+    elif (in_header := said.get(b"x-priority")) is not None:
+        priority = parse_priority(in_header, param="X-Priority")
+    else:
+        priority = entry.spec.priority
     return cap(priority, caller)
 
 
-def _heartbeat(head: Head, default: Heartbeat) -> Heartbeat:
-    raw = head.get(b"x-heartbeat")
+def _heartbeat(said: Mapping[bytes, bytes], default: Heartbeat) -> Heartbeat:
+    raw = said.get(b"x-heartbeat")
     if raw is None:
         return default
     if raw not in _HEARTBEATS:

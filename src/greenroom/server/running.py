@@ -134,6 +134,9 @@ class Running:
             self._go_on()
 
     def _go_on(self) -> None:
+        if self.ask.kept:
+            # Waiting costs no more than the body itself, which may be on disk.
+            self.ask.kept.clear()
         task = self._shared.spawn(self)
 
         def leave() -> None:

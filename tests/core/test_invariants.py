@@ -1,0 +1,115 @@
+"""The checks themselves: every property is noticed when it does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from greenroom.core.events import Timer, TimerKind
+from greenroom.core.invariants import check
+from greenroom.core.model import ModelId, MoveId, OpId, RequestId, SlotId, Tier
+from greenroom.core.policy import Blocked
+from greenroom.core.state import LeavingOp, State
+
+from .test_order import ready
+from .world import World, model
+
+
+def a_world() -> World:
+    """a serves, b loads, c waits for both."""
+    world = World([model("a", 3_000), model("b", 3_000), model("c", 8_000)])
+    ready(world, "a")
+    world.arrive("served", "a")
+    world.arrive("loads", "b")
+    world.arrive("waits", "c", within_s=100.0)
+    check(world.scheduler, world.now)
+    check(world.scheduler)
+    return world
+
+
+def serving(state: State) -> SlotId:
+    return next(slot.id for slot in state.slots.values() if slot.in_flight)
+
+
+def loading(state: State) -> SlotId:
+    return next(slot.id for slot in state.slots.values() if slot.move)
+
+
+BREAKS: dict[str, tuple[Callable[[State], object], str]] = {
+    "a grant is forgotten": (lambda s: s.grants.clear(), "in flight"),
+    "a count is wrong": (lambda s: setattr(s.counters, "dones", 9), "grants minus dones"),
+    "a move is unknown": (lambda s: s.moves.clear(), "moves of slots"),
+    "memory is not held": (lambda s: s.ledger.release(serving(s)), "ledger holds"),
+    "memory is promised to nobody": (lambda s: s.ledger.promise(SlotId("s?"), {}), "promised"),
+    "a served one waits": (
+        lambda s: (
+            s.grants.update({RequestId("waits"): s.grants[RequestId("served")]})
+            or s.slots[serving(s)].in_flight.update({RequestId("waits"): None})
+            or setattr(s.counters, "grants", s.counters.grants + 1)
+        ),
+        "waits and is served",
+    ),
+    "a model is gone": (lambda s: s.models.pop(ModelId("c")), "waits for no model"),
+    "all is over": (lambda s: setattr(s, "shutting_down", True), "shutting down"),
+    "a timer is for nobody": (lambda s: s.timers.update({Timer(TimerKind.IDLE, "s?"): 1.0}), "set for nobody"),
+    "a timer is missing": (lambda s: s.timers.clear(), "never give up"),
+    "nobody is blocked": (
+        lambda s: s.blocked.update({ModelId("x"): Blocked((1, 1), ModelId("x"), 1, frozenset(), frozenset())}),
+        "blocked",
+    ),
+    "nobody was overtaken": (lambda s: s.overtaken.update({ModelId("x"): 1}), "overtaken"),
+    "an operator waits for nothing": (
+        lambda s: s.leaving_ops.update({OpId("o"): LeavingOp(Tier.COLD, {SlotId("s?"): None})}),
+        "slots that have left",
+    ),
+    "a model's slots are forgotten": (lambda s: s.slots_by_model.clear(), "slots by model"),
+    "a ready slot loads": (lambda s: setattr(s.slots[loading(s)], "tier", Tier.READY), "moves by"),
+    "a cold slot serves": (
+        lambda s: setattr(s.slots[serving(s)], "tier", Tier.COLD) or s.ledger.release(serving(s)),
+        "cold and serves",
+    ),
+    "a slot is lost without answers": (
+        lambda s: setattr(s.slots[loading(s)], "lost", True),
+        "nobody is left to tell",
+    ),
+    "a slot fell without a move": (lambda s: setattr(s.slots[serving(s)], "fell", True), "fell"),
+    "an idle slot leaves and does not": (
+        lambda s: (
+            setattr(s.slots[serving(s)], "leaving_to", Tier.COLD)
+            or s.slots[serving(s)].in_flight.clear()
+            or s.grants.clear()
+            or setattr(s.counters, "dones", s.counters.grants)
+        ),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "says"), BREAKS.values(), ids=list(BREAKS))
+def test_a_broken_property_is_named(spoil: Callable[[State], object], says: str) -> None:
+    world = a_world()
+    spoil(world.scheduler.state)
+    with pytest.raises((AssertionError, StopIteration), match=says):
+        check(world.scheduler)
+
+
+def test_a_lost_wake_up_is_noticed() -> None:
+    world = a_world()
+    world.arrive("queued", "a")
+    slot = world.scheduler.state.slots[serving(world.scheduler.state)]
+    slot.concurrency = 2
+    world.scheduler.state.blocked.clear()
+    with pytest.raises(AssertionError, match="queued waits though it could have Serve"):
+        check(world.scheduler, world.now)
+
+
+def test_a_leaving_slot_that_moves_and_stays_is_noticed() -> None:
+    world = World([model("a", 3_000)])
+    ready(world, "a")
+    world.ask("o", next(iter([move.kind for move in world.moves])).__class__("unload"), "a")
+    (slot,) = world.scheduler.state.slots.values()
+    assert slot.move is not None and slot.move.id != MoveId("m?")
+    slot.leaving_to = None
+    with pytest.raises(AssertionError, match="goes though it stays"):
+        check(world.scheduler)

@@ -1,0 +1,288 @@
+"""The official OpenAI package and curl, against real models on llama.cpp: what users of both do every day."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import openai
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI, OpenAI
+
+from greenroom.app import App
+from tests.harness import PATIENCE_S, fake, gateway, tiny, until, url
+from tests.integration.facts import Journal, at_rest, counters
+from tests.integration.raw import http
+from tests.models import tiny as tiny_model
+from tests.models import tiny_embedding, tiny_reranker
+
+HELLO: Any = [{"role": "user", "content": "hi"}]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
+    folder = tmp_path_factory.mktemp("sdk")
+    models = {
+        "alpha": tiny(tiny_model("alpha"), aliases=["gpt-4o"]),
+        "org/bravo": tiny(tiny_model("bravo"), description="the second"),
+        "counts": tiny(tiny_model("counts", loop=True), ctx_size=4096),
+        "bag": tiny(tiny_embedding(), embedding=True),
+        "taste": tiny(tiny_reranker(), reranking=True),
+        "stalls": fake("stalls", *Journal(folder).switches, "--hang", "serve"),
+        "broken": fake("broken", "--exit-before-bind"),
+        "hidden": fake("hidden", unlisted=True),
+    }
+    async with gateway(folder, models, budget_mib=350) as app:
+        yield app
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def client(app: App) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        yield client
+
+
+# --- what is asked --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "name"), [("alpha", "alpha"), ("gpt-4o", "alpha"), ("org/bravo", "bravo")])
+async def test_chat(client: AsyncOpenAI, model: str, name: str) -> None:
+    answer = await client.chat.completions.create(model=model, messages=HELLO, max_tokens=20)
+    assert answer.choices[0].message.content == f" {name} says hello"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+
+
+async def test_chat_as_a_stream(client: AsyncOpenAI) -> None:
+    chunks = [chunk async for chunk in await client.chat.completions.create(model="alpha", messages=HELLO, stream=True)]
+    said = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert said == " alpha says hello"
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+async def test_chat_as_a_stream_with_usage(client: AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model="alpha", messages=HELLO, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 4
+
+
+async def test_stream_that_is_left_is_ended_at_the_engine(app: App, client: AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(model="counts", messages=HELLO, stream=True, max_tokens=3000)
+    async for _ in stream:
+        break
+    assert counters(app)["running"] == 1
+    await stream.close()
+    await at_rest(app)
+    record = app.activity.recent(1, "counts")[0]
+    assert (record.status, (record.completion_tokens or 0) < 3000) == (499, True)
+
+
+async def test_raw_answer_carries_our_headers(app: App, client: AsyncOpenAI) -> None:
+    raw = await client.chat.completions.with_raw_response.create(
+        model="alpha",
+        messages=HELLO,
+        extra_headers={"X-Priority": "high", "X-Tenant-ID": "lab"},
+        extra_body={"x_client_id": "me"},
+    )
+    shown = (await http(app, "GET", f"/api/v1/requests/{raw.headers['x-request-id']}")).json()
+    assert (shown["tenant"], shown["client"], shown["priority"], shown["status"]) == ("lab", "me", 0, 200)
+    assert int(raw.headers["x-queue-wait-ms"]) >= 0
+
+
+async def test_completions(client: AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="alpha", prompt="hi", max_tokens=20)
+    assert "alpha says hello" in answer.choices[0].text
+
+
+async def test_embeddings(client: AsyncOpenAI) -> None:
+    answer = await client.embeddings.create(model="bag", input=["good", "good", "bad"])
+    good, again, bad = (row.embedding for row in answer.data)
+    assert good == again != bad
+    assert len(good) == len(bad) > 1
+
+
+async def test_rerank(app: App) -> None:
+    question = {"model": "taste", "query": "good", "documents": ["bad bad bad", "good good good"]}
+    answer = await http(app, "POST", "/v1/rerank", question)
+    scores = {row["index"]: row["relevance_score"] for row in answer.json()["results"]}
+    assert scores[1] > scores[0]
+
+
+async def test_models(client: AsyncOpenAI) -> None:
+    listed = {model.id: model async for model in client.models.list()}
+    assert set(listed) == {"alpha", "org/bravo", "counts", "bag", "taste", "stalls", "broken"}
+    assert listed["alpha"].owned_by == "greenroom"
+    # By id with a slash (which this package does not encode), by alias, and one that is not listed.
+    assert (await client.models.retrieve("org/bravo")).id == "org/bravo"
+    assert (await client.models.retrieve("gpt-4o")).id == "alpha"
+    assert (await client.models.retrieve("hidden")).id == "hidden"
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("org/nobody")
+
+
+async def test_listing_says_what_is_loaded_and_loads_nothing(app: App, client: AsyncOpenAI) -> None:
+    await client.chat.completions.create(model="alpha", messages=HELLO)
+    slots = set(app.loop.scheduler.state.slots)
+    status = {model.id: model.status["value"] async for model in client.models.list()}  # type: ignore[attr-defined]
+    assert status["alpha"] == "loaded"
+    assert status["stalls"] == "unloaded"
+    assert set(app.loop.scheduler.state.slots) == slots
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+async def test_unknown_model_is_a_not_found_error(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.chat.completions.create(model="nobody", messages=HELLO)
+    assert (caught.value.code, caught.value.param, caught.value.type) == (
+        "model_not_found",
+        "model",
+        "not_found_error",
+    )
+    assert caught.value.request_id is not None
+
+
+async def test_bad_request_is_a_bad_request_error(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="alpha", messages=HELLO, extra_body={"x_priority": "urgent"})
+    assert caught.value.param == "x_priority"
+    # What only the engine can find wrong is told by it.
+    with pytest.raises(openai.BadRequestError):
+        await client.chat.completions.create(model="alpha", messages=cast(Any, "not a list"))
+
+
+async def test_what_an_engine_cannot_do_is_an_unprocessable_entity_error(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.UnprocessableEntityError):
+        await client.embeddings.create(model="alpha", input="hi")
+
+
+async def test_failed_load_is_a_status_error_with_the_engines_words_and_when_to_retry(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        await client.chat.completions.create(model="broken", messages=HELLO)
+    assert (caught.value.status_code, caught.value.code) == (503, "model_load_failed")
+    assert "could not open the model file" in caught.value.body["details"]  # type: ignore[index]
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+
+
+async def test_package_does_not_repeat_what_can_only_fail_again(app: App, client: AsyncOpenAI) -> None:
+    """`x-should-retry: false` is what the package goes by."""
+    before = app.edge.stats.requests
+    with pytest.raises(openai.NotFoundError):
+        await client.with_options(max_retries=3).chat.completions.create(model="nobody", messages=HELLO)
+    assert app.edge.stats.requests == before + 1
+
+
+async def test_timeout_of_the_client_frees_its_place(app: App, client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.APITimeoutError):
+        await client.with_options(timeout=1.0).chat.completions.create(model="stalls", messages=HELLO)
+    await at_rest(app)
+    assert (await client.chat.completions.create(model="alpha", messages=HELLO)).choices
+
+
+# --- the synchronous client -----------------------------------------------------------------------------------------
+
+
+async def test_synchronous_client(app: App) -> None:
+    """In a thread of its own, because the gateway runs in this one."""
+    assert await asyncio.to_thread(talk, url(app)) == (" alpha says hello", " alpha says hello", 4)
+    await until(lambda: not any(counters(app).values()), "at rest")
+
+
+def talk(address: str) -> tuple[str | None, str, int]:
+    with OpenAI(base_url=address + "/v1", api_key="none", timeout=PATIENCE_S, max_retries=0) as client:
+        answer = client.chat.completions.create(model="alpha", messages=HELLO, max_tokens=20)
+        stream = client.chat.completions.create(model="alpha", messages=HELLO, stream=True)
+        streamed = "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices)
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="nobody", messages=HELLO)
+        assert answer.usage is not None
+        return answer.choices[0].message.content, streamed, answer.usage.completion_tokens
+
+
+# --- curl -----------------------------------------------------------------------------------------------------------
+
+
+async def curl(app: App, path: str, *arguments: str, value: object = None, stdin: bytes = b"") -> tuple[str, str]:
+    """What curl printed, and what it told of the conversation (-v)."""
+    if value is not None:
+        arguments = (*arguments, "-H", "Content-Type: application/json", "-d", json.dumps(value))
+    process = await asyncio.create_subprocess_exec(
+        *("curl", "-sSv", "--max-time", str(PATIENCE_S), *arguments, url(app) + path),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    out, told = await process.communicate(stdin)
+    assert process.returncode == 0, told.decode()
+    return out.decode(), told.decode()
+
+
+async def test_curl_chat(app: App) -> None:
+    out, _ = await curl(app, "/v1/chat/completions", value={"model": "alpha", "messages": HELLO})
+    assert json.loads(out)["choices"][0]["message"]["content"] == " alpha says hello"
+
+
+async def test_curl_stream(app: App) -> None:
+    out, told = await curl(
+        app, "/v1/chat/completions", "-N", value={"model": "alpha", "messages": HELLO, "stream": True}
+    )
+    assert out.startswith("data: ")
+    assert out.endswith("data: [DONE]\n\n")
+    assert "text/event-stream" in told
+
+
+async def test_curl_embeddings(app: App) -> None:
+    out, _ = await curl(app, "/v1/embeddings", value={"model": "bag", "input": "good"})
+    assert len(json.loads(out)["data"][0]["embedding"]) > 1
+
+
+async def test_curl_error(app: App) -> None:
+    out, told = await curl(app, "/v1/chat/completions", value={"model": "nobody", "messages": HELLO})
+    assert "< HTTP/1.1 404" in told
+    assert json.loads(out)["error"]["code"] == "model_not_found"
+
+
+async def test_curl_head(app: App) -> None:
+    for path in ("/health", "/v1/models"):
+        out, _ = await curl(app, path, "--head")
+        assert out.startswith("HTTP/1.1 200"), path
+
+
+async def test_curl_sends_a_large_body_after_100_continue(app: App, tmp_path: Path) -> None:
+    """Above 1 MiB curl asks first. The body is spooled and reaches the engine whole."""
+    question = {"model": "alpha", "messages": HELLO, "metadata": {"pad": "x" * (3 * 1024 * 1024)}}
+    file = tmp_path / "question.json"
+    file.write_text(json.dumps(question))
+    out, told = await curl(
+        app, "/v1/chat/completions", "-H", "Content-Type: application/json", "--data-binary", f"@{file}"
+    )
+    assert "> Expect: 100-continue" in told
+    assert "< HTTP/1.1 100" in told
+    assert json.loads(out)["choices"][0]["message"]["content"] == " alpha says hello"
+    await at_rest(app)
+
+
+async def test_curl_is_told_no_before_it_sends_a_body_that_is_too_large(app: App) -> None:
+    """Nothing of the 100 MiB is sent: the refusal comes instead of 100 Continue."""
+    out, told = await curl(
+        app,
+        "/v1/chat/completions",
+        *("-H", "Content-Type: application/json", "-H", "Expect: 100-continue", "-H", "Content-Length: 104857600"),
+        *("--data-binary", "@-"),
+        stdin=b"{}",
+    )
+    assert "< HTTP/1.1 413" in told
+    assert "< HTTP/1.1 100" not in told
+    assert json.loads(out)["error"]["code"] == "body_too_large"
