@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, MoveKind, Need
@@ -27,23 +28,22 @@ def mixed_scenario(prepare: Callable[[World], None] = lambda world: None) -> Wor
     world.config(*MODELS)
     world.engines["vision"] = Engine(load_s=8.0, concurrency=2, seen={DeviceId("gpu0"): 4_400})
     names = ["chat", "embed", "code", "remote", "chat", "vision", "wide", "embed"]
-    for number in range(40):
+    for number in range(32):
         name = names[number * 5 % len(names)]
         spare = ("chat",) if number % 7 == 0 and name != "chat" else ()
-        world.later(
-            number * 1.7,
-            lambda number=number, name=name, spare=spare: world.arrive(  # type: ignore[misc]
-                f"r{number}",
-                name,
-                *spare,
-                takes_s=0.5 + number % 4,
-                priority=(1, 1, 0, 2)[number % 4],
-                tenant=f"t{number % 3}",
-                within_s=400.0 if number % 5 else None,
-            ),
+        arrive = partial(
+            world.arrive,
+            f"r{number}",
+            name,
+            *spare,
+            takes_s=0.5 + number % 4,
+            priority=(1, 1, 0, 2)[number % 4],
+            tenant=f"t{number % 3}",
+            within_s=400.0 if number % 5 else None,
         )
+        world.later(number * 1.7, arrive)
     world.later(12.0, lambda: world.ask("load", MoveKind.LOAD, "code"))
-    world.later(20.0, lambda: world.ask_lease("train", 3_000, priority=2, preemptible=True, within_s=300.0) and None)
+    world.later(20.0, lambda: world.ask_lease("train", 3_000, priority=2, preemptible=True, within_s=300.0))
     world.later(30.0, lambda: world.ask("sleep", MoveKind.SLEEP, "chat", grace_s=2.0))
     world.later(33.0, lambda: world.memory({DeviceId("gpu1"): 2_000, HOST: 500}))
     world.later(45.0, lambda: world.config(model("chat", 5_500, revision=2, concurrency=2, asleep=Need(300, 3_000))))

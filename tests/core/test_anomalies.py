@@ -10,7 +10,7 @@ from itertools import count
 
 import pytest
 
-from greenroom.core.effects import Reason
+from greenroom.core.effects import Reason, RejectCode
 from greenroom.core.model import LeaseId, Move, Outcome, RequestId, SlotId, Tier
 
 from .scenarios import finish, mixed_scenario
@@ -110,8 +110,9 @@ def test_whatever_goes_wrong_whenever_it_does_everything_ends(fault: Fault) -> N
         assert not (state.slots or state.moves or state.grants or state.leaving_ops or state.blocked), f"n={n}"
         assert not (state.overtaken or state.timers or state.ledger.holdings or state.slots_by_model), f"n={n}"
         served = sum(1 for call in world.calls_by_id.values() if call.fate is Fate.SERVED)
-        assert served >= 25, f"n={n}: one fault costs at most a queue, but only {served} were served"
+        assert served >= 15, f"n={n}: one fault costs at most a queue, but only {served} were served"
         if not fired[0]():
             assert n > 10, "the scenario should give the fault a chance"
-            assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values()), "untouched, all are served"
+            codes = {call.rejection.code for call in world.calls_by_id.values() if call.rejection}
+            assert codes <= {RejectCode.UNLOADED}, "untouched, only the operator's unloads reject anybody"
             return

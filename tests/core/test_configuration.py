@@ -63,6 +63,30 @@ def test_an_old_revision_whose_load_ends_badly_is_simply_gone() -> None:
     assert world.scheduler.state.models[ModelId("a")].failures == 0 and world.fate("r") is Fate.WAITING
 
 
+def test_an_old_revision_whose_load_was_done_before_its_abort_is_unloaded() -> None:
+    world = World([model("a", 3_000)], plays=False)
+    world.arrive("r", "a")
+    world.config(model("a", 3_000, revision=2))
+    world.end_move(world.moves[0].id, Outcome.DONE)
+    assert [f"{move.kind.value} {move.revision}" for move in world.moves] == ["load 1", "load 2", "unload 1"]
+    assert not world.scheduler.state.models[ModelId("a")].learned_s
+
+
+def test_an_unload_waits_for_every_slot_of_the_model() -> None:
+    world = World([model("a", 3_000), model("b", 1_000)])
+    ready(world, "a", "b")
+    world.arrive("old", "a")
+    world.config(model("a", 3_000, revision=2))
+    ready(world, "a")
+    world.ask("a", MoveKind.UNLOAD, "a", grace_s=100.0)
+    world.ask("b", MoveKind.UNLOAD, "b")
+    world.run(5.0)
+    assert world.ops == {"a": None, "b": OpOutcome.DONE}, "the new revision has left, the old one serves"
+    world.finish("old")
+    world.run()
+    assert world.ops["a"] is OpOutcome.DONE
+
+
 def test_an_old_revision_that_dies_is_not_counted_as_a_crash() -> None:
     world = World([model("a", 3_000, preload=True)])
     world.run()

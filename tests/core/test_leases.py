@@ -28,10 +28,10 @@ def test_a_lease_is_granted_at_once_when_memory_is_free_and_models_keep_off_it()
 def test_a_lease_makes_idle_models_leave_and_is_granted_when_they_have_left() -> None:
     world = World([model("a", 6_000)])
     ready(world, "a")
-    lease = world.ask_lease("train", 4_000)
-    assert lease.fate is Fate.WAITING and world.kinds()[-1] == "unload a"
+    world.ask_lease("train", 4_000)
+    assert world.fate("train") is Fate.WAITING and world.kinds()[-1] == "unload a"
     world.run()
-    assert lease.fate is Fate.GRANTED and victims(world) == ["a"]
+    assert world.fate("train") is Fate.GRANTED and victims(world) == ["a"]
 
 
 def test_a_lease_waits_for_a_busy_model_and_keeps_its_place() -> None:

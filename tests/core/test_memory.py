@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from greenroom.core import events as ev
 from greenroom.core.effects import RejectCode
-from greenroom.core.model import DeviceId, ModelId, MoveKind, Need, Outcome, Tier
+from greenroom.core.events import Limits
+from greenroom.core.model import Device, DeviceId, ModelSpec, MoveKind, Need, Tier
+from greenroom.core.policy import PriorityThenArrival
 from greenroom.core.swapper import Eviction, Resident, Target
 
 from .test_order import ready
@@ -119,9 +122,9 @@ def test_a_pinned_model_that_sleeps_can_wake_beside_nobody_else() -> None:
     ids=["gpu", "split", "host", "no gpu", "devices gone", "nothing", "nothing to split", "no devices"],
 )
 def test_what_can_never_fit_is_refused_with_the_numbers_of_what_is_too_small(
-    spec: object, devices: object, needs_mib: int, free_mib: int
+    spec: ModelSpec, devices: tuple[Device, ...], needs_mib: int, free_mib: int
 ) -> None:
-    world = World([spec], devices)  # type: ignore[list-item, arg-type]
+    world = World([spec], devices)
     rejection = world.arrive("r", "m").rejection
     assert rejection is not None and rejection.code is RejectCode.TOO_LARGE
     assert (rejection.needs_mib, rejection.free_mib) == (needs_mib, free_mib)
@@ -249,8 +252,7 @@ def test_figures_for_a_slot_that_has_left_are_forgotten() -> None:
     slot = world.slot_of("a")
     world.ask("o", MoveKind.UNLOAD, "a")
     world.run()
-    world.post(world.events[-1].__class__(world.now, world.events[-1].move, Outcome.DONE))  # type: ignore[union-attr, call-arg]
-    world.scheduler.state.ledger.observe(slot, {GPU0: 1})
+    world.post(ev.MemoryChanged(world.now, {}, {slot: {GPU0: 1}}))
     assert not world.scheduler.state.ledger.holdings
 
 
@@ -470,9 +472,6 @@ def test_a_swapper_that_forbids_company_makes_everybody_else_leave() -> None:
                 return None
             return Eviction(target.options[0], tuple(residents))
 
-    from greenroom.core.events import Limits
-    from greenroom.core.policy import PriorityThenArrival
-
     world = World(
         [model("a", 1_000), model("b", 1_000)],
         policy=lambda limits: PriorityThenArrival(limits, Alone()),
@@ -482,4 +481,3 @@ def test_a_swapper_that_forbids_company_makes_everybody_else_leave() -> None:
         world.arrive(name, "a" if name == "r1" else "b", takes_s=0.0)
     world.run()
     assert world.kinds() == ["load a", "unload a", "load b"] and world.is_at_rest()
-    assert world.specs[ModelId("a")].need == Need(1_000)

@@ -10,6 +10,9 @@ from greenroom.core import events as ev
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits
 from greenroom.core.model import RequestId, Tier
+from greenroom.core.policy import Blocked
+from greenroom.core.swapper import ByMemory, Swapper
+from greenroom.core.waitlist import Key, Waiter
 
 from .world import Engine, Fate, World, gpu, model
 
@@ -36,9 +39,9 @@ def test_a_request_for_a_ready_model_is_granted_before_its_arrival_returns() -> 
 def test_a_request_for_a_cold_model_is_served_when_the_load_is_done() -> None:
     world = one_at_a_time()
     call = world.arrive("r", "a", takes_s=1.0)
-    assert world.kinds() == ["load a"] and call.fate is Fate.WAITING
+    assert world.kinds() == ["load a"] and world.fate("r") is Fate.WAITING
     world.run()
-    assert call.fate is Fate.SERVED and call.granted_at == 5.0 and world.is_at_rest()
+    assert world.fate("r") is Fate.SERVED and call.granted_at == 5.0 and world.is_at_rest()
 
 
 def test_fifty_requests_join_one_load() -> None:
@@ -214,6 +217,18 @@ def test_who_was_barred_goes_on_as_soon_as_the_one_before_it_leaves() -> None:
     assert world.fate("barred") is Fate.GRANTED
 
 
+def test_how_often_one_was_overtaken_is_forgotten_when_it_leaves() -> None:
+    world = World([model("a", 6_000, concurrency=9), model("b", 6_000), model("c", 6_000)])
+    ready(world, "a")
+    world.arrive("running", "a")
+    world.arrive("b", "b")
+    world.arrive("c", "c")
+    world.arrive("passes", "a")
+    assert world.scheduler.state.overtaken == {"b": 1, "c": 1}
+    world.go("b")
+    assert world.scheduler.state.overtaken == {"c": 1}
+
+
 def test_a_blocked_one_that_left_bars_nobody_any_more() -> None:
     world = World([model("a", 6_000, concurrency=2), model("b", 6_000)], limits=Limits(overtakes_max=0))
     ready(world, "a")
@@ -335,28 +350,24 @@ def test_a_granted_request_whose_client_leaves_gives_its_place_to_the_next() -> 
     assert world.fate("next") is Fate.GRANTED
 
 
-def test_a_replaced_policy_decides_the_order() -> None:
-    class LastComeFirst:
-        """Whoever came last goes first; nobody passes anybody."""
+class LastComeFirst:
+    """Whoever came last goes first; nobody passes anybody."""
 
-        def __init__(self, limits: Limits) -> None:
-            from greenroom.core.swapper import ByMemory
+    def __init__(self, limits: Limits) -> None:
+        self.swapper: Swapper = ByMemory()
 
-            self.swapper = ByMemory()
+    def key(self, priority: int, sequence: int) -> Key:
+        return (0, -sequence)
 
-        def key(self, priority: int, sequence: int) -> tuple[int, int]:
-            return (0, -sequence)
+    def may_pass(self, waiter: Waiter, blocked: Blocked, overtaken: int) -> bool:
+        return False
 
-        def may_pass(self, waiter: object, blocked: object, overtaken: int) -> bool:
-            return False
 
-    for limits in (None, Limits()):
-        world = World([], limits=limits, policy=LastComeFirst)
-        world.config(model("a", 6_000), model("b", 6_000))
-        ready(world, "a")
-        for name in ("one", "two", "three"):
-            world.calls_by_id.pop(name, None)
-        world.arrive("run", "a", takes_s=1.0)
-        b = [world.arrive(name, "b", takes_s=1.0, tenant=name) for name in ("one", "two", "three")]
-        world.run()
-        assert sorted(b, key=lambda call: call.granted_at) == b[::-1]
+@pytest.mark.parametrize("limits", [None, Limits()])
+def test_a_replaced_policy_decides_the_order(limits: Limits | None) -> None:
+    world = World([model("a", 6_000), model("b", 6_000)], limits=limits, policy=LastComeFirst)
+    ready(world, "a")
+    world.arrive("run", "a", takes_s=1.0)
+    calls = [world.arrive(name, "b", takes_s=1.0, tenant=name) for name in ("one", "two", "three")]
+    world.run()
+    assert sorted(calls, key=lambda call: call.granted_at) == calls[::-1]

@@ -174,7 +174,7 @@ class World(Recorder):
         self.engines: dict[str, Engine] = {}
         self.outcome_of: Callable[[Move], Outcome] = lambda move: Outcome.DONE
         self.told_to_leave: set[ModelId] = set()
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = count(1)
         self.scheduler = Scheduler(self, policy)
         self.config(*models, devices=tuple(devices), limits=limits)
@@ -340,7 +340,7 @@ class World(Recorder):
 
     # --- time -----------------------------------------------------------------------------------------------------
 
-    def later(self, after_s: float, action: Callable[[], None]) -> None:
+    def later(self, after_s: float, action: Callable[[], object]) -> None:
         heappush(self._heap, (self.now + after_s, next(self._numbers), action))
 
     def run(self, for_s: float = float("inf")) -> None:

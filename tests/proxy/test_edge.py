@@ -15,7 +15,7 @@ from greenroom.proxy import edge as edge_module
 from greenroom.proxy.edge import Exchange, Head
 
 from .conftest import Connect, Serve
-from .wires import Client, echo, get, post, until
+from .wires import DEADLINE_S, Client, echo, get, post, until
 
 CHUNKED = b"POST /c HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -805,7 +805,8 @@ async def test_connection_taken_over_leaves_http(serve: Serve, connect: Connect)
     assert (await client.response()).status == 101
     assert server.admitted[0].upgrade == b"shout"
     await client.send(b"GET / HTTP/1.1!")
-    assert await client.reader.readexactly(21) == b"AHEAD GET / HTTP/1.1!"
+    async with asyncio.timeout(DEADLINE_S):
+        assert await client.reader.readexactly(21) == b"AHEAD GET / HTTP/1.1!"
     await client.close()
     await until(lambda: shouts[0].gone)
 

@@ -92,6 +92,8 @@ AMBIGUOUS = {
     "bare lf before the request": b"\n" + get(),
     "two empty lines before the request": b"\r\n\r\n" + get(),
     "tls hello": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "chunked body before an upgrade": POST
+    + b"Connection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "body of one-byte chunks": CHUNKED + b"1\r\nx\r\n" * 20_000 + b"0\r\n\r\n",
     "endless chunk extension": CHUNKED + b"3;" + b"a" * 60_000,
     "endless trailer": CHUNKED + b"3\r\nabc\r\n0\r\nA: " + b"a" * 60_000,

@@ -60,7 +60,9 @@ class Ledger:
     def held_by(self, slot: SlotId) -> Claim:
         """What this slot really takes now, promises left out."""
         holding = self.holdings.get(slot)
-        return NO_CLAIM if holding is None else larger(holding.claim, holding.seen)
+        if holding is None:
+            return NO_CLAIM
+        return larger(holding.claim, holding.seen) if holding.seen else holding.claim
 
     def usable_mib(self, device: DeviceId) -> int:
         there = self.devices.get(device)
@@ -69,9 +71,12 @@ class Ledger:
     def free_mib(self, without: frozenset[SlotId]) -> dict[DeviceId, int]:
         """What plans may still use per device, promises kept, as if the slots in `without` had left."""
         free = {device: self.usable_mib(device) for device in self.devices}
-        for slot in [*self.holdings, *(slot for slot in self.promises if slot not in self.holdings)]:
+        taken = {slot: self.held_by(slot) for slot in self.holdings}
+        for slot, promised in self.promises.items():
+            taken[slot] = larger(taken.get(slot, NO_CLAIM), promised)
+        for slot, claim in taken.items():
             if slot not in without:
-                for device, mib in larger(self.held_by(slot), self.promises.get(slot, NO_CLAIM)).items():
+                for device, mib in claim.items():
                     free[device] = free.get(device, 0) - mib
         return free
 

@@ -243,7 +243,12 @@ class ClientConnection(asyncio.Protocol):
             return
         finally:
             self._advancing = False
-        if data and self._phase <= ANSWER:
+        if not data:
+            return
+        if self._phase == TUNNEL:
+            # Sent ahead of an upgrade that was taken at once.
+            self.data_received(data)
+        elif self._phase <= ANSWER:
             self._set_aside(data)
             if self._phase == READ and not self._writing_paused:
                 # Other connections get their turn before the rest.

@@ -172,14 +172,17 @@ class RequestReader:
         headers, self._headers = self._headers, []
         self._head_done = self._skipped_line = False
         head = read_head(whole, parser.get_method(), headers, self.peer_ip, self._keep_alive, self._limits)
-        if not upgrading:
+        if upgrading and head.chunked:
+            raise BadFraming("A request to upgrade must not have a chunked body.")
+        if not upgrading or head.content_length:
+            # Without the Connection header, or with a body, it is an ordinary request.
             head.upgrade = None
         self.head = head
         self.is_complete = not (head.content_length or head.chunked)
         try:
             limit = self._admit(head)
         except GreenroomError as error:
-            if not self.is_complete or upgrading:
+            if not self.is_complete or head.upgrade is not None:
                 raise
             # Nothing more of this request comes, so the next one's place in the bytes is known: only say no.
             self.refusal = error
@@ -221,10 +224,7 @@ class RequestReader:
         return data[start:]
 
     def _feed_chunked(self, piece: bytes, body: Body) -> None:
-        try:
-            self._parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:
-            self._parser = httptools.HttpRequestParser(self)
+        self._parser.feed_data(piece)
         if self._trailer_refused:
             raise BadFraming("A trailer must not carry framing headers.")
         self._chunk_bytes += len(piece)
