@@ -12,11 +12,11 @@ import gguf
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.models import tiny, tiny_embedding, tiny_reranker
 
 from greenroom.engines import gguf_header
 from greenroom.engines.gguf_header import BadModelFile, GgufHeader, is_gguf, read_header, shards
 from greenroom.errors import EngineFault
+from tests.models import tiny, tiny_embedding, tiny_reranker
 
 # The file is written anew for each example, so it may be shared by them.
 HOSTILE = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])

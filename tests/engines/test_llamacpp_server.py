@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import xllamacpp
-from tests.models import tiny, tiny_embedding, tiny_reranker
 
 from greenroom.workers import llamacpp_server
+from tests.models import tiny, tiny_embedding, tiny_reranker
 
 from .llamacpp_worker import run_to_end, worker
 

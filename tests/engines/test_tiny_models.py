@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import models, tiny_llm
 
 from greenroom.engines.gguf_header import read_header
+from tests import models, tiny_llm
 
 from .llamacpp_worker import worker
 

@@ -1,0 +1,152 @@
+"""Events are handled one at a time and before `post` returns; a ticket is closed exactly once."""
+
+import asyncio
+
+import pytest
+
+from greenroom.core.events import Event, RequestArrived, RequestGone, ServeDone
+from greenroom.core.model import ModelId, RequestId
+from greenroom.core.scheduler import Scheduler
+from greenroom.errors import QueueFull
+from greenroom.runtime.loop import SchedulerLoop
+from greenroom.runtime.tickets import Desk, Ticket
+
+
+class Scripted(Scheduler):
+    """A scheduler that does what it is told for each event instead of deciding."""
+
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+        self.reactions: list[object] = []
+
+    def handle(self, event: Event) -> None:
+        self.seen.append(event)
+        reaction = self.reactions.pop(0) if self.reactions else None
+        if callable(reaction):
+            reaction()
+
+
+def gone(name: str) -> RequestGone:
+    return RequestGone(0.0, RequestId(name))
+
+
+def test_events_posted_meanwhile_are_handled_before_the_outermost_post_returns() -> None:
+    scheduler = Scripted()
+    loop = SchedulerLoop(scheduler)
+    order: list[str] = []
+
+    def post_two() -> None:
+        loop.post(gone("b"))
+        loop.post(gone("c"))
+        order.append("first handler ends")
+
+    scheduler.reactions = [post_two, lambda: order.append("second"), lambda: order.append("third")]
+    loop.post(gone("a"))
+    assert order == ["first handler ends", "second", "third"]
+
+
+def test_event_that_fails_is_told_to_its_poster_and_stops_nobody_else() -> None:
+    scheduler = Scripted()
+    loop = SchedulerLoop(scheduler)
+
+    def fail() -> None:
+        loop.post(gone("b"))
+        raise ValueError("broken")
+
+    scheduler.reactions = [fail, lambda: None]
+    with pytest.raises(ValueError, match="broken"):
+        loop.post(gone("a"))
+    loop.post(gone("c"))
+    assert [event.request for event in scheduler.seen if isinstance(event, RequestGone)] == ["a", "b", "c"]
+
+
+async def test_until_waits_for_a_fact_after_an_event() -> None:
+    scheduler = Scripted()
+    loop = SchedulerLoop(scheduler)
+    waiting = asyncio.ensure_future(loop.until(lambda: len(scheduler.seen) == 2))
+    await asyncio.sleep(0)
+    loop.post(gone("a"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    loop.post(gone("b"))
+    await asyncio.wait_for(waiting, 5)
+
+
+def arrival(name: str = "r") -> RequestArrived:
+    return RequestArrived(1.0, RequestId(name), (ModelId("m"),))
+
+
+class Posts:
+    def __init__(self, react: object = None) -> None:
+        self.events: list[Event] = []
+        self.react = react
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if callable(self.react):
+            self.react(event)
+
+
+def test_ticket_that_waits_is_gone_when_closed_and_only_once() -> None:
+    posts = Posts()
+    desk = Desk(posts, lambda: 2.0)
+    ticket = desk.arrive(arrival())
+    desk.close(ticket)
+    desk.close(ticket)
+    assert posts.events[1:] == [RequestGone(2.0, RequestId("r"))]
+    assert not desk.open
+
+
+def test_rejected_ticket_posts_nothing_when_closed() -> None:
+    posts = Posts()
+    desk = Desk(posts, lambda: 2.0)
+    ticket = desk.arrive(arrival())
+    ticket.reject(QueueFull("full"))
+    desk.close(ticket)
+    assert len(posts.events) == 1
+
+
+def test_granted_ticket_is_done_when_closed() -> None:
+    posts = Posts()
+    desk = Desk(posts, lambda: 2.0)
+    ticket = desk.arrive(arrival())
+    ticket.grant(object(), 1.5)  # type: ignore[arg-type]
+    desk.close(ticket)
+    assert posts.events[1:] == [ServeDone(2.0, RequestId("r"))]
+
+
+def test_lost_ticket_waits_again() -> None:
+    posts = Posts()
+    desk = Desk(posts, lambda: 2.0)
+    ticket = desk.arrive(arrival())
+    ticket.grant(object(), 1.5)  # type: ignore[arg-type]
+    desk.lost(ticket)
+    assert posts.events[1:] == [ServeDone(2.0, RequestId("r"), lost_before_first_byte=True)]
+    assert not ticket.is_settled
+    desk.close(ticket)
+    assert posts.events[2:] == [RequestGone(2.0, RequestId("r"))]
+
+
+def test_arrival_that_cannot_be_handled_leaves_no_ticket() -> None:
+    def refuse(event: Event) -> None:
+        raise ValueError("broken")
+
+    desk = Desk(Posts(refuse), lambda: 2.0)
+    with pytest.raises(ValueError, match="broken"):
+        desk.arrive(arrival())
+    assert not desk.open
+
+
+async def test_wait_ends_with_the_decision_or_the_time() -> None:
+    ticket = Ticket(RequestId("r"), 0.0)
+    assert await ticket.wait(0.01) is False
+    asyncio.get_running_loop().call_soon(ticket.reject, QueueFull("full"))
+    with pytest.raises(QueueFull):
+        await ticket.wait(5)
+
+
+def test_cut_reaches_whoever_listens_later() -> None:
+    ticket, heard = Ticket(RequestId("r"), 0.0), []
+    ticket.cut(QueueFull("over"))
+    ticket.on_cut(lambda: heard.append(1))
+    assert heard == [1]
