@@ -46,33 +46,6 @@ def greenroom(port: int) -> Iterator[int]:
             yield pid
 
 
-def measure(port: int, cpu_s: Any, options: argparse.Namespace) -> dict[str, float]:
-    """One round against one address; `cpu_s` says how much processor time it has used so far."""
-    rig.load("requests", port, concurrency=16, count=1_000)
-    before_s = cpu_s()
-    busy = rig.load("requests", port, concurrency=16, count=options.requests)
-    between_s = cpu_s()
-    paced = rig.load("streams", port, concurrency=options.streams)
-    after_s = cpu_s()
-    alone = rig.load("requests", port, concurrency=1, count=3_000)
-    assert busy["count"] == options.requests, f"only {busy['count']} of {options.requests} requests were answered"
-    assert paced["chunks"] >= options.streams * CHUNKS, f"only {paced['chunks']} chunks arrived"
-    return {
-        "request_us": 1e6 * (between_s - before_s) / busy["count"],
-        "chunk_us": 1e6 * (after_s - between_s) / paced["chunks"],
-        "chunks_per_read": paced["chunks_per_read"],
-        "p50_alone_us": alone["p50_us"],
-        "per_s": busy["per_s"],
-    }
-
-
-def best(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """The best round of each: other load on the machine can only add."""
-    chosen = {name: round(min(one[name] for one in rounds), 2) for name in rounds[0]}
-    chosen["per_s"] = round(max(one["per_s"] for one in rounds))
-    return chosen
-
-
 def memory_mib(pid: int) -> float:
     line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) / 1024
@@ -100,15 +73,9 @@ def figures_of(options: argparse.Namespace) -> dict[str, Any]:
             "nginx": (nginx_port, lambda: rig.cpu_s(nginx)),
             "greenroom": (own_port, lambda: rig.own_cpu_s(own)),
         }
-        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-        for number in range(options.rounds):
-            for name, (port, cpu_s) in sides.items():
-                taken = measure(port, cpu_s, options)
-                rounds[name].append(taken)
-                print(
-                    f"round {number + 1} {name:10}", {key: round(value, 1) for key, value in taken.items()}, flush=True
-                )
-        figures: dict[str, Any] = {name: best(taken) for name, taken in rounds.items()}
+        figures: dict[str, Any] = dict(
+            rig.compare(sides, options.rounds, requests=options.requests, streams=options.streams)
+        )
         figures["memory"] = memory_growth(own_port, own, options.memory_requests)
     return figures
 

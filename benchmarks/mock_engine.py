@@ -1,7 +1,7 @@
 """An engine that costs almost nothing, so that what is measured is the gateway.
 
-Speaks just enough HTTP/1.1 for a benchmark: a small JSON answer at once, or a stream of events at a steady pace when the
-body asks for one. One timer paces all streams together. Never checks its input.
+Speaks just enough HTTP/1.1 for a benchmark: a small JSON answer at once, or a stream of events at a steady pace when
+the body asks for one. One timer paces all streams together. Never checks its input.
 
     python benchmarks/mock_engine.py --port 9000 --chunks 100 --chunk-s 0.02
 """

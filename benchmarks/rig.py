@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,46 @@ def load(kind: str, port: int, **options: object) -> dict[str, Any]:
         argv += [f"--{name}", str(value)]
     result: dict[str, Any] = json.loads(subprocess.run(argv, check=True, capture_output=True, timeout=600).stdout)
     return result
+
+
+def measure(port: int, cpu_s: Callable[[], float], *, requests: int, streams: int) -> dict[str, float]:
+    """One round against one address; `cpu_s` says how much processor time it has used so far."""
+    load("requests", port, concurrency=16, count=1_000)
+    before_s = cpu_s()
+    busy = load("requests", port, concurrency=16, count=requests)
+    between_s = cpu_s()
+    paced = load("streams", port, concurrency=streams)
+    after_s = cpu_s()
+    alone = load("requests", port, concurrency=1, count=3_000)
+    if busy["count"] != requests:
+        raise SystemExit(f"only {busy['count']} of {requests} requests were answered")
+    return {
+        "request_us": 1e6 * (between_s - before_s) / busy["count"],
+        "chunk_us": 1e6 * (after_s - between_s) / paced["chunks"],
+        "chunks_per_read": paced["chunks_per_read"],
+        "p50_alone_us": alone["p50_us"],
+        "per_s": busy["per_s"],
+    }
+
+
+def best(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """The best round of each: other load on the machine can only add."""
+    chosen = {name: round(min(one[name] for one in rounds), 2) for name in rounds[0]}
+    chosen["per_s"] = round(max(one["per_s"] for one in rounds))
+    return chosen
+
+
+def compare(
+    sides: dict[str, tuple[int, Callable[[], float]]], rounds: int, *, requests: int, streams: int
+) -> dict[str, dict[str, float]]:
+    """Measure each side in turn, several rounds, and keep the best of each."""
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name, (port, cpu_s) in sides.items():
+            taken[name].append(measure(port, cpu_s, requests=requests, streams=streams))
+            shown = {key: round(value, 1) for key, value in taken[name][-1].items()}
+            print(f"round {number + 1} {name:10}", shown, flush=True)
+    return {name: best(measured) for name, measured in taken.items()}
 
 
 def cpu_s(pid: int) -> float:

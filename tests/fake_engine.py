@@ -130,19 +130,27 @@ class Engine:
         about = {"id": request.get("x-request-id"), "model": request.json().get("model"), "path": request.path}
         self.journal.note("request", **about, **self._recorded(request))
         self.answering += 1
-        outcome = "cancelled"
+        told = False
+
+        def tell(outcome: str) -> None:
+            nonlocal told
+            if not told:
+                told = True
+                self.answering -= 1
+                self.journal.note(outcome, **about)
+
+        # Told before the last bytes go: who has them may stop this program before its next step.
+        connection.before_last_bytes = lambda: tell("done")
         try:
             await self._route(connection, request)
             await connection.flush()
-            outcome = "done"
         except Cut:
-            outcome = "done"
+            tell("done")
             raise
         except Hung:
             await connection.never_answer()
         finally:
-            self.answering -= 1
-            self.journal.note(outcome, **about)
+            tell("cancelled")
 
     def _recorded(self, request: Request) -> dict[str, Any]:
         """The request as it came, byte by byte, if the switches say so."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 HEADER_BYTES_MAX = 64 * 1024
@@ -60,6 +60,7 @@ class Connection:
     def __init__(self, reader: Reader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self.before_last_bytes: Callable[[], None] = lambda: None
 
     async def request(self) -> Request | None:
         """The next request, None when the client is done."""
@@ -87,6 +88,7 @@ class Connection:
     def send_json(self, status: int, value: object, *, head_only: bool = False) -> None:
         body = json.dumps(value).encode()
         head = f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        self.before_last_bytes()
         self._writer.write(head.encode() + b"\r\n\r\n" + (b"" if head_only else body))
 
     def send_half_json(self, value: object) -> None:
@@ -106,6 +108,7 @@ class Connection:
             self._writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
     def end_chunks(self) -> None:
+        self.before_last_bytes()
         self._writer.write(b"0\r\n\r\n")
 
     async def flush(self) -> None:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,19 @@ def write_config(folder: Path, models: dict[str, Any], *, budget_mib: int = 10_0
         "server": server,
         "gpus": [{"memory_mib": budget_mib, "margin_mib": 0}],
         "state_dir": str(folder / "state"),
+        "ports": _ports_of(folder),
         "models": models,
         **sections,
     }
     path = folder / "greenroom.yaml"
     path.write_text(yaml.safe_dump(whole))
     return path
+
+
+def _ports_of(folder: Path) -> dict[str, int]:
+    """A range of the folder's own, so that runs beside each other do not race for ports; the same when asked again."""
+    first = 21_000 + zlib.crc32(str(folder).encode()) % 100 * 100
+    return {"first": first, "last": first + 99}
 
 
 @contextlib.asynccontextmanager
@@ -154,5 +162,3 @@ def gateway_process(folder: Path, models: dict[str, Any], **options: Any) -> Ite
             gate.process.kill()
         gate.process.wait(PATIENCE_S)
         assert gate.nothing_left(), "engines were left behind"
-
-

@@ -82,7 +82,8 @@ class App:
         self.desk = Desk(self.loop.post, self.clock)
         ports = PortRange(config.ports.first, config.ports.last)
         self.mover = Mover(self.catalog, self.slots, state_dir, ports, self.observer, self.loop.post, self.clock)
-        self.effects.connect(self.loop.post, self.mover, self.desk.open, Rejections(self.mover.failures))
+        rejections = Rejections(self.mover.failures, lambda: self.is_draining)
+        self.effects.connect(self.loop.post, self.mover, self.desk.open, rejections)
         self.operations = Operations(self.effects, self.mover, self.loop.post, self.clock)
         self._wire_server(config.server)
 

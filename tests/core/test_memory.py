@@ -349,6 +349,27 @@ def test_while_it_falls_asleep_a_slot_holds_its_memory_on_both_tiers() -> None:
     assert world.scheduler.state.ledger.held_by(world.slot_of("a")) == {GPU0: 500, HOST: 5_000}
 
 
+def test_what_a_sleeper_keeps_on_the_gpu_is_not_promised_to_anybody() -> None:
+    world = asleep_world(a=5_000, b=5_000, c=2_800)
+    ready(world, "a")
+    world.arrive("b", "b")
+    world.arrive("c", "c")
+    world.run()
+    assert world.kinds()[:3] == ["load a", "sleep a", "load b"], (
+        "c would have fitted for a moment, and broken the promise"
+    )
+
+
+def test_a_slot_may_fall_asleep_though_strangers_have_taken_more_than_there_is() -> None:
+    """It asks for nothing more on the GPU: it gives some back."""
+    world = asleep_world(a=5_000)
+    ready(world, "a")
+    world.memory({GPU0: 6_000})
+    world.ask("o", MoveKind.SLEEP, "a")
+    world.run()
+    assert world.kinds() == ["load a", "sleep a"]
+
+
 def test_what_was_seen_still_counts_while_a_slot_falls_asleep() -> None:
     world = asleep_world(a=5_000, b=2_500)
     world.engines["a"] = Engine(seen={GPU0: 6_000})

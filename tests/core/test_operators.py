@@ -142,6 +142,16 @@ def test_a_second_unload_may_shorten_the_grace_but_not_lengthen_it() -> None:
     assert set(world.ops.values()) == {OpOutcome.DONE}
 
 
+def test_an_answer_that_was_cut_says_nothing_about_how_long_answers_take() -> None:
+    world = World([model("a")])
+    ready(world, "a")
+    world.arrive("running", "a")
+    world.run(50.0)
+    world.ask("o", MoveKind.UNLOAD, "a", grace_s=0.0)
+    world.run()
+    assert world.scheduler.state.models[ModelId("a")].service_s == 0.0
+
+
 def test_an_answer_is_cut_only_once() -> None:
     world = World([model("a")], plays=False)
     world.arrive("running", "a")

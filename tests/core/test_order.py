@@ -9,12 +9,12 @@ import pytest
 from greenroom.core import events as ev
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits
-from greenroom.core.model import RequestId, Tier
+from greenroom.core.model import DeviceId, RequestId, Tier
 from greenroom.core.policy import Blocked
 from greenroom.core.swapper import ByMemory, Swapper
 from greenroom.core.waitlist import Key, Waiter
 
-from .world import Engine, Fate, World, gpu, model
+from .world import Engine, Fate, World, gpu, host, model
 
 
 def one_at_a_time(**limits: int) -> World:
@@ -263,6 +263,29 @@ def test_waiters_on_other_gpus_are_not_barred() -> None:
     assert world.fate("low") is Fate.SERVED and world.fate("blocked") is Fate.WAITING
 
 
+def test_who_shares_only_plenty_with_a_blocked_one_is_not_barred() -> None:
+    """Both need some of the host's memory, of which there is enough; only the GPU is short."""
+    on = [(DeviceId("gpu0"),), (DeviceId("gpu0"),), (DeviceId("gpu1"),)]
+    specs = [model(name, 6_000, host_mib=100, devices=where) for name, where in zip("abc", on, strict=True)]
+    world = World(specs, devices=(gpu(0, 8_000), gpu(1, 8_000), host(1_000)))
+    ready(world, "a")
+    world.arrive("running", "a")
+    world.arrive("blocked", "b")
+    world.arrive("low", "c", takes_s=1.0, priority=2)
+    world.run()
+    assert world.fate("low") is Fate.SERVED and world.fate("blocked") is Fate.WAITING
+
+
+def test_a_busy_slot_that_gets_room_serves_also_who_named_its_model_second() -> None:
+    world = World([model("a", 6_000, concurrency=2), model("b", 6_000)])
+    ready(world, "a")
+    for name in ("run1", "run2"):
+        world.arrive(name, "a")
+    world.arrive("r", "b", "a")
+    world.finish("run1")
+    assert world.fate("r") is Fate.GRANTED and not world.scheduler.state.blocked
+
+
 def test_a_slot_serves_whom_it_was_loaded_for_though_a_more_urgent_cold_one_waits() -> None:
     world = one_at_a_time()
     world.arrive("normal", "a", takes_s=1.0)
@@ -299,6 +322,19 @@ def test_a_request_that_loses_patience_is_told_how_long_it_may_take() -> None:
     world.run(0.2)
     assert world.code("r") is RejectCode.EXPIRED
     assert call.rejection is not None and call.rejection.retry_after_s == 5.0
+
+
+def test_a_clock_that_runs_ahead_takes_nobodys_patience() -> None:
+    world = one_at_a_time()
+    ready(world, "a")
+    world.arrive("running", "a")
+    world.arrive("r", "b", within_s=10.0)
+    (timer,) = world.timers
+    world.run(9.0)
+    world.fire(timer)
+    assert world.fate("r") is Fate.WAITING
+    world.run()
+    assert world.code("r") is RejectCode.EXPIRED and world.calls_by_id["r"].ended_at == 20.0
 
 
 def test_patience_is_forgotten_with_the_grant() -> None:

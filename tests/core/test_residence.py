@@ -199,8 +199,9 @@ def test_a_failing_preload_that_an_operator_brought_and_that_was_evicted_stays_a
     world.ask("o", MoveKind.LOAD, "a")
     world.run(5.1)
     ready(world, "b")
+    world.ask("p", MoveKind.UNLOAD, "b")
     world.run()
-    assert world.kinds()[-2:] == ["unload a", "load b"]
+    assert world.kinds()[-3:] == ["unload a", "load b", "unload b"]
 
 
 def test_preload_switched_on_brings_the_model_and_switched_off_forgets_the_wish() -> None:

@@ -1,4 +1,4 @@
-"""Two hundred requests at once over four models of which two fit: each answered once, by the right one; all is freed."""
+"""Two hundred requests at once over four models of which two fit: each answered once, by the right one; no traces."""
 
 from __future__ import annotations
 

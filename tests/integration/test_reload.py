@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.errors import ConfigError
 from greenroom.process import proc
+from greenroom.runtime.catalog import Entry
 from tests.harness import fake, gateway, until
 from tests.integration.facts import Journal, at_rest, counters, is_loading, pids
 from tests.integration.raw import Answer, Raw, asking, chat, http
@@ -66,7 +68,7 @@ def said(answer: Answer) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    return proc.start_ticks(pid) is not None
+    return proc.stat(pid) is not None
 
 
 # --- one change at a time -------------------------------------------------------------------------------------------
@@ -168,11 +170,11 @@ async def test_relabelled_model_keeps_its_process(tmp_path: Path) -> None:
 
 
 async def test_new_stop_timeout_counts_for_an_engine_that_runs_already(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"deaf": fake("deaf", "--ignore-term", stop_timeout_s=100)}) as app:
+    async with gateway(tmp_path, {"deaf": fake("deaf", "--ignore-term", stop_timeout_s=20)}) as app:
         await chat(app, "deaf")
         edit(tmp_path, put("deaf", fake("deaf", "--ignore-term", stop_timeout_s=0.2)))
         assert (await app.reload()).relabelled == ("deaf",)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(10):
             await app.operations.move(MoveKind.UNLOAD, ModelId("deaf"))
 
 
@@ -258,6 +260,9 @@ async def test_50_reloads_of_good_and_truncated_files_under_load_leave_everythin
         await at_rest(app)
         await until(lambda: len(app.loop.scheduler.state.slots) == len(app.slots.live) == 2, "only two engines live")
         assert app.mover.moving == 0
+        gc.collect()
+        kept = [entry for entry in gc.get_objects() if isinstance(entry, Entry) and entry.id == "edited"]
+        assert len(kept) == 1, "nothing of the earlier revisions is kept"
 
 
 class Load:

@@ -240,6 +240,24 @@ async def test_a_slot_is_never_given_more_than_its_concurrency(tmp_path: Path) -
     assert any(int(answer.headers["x-queue-wait-ms"]) > 0 for answer in answers)
 
 
+async def test_two_busy_models_do_not_keep_a_third_waiting_for_ever(tmp_path: Path) -> None:
+    """Requests for ready models may pass it a few times, not for as long as there are any."""
+    models = {name: fake(name, "--token-s", "0.005", concurrency=2) for name in ("one", "two", "third")}
+    async with gateway(tmp_path, models, budget_mib=250) as app:
+        stopped = False
+
+        async def ask_on(model: str) -> None:
+            while not stopped:
+                await chat(app, model)
+
+        callers = [asyncio.create_task(ask_on(model)) for model in ("one", "two") for _ in range(4)]
+        await until(lambda: app.loop.scheduler.state.counters.dones > 20, "both are busy")
+        answer = await asyncio.wait_for(chat(app, "third"), 20)
+        stopped = True
+        await asyncio.gather(*callers)
+    assert answer.text == "third 1 2 3"
+
+
 async def test_priority_that_cannot_be_one_is_refused_before_anything_loads(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"cold": fake("cold")}) as app:
         for said in (True, 101, "urgent", [1]):

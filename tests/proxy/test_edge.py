@@ -499,6 +499,21 @@ async def test_header_that_would_split_the_answer_is_not_sent(
     assert (await client.response()).headers["x-fine"] == "yes"
 
 
+async def test_status_without_a_name_is_sent_and_a_wrong_one_is_not(serve: Serve, connect: Connect) -> None:
+    server = await serve()
+
+    def handle(exchange: Exchange) -> None:
+        for status in (0, 99, 1000):
+            with pytest.raises(GatewayBug):
+                exchange.respond(status, [], b"")
+        exchange.respond(599, [], b"")
+
+    server.handle = handle
+    client = await connect(server)
+    await client.send(get())
+    assert (await client.response()).status == 599
+
+
 async def test_answer_cannot_be_started_twice(serve: Serve, connect: Connect) -> None:
     server = await serve()
 
@@ -809,6 +824,35 @@ async def test_connection_taken_over_leaves_http(serve: Serve, connect: Connect)
         assert await client.reader.readexactly(21) == b"AHEAD GET / HTTP/1.1!"
     await client.close()
     await until(lambda: shouts[0].gone)
+
+
+async def test_answered_connection_cannot_be_taken_over(serve: Serve, connect: Connect) -> None:
+    server = await serve()
+
+    def handle(exchange: Exchange) -> None:
+        exchange.start(200, [], 0)
+        with pytest.raises(GatewayBug):
+            exchange.take_over(None)  # type: ignore[arg-type]
+        exchange.finish()
+
+    server.handle = handle
+    client = await connect(server)
+    await client.send(get())
+    assert (await client.response()).status == 200
+
+
+async def test_bug_in_the_sweep_ends_one_connection_and_not_the_sweep(serve: Serve, connect: Connect) -> None:
+    server = await serve(keepalive_s=0.2)
+    first, second = await connect(server), await connect(server)
+    await second.send(get())
+    await second.response()
+    for connection in server.edge._connections:
+        if not connection._idle:
+            # Any value that cannot be compared with a time.
+            connection._deadline = "soon"  # type: ignore[assignment]
+    assert await first.is_closed()
+    assert await second.is_closed()
+    assert (server.edge.stats.bugs, server.edge.stats.idle_closed) == (1, 1)
 
 
 async def test_upgrade_nobody_takes_is_answered_as_http(serve: Serve, connect: Connect) -> None:

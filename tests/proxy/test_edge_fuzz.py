@@ -33,10 +33,26 @@ SEEDS = [
     b"GET /old HTTP/1.0\r\nConnection: keep-alive\r\n\r\nGET /older HTTP/1.0\r\n\r\n",
 ]
 PIECES = [
-    b"\r\n", b"\n", b"\r", b"\0", b" ", b"\t", b":", b"\x0b", b"\x7f", b"\xff", b"0", b"\r\n\r\n", b"0\r\n\r\n", b"chunked",
-    b"Transfer-Encoding: chunked\r\n", b"Content-Length: 3\r\n", b"Content-Length: 0\r\n", b"Host: evil\r\n", b"HTTP/1.1",
-    b"Connection: close\r\n", b"Expect: 100-continue\r\n", b"Upgrade: x\r\n", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n", b"/", b"#",
-]  # fmt: skip
+    *(
+        b"\r\n",
+        b"\n",
+        b"\r",
+        b"\0",
+        b" ",
+        b"\t",
+        b":",
+        b"\x0b",
+        b"\x7f",
+        b"\xff",
+        b"0",
+        b"/",
+        b"#",
+        b"HTTP/1.1",
+        b"chunked",
+    ),
+    *(b"\r\n\r\n", b"0\r\n\r\n", b"Transfer-Encoding: chunked\r\n", b"Content-Length: 3\r\n", b"Content-Length: 0\r\n"),
+    *(b"Host: evil\r\n", b"Connection: close\r\n", b"Expect: 100-continue\r\n", b"Upgrade: x\r\n", get("/smuggled")),
+]
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
@@ -114,7 +130,8 @@ async def attack(server: Server, data: bytes, cuts: list[int]) -> int:
         client.writer.write_eof()
         async with asyncio.timeout(DEADLINE_S):
             check_answers(data, await client.reader.read())
-    except ConnectionError:
+    except OSError:
+        # The server may be done with us before we are done sending.
         pass
     finally:
         client.reset()

@@ -221,6 +221,8 @@ class Engine:
     calls: list[Call] = field(default_factory=list)
     connections: int = 0
     port: int = 0
+    # A script that wants to read slowly, or not at all, reads bodies itself.
+    reads_bodies: bool = True
     _server: asyncio.Server | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -248,7 +250,7 @@ class Engine:
         try:
             while not writer.is_closing():
                 head = await reader.readuntil(b"\r\n\r\n")
-                body = await reader.readexactly(_length_of(head))
+                body = await reader.readexactly(_length_of(head)) if self.reads_bodies else b""
                 call = Call(head, body, number, reader, writer)
                 self.calls.append(call)
                 await self.script(call)

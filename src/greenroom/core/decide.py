@@ -126,13 +126,19 @@ def _decide_ready(state: State, waiter: Waiter, model: ModelId, serving: list[Sl
     # An operator's load asks only that the model be there.
     if waiter.kind in (WaiterKind.OP, WaiterKind.PRELOAD):
         return Serve(serving[0].id)
-    free = sorted((slot for slot in serving if slot.has_room), key=lambda slot: len(slot.in_flight))
+    free = [slot for slot in serving if slot.has_room]
+    if free and not state.blocked:
+        return Serve(min(free, key=_load).id)
     behind: Blocked | None = None
-    for slot in free:
+    for slot in sorted(free, key=_load):
         behind = _barred(state, waiter, model, frozenset({slot.id}), frozenset())
         if behind is None:
             return Serve(slot.id)
     return Wait("barred", model, behind=behind.model) if behind is not None else Wait("busy", model)
+
+
+def _load(slot: Slot) -> int:
+    return len(slot.in_flight)
 
 
 def _decide_pause(state: State, waiter: Waiter, record: ModelRecord, now: float) -> Plan | None:

@@ -69,6 +69,8 @@ def _tables_hold_only_what_is_there(state: State) -> None:
         assert timer.subject in subjects[timer.kind], f"{timer} is set for nobody"
     for waiter_id in subjects[TimerKind.EXPIRE]:
         assert Timer(TimerKind.EXPIRE, waiter_id) in state.timers, f"{waiter_id} will never give up"
+    for slot in state.slots.values():
+        assert state.timers.get(Timer(TimerKind.IDLE, slot.id)) == slot.looked_at, f"{slot.id} is not looked at"
     waited_for = {waiter.model for waiter in state.waitlist}
     assert waited_for.issuperset(state.blocked), f"blocked {set(state.blocked)} but {waited_for} are waited for"
     assert waited_for.issuperset(state.overtaken), f"overtaken {set(state.overtaken)} but {waited_for} are waited for"

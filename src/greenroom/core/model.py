@@ -156,6 +156,8 @@ class Slot:
     concurrency: int = CONCURRENCY_UNKNOWN
     in_flight: dict[RequestId, None] = field(default_factory=dict)
     last_used: float = 0.0
+    # When its idleness will be looked at next. Beside the timer, because every answer asks for it.
+    looked_at: float | None = None
     last_priority: int = 1
     # A leaving slot takes no further requests and moves to `leaving_to` when it is idle.
     leaving_to: Tier | None = None

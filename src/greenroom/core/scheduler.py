@@ -28,6 +28,9 @@ from greenroom.core.waitlist import Key, Waiter, WaiterKind
 PolicyFactory = Callable[[ev.Limits], Policy]
 
 
+_OF_REQUESTS = frozenset({ev.RequestArrived, ev.RequestGone, ev.ServeDone})
+
+
 class Scheduler:
     def __init__(self, effects: Effects, policy: PolicyFactory = PriorityThenArrival) -> None:
         self.state = State(policy(ev.Limits()))
@@ -54,8 +57,8 @@ class Scheduler:
 
     def handle(self, event: ev.Event) -> None:
         self._handlers[type(event)](event)
-        # An arrival was decided on when it came; all else may open something for those who wait.
-        if type(event) is not ev.RequestArrived and not self.state.is_settled:
+        # Requests come and end often and open little: their handlers know what to settle.
+        if type(event) not in _OF_REQUESTS:
             self._settle(event.now)
 
     # --- questions ------------------------------------------------------------------------------------------------
@@ -91,7 +94,7 @@ class Scheduler:
         plan = self._plan_for(event, waiter)
         self._act.carry_out(waiter, plan, event.now)
         if isinstance(plan, Swap):
-            # Who leaves for it may leave more room than it takes. Other plans open nothing for anybody.
+            # Who leaves for it may leave more room than it takes. Other plans open nothing for anybody else.
             self._settle(event.now)
 
     def _plan_for(self, event: ev.RequestArrived, waiter: Waiter) -> Plan:
@@ -113,6 +116,7 @@ class Scheduler:
             self._end_grant(event.request, grant, event.now)
         elif waiter is not None and waiter.kind is WaiterKind.REQUEST:
             self._act.forget(event.request)
+            self._settle(event.now)
         else:
             self.state.counters.ignored += 1
 
@@ -121,11 +125,11 @@ class Scheduler:
         if grant is None:
             self.state.counters.ignored += 1
             return
-        if not event.lost_before_first_byte and not grant.is_cut:
-            self._learn_from(grant, event.now)
-        self._end_grant(event.request, grant, event.now)
         if event.lost_before_first_byte:
             self._take_back(grant, event.now)
+        elif not grant.is_cut:
+            self._learn_from(grant, event.now)
+        self._end_grant(event.request, grant, event.now)
 
     def _granted(self, request: RequestId) -> Grant | None:
         """The grant of a request. That of a lease is ended by `LeaseGone` alone."""
@@ -157,6 +161,12 @@ class Scheduler:
         state.counters.dones += 1
         if slot.is_idle:
             self._on_idle(slot, now)
+        # A slot that stays busy opens nothing but its own room, for who names its model.
+        hopeful = [head for head in state.waitlist.heads() if slot.model in head.candidates]
+        if slot.is_idle or request in state.waitlist or any(head.model != slot.model for head in hopeful):
+            self._settle(now)
+        else:
+            self._decide_on(hopeful, now)
 
     def _on_idle(self, slot: Slot, now: float) -> None:
         if slot.lost:
@@ -184,18 +194,24 @@ class Scheduler:
     # --- settling -------------------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
-        """Start what can start, then decide again on the first of every queue, in the order in which they stand."""
+        """Start what can start, then decide again on the first of every queue."""
         state = self.state
+        if state.is_settled:
+            return
         self._act.start_planned(now)
         state.blocked.clear()
-        heads = [(waiter.key, waiter.model) for waiter in state.waitlist.heads()]
+        self._decide_on(state.waitlist.heads(), now)
+        for model in [model for model in state.overtaken if not state.waitlist.count(model)]:
+            del state.overtaken[model]
+
+    def _decide_on(self, first: list[Waiter], now: float) -> None:
+        """Decide on these, and on those behind them where they leave their queues, in the order in which they stand."""
+        heads = [(waiter.key, waiter.model) for waiter in first]
         heapify(heads)
         while heads:
             key, model = heappop(heads)
             if follower := self._decide_again(key, model, now):
                 heappush(heads, (follower.key, model))
-        for model in [model for model in state.overtaken if not state.waitlist.count(model)]:
-            del state.overtaken[model]
 
     def _decide_again(self, key: Key, model: ModelId, now: float) -> Waiter | None:
         """Decide on this waiter; return the one behind it if that may fare differently."""

@@ -39,11 +39,16 @@ class Stage:
 
     def watch_idle(self, slot: Slot) -> None:
         """Have a look when its ttl may be over. An earlier look is kept: it will see the later use and look again."""
-        spec, timer = slot.spec, Timer(TimerKind.IDLE, slot.id)
+        spec = slot.spec
         if spec.ttl_s > 0 and not spec.pinned and slot.is_serving and slot.is_idle:
-            at, known = slot.last_used + spec.ttl_s, self._state.timers.get(timer)
-            if known is None or at < known:
-                self.set_timer(timer, at, because("ttl", model=slot.model))
+            at = slot.last_used + spec.ttl_s
+            if slot.looked_at is None or at < slot.looked_at:
+                slot.looked_at = at
+                self.set_timer(Timer(TimerKind.IDLE, slot.id), at, because("ttl", model=slot.model))
+
+    def forget_idle(self, slot: Slot) -> None:
+        slot.looked_at = None
+        self.forget_timer(Timer(TimerKind.IDLE, slot.id))
 
     # --- coming ---------------------------------------------------------------------------------------------------
 
@@ -135,7 +140,7 @@ class Stage:
         was_going = slot.is_going
         if slot.leaving_to is not Tier.COLD:
             slot.leaving_to = to
-        self.forget_timer(Timer(TimerKind.IDLE, slot.id))
+        self.forget_idle(slot)
         if slot.move is not None:
             if slot.move.kind in ARRIVING and not was_going:
                 self._effects.abort(slot.move.id, reason)
@@ -190,7 +195,7 @@ class Stage:
         self._tell_leaving_ops(slot)
 
     def drop(self, slot: Slot) -> None:
-        self.forget_timer(Timer(TimerKind.IDLE, slot.id))
+        self.forget_idle(slot)
         self.forget_timer(Timer(TimerKind.GRACE, slot.id))
         self._state.drop_slot(slot)
 

@@ -54,7 +54,7 @@ class Timers:
             self._act.preload(model, now)
 
     def _idle(self, slot: Slot, now: float) -> None:
-        spec = slot.spec
+        spec, slot.looked_at = slot.spec, None
         if not slot.is_serving or not slot.is_idle or spec.ttl_s <= 0 or spec.pinned:
             return
         if slot.last_used + spec.ttl_s > now:

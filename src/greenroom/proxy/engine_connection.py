@@ -55,6 +55,7 @@ class Connection(asyncio.Protocol):
         "_keep_alive",
         "_parser",
         "_parts",
+        "_parts_own",
         "_pool",
         "_reading_paused",
         "_receiver",
@@ -65,6 +66,7 @@ class Connection(asyncio.Protocol):
         "_unsent",
         "_writable",
         "idle_since",
+        "on_body",
         "transport",
     )
 
@@ -73,6 +75,9 @@ class Connection(asyncio.Protocol):
     def __init__(self, pool: Pool) -> None:
         self.idle_since = 0.0
         self._pool = pool
+        # The parser adds to this list by itself, without a call into our code for each piece.
+        self._parts: list[bytes] = []
+        self.on_body = self._parts.append
         self._parser = httptools.HttpResponseParser(self)
         self._sink: Sink | None = None
         self._receiver: EngineReceiver | None = None
@@ -88,7 +93,9 @@ class Connection(asyncio.Protocol):
     def _forget_answer(self) -> None:
         self._status = 0
         self._headers: Headers = []
-        self._parts: list[bytes] = []
+        self._parts.clear()
+        # How many of the parts belong to the answer, once it is complete: what follows does not.
+        self._parts_own = 0
         self._head_bytes = 0
         self._head_told = False
         self._heard = False
@@ -203,22 +210,35 @@ class Connection(asyncio.Protocol):
             self._upgraded(sink, data[upgrade.args[0] :])
             return
         except httptools.HttpParserError as error:
-            self._fault = f"sent an answer that is not HTTP: {error}"
+            # After a complete answer it is only more than was asked for.
+            if self._complete:
+                self._surplus = True
+            else:
+                self._fault = f"sent an answer that is not HTTP: {error}"
+        parts = self._parts
         try:
-            if self._status:
+            if self._head_told and len(parts) == 1 and not self._complete and not self._fault:
+                # One more piece of a stream: what most reads bring.
+                sink.body(parts.pop())
+            elif self._status:
                 self._tell(sink)
             else:
                 self._await_head(len(data))
         except Exception:
-            log.exception("passing on an answer failed")
-            self.lose("answered, but its answer could not be passed on")
+            self._sink_failed(sink)
 
     def _upgraded(self, sink: Sink, rest: bytes) -> None:
         try:
             sink.upgraded(self._headers, rest)
         except Exception:
-            log.exception("leaving HTTP failed")
-            self.lose("switched protocols, but the client could not follow")
+            self._sink_failed(sink)
+
+    def _sink_failed(self, sink: Sink) -> None:
+        """A bug of ours. The sink still has to hear an end, even if its answer was already complete here."""
+        log.exception("passing on an answer failed")
+        if self._sink is None or self._sink is sink:
+            self.abort()
+        sink.lost(EngineLost(f"The engine at {self._pool.address} answered, but that could not be passed on."), False)
 
     def _heard_out_of_turn(self, data: bytes) -> None:
         if self._receiver is not None:
@@ -247,23 +267,29 @@ class Connection(asyncio.Protocol):
             if self._head.startswith(b"HEAD "):
                 # The parser would wait for a body of the length that was only announced.
                 self._parser = httptools.HttpResponseParser(self)
-                self._complete, self._parts = True, []
+                self._complete, self._surplus, self._parts_own = True, bool(self._parts), 0
             sink.head(self._status, self._headers)
-        parts = self._parts
-        if parts and self._sink is sink:
-            self._parts = []
-            sink.body(parts[0] if len(parts) == 1 else b"".join(parts))
+        if self._parts and self._sink is sink:
+            body = self._take_parts()
+            if body:
+                sink.body(body)
         if self._sink is not sink:
             return
-        if self._complete:
-            self._end(sink, 0)
-        elif self._fault:
+        if self._fault:
             self.lose(self._fault)
+        elif self._complete:
+            self._end(sink, 0)
+
+    def _take_parts(self) -> bytes:
+        parts = self._parts[: self._parts_own] if self._complete else self._parts
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._parts.clear()
+        return body
 
     def _end(self, sink: Sink, status: int) -> None:
         """The answer is complete. With a status all of it is told, else only its end."""
-        reusable = self._keep_alive and not self._surplus and not self._fault and self._unsent is None
-        headers, parts = self._headers, self._parts
+        reusable = self._keep_alive and not self._surplus and self._unsent is None
+        headers, body = self._headers, self._take_parts() if status else b""
         self._sink = None
         self._head = self._body = b""
         self._unsent = None
@@ -278,7 +304,7 @@ class Connection(asyncio.Protocol):
         else:
             self.transport.abort()
         if status:
-            sink.answer(status, headers, parts[0] if len(parts) == 1 else b"".join(parts))
+            sink.answer(status, headers, body)
         else:
             sink.complete()
 
@@ -319,6 +345,9 @@ class Connection(asyncio.Protocol):
             self._interim = True
             return
         self._status = status
+        if status == 101:
+            # Overruled by the parser where the answer says to which protocol.
+            self._fault = "switched protocols without saying to which"
         # The parser knows this only now; after the end of the message it says no.
         self._keep_alive = self._parser.should_keep_alive()
         for name, value in self._headers:
@@ -329,13 +358,10 @@ class Connection(asyncio.Protocol):
                 if value.lower() != b"chunked":
                     self._fault = "used a transfer encoding other than chunked"
 
-    def on_body(self, data: bytes) -> None:
-        if not self._complete:
-            self._parts.append(data)
-
     def on_message_complete(self) -> None:
         if self._interim:
             self._interim = False
             self._headers = []
-        else:
+        elif not self._complete:
             self._complete = True
+            self._parts_own = len(self._parts)

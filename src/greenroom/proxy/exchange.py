@@ -92,15 +92,18 @@ class Exchange:
         """Send a piece of the body. Does nothing when the client is gone or takes no body."""
         if self._silent or self.gone or self.finished or not data:
             return
+        connection = self._connection
         if self._chunked:
-            self._connection.send(b"%x\r\n%b\r\n" % (len(data), data))
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+            connection.sent += len(data)
+            connection.write(data)
             return
         if self._left >= 0:
             if len(data) > self._left:
                 self.cut()
                 raise GatewayBug("More bytes were written than the length that was promised.")
             self._left -= len(data)
-        self._connection.send(data)
+        connection.send(data)
 
     def finish(self) -> None:
         """End the answer. One that is shorter than promised is cut, so that the client sees it."""

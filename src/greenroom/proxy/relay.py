@@ -208,6 +208,8 @@ class Relay:
             self.upstream.lose("switched protocols unasked")
 
     def lost(self, error: EngineLost, before_first_byte: bool) -> None:
+        if self.outcome is not None:
+            return
         self.upstream = None
         self.error = error
         self.before_first_byte = before_first_byte

@@ -15,7 +15,7 @@ import msgspec
 HELD_BYTES_MAX = 1024 * 1024
 
 _BREAKS = b"\r\n"
-_BLANK_LINES = re.compile(rb"\n\r?\n[\r\n]*")
+_BLANK_LINES = re.compile(rb"\n\r*\n[\r\n]*")
 _DATA = b"\ndata:"
 _EVENT = re.compile(rb"(?s).*?\n\r?\n|.+\Z")
 _EMPTY_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
@@ -46,7 +46,7 @@ class EventCounter:
             if not data:
                 return
         # Here the run before these bytes is over: they begin with something else.
-        if data.find(b"\n\n") == len(data) - 2 and b"\r" not in data:
+        if data.find(b"\n\n") + 2 == len(data) > 1 and b"\r" not in data:
             # One whole event, or the end of one: what most reads bring.
             self.events += 1
             self._breaks = 2

@@ -130,7 +130,13 @@ class Pool:
         self.retries += 1
         task = self._loop.create_task(self._send_fresh(head, body, sink), name=f"retry to {self.address}")
         self._retrying.add(task)
-        task.add_done_callback(self._retrying.discard)
+        # By callback: a task cancelled before its first step never enters its body, and `sink` would wait for ever.
+        task.add_done_callback(lambda task: self._retried(task, sink))
+
+    def _retried(self, task: asyncio.Task[None], sink: Sink) -> None:
+        self._retrying.discard(task)
+        if task.cancelled() and sink.wanted:
+            sink.lost(EngineLost(f"The engine at {self.address} was stopped."), True)
 
     # --- connecting -------------------------------------------------------------------------------------------------
 
@@ -141,10 +147,6 @@ class Pool:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else "no connection in time"
             sink.lost(EngineLost(f"The engine at {self.address} cannot be reached: {reason}."), True)
             return
-        except asyncio.CancelledError:
-            if self._closed and sink.wanted:
-                sink.lost(EngineLost(f"The engine at {self.address} was stopped."), True)
-            raise
         if sink.wanted:
             connection.begin(head, body, sink)
         else:

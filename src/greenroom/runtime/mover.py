@@ -133,6 +133,16 @@ class Mover:
 
     async def _load_once(self, move: Move, entry: Entry, attempt: int) -> None:
         place = self._place(move, entry)
+        try:
+            child = await self._ready_child(move, entry, place, attempt)
+        except BaseException:
+            self._give_back(move.slot, place.socket)
+            raise
+        live = LiveSlot(move.slot, entry, child, Pool(_address(place)), place.socket)
+        self._slots.live[move.slot] = live
+        child.on_exit(lambda exit: self._on_exit(live, exit))
+
+    async def _ready_child(self, move: Move, entry: Entry, place: Place, attempt: int) -> Child:
         launch = entry.engine.launch(move.model, entry.config, place)
         log = self._slots.log(move.model)
         identity = self._state_dir.identity(f"{move.slot}.{attempt}")
@@ -142,11 +152,8 @@ class Mover:
         except BaseException:
             # Also when this move was aborted: the tree must be gone before the move has ended.
             await child.stop(entry.config.stop_timeout_s)
-            self._give_back(move.slot, place.socket)
             raise
-        live = LiveSlot(move.slot, entry, child, Pool(_address(place)), place.socket)
-        self._slots.live[move.slot] = live
-        child.on_exit(lambda exit: self._on_exit(live, exit))
+        return child
 
     def _place(self, move: Move, entry: Entry) -> Place:
         if entry.engine.listens is Listens.SOCKET:
@@ -208,8 +215,13 @@ class Mover:
         if live is None:
             return
         live.pool.close()
-        await live.child.stop(live.entry.config.stop_timeout_s)
+        await live.child.stop(self._stop_timeout_s(live))
         self._give_back(move.slot, live.socket)
+
+    def _stop_timeout_s(self, live: LiveSlot) -> float:
+        """What the configuration says now: a reload may have changed it for an engine that runs already."""
+        current = self._catalog.revision(live.entry.id, live.entry.spec.revision)
+        return (current or live.entry).config.stop_timeout_s
 
     def _on_exit(self, live: LiveSlot, exit: Exit) -> None:
         """The engine ended. If nobody asked it to, everything it served is lost."""
@@ -222,7 +234,7 @@ class Mover:
         live.pool.close()
 
     def _end_remains(self, live: LiveSlot) -> None:
-        stopping = live.child.stop(live.entry.config.stop_timeout_s)
+        stopping = live.child.stop(self._stop_timeout_s(live))
         task = asyncio.get_running_loop().create_task(stopping, name=f"remains {live.id}")
         self._remains.add(task)
         task.add_done_callback(self._remains.discard)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from greenroom.core.effects import Reason, RejectCode, Rejection
 from greenroom.core.model import ModelId
@@ -24,8 +24,11 @@ RETRY_AFTER_MAX_S = 120.0
 
 
 class Rejections:
-    def __init__(self, failures: Mapping[ModelId, GreenroomError]) -> None:
+    """`is_draining` tells whether the gateway is on its way out, whatever a single answer was cut for."""
+
+    def __init__(self, failures: Mapping[ModelId, GreenroomError], is_draining: Callable[[], bool]) -> None:
         self._failures = failures
+        self._is_draining = is_draining
 
     def error_for(self, rejection: Rejection) -> GreenroomError:
         model, retry_s = rejection.model, _bounded(rejection.retry_after_s)
@@ -52,7 +55,7 @@ class Rejections:
 
     def error_for_cut(self, reason: Reason) -> GreenroomError:
         model = dict(reason.facts).get("model", "")
-        if reason.why == "shutdown":
+        if self._is_draining():
             return ShuttingDown("The gateway is shutting down and could wait no longer for this answer.")
         return Unloaded(f"{model} was unloaded while it answered ({reason.why}).", retry_after_s=1.0)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from greenroom.config.schema import Heartbeat
-from greenroom.core.model import TenantId
+from greenroom.core.model import ModelId, TenantId
 from greenroom.engines.base import Ability, UsageSource
 from greenroom.errors import BadRequest, MethodNotAllowed, ModelNotFound, Unsupported
 from greenroom.proxy.body import Payload
@@ -176,16 +176,17 @@ def _heartbeat(said: Mapping[bytes, bytes], default: Heartbeat) -> Heartbeat:
     return _HEARTBEATS[raw]
 
 
-_cache: dict[int, tuple[Entry, dict[str, bytes], frozenset[str]]] = {}
+# By model, so that a new revision takes the place of the old one.
+_cache: dict[ModelId, tuple[Entry, dict[str, bytes], frozenset[str]]] = {}
 
 
 def _rewrites(entry: Entry) -> tuple[dict[str, bytes], frozenset[str]]:
     """What the operator sets and strips for this model, encoded once."""
-    known = _cache.get(id(entry))
+    known = _cache.get(entry.id)
     if known is None or known[0] is not entry:
         config = entry.config
         puts = {name: msgspec.json.encode(value) for name, value in config.set_params.items()}
         if config.use_model_name is not None:
             puts["model"] = msgspec.json.encode(config.use_model_name)
-        known = _cache[id(entry)] = (entry, puts, frozenset(config.strip_params) or _EMPTY)
+        known = _cache[entry.id] = (entry, puts, frozenset(config.strip_params) or _EMPTY)
     return known[1], known[2]
