@@ -330,6 +330,21 @@ def test_a_wake_that_fails_waits_for_answers_of_the_process_that_died_before() -
     assert world.kinds()[-1] == "unload a"
 
 
+def test_a_wake_that_is_done_but_no_longer_wanted_waits_for_those_answers_too() -> None:
+    world = World([model("a", 6_000, asleep=Need(0, 1_000))], (gpu(0, 8_000), host(4_000)), plays=False)
+    world.arrive("running", "a")
+    world.end_move(world.moves[0].id, Outcome.DONE)
+    world.lose(world.slot_of("a"), left_in=Tier.ASLEEP)
+    world.arrive("r", "a")
+    world.ask("o", MoveKind.UNLOAD, "a", grace_s=5.0)
+    world.end_move(world.moves[1].id, Outcome.DONE)
+    assert world.kinds() == ["load a", "wake a"]
+    world.run(5.0)
+    assert world.calls_by_id["running"].was_cut
+    world.finish("running")
+    assert world.kinds()[-1] == "unload a"
+
+
 def test_a_slot_that_cannot_sleep_is_not_left_asleep() -> None:
     world = World([model("a")])
     ready(world, "a")

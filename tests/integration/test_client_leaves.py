@@ -160,7 +160,9 @@ async def last_byte(house: House, raw: Raw, how: str) -> Gone:
     raw.ask(asking("endless", stream=True))
     assert (await raw.head())[0] == 200
     while b"[DONE]" not in seen:
-        seen += await raw.chunk() or b""
+        piece = await raw.chunk()
+        assert piece, "the answer goes on to [DONE]"
+        seen += piece
     return upstream_is_closed(house, since)
 
 

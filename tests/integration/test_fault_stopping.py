@@ -128,8 +128,9 @@ async def test_stopped_engine_can_be_unloaded(tmp_path: Path) -> None:
 
 
 async def test_keeper_killed_while_its_engine_serves_takes_the_tree_along_and_the_model_comes_back(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("greenroom.process.orphans.SWEEP_TERM_S", 0.3)
     journal = Journal(tmp_path)
     model = fake("alpha", *journal.switches, "--fork-setsid", "--token-s", "0.01", "--tokens", str(ENDLESS))
     async with gateway(tmp_path, {"alpha": model}) as app:

@@ -43,10 +43,11 @@ CLEARED_WITHIN_S = 30.0
 CUSTOMERS = 6
 
 
-def say(line: str) -> None:
-    """For whoever reads the run's output: shown with -s, and when a test fails."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+def say(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    """For whoever reads the run's output, also when all is well."""
+    with capsys.disabled():
+        sys.stdout.write(f"\n{text}\n")
+        sys.stdout.flush()
 
 
 async def ask(port: int, model: str, *, stream: bool = False) -> Answer:
@@ -165,13 +166,15 @@ class Kills:
 
 
 @pytest.mark.parametrize("rounds", [20, pytest.param(300, marks=pytest.mark.soak)])
-async def test_gateway_killed_at_any_moment_leaves_nothing_and_serves_again(tmp_path: Path, rounds: int) -> None:
+async def test_gateway_killed_at_any_moment_leaves_nothing_and_serves_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rounds: int
+) -> None:
     kills = Kills(tmp_path, seed=int(os.environ.get("GREENROOM_SEED") or secrets.randbits(32)))
-    say(f"seed {kills.seed} (GREENROOM_SEED repeats it)")
+    say(capsys, f"seed {kills.seed} (GREENROOM_SEED repeats it)")
     for _ in range(rounds):
         await kills.round()
     await kills.expect_all_served()
-    say(kills.report())
+    say(capsys, kills.report())
     # The kills hit a gateway at work: all kinds of engines had answered by then.
     assert set(kills.answers) == set(kills.models)
 
@@ -295,7 +298,10 @@ def planted(identity: str) -> Iterator[subprocess.Popen[bytes]]:
         process.stdout.close()
 
 
-async def test_start_ends_what_an_earlier_run_left_and_nothing_else(tmp_path: Path) -> None:
+async def test_start_ends_what_an_earlier_run_left_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("greenroom.process.orphans.SWEEP_TERM_S", 0.3)
     ours, theirs = "00112233445566aa", "00112233445566ab"
     (tmp_path / "state").mkdir(mode=0o700)
     (tmp_path / "state" / "id").write_text(ours + "\n")

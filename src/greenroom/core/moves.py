@@ -135,7 +135,7 @@ class Moves:
         self._state.ledger.hold(slot.id, slot.claim_asleep)
         if outcome in (Outcome.FAILED, Outcome.NO_MEMORY):
             slot.leaving_to = Tier.COLD
-        if slot.is_going and slot.is_idle:
+        if slot.is_going:
             self._stage.go_on_leaving(slot, because("wake_ended", model=slot.model), now)
 
     def _pause(self, record: ModelRecord, outcome: Outcome, now: float) -> None:

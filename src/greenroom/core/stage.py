@@ -141,17 +141,18 @@ class Stage:
         if slot.leaving_to is not Tier.COLD:
             slot.leaving_to = to
         self.forget_idle(slot)
-        if slot.move is not None:
-            if slot.move.kind in ARRIVING and not was_going:
-                self._effects.abort(slot.move.id, reason)
-        elif slot.is_idle:
-            self.go_on_leaving(slot, reason, now)
-        else:
+        if not slot.is_idle:
             self._cut_after(slot, grace_s, reason, now)
+        if slot.move is None:
+            self.go_on_leaving(slot, reason, now)
+        elif slot.move.kind in ARRIVING and not was_going:
+            self._effects.abort(slot.move.id, reason)
 
     def go_on_leaving(self, slot: Slot, reason: Reason, now: float) -> None:
-        """An idle leaving slot takes its next step."""
-        assert slot.leaving_to is not None and slot.is_idle and slot.move is None
+        """A leaving slot takes its next step if it is idle; the end of its last answer leads here again."""
+        assert slot.leaving_to is not None and slot.move is None
+        if not slot.is_idle:
+            return
         self.forget_timer(Timer(TimerKind.GRACE, slot.id))
         if slot.tier is slot.leaving_to:
             slot.leaving_to = None

@@ -67,6 +67,7 @@ class Exchange:
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
         self._keep_alive = head.keep_alive
+        # Pieces go out as chunks; false again when nothing more may go out.
         self._chunked = False
         # Bytes still owed when a length was promised; -1 when none was.
         self._left = -1
@@ -90,20 +91,20 @@ class Exchange:
 
     def write(self, data: bytes) -> None:
         """Send a piece of the body. Does nothing when the client is gone or takes no body."""
-        if self._silent or self.gone or self.finished or not data:
-            return
-        connection = self._connection
-        if self._chunked:
+        if self._chunked and data:
+            connection = self._connection
             data = b"%x\r\n%b\r\n" % (len(data), data)
             connection.sent += len(data)
             connection.write(data)
+            return
+        if self._silent or self.gone or self.finished or not data:
             return
         if self._left >= 0:
             if len(data) > self._left:
                 self.cut()
                 raise GatewayBug("More bytes were written than the length that was promised.")
             self._left -= len(data)
-        connection.send(data)
+        self._connection.send(data)
 
     def finish(self) -> None:
         """End the answer. One that is shorter than promised is cut, so that the client sees it."""
@@ -112,7 +113,7 @@ class Exchange:
         if self._left > 0:
             self.cut()
             return
-        if self._chunked and not self._silent:
+        if self._chunked:
             self._connection.send(wire.LAST_CHUNK)
         self._over()
 
@@ -120,10 +121,12 @@ class Exchange:
         """Close the connection without the final chunk: the client sees a truncated answer."""
         if self.gone or self.finished:
             return
-        self.finished = True
-        self.body.close()
         # Where only the close marks the end, an orderly one would look like a complete answer.
-        self._connection.cut(hard=self.started and not self._chunked and self._left < 0)
+        hard = self.started and not self._chunked and self._left < 0
+        self.finished = True
+        self._chunked = False
+        self.body.close()
+        self._connection.cut(hard=hard)
 
     def take_over(self, receiver: RawReceiver) -> asyncio.Transport:
         """Leave HTTP: from now on the client's bytes go to `receiver`, first those it sent ahead."""
@@ -138,6 +141,7 @@ class Exchange:
         if self.gone or self.finished:
             return
         self.gone = True
+        self._chunked = False
         self.body.close()
         callback, self.on_gone = self.on_gone, None
         if callback is not None:
@@ -184,5 +188,6 @@ class Exchange:
 
     def _over(self) -> None:
         self.finished = True
+        self._chunked = False
         self.body.close()
         self._connection.exchange_over(self._keep_alive)

@@ -23,6 +23,8 @@ from greenroom.proxy.sse import EventCounter, UsageFilter
 
 BAD_BODY_BYTES_MAX = 64 * 1024
 TAIL_BYTES = 8 * 1024
+# Pieces are looked at together once they are this many bytes, which costs far less than one by one.
+UNREAD_BYTES_MAX = 16 * 1024
 
 # Status, headers and the first bytes of an answer that cannot be passed on.
 OnBadHead = Callable[[int, Headers, bytes], None]
@@ -51,8 +53,10 @@ class Relay:
         "_filter",
         "_on_bad_head",
         "_on_done",
-        "_pieces",
-        "_pieces_bytes",
+        "_read_bytes",
+        "_tail",
+        "_unread",
+        "_unread_bytes",
         "_waiter",
         "before_first_byte",
         "committed",
@@ -62,7 +66,6 @@ class Relay:
         "headers",
         "outcome",
         "status",
-        "total_bytes",
         "upstream",
     )
 
@@ -87,10 +90,11 @@ class Relay:
         self.status = 0
         self.headers: Headers = []
         self.first_data_at: float | None = None
-        self.total_bytes = 0
-        # The last pieces of the engine's answer, at least its last 8 KiB.
-        self._pieces: list[bytes] = []
-        self._pieces_bytes = 0
+        # What has passed and was looked at: its length and its last 8 KiB. Then what has passed since.
+        self._read_bytes = 0
+        self._tail = b""
+        self._unread: list[bytes] = []
+        self._unread_bytes = 0
         self._counter: EventCounter | None = None
         self._filter = UsageFilter() if drop_usage_event else None
         self._extra = extra_headers or []
@@ -113,7 +117,13 @@ class Relay:
 
     @property
     def events(self) -> int:
+        self._read()
         return 0 if self._counter is None else self._counter.events
+
+    @property
+    def total_bytes(self) -> int:
+        """The length of the engine's answer so far."""
+        return self._read_bytes + self._unread_bytes
 
     @property
     def at_boundary(self) -> bool:
@@ -121,13 +131,15 @@ class Relay:
         if self._filter is not None and self._filter.at_boundary:
             return True
         if self._counter is not None:
+            self._read()
             return self._counter.at_boundary
         # Only heartbeats have gone out, and they are whole events; any other answer has no events at all.
         return self.committed
 
     def tail(self) -> bytes:
         """The last 8 KiB of the engine's answer, from which usage, timings or an error can be read."""
-        return b"".join(self._pieces)[-TAIL_BYTES:]
+        self._read()
+        return self._tail
 
     async def wait(self) -> Outcome:
         """Wait for the outcome. Being cancelled changes nothing: call `stop` to end the relay."""
@@ -163,8 +175,8 @@ class Relay:
             self.complete()
             return
         self.upstream = None
-        self.total_bytes = len(body)
-        self._pieces.append(body)
+        self._read_bytes = len(body)
+        self._tail = body[-TAIL_BYTES:]
         self.exchange.respond(status, response_headers(headers, self._extra), body)
         self._settle(Outcome.COMPLETE)
 
@@ -175,21 +187,12 @@ class Relay:
         if self._bad_body is not None:
             self._keep_bad_body(data)
             return
-        length = len(data)
-        self.total_bytes += length
-        self._pieces_bytes += length
-        self._pieces.append(data)
-        # Cut back only now and then, so that the usual piece costs no copy.
-        if self._pieces_bytes > 4 * TAIL_BYTES:
-            self._pieces = [self.tail()]
-            self._pieces_bytes = TAIL_BYTES
-        counter = self._counter
-        if counter is not None:
-            counter.feed(data)
-            if self.first_data_at is None and counter.has_data:
-                self.first_data_at = self._clock()
-            if self._filter is not None:
-                data = self._filter.feed(data)
+        self._unread.append(data)
+        self._unread_bytes += len(data)
+        if self._unread_bytes > UNREAD_BYTES_MAX or (self.first_data_at is None and self._counter is not None):
+            self._read()
+        if self._filter is not None:
+            data = self._filter.feed(data)
         self.exchange.write(data)
 
     def complete(self) -> None:
@@ -241,6 +244,21 @@ class Relay:
             self._bad_body = bytearray()
         if self.exchange.paused:
             self._pause()
+
+    def _read(self) -> None:
+        """Look at what has passed since the last time."""
+        if not self._unread:
+            return
+        data = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
+        self._unread.clear()
+        self._read_bytes += len(data)
+        self._unread_bytes = 0
+        self._tail = (self._tail + data[-TAIL_BYTES:])[-TAIL_BYTES:]
+        counter = self._counter
+        if counter is not None:
+            counter.feed(data)
+            if self.first_data_at is None and counter.has_data:
+                self.first_data_at = self._clock()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
