@@ -21,7 +21,8 @@ serve: setup            ## serve the demo models on http://$(HOST):$(PORT)
 	@$(BIN)/greenroom demo --host $(HOST) --port $(PORT)
 
 test: check             ## everything that must hold, in a few minutes
-	@$(BIN)/python -m pytest -m 'not soak and not gpu'
+	@$(BIN)/python -m pytest tests/core --cov --cov-fail-under=100 --cov-report=term:skip-covered
+	@$(BIN)/python -m pytest -m 'not soak and not gpu' --ignore=tests/core
 
 check: setup            ## format, lint (async rules included), types, layers
 	@$(BIN)/ruff format --check src tests benchmarks

@@ -151,11 +151,12 @@ class App:
         return loader.load(self.path).config
 
     def _apply(self, config: Config, changes: Changes) -> None:
+        # First, because it looks at files and so may fail: until here nothing has changed.
+        specs = self.catalog.change(config, changes)
         self.config = config
         self.settings = Settings.of(config.server)
         setup_logs(config.log.level.value, config.log.format.value)
         self._open_door(config.server)
-        specs = self.catalog.change(config, changes)
         removed = tuple(ModelId(model) for model in changes.removed)
         self.loop.post(ConfigChanged(self.clock(), models=specs, removed=removed, limits=_core_limits(config)))
         self.slots.forget_logs(frozenset(config.models))

@@ -104,6 +104,17 @@ def test_json_without_a_question_is_wrong_usage(gateway: FakeGateway, monkeypatc
     assert main(["chat", "m", "--json"]) == 2
 
 
+def test_an_engine_that_does_not_stream_is_shown_all_the_same(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.on("POST", PATH, answer({"choices": [{"message": {"role": "assistant", "content": "Paris."}}]}))
+    assert main(["chat", "m", "hello"]) == 0
+    assert capsys.readouterr().out == "Paris.\n"
+    gateway.on("POST", PATH, answer({"choices": []}))
+    assert main(["chat", "m", "hello"]) == 1
+    assert "is not Greenroom" in capsys.readouterr().err
+
+
 def test_waiting_is_told_on_standard_error(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     beats = events(": waiting model=m position=2 eta_s=4", ": waiting model=m", piece("hi"), "data: [DONE]")
     gateway.on("POST", PATH, beats)
@@ -116,9 +127,11 @@ def test_waiting_is_told_on_standard_error(gateway: FakeGateway, capsys: pytest.
 
 
 def test_an_error_before_the_answer_fails(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
-    gateway.on("POST", PATH, error(404, "model_not_found", "There is no model m."))
+    gateway.on(
+        "POST", PATH, error(404, "model_not_found", "There is no model m. GET /v1/models lists those there are.")
+    )
     assert main(["chat", "m", "hello"]) == 1
-    assert capsys.readouterr() == ("", "greenroom: There is no model m.\n")
+    assert capsys.readouterr() == ("", "greenroom: There is no model m. `greenroom ps` lists those there are.\n")
 
 
 def test_an_error_in_the_answer_fails_on_a_line_of_its_own(

@@ -11,7 +11,7 @@ GOOD = """
 gpus: [{memory_mib: 8192}]
 models:
   chat: {path: chat.gguf, pinned: true}
-  speech: {cmd: "serve --port ${PORT}", memory_mib: 2048, preload: true}
+  speech: {cmd: "sh --port ${PORT}", memory_mib: 2048, preload: true}
 """
 
 
@@ -65,6 +65,13 @@ def test_warnings_do_not_fail(good: Path, capsys: pytest.CaptureFixture[str]) ->
     (good.parent / "chat.gguf").unlink()
     assert main(["check", str(good)]) == 0
     assert "warning: models.chat: path: there is no file" in capsys.readouterr().out
+
+
+def test_a_file_too_large_for_the_budget_is_told(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good.write_text(GOOD.replace("8192", "522"))
+    assert main(["check", str(good)]) == 0
+    told = capsys.readouterr().out
+    assert "warning: models.chat: its file says about 12 MiB, which can never fit into the budget of 10 MiB" in told
 
 
 def test_json_holds_the_same(good: Path, capsys: pytest.CaptureFixture[str]) -> None:

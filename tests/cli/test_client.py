@@ -87,7 +87,9 @@ def test_nobody_listening_names_the_address_and_the_command() -> None:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(NoGateway) as none:
         Client(parse(url)).get("/x")
-    assert none.value.message == f"no gateway answers at {url}; start one with `greenroom serve`"
+    assert none.value.message == (
+        f"no gateway answers at {url}; start one with `greenroom serve`, or say where it is with --url or GREENROOM_URL"
+    )
 
 
 def test_a_name_that_is_none_is_said_to_be_the_reason() -> None:

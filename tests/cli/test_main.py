@@ -81,7 +81,7 @@ def test_no_gateway_exits_with_3(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([*argv, "--url", url]) == 3
         out, err = capsys.readouterr()
         assert out == ""
-        assert f"greenroom: no gateway answers at {url}; start one with `greenroom serve`\n" in err
+        assert f"greenroom: no gateway answers at {url}; start one with `greenroom serve`, or say where it is" in err
 
 
 def test_a_refusal_exits_with_1_and_shows_the_engines_lines(

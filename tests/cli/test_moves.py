@@ -46,7 +46,7 @@ def test_json_is_the_gateways_answer(order: str, gateway: FakeGateway, capsys: p
 def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     gateway.on("POST", "/api/v1/models/x/load", error(404, "model_not_found", "There is no model x."))
     assert main(["load", "x"]) == 1
-    assert "greenroom: There is no model x.\n" in capsys.readouterr().err
+    assert "greenroom: There is no model x. `greenroom ps` lists those there are.\n" in capsys.readouterr().err
 
 
 def test_the_outlook_has_the_gateways_estimate(gateway: FakeGateway) -> None:

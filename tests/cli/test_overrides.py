@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from greenroom.cli.main import parser
 from greenroom.cli.overrides import Overrides
 from greenroom.config.schema import Config, LogLevel, Server
@@ -21,3 +23,10 @@ def test_what_is_said_wins_and_nothing_else_changes() -> None:
     ).applied(config)
     assert changed.server == Server(host="0.0.0.0", port=0, insecure=True, drain_s=3)
     assert (changed.state_dir, changed.log.level) == ("/t", LogLevel.DEBUG)
+
+
+@pytest.mark.parametrize("port", ["80x", "", "-1", "65536", "²"])
+def test_what_is_no_port_is_told_in_words(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        said(f"--port={port}")
+    assert f"{port} is not a port: 0 to 65535" in capsys.readouterr().err

@@ -39,3 +39,19 @@ def test_a_spinner_in_a_pipe_is_one_line_for_each_text(capsys: pytest.CaptureFix
     with screen.spinner("loading") as show:
         show("loading: 3s")
     assert capsys.readouterr() == ("", "loading\nloading: 3s\n")
+
+
+@pytest.mark.parametrize(
+    ("called", "on_path", "shown"),
+    [
+        (".venv/bin/greenroom", None, ".venv/bin/greenroom"),
+        (".venv/bin/greenroom", "/usr/bin/greenroom", "greenroom"),
+        ("/src/greenroom/cli/main.py", None, "greenroom"),
+    ],
+)
+def test_what_to_type_next_can_be_typed(
+    called: str, on_path: str | None, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [called])
+    monkeypatch.setattr("greenroom.cli.screen.shutil.which", lambda name: on_path)
+    assert screen.program() == shown

@@ -25,7 +25,7 @@ DEADLINE_S = 60.0
 FILE = """
 server: {port: 1, drain_s: 5}
 models:
-  speech: {cmd: "serve --port ${PORT}"}
+  speech: {cmd: "sh --port ${PORT}"}
 """
 
 
@@ -104,7 +104,7 @@ def test_sighup_reads_the_file_again_and_the_command_line_still_wins(file: Path)
     with served(file.parent, "--port", "0", "--log-level", "error") as gateway:
         assert b"second" not in gateway.get("/v1/models")
         # The file's port is another than the one served on, and must not count as changed.
-        file.write_text(FILE + '  second: {cmd: "serve --port ${PORT}"}\n')
+        file.write_text(FILE + '  second: {cmd: "sh --port ${PORT}"}\n')
         gateway.signal(signal.SIGHUP)
         gateway.until(lambda: b"second" in gateway.get("/v1/models"))
         assert gateway.err == ""
@@ -133,6 +133,52 @@ def test_every_open_file_the_system_allows_may_be_used(file: Path) -> None:
         limits = Path(f"/proc/{gateway.process.pid}/limits").read_text()
         soft, hard = next(line for line in limits.splitlines() if line.startswith("Max open files")).split()[3:5]
         assert soft == hard or int(soft) >= 65_536
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full"])
+def test_it_serves_although_nobody_can_read_what_it_says(file: Path, closed: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    serve = [sys.executable, "-m", "greenroom.cli.main", "serve", "--config", str(file), "--port", str(port)]
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", *serve, "--state-dir", str(file.parent / "state")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            until_it_answers(port, process)
+            process.terminate()
+            assert process.wait(DEADLINE_S) == 0
+        finally:
+            process.kill()
+
+
+def test_a_reader_of_the_greeting_who_has_enough_does_not_end_it(file: Path) -> None:
+    command = [sys.executable, "-m", "greenroom.cli.main", "serve", "--config", str(file), "--port", "0"]
+    command += ["--state-dir", str(file.parent / "state")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        try:
+            words = (word for line in process.stderr for word in line.split())
+            address = next(word for word in words if word.startswith("address="))
+            until_it_answers(int(address.rpartition(":")[2]), process)
+            process.terminate()
+            assert process.wait(DEADLINE_S) == 0
+            assert "BrokenPipe" not in process.stderr.read()
+        finally:
+            process.kill()
+
+
+def until_it_answers(port: int, process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+    """It answers, and has said everything it says at the start."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            with opener.open(f"http://127.0.0.1:{port}/health", timeout=DEADLINE_S):
+                return
+        except OSError:
+            assert process.poll() is None, "it ended"
+            assert time.monotonic() < deadline, "it does not answer"
+            time.sleep(0.02)
 
 
 # --- what keeps it from starting ------------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ def test_environment_in_comments_is_not_looked_at(loads: Loads) -> None:
         ("${env.A}", {"A": "a\0b"}, "the environment variable A holds a line break or bytes that are no text"),
         ("${env.A}", {"A": "a\udcff"}, "the environment variable A holds a line break or bytes that are no text"),
         ("${contxt}", {}, "${contxt} is not known, did you mean ${context}?"),
+        ("${port}", {}, "${port} is not known, did you mean ${PORT}?"),
         ("${MODEL-ID}", {}, "${MODEL-ID} is not known, did you mean ${MODEL_ID}?"),
         ("${HOME:-x}", {}, "${HOME:-x} is not known; macros are defined under macros, before their first use"),
         ("a ${open", {}, "${ is never closed by }; write $${ for a plain ${"),

@@ -44,9 +44,14 @@ def test_missing_files_are_warnings_of_a_load_that_succeeds(tmp_path: Path) -> N
     (tmp_path / "no-program").touch(mode=0o600)
     (tmp_path / "my.yaml").write_text(
         "models:\n"
-        "  a: {path: there.gguf, cwd: ., program: llama-server}\n"
+        "  a: {path: there.gguf, cwd: ., program: sh}\n"
         "  b: {path: gone.gguf, cwd: gone, program: ./no-program, python: gone/python}\n"
         "  c: {path: .gguf}\n"
+        "  d: {cmd: 'no-such-server ${PORT}'}\n"
+        "  e: {cmd: 'sh ${PORT}'}\n"
+        "  f: {cmd: './gone ${PORT}', cwd: .}\n"
+        "  g: {cmd: './gone ${PORT}'}\n"
+        "  h: {cmd: 'sh ${PORT}', env: {PATH: /gone}}\n"
     )
     assert load(tmp_path / "my.yaml", {}).warnings == (
         f"models.b: path: there is no file {tmp_path}/gone.gguf",
@@ -54,6 +59,9 @@ def test_missing_files_are_warnings_of_a_load_that_succeeds(tmp_path: Path) -> N
         f"models.b: program: there is no program {tmp_path}/no-program",
         f"models.b: python: there is no program {tmp_path}/gone/python",
         f"models.c: path: there is no file {tmp_path}/.gguf",
+        "models.d: cmd: there is no program no-such-server on PATH",
+        "models.f: cmd: there is no program ./gone",
+        "models.h: cmd: there is no program sh on PATH",
     )
 
 
@@ -77,17 +85,17 @@ def test_more_than_the_budget_is_told(loads: Loads, budget: str, told: list[str]
     config = loads(f"""\
         {budget}
         models:
-          a: {{cmd: "a ${{PORT}}", pinned: true, memory_mib: 800}}
-          b: {{cmd: "b ${{PORT}}", pinned: true, memory_mib: 800}}
-          c: {{cmd: "c ${{PORT}}", memory_mib: 500}}
-          d: {{cmd: "d ${{PORT}}", pinned: true}}
+          a: {{cmd: "sh ${{PORT}}", pinned: true, memory_mib: 800}}
+          b: {{cmd: "sh ${{PORT}}", pinned: true, memory_mib: 800}}
+          c: {{cmd: "sh ${{PORT}}", memory_mib: 500}}
+          d: {{cmd: "sh ${{PORT}}", pinned: true}}
         """)
     # d is pinned too, but nobody can say yet what it needs.
     assert [text.replace("(a, b, d)", "(a, b)") for text in problems(config)] == told
 
 
 def test_device_that_is_not_there_is_told(loads: Loads) -> None:
-    config = loads("gpus: [{memory_mib: 999}]\nmodels: {a: {cmd: 'a ${PORT}', devices: [gpu0, gpu1, host]}}\n")
+    config = loads("gpus: [{memory_mib: 999}]\nmodels: {a: {cmd: 'sh ${PORT}', devices: [gpu0, gpu1, host]}}\n")
     assert problems(config) == ["models.a: devices: there is no gpu1 among gpus"]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -249,4 +250,5 @@ settings.register_profile(
 )
 
 AnythingMayHappen.TestCase.settings = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
-TestAnythingMayHappen = AnythingMayHappen.TestCase
+# A loaded machine may take long over it; it takes seconds on an idle one.
+TestAnythingMayHappen = pytest.mark.timeout(3_600)(AnythingMayHappen.TestCase)

@@ -57,6 +57,14 @@ def test_configured_program_wins_and_must_exist(tmp_path: Path) -> None:
         LlamaCppEngine().launch("m", Model(path=path, program=str(tmp_path / "nowhere")), PLACE)
 
 
+@pytest.mark.parametrize("path", ["/" + "x" * 300 + ".gguf", "/dev/null/m.gguf", "/\0.gguf"])
+def test_file_that_cannot_even_be_looked_at_fails_its_own_load_only(path: str) -> None:
+    model = Model(path=path)
+    assert LlamaCppEngine().need(model) == Need(0, 0)
+    with pytest.raises(LoadFailed, match="there is no file"):
+        LlamaCppEngine().launch("m", model, PLACE)
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(LoadFailed, match=r"gone\.gguf"):
         LlamaCppEngine().launch("m", Model(path=str(tmp_path / "gone.gguf")), PLACE)

@@ -222,6 +222,25 @@ async def test_file_that_cannot_be_used_changes_nothing_and_says_where(tmp_path:
         assert (await chat(app, "model")).text == "model 1 2 3"
 
 
+async def test_reload_that_breaks_half_way_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("the disk is gone")
+
+    async with gateway(tmp_path, {"one": fake("one")}, server={"wait_max_s": 50}) as app:
+        edit(tmp_path, put("two", fake("two")))
+        edit(tmp_path, lambda said: said["server"].update(wait_max_s=60))
+        with monkeypatch.context() as patch:
+            patch.setattr("greenroom.runtime.catalog.engine_for", broken)
+            with pytest.raises(OSError, match="the disk is gone"):
+                await app.reload()
+        assert list(app.config.models) == ["one"]
+        assert app.settings.wait_max_s == 50
+        # The same file is still new to it.
+        assert (await app.reload()).added == ("two",)
+        assert app.settings.wait_max_s == 60
+        assert (await chat(app, "two")).status == 200
+
+
 async def test_keys_that_only_a_restart_can_change_are_refused_and_nothing_else_is_applied(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"model": fake("model")}) as app:
         edit(tmp_path, lambda said: said["server"].update(port=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -104,6 +105,7 @@ def test_killed_gateway_lets_go_of_it(path: Path) -> None:
 
 
 def test_leftovers_in_the_run_directory_are_removed_at_open_and_close(path: Path) -> None:
+    StateDir.open(path).close()
     run_dir = path / "run"
     (run_dir / "folder").mkdir(parents=True)
     (run_dir / "folder" / "file").touch()
@@ -158,3 +160,46 @@ def test_path_that_cannot_be_a_directory_is_refused(path: Path) -> None:
     path.touch()
     with pytest.raises(errors.ConfigError, match="cannot be used"):
         StateDir.open(path)
+
+
+@pytest.mark.parametrize("held", ["greenroom.yaml", "run/weights.bin", "id/of/mine"])
+def test_directory_with_other_files_is_refused_and_left_as_it_is(path: Path, held: str) -> None:
+    file = path / held
+    file.parent.mkdir(parents=True)
+    file.write_text("precious")
+    path.chmod(0o755)
+    with pytest.raises(errors.ConfigError, match="holds other files"):
+        StateDir.open(path)
+    assert file.read_text() == "precious"
+    assert mode_of(path) == 0o755
+    assert not (path / "lock").exists()
+
+
+def test_files_put_beside_ours_later_are_no_obstacle(path: Path) -> None:
+    StateDir.open(path).close()
+    (path / "beside").touch()
+    StateDir.open(path).close()
+    assert (path / "beside").exists()
+
+
+def test_start_that_broke_off_before_the_id_was_written_can_be_repeated(path: Path) -> None:
+    path.mkdir()
+    (path / "lock").touch()
+    (path / ".id-half").touch()
+    StateDir.open(path).close()
+
+
+def test_empty_volume_of_a_file_system_can_be_used(path: Path) -> None:
+    (path / "lost+found").mkdir(parents=True)
+    StateDir.open(path).close()
+    StateDir.open(path).close()
+
+
+def test_directory_that_cannot_be_written_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(errors.ConfigError, match=f"{path} cannot be used: No space left"):
+        StateDir.open(path)
+    assert sorted(file.name for file in path.iterdir()) == ["lock"]

@@ -12,7 +12,7 @@ from greenroom.errors import ConfigError
 
 if TYPE_CHECKING:
     from greenroom.config.loader import Loaded
-    from greenroom.config.schema import Model
+    from greenroom.config.schema import Config, Model
 
 NAME = "check"
 HELP = "Say everything that is wrong with a configuration file, and what it would serve."
@@ -49,16 +49,30 @@ def summary(loaded: Loaded) -> dict[str, Any]:
     """What the file would serve, and on what."""
     from greenroom.memory.devices import devices
 
+    models = [_model(name, model) for name, model in loaded.config.models.items()]
     return {
         "ok": True,
         "file": str(loaded.path),
-        "warnings": list(loaded.warnings),
-        "models": [_model(name, model) for name, model in loaded.config.models.items()],
+        "warnings": [*loaded.warnings, *_too_large(models, loaded.config)],
+        "models": models,
         "devices": [
             {"id": device.id, "capacity_mib": device.capacity_mib, "margin_mib": device.margin_mib}
             for device in devices(loaded.config)
         ],
     }
+
+
+def _too_large(models: Sequence[Mapping[str, Any]], config: Config) -> list[str]:
+    """Models whose files alone say that they can never fit; needs that are given were compared by the loader."""
+    from greenroom.config.problems import budget_mib
+
+    budget = budget_mib(config)
+    return [
+        f"models.{model['id']}: its file says about {model['memory_mib']:,} MiB, which can never fit into the budget "
+        f"of {budget:,} MiB; give memory_mib if it needs less"
+        for model in models
+        if budget is not None and model["estimated"] and model["memory_mib"] > budget
+    ]
 
 
 def _model(name: str, model: Model) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import quote, urlencode, urlsplit
 
-from greenroom.cli.address import KEY_NAME, Address
+from greenroom.cli.address import KEY_NAME, URL_NAME, Address
 from greenroom.cli.events import ServerEvent, server_events
-from greenroom.cli.failures import CommandFailed, NoGateway, Refused
+from greenroom.cli.failures import CommandFailed, NoGateway, NotAStream, Refused
 
 CONNECT_MAX_S: Final = 5.0
 ANSWER_MAX_S: Final = 30.0
@@ -24,6 +24,8 @@ ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
 # The gateway says something every 15 s on its own streams and every 10 s to those who wait for a model; an engine may
 # think for ten minutes.
 SILENCE_MAX_S: Final = 900.0
+# How the gateway tells callers of its API what to do; at a terminal there is a command for it.
+LISTED_BY_API: Final = " GET /v1/models lists those there are."
 NOT_OURS: Final = "what answers at {url} is not Greenroom"
 
 
@@ -48,10 +50,12 @@ class Client:
     def stream(
         self, method: str, path: str, body: object | None = None, headers: Mapping[str, str] | None = None
     ) -> Iterator[Iterator[ServerEvent]]:
-        """The events at this path, as they come. Leaving the block closes the connection."""
+        """The events at this path, as they come. Leaving the block closes the connection. Raises as `get` does, and
+        NotAStream with what came instead."""
         with self._asked(method, path, body, SILENCE_MAX_S, headers) as response:
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
-                raise CommandFailed(NOT_OURS.format(url=self.address.url))
+                with self._told_well(SILENCE_MAX_S):
+                    raise NotAStream(NOT_OURS.format(url=self.address.url), self._json(response))
             yield self._events(response)
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[ServerEvent]:
@@ -93,7 +97,8 @@ class Client:
             # A refused connection is the plain case; anything else (a name, a certificate) needs its reason.
             why = "" if isinstance(error, ConnectionRefusedError) else f" ({_reason(error)})"
             raise NoGateway(
-                f"no gateway answers at {self.address.url}{why}; start one with `greenroom serve`"
+                f"no gateway answers at {self.address.url}{why}; start one with `greenroom serve`, "
+                f"or say where it is with --url or {URL_NAME}"
             ) from None
         return connection
 
@@ -149,6 +154,8 @@ class Client:
             message, details, code = str(error["message"]), error.get("details"), str(error.get("code"))
         except (CommandFailed, LookupError, TypeError, AttributeError):
             return CommandFailed(f"{NOT_OURS.format(url=self.address.url)} (it answers {response.status})")
+        if code == "model_not_found":
+            message = message.removesuffix(LISTED_BY_API) + " `greenroom ps` lists those there are."
         if response.status == 401:
             message += f" Set {KEY_NAME}, or name another variable with --api-key-env."
         return Refused(message, str(details) if details else None, status=response.status, code=code)

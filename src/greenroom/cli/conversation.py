@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 from greenroom.cli import screen
 from greenroom.cli.client import Client
 from greenroom.cli.events import ServerEvent
-from greenroom.cli.failures import CommandFailed, Refused
+from greenroom.cli.failures import CommandFailed, NotAStream, Refused
 
 PATH: Final = "/v1/chat/completions"
 # Older ones are dropped; models forget long before.
@@ -45,7 +45,18 @@ class Conversation:
         body = self._body(prompt) | {"stream": True, "stream_options": {"include_usage": True}}
         began = time.monotonic()
         answer = _Shown()
-        with answer, contextlib.ExitStack() as waiting:
+        with answer:
+            try:
+                self._show_stream(body, answer)
+            except NotAStream as whole:
+                # Not every engine that can be a model knows how to stream.
+                answer.show_whole(whole)
+        answer.conclude(time.monotonic() - began)
+        self._remember(prompt, answer.text)
+        return answer.text
+
+    def _show_stream(self, body: Mapping[str, object], answer: _Shown) -> None:
+        with contextlib.ExitStack() as waiting:
             show = waiting.enter_context(_waiting(self.model))
             with self._client.stream("POST", PATH, body, {"X-Heartbeat": "comment"}) as events:
                 for event in events:
@@ -57,9 +68,6 @@ class Conversation:
                         # The spinner goes before the first word comes.
                         waiting.close()
                         answer.show(delta)
-        answer.conclude(time.monotonic() - began)
-        self._remember(prompt, answer.text)
-        return answer.text
 
     def _body(self, prompt: str) -> dict[str, object]:
         messages = [*self._system, *self._messages, {"role": "user", "content": prompt}]
@@ -109,6 +117,15 @@ class _Shown:
         if said := delta.get("content"):
             self.text += str(said)
             self._write(screen.harmless(str(said)) if is_terminal else str(said))
+
+    def show_whole(self, came: NotAStream) -> None:
+        """An answer that came at once. Raises what came if it is none."""
+        match came.value:
+            case {"choices": [{"message": {"content": str()} as message}, *_]}:
+                self.show(message)
+                self.is_whole = True
+            case _:
+                raise came
 
     def conclude(self, took_s: float) -> None:
         """Say how long it took. Raises CommandFailed if the answer is not whole."""

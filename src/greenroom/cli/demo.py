@@ -108,16 +108,17 @@ def _threads() -> int:
 
 
 def _greet(app: App, took_s: float) -> None:
+    from greenroom.cli.address import DEFAULT_URL
     from greenroom.cli.serving import shown_url
 
     url = shown_url(app)
     screen.say(f"greenroom serves smollm2 (chat) and minilm (embeddings) at {url} (in {screen.seconds(took_s)})")
-    screen.say("They do not fit into memory together: watch them change places with `greenroom ps --watch`.")
-    screen.say("\nIn another terminal:\n")
+    where = "" if url == DEFAULT_URL else f" --url {url}"
+    screen.say("They do not fit into memory together. Watch them change places, in another terminal:\n")
+    screen.say(f"  {screen.program()} ps --watch{where}")
+    screen.say("\nAsk one:\n")
     screen.say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\")
-    screen.say(
-        """    -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}'"""
-    )
+    screen.say("""    -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Why is the sky blue?"}]}'""")
     screen.say("\nor in Python, with `pip install openai`:\n")
     screen.say("  from openai import OpenAI")
     screen.say(f"  client = OpenAI(base_url='{url}/v1', api_key='none')")

@@ -39,6 +39,14 @@ class NoGateway(CommandFailed):
     exit = Exit.NO_GATEWAY
 
 
+class NotAStream(CommandFailed):
+    """A stream was asked for and one whole answer came, which is in `value`."""
+
+    def __init__(self, message: str, value: object) -> None:
+        super().__init__(message)
+        self.value = value
+
+
 class Refused(CommandFailed):
     """The gateway answered, with an error."""
 

@@ -39,6 +39,7 @@ Commands that speak to a gateway find it by --url or GREENROOM_URL and show the 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit status; argparse itself exits for wrong usage and --help."""
+    _open_closed_streams()
     _make_streams_robust()
     try:
         args = parser().parse_args(argv)
@@ -53,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output (`| head`) has enough. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output (`| head`) has enough.
+        screen.hush()
         return Exit.FAILED
 
 
@@ -73,6 +74,19 @@ def parser() -> argparse.ArgumentParser:
         command.add_options(sub)
         sub.set_defaults(run=command.run)
     return top
+
+
+def _open_closed_streams() -> None:
+    """A service may start us without (`>&-`). The next file or socket would get such a number, and what is printed."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # The lowest free number is given first, so it is this one.
+            os.open(os.devnull, os.O_RDWR)
+    # Python leaves nothing in these places then.
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def _make_streams_robust() -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -44,12 +46,25 @@ def hint(text: str) -> None:
         print(dim(text), file=sys.stderr, flush=True)
 
 
+def program() -> str:
+    """How to call this program: by its name where the shell finds it, otherwise by the path it was called by."""
+    called = sys.argv[0]
+    return called if called.endswith("/greenroom") and shutil.which("greenroom") is None else "greenroom"
+
+
 def dim(text: str) -> str:
     return f"{_DIM}{harmless(text)}{_PLAIN}"
 
 
 def say_json(value: Any, *, on_one_line: bool = False) -> None:
     print(json.dumps(value, indent=None if on_one_line else 2, ensure_ascii=False), flush=True)
+
+
+def hush() -> None:
+    """Print nothing more: what goes to standard output cannot be written. Python would complain again at exit."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, sys.stdout.fileno())
+    os.close(nothing)
 
 
 def fail(error: CommandFailed) -> None:

@@ -39,13 +39,15 @@ def run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> Plan:
     from greenroom.cli.serving import Plan
     from greenroom.config import loader
-    from greenroom.config.problems import problems
+    from greenroom.config.problems import open_door, problems
 
     said = Overrides.of(args)
     loaded = loader.load(loader.find(args.config))
     config = said.applied(loaded.config)
     # The warnings are those of what will run: the command line may have mended the file, or the other way round.
-    return Plan(config, loaded.path, lambda: _reread(loaded.path, said), problems(config))
+    # An open door is no warning here: the start will refuse it, in the same words.
+    warnings = [text for text in problems(config) if text != open_door(config.server)]
+    return Plan(config, loaded.path, lambda: _reread(loaded.path, said), warnings)
 
 
 def _reread(path: Path, said: Overrides) -> Config:
@@ -73,5 +75,6 @@ def _next(app: App, url: str) -> list[str]:
     if app.config.server.api_keys:
         lines.append(f"export {KEY_NAME}=…")
     model = next((name for name, model in app.config.models.items() if not model.embedding), None)
-    lines.append("greenroom ps" if model is None else f"greenroom chat {model}")
+    program = screen.program()
+    lines.append(f"{program} ps" if model is None else f"{program} chat {model}")
     return ["next, in another terminal:", *(f"  {line}" for line in lines)]

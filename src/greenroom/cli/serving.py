@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from greenroom.cli import screen
 from greenroom.cli.failures import CommandFailed, Exit
 from greenroom.errors import GreenroomError
 
@@ -63,7 +64,11 @@ async def _serve(plan: Plan, greet: Callable[[App], None]) -> int:
         # A signal came before there was anything to shut down.
         return Exit.OK
     signals.app = app
-    greet(app)
+    try:
+        greet(app)
+    except OSError:
+        # Nobody reads the greeting (`| head`), or the disk it goes to is full: no reason not to serve.
+        screen.hush()
     await app.closed.wait()
     return Exit.OK
 
@@ -101,6 +106,9 @@ class _Signals:
             await app.reload()
         except GreenroomError as error:
             get_logger("config").error("not reloaded, nothing was changed", error=error.message)
+        except Exception as bug:
+            # Nobody waits for this task, so nobody else would say it.
+            get_logger("config").bug("not reloaded", bug)
 
 
 def why_not_started(error: OSError, config: Config) -> str:

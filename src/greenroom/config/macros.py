@@ -133,9 +133,13 @@ class _Expansion:
             return Template((self._from_environment(name.removeprefix(_ENV)),))
         if name in self.known:
             return self.known[name]
-        near = difflib.get_close_matches(name, [*self.known, *HOLES], n=1)
+        # Compared in one case: ${port} is meant for ${PORT}.
+        names = {known.lower(): known for known in (*self.known, *HOLES)}
+        near = difflib.get_close_matches(name.lower(), names, n=1)
         hint = (
-            f", did you mean ${{{near[0]}}}?" if near else "; macros are defined under macros, before their first use"
+            f", did you mean ${{{names[near[0]]}}}?"
+            if near
+            else "; macros are defined under macros, before their first use"
         )
         raise _Unknown(f"${{{name}}} is not known{hint}")
 

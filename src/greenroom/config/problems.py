@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import shutil
 from collections.abc import Iterator
 
+from greenroom.config.commands import words
 from greenroom.config.schema import Config, Model, Server
 
 
@@ -26,7 +28,10 @@ def open_door(server: Server) -> str | None:
     """Why this address may not be listened on: it is reachable by others and nobody has to show a key."""
     if server.api_keys or server.insecure or _is_loopback(server.host):
         return None
-    return f"server.host: {server.host} can be reached by others; give server.api_keys, or server.insecure: true"
+    return (
+        f"server.host: {server.host} can be reached by others, so it is not served there; "
+        "give server.api_keys, or server.insecure: true"
+    )
 
 
 def budget_mib(config: Config) -> int | None:
@@ -43,9 +48,22 @@ def _missing(model: Model) -> Iterator[str]:
         yield f"path: there is no file {model.path}"
     if model.cwd is not None and not os.path.isdir(model.cwd):
         yield f"cwd: there is no directory {model.cwd}"
-    for key, program in (("program", model.program), ("python", model.python)):
-        if program is not None and "/" in program and not os.access(program, os.X_OK):
-            yield f"{key}: there is no program {program}"
+    first = words(model.cmd)[0] if model.cmd else None
+    for key, program in (("cmd", first), ("program", model.program), ("python", model.python)):
+        if program is not None and not _can_be_run(program, model):
+            yield f"{key}: there is no program {program}" + ("" if "/" in program else " on PATH")
+
+
+def _can_be_run(program: str, model: Model) -> bool:
+    """Whether the engine's start will find it; what only shows at the start is taken to be there."""
+    if "${" in program:
+        return True
+    if "/" not in program:
+        return shutil.which(program, path=model.env.get("PATH")) is not None
+    # A relative one starts at the engine's directory, which without `cwd` is wherever the gateway is started.
+    if not os.path.isabs(program) and model.cwd is None:
+        return True
+    return os.access(os.path.join(model.cwd or "/", program), os.X_OK)
 
 
 def _misplaced(name: str, model: Model, config: Config) -> Iterator[str]:

@@ -54,7 +54,7 @@ def read(path: Path) -> Source:
         _check_size(path, text)
         node = _Loader(text).get_single_node()
     except yaml.MarkedYAMLError as error:
-        raise _bad_yaml(path, error) from None
+        raise _bad_yaml(path, text, error) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
     if node is None:
@@ -204,10 +204,18 @@ def plain(text: str) -> Scalar:
     return text
 
 
-def _bad_yaml(path: Path, error: yaml.MarkedYAMLError) -> ConfigError:
+def _bad_yaml(path: Path, text: str, error: yaml.MarkedYAMLError) -> ConfigError:
     mark = error.problem_mark or error.context_mark
+    if mark and "\t" in _indentation(text, mark.line):
+        return _refused(path, mark.line + 1, "is not YAML: the line begins with a tab; indent it with spaces")
     begun = f" ({error.context}, begun on line {error.context_mark.line + 1})" if error.context_mark else ""
     return _refused(path, mark.line + 1 if mark else 1, f"is not YAML: {error.problem}{begun}")
+
+
+def _indentation(text: str, line: int) -> str:
+    # The end of the file may be on a line that is not there.
+    found = text.split("\n")[line : line + 1]
+    return found[0][: len(found[0]) - len(found[0].lstrip())] if found else ""
 
 
 def _refused(path: Path, line: int, message: str) -> ConfigError:

@@ -37,6 +37,8 @@ _BOUNDS = {
     "greater_than": ("more than", "gt"),
     "less_than_equal": ("at most", "le"),
 }
+# Patterns that say less to people than a sentence does.
+_PATTERNS = {"sha256": "must be 64 hexadecimal digits in lower case, as `greenroom key` prints them"}
 # Values below these keys may be secrets and are never shown.
 _SECRET_KEYS = frozenset({"key", "sha256", "env"})
 
@@ -105,6 +107,8 @@ def _message(where: Where, detail: ErrorDetails) -> str:
     if kind == "string_too_long":
         return f"may have at most {context['max_length']} characters"
     if kind == "string_pattern_mismatch":
+        if where[-1] in _PATTERNS:
+            return _PATTERNS[str(where[-1])]
         return f"must match {context['pattern']}{_not_this(where, detail['input'])}"
     return detail["msg"]
 

@@ -7,6 +7,7 @@ hostile input, and its crash must stay its own.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import sys
@@ -47,9 +48,9 @@ class LlamaCppEngine:
         return model.concurrency or model.parallel
 
     def launch(self, model_id: str, model: Model, place: Place) -> Launch:
-        path = Path(model.path or "")
-        if not path.is_file():
-            raise LoadFailed(f"{model_id}: there is no file {path}. Correct `path` in the configuration.")
+        # Unlike the method of a path, this answers also where the file may not be looked at, or cannot be one.
+        if not os.path.isfile(model.path or ""):
+            raise LoadFailed(f"{model_id}: there is no file {model.path}. Correct `path` in the configuration.")
         argv = (*_program(model), *_arguments(model_id, model, place))
         return Launch(Command(argv, environment(model), model.cwd), "/health")
 
@@ -97,8 +98,16 @@ def _arguments(model_id: str, model: Model, place: Place) -> list[str]:
 
 def _estimate_mib(model: Model) -> int:
     """From the file's size, all parts of a split one together; nothing when it is not there."""
-    total = sum(part.stat().st_size for part in _parts(Path(model.path or "")) if part.is_file())
+    total = sum(_size(part) for part in _parts(Path(model.path or "")))
     return int(total * FILE_SIZE_FACTOR / _MIB) + 1 if total else 0
+
+
+def _size(path: Path) -> int:
+    """A file that is missing or may not be looked at has none: its own load will say so."""
+    try:
+        return os.path.getsize(path) if os.path.isfile(path) else 0
+    except OSError:
+        return 0
 
 
 def _parts(path: Path) -> list[Path]:

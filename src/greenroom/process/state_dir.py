@@ -6,7 +6,6 @@ else; others put their files beside it. Everything in it is readable by its owne
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
@@ -23,6 +22,10 @@ UNIX_PATH_BYTES_MAX = 107
 # What a socket in the run directory may be called, at most.
 SOCKET_NAME_BYTES_MAX = 32
 _PRIVATE = 0o700
+# What is in a state directory that was opened before. The temporary name of the id begins with a dot.
+_OURS = frozenset({"lock", "id", "run"})
+# What a file system puts into its own top directory.
+_NOBODYS = frozenset({"lost+found"})
 _ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -40,13 +43,22 @@ class StateDir:
     def open(cls, path: str | Path) -> StateDir:
         """Create the directory if need be and lock it.
 
-        Raises StateDirBusy when another gateway has it, ConfigError when it cannot be made private.
+        Raises StateDirBusy when another gateway has it, ConfigError when it cannot be used or holds anything else.
         """
         whole = Path(path).expanduser().resolve()
+        if not _is_ours_to_take(whole):
+            raise errors.ConfigError(f"{whole} holds other files; a state directory must be empty or new at first")
         _make_private(whole)
-        lock_fd = _lock(whole)
         try:
-            return cls(whole, lock_fd)
+            return cls._locked(whole)
+        except OSError as error:
+            raise _cannot_be_used(whole, error) from error
+
+    @classmethod
+    def _locked(cls, path: Path) -> StateDir:
+        lock_fd = _lock(path)
+        try:
+            return cls(path, lock_fd)
         except BaseException:
             os.close(lock_fd)
             raise
@@ -72,12 +84,29 @@ class StateDir:
             os.close(lock_fd)
 
 
+def _is_ours_to_take(path: Path) -> bool:
+    """Whether it is new, empty, or was a state directory before: its mode is changed and its `run` is emptied."""
+    try:
+        names = frozenset(os.listdir(path)) - _NOBODYS
+    except OSError:
+        # Not there yet; or not to be looked at, which is told when it is made private.
+        return True
+    if _known_id(path / "id") is not None:
+        return True
+    strange = {name for name in names - _OURS if not name.startswith(".id-")}
+    return not strange and ("lock" in names or not names)
+
+
+def _cannot_be_used(path: Path, error: OSError) -> errors.ConfigError:
+    return errors.ConfigError(f"the directory {path} cannot be used: {error.strerror}")
+
+
 def _make_private(path: Path) -> None:
     try:
         path.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
         is_private = _is_private(path)
     except OSError as error:
-        raise errors.ConfigError(f"the directory {path} cannot be used: {error.strerror}") from error
+        raise _cannot_be_used(path, error) from error
     if not is_private:
         raise errors.ConfigError(f"the directory {path} belongs to another user or is a link; choose another one")
 
@@ -108,23 +137,33 @@ def _lock(path: Path) -> int:
 
 
 def _read_or_make_id(path: Path) -> str:
-    with contextlib.suppress(FileNotFoundError):
-        known = path.read_text(encoding="ascii", errors="replace").strip()
-        if _ID.fullmatch(known):
-            return known
+    if known := _known_id(path):
+        return known
     made = secrets.token_hex(8)
     _write_whole(path, made + "\n")
     return made
 
 
+def _known_id(path: Path) -> str | None:
+    try:
+        known = path.read_text(encoding="ascii", errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    return known if _ID.fullmatch(known) else None
+
+
 def _write_whole(path: Path, text: str) -> None:
     """Write so that after a crash there is the old file or the new one, never half of it."""
     fresh_fd, fresh_path = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    with open(fresh_fd, "w", encoding="ascii") as fresh:
-        fresh.write(text)
-        fresh.flush()
-        os.fsync(fresh.fileno())
-    Path(fresh_path).replace(path)
+    try:
+        with open(fresh_fd, "w", encoding="ascii") as fresh:
+            fresh.write(text)
+            fresh.flush()
+            os.fsync(fresh.fileno())
+        Path(fresh_path).replace(path)
+    except BaseException:
+        Path(fresh_path).unlink(missing_ok=True)
+        raise
 
 
 def _make_run_dir(path: Path, name: str) -> Path:

@@ -108,10 +108,6 @@ class Connection(asyncio.Protocol):
 
     # --- what the pool and the sink ask for -------------------------------------------------------------------------
 
-    @property
-    def is_usable(self) -> bool:
-        return not self.transport.is_closing()
-
     def begin(self, head: bytes, body: Payload, sink: Sink) -> None:
         """Send a request. `sink` hears its answer."""
         self._sink = sink

@@ -76,11 +76,17 @@ class Exchange:
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
         """The whole answer in one write. Does nothing when the client is gone."""
-        head = self._render(status, headers, len(body))
+        data = self._render(status, headers, len(body))
         if self.gone:
             return
-        self._connection.send(head if self._silent else head + body)
-        self._over()
+        if not self._silent:
+            data += body
+        connection = self._connection
+        connection.sent += len(data)
+        connection.write(data)
+        self.finished = True
+        self.body.close()
+        connection.exchange_over(self._keep_alive)
 
     def start(self, status: int, headers: Headers, length: int | None) -> None:
         """Send the head. Without a length the body is chunked, or ended by close for HTTP/1.0."""

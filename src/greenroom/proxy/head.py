@@ -15,6 +15,7 @@ Headers = list[tuple[bytes, bytes]]
 
 _FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade"))
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+_LENGTH_DIGITS_MAX = 18
 _VERSIONS = {b"HTTP/1.1": "1.1", b"HTTP/1.0": "1.0"}
 
 # Names that mean something only before the body. After it they could only be meant to confuse someone.
@@ -118,7 +119,10 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
             host = value
         elif name == b"content-length":
             lengths += 1
-            head.content_length = _read_length(value)
+            # bytes.isdigit accepts ASCII digits only; int() alone would also take "+3" and "3_0".
+            if not value.isdigit() or len(value) > _LENGTH_DIGITS_MAX:
+                raise BadFraming("Content-Length is not a number of bytes.")
+            head.content_length = int(value)
         elif name == b"transfer-encoding":
             lengths += 1
             _expect_chunked(head, value)
@@ -136,13 +140,6 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
     if head.target[0] != 0x2F or b"#" in head.target:
         _normalise_target(head, host)
     return head
-
-
-def _read_length(value: bytes) -> int:
-    # bytes.isdigit accepts ASCII digits only; int() alone would also take "+3" and "3_0".
-    if not value.isdigit() or len(value) > 18:
-        raise BadFraming("Content-Length is not a number of bytes.")
-    return int(value)
 
 
 def _expect_chunked(head: Head, value: bytes) -> None:

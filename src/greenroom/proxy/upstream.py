@@ -88,7 +88,7 @@ class Pool:
         oldest = self._loop.time() - self._idle_s
         while idle:
             connection = idle.pop()
-            if connection.idle_since > oldest and connection.is_usable:
+            if connection.idle_since > oldest and not connection.transport.is_closing():
                 self.reuses += 1
                 connection.begin(head, body, sink)
                 return True

@@ -146,7 +146,10 @@ class Mover:
         launch = entry.engine.launch(move.model, entry.config, place)
         log = self._slots.log(move.model)
         identity = self._state_dir.identity(f"{move.slot}.{attempt}")
-        child = await spawn(launch.command, identity=identity, log=log)
+        try:
+            child = await spawn(launch.command, identity=identity, log=log)
+        except LoadFailed as error:
+            raise LoadFailed(f"{entry.id} could not be loaded: {error.message}.", details=error.details) from error
         try:
             await self._until_ready(child, launch, place, entry)
         except BaseException:

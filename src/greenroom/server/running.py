@@ -95,15 +95,21 @@ class Running:
     # --- the way of one request -------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Ask for a slot. If one and a connection to it are free, send at once; else a task waits for them."""
+        """Ask for a slot. If one and a connection to it are free, send at once; else a task waits for them.
+
+        From the moment it holds a ticket it ends by itself, whatever goes wrong.
+        """
         shared = self._shared
         arrival = self._arrival(shared.clock())
         self._beat_at = arrival.now + self._settings.heartbeat_after_s
         self.ticket = shared.desk.arrive(arrival)
         shared.vigil.add(self)
         slot = self.ticket.slot
-        if slot is None or not self._send_now(slot):
-            self._go_on()
+        try:
+            if slot is None or not self._send_now(slot):
+                self._go_on()
+        except Exception as failure:
+            self._end(self._told(failure))
 
     def _arrival(self, now: float) -> RequestArrived:
         ask, settings = self.ask, self._settings
@@ -151,14 +157,11 @@ class Running:
         error: GreenroomError | None = None
         try:
             await self._serve()
-        except GreenroomError as failure:
-            error = failure
         except asyncio.CancelledError:
             # The client left; were it the loop that ends, nobody would be left to tell.
             self.exchange.cut()
-        except Exception as bug:
-            _log.bug("request broke", bug, request=self.request_id)
-            error = GatewayBug("Something went wrong in the gateway.")
+        except Exception as failure:
+            error = self._told(failure)
         self._end(error)
 
     async def _serve(self) -> None:
@@ -189,6 +192,7 @@ class Running:
         exchange.on_gone = _ending_this_task()
         assert ticket.slot is not None
         await ticket.slot.settle()
+        self.record.state = "waiting"
         self._shared.desk.lost(ticket)
         return True
 
@@ -205,6 +209,7 @@ class Running:
                 on_done=on_done,
             )
         self.relay = relay
+        self.record.state = "serving"
         self._bytes_seen, self._moved_at = -1, self.ticket.granted_at
         self.ticket.on_cut(relay.stop)
         return relay
@@ -242,6 +247,13 @@ class Running:
         self._shared.desk.close(self.ticket)
         self._shared.vigil.remove(self)
         self._shared.ended(self, error)
+
+    def _told(self, failure: Exception) -> GreenroomError:
+        """What the caller is told of it."""
+        if isinstance(failure, GreenroomError):
+            return failure
+        _log.bug("request broke", failure, request=self.request_id)
+        return GatewayBug("Something went wrong in the gateway.")
 
     def _tell(self, error: GreenroomError) -> None:
         """By status while nothing was sent, by an event in a stream, by cutting the answer short otherwise."""
