@@ -7,7 +7,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8210
 STAMP := $(VENV)/.ready-$(shell cksum pyproject.toml | cut -d' ' -f1)
 
-.PHONY: setup serve test check format layers bench soak clean
+.PHONY: setup serve test check format bench soak clean
 
 setup: $(STAMP)
 
@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml
 serve: setup            ## serve the demo models on http://$(HOST):$(PORT)
 	@$(BIN)/greenroom demo --host $(HOST) --port $(PORT)
 
-test: check             ## everything that must hold, in a few minutes
+test: check             ## everything that must hold, in minutes (ten, on two busy cores)
 	@$(BIN)/python -m pytest tests/core --cov --cov-fail-under=100 --cov-report=term:skip-covered
 	@$(BIN)/python -m pytest -m 'not soak and not gpu' --ignore=tests/core
 

@@ -354,6 +354,29 @@ def test_an_impatient_request_is_refused_at_once_when_it_cannot_be_in_time() -> 
     assert world.arrive("patient", "a", within_s=1.0).fate is Fate.WAITING
 
 
+def test_a_caller_who_cannot_wait_long_enough_still_causes_the_load() -> None:
+    world = one_at_a_time()
+    world.arrive("first", "a", takes_s=1.0)
+    world.run()
+    ready(world, "b")
+    moves = len(world.moves)
+    assert world.arrive("late", "a", within_s=1.0, patient=False).fate is Fate.REJECTED
+    assert len(world.moves) > moves, "somebody has to begin the load, or nobody is ever served"
+    world.run()
+    assert world.arrive("next", "a", takes_s=1.0, within_s=1.0, patient=False).fate is Fate.GRANTED
+
+
+def test_a_caller_who_cannot_wait_long_enough_keeps_a_place_while_nothing_can_be_begun() -> None:
+    world = one_at_a_time()
+    world.arrive("first", "a", takes_s=1.0)
+    world.run()
+    ready(world, "b")
+    world.arrive("long", "b", takes_s=50.0)
+    assert world.arrive("late", "a", within_s=1.0, patient=False).fate is Fate.WAITING
+    world.run()
+    assert world.code("late") is RejectCode.EXPIRED
+
+
 def test_the_same_request_twice_is_ignored_and_counted() -> None:
     world = one_at_a_time()
     call = world.arrive("r", "a", takes_s=1.0)

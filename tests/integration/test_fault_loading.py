@@ -155,6 +155,13 @@ async def test_each_further_failure_doubles_the_pause(tmp_path: Path) -> None:
         assert [round(wait / 40) for wait in waits] == [1, 2, 3]
 
 
+async def test_a_program_that_is_not_there_is_told_with_the_model(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"alpha": {"cmd": "no-such-server ${PORT}"}}, **LONG_BACKOFF) as app:
+        answer = await chat(app, "alpha")
+        assert_failed(answer, "no-such-server could not be started")
+        assert answer.error["message"].startswith("alpha could not be loaded: ")
+
+
 async def test_operator_need_not_wait_for_the_back_off(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     with broken(tmp_path) as flag:

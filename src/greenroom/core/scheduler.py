@@ -13,7 +13,7 @@ from typing import Any
 from greenroom.core import events as ev
 from greenroom.core.apply import Actions
 from greenroom.core.configuration import Configuration
-from greenroom.core.decide import Plan, Refuse, Serve, Swap, Wait, decide
+from greenroom.core.decide import Join, Plan, Refuse, Serve, Swap, Wait, decide
 from greenroom.core.effects import Effects, RejectCode, because
 from greenroom.core.leases import Leases
 from greenroom.core.model import ModelId, MoveKind, RequestId, Slot, Tier
@@ -94,6 +94,9 @@ class Scheduler:
         plan = self._plan_for(event, waiter)
         self._act.carry_out(waiter, plan, event.now)
         if isinstance(plan, Swap):
+            # The load belongs to the model: it has begun even if this caller cannot wait for it.
+            if late := self._too_late(event, waiter, plan.model):
+                self._act.refuse(waiter, late)
             # Who leaves for it may leave more room than it takes. Other plans open nothing for anybody else.
             self._settle(event.now)
 
@@ -104,11 +107,17 @@ class Scheduler:
             return plan
         if state.waitlist.depth >= state.limits.queue_depth_max:
             return Refuse(RejectCode.QUEUE_FULL, max(1.0, state.avg_wait_s or 0.0))
+        # Who waits for what nobody has begun keeps the place that will begin it, however late that may be.
+        is_begun = isinstance(plan, Join) or any(slot.is_serving for slot in state.slots_of(plan.model))
+        return (self._too_late(event, waiter, plan.model) if is_begun else None) or plan
+
+    def _too_late(self, event: ev.RequestArrived, waiter: Waiter, model: ModelId) -> Refuse | None:
+        """The refusal of a caller who would have given up before its answer could begin."""
         if event.patient or event.give_up_at is None:
-            return plan
-        wait_s = eta_s(state, waiter, plan.model, event.now)
+            return None
+        wait_s = eta_s(self.state, waiter, model, event.now)
         too_late = wait_s is not None and event.now + wait_s > event.give_up_at
-        return Refuse(RejectCode.EXPIRED, wait_s) if too_late else plan
+        return Refuse(RejectCode.EXPIRED, wait_s) if too_late else None
 
     def _on_request_gone(self, event: ev.RequestGone) -> None:
         waiter = self.state.waitlist.get(event.request)

@@ -300,5 +300,8 @@ class Relay:
         exchange.on_gone = exchange.on_pause = exchange.on_resume = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-        if self._on_done is not None:
-            self._on_done(self)
+        on_done, self._on_done = self._on_done, None
+        # Whoever listens holds this relay; letting go of it here leaves no cycle for the collector.
+        self._on_bad_head = None
+        if on_done is not None:
+            on_done(self)

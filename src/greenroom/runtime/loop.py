@@ -26,27 +26,26 @@ class SchedulerLoop:
 
     def post(self, event: Event) -> None:
         """Handle this event, and all that follow from it. Raises only if this very event cannot be handled."""
-        self._queue.append(event)
         if self._running:
+            self._queue.append(event)
             return
         self._running = True
         try:
-            self.scheduler.handle(self._queue.popleft())
+            self.scheduler.handle(event)
         finally:
-            self._finish()
-
-    def _finish(self) -> None:
-        try:
-            while self._queue:
-                event = self._queue.popleft()
-                try:
-                    self.scheduler.handle(event)
-                except Exception as bug:
-                    _log.error("event failed", event_kind=type(event).__name__, error=repr(bug))
-        finally:
+            if self._queue:
+                self._handle_queued()
             self._running = False
             if self._awaited:
                 self._tell_facts()
+
+    def _handle_queued(self) -> None:
+        while self._queue:
+            event = self._queue.popleft()
+            try:
+                self.scheduler.handle(event)
+            except Exception as bug:
+                _log.bug("event failed", bug, event_kind=type(event).__name__)
 
     async def until(self, fact: Callable[[], bool]) -> None:
         """Wait until this holds after an event."""

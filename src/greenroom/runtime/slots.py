@@ -45,6 +45,6 @@ class Slots:
         return self._logs.setdefault(model, LogRing())
 
     def forget_logs(self, known: frozenset[str]) -> None:
-        """Models that are no longer configured keep no lines."""
+        """Models that are no longer configured keep no lines, and who follows them is told that there is no more."""
         for model in [model for model in self._logs if model not in known]:
-            del self._logs[model]
+            self._logs.pop(model).close()

@@ -68,6 +68,8 @@ class FrontDoor:
             self._management.handle(exchange, routed_path(head), self._inference.next_id())
 
     def refuse(self, exchange: Exchange | None, head: Head | None, error: GreenroomError) -> tuple[int, Headers, bytes]:
+        """What the edge answers itself: to a caller without a key, to a request that is none, to one too many."""
+        self._inference.refused(error)
         return render.response(error, self._inference.next_id())
 
     def _authorise(self, head: Head) -> None:

@@ -99,10 +99,13 @@ class Inference:
         running.begin()
         self._metrics.looked_up(ask.entry.id, running.ticket.granted_at == running.ticket.arrived)
 
+    def refused(self, error: GreenroomError) -> None:
+        """Count a request that never came to the scheduler."""
+        self._metrics.edge_refused(error.code)
+
     def _refuse(self, exchange: Exchange, error: Exception, request_id: str) -> None:
-        """It never came to the scheduler."""
         if isinstance(error, GreenroomError):
-            self._metrics.edge_refused(error.code)
+            self.refused(error)
         else:
             _log.bug("request broke", error, request=request_id)
             error = GatewayBug("Something went wrong in the gateway.")

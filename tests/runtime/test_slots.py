@@ -1,0 +1,24 @@
+"""slots.py"""
+
+from __future__ import annotations
+
+import asyncio
+
+from greenroom.core.model import ModelId
+from greenroom.runtime.slots import Slots
+
+GONE, KEPT = ModelId("gone"), ModelId("kept")
+
+
+async def test_log_of_a_model_that_is_no_longer_configured_ends_for_those_who_follow_it() -> None:
+    slots = Slots()
+    slots.log(GONE).write(b"before\n")
+    following, kept = slots.log(GONE).subscribe(), slots.log(KEPT).subscribe()
+    slots.log(GONE).write(b"last\n")
+    slots.forget_logs(frozenset({KEPT}))
+    assert [line async for line in following] == ["last"]
+    slots.log(KEPT).write(b"goes on\n")
+    async with asyncio.timeout(10):
+        assert await anext(kept) == "goes on"
+    # Should it come back, it begins anew.
+    assert slots.log(GONE).tail(10) == []

@@ -1,0 +1,32 @@
+"""front.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import gateway
+from tests.integration.raw import CHAT, http
+
+KEY = "gr-0123456789abcdef0123456789abcdef"
+SHOWN = {"Authorization": f"Bearer {KEY}"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "code"),
+    [
+        ({}, b"{}", "invalid_api_key"),
+        ({**SHOWN, "Host": "evil.example"}, b"{}", "host_not_allowed"),
+        ({**SHOWN, "Content-Length": "99999999999"}, b"", "body_too_large"),
+        (SHOWN, b"{}", "invalid_request"),
+    ],
+)
+async def test_every_refusal_is_counted_by_its_code(
+    tmp_path: Path, headers: dict[str, str], body: bytes, code: str
+) -> None:
+    async with gateway(tmp_path, {}, server={"api_keys": [{"name": "me", "key": KEY}]}) as app:
+        answer = await http(app, "POST", CHAT, body=body, headers=headers)
+        assert answer.error["code"] == code
+        metrics = (await http(app, "GET", "/metrics", headers=SHOWN)).body.decode()
+        assert f'greenroom_edge_refusals_total{{code="{code}"}} 1.0' in metrics
