@@ -164,6 +164,8 @@ class App:
         removed = tuple(ModelId(model) for model in changes.removed)
         self.loop.post(ConfigChanged(self.clock(), models=specs, removed=removed, limits=_core_limits(config)))
         self.slots.forget_logs(frozenset(config.models))
+        for model in removed:
+            self.mover.failures.pop(model, None)
         told = {name: list(getattr(changes, name)) for name in ("added", "changed", "relabelled", "removed", "at_once")}
         _log.info("reloaded", **{name: len(ids) for name, ids in told.items()})
         self.hub.publish("reload", told)

@@ -113,6 +113,10 @@ class MethodNotAllowed(ClientFault):
     code = "method_not_allowed"
 
 
+class PostOnly(MethodNotAllowed):
+    """Paths that ask a model take POST and nothing else."""
+
+
 class Unsupported(ClientFault):
     """The model exists but its engine cannot do this."""
 

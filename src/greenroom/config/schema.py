@@ -345,7 +345,7 @@ class Config(Section):
     ports: Ports = Ports()
     log: Log = Log()
     state_dir: str = "~/.local/state/greenroom"
-    """Where the gateway keeps its lock and its identity; one gateway a directory."""
+    """A directory of its own for the gateway's lock, identity and sockets; one gateway a directory."""
     macros: dict[str, JsonValue] = {}
     """Names for values used below as ${name}."""
     models: dict[ModelId, Model] = {}

@@ -53,7 +53,9 @@ class Operations:
             case OpOutcome.REFUSED:
                 return Unsupported(f"The engine of {model} cannot {kind.value}.")
             case OpOutcome.TOO_LARGE:
-                return TooLarge(f"{model} does not fit on the devices there are, whatever else leaves.")
+                return TooLarge(
+                    f"{model} does not fit on the devices there are beside what is pinned; `greenroom ps` shows it."
+                )
             case OpOutcome.CANCELLED:
                 return Unloaded(f"The {kind.value} of {model} was overtaken by an unload, a removal or a shutdown.")
             case _:

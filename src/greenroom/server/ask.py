@@ -13,7 +13,7 @@ import msgspec
 from greenroom.config.schema import Heartbeat
 from greenroom.core.model import ModelId, TenantId
 from greenroom.engines.base import Ability, UsageSource
-from greenroom.errors import BadRequest, MethodNotAllowed, ModelNotFound, Unsupported
+from greenroom.errors import BadRequest, ModelNotFound, PostOnly, Unsupported
 from greenroom.proxy.body import Payload
 from greenroom.proxy.edge import Exchange, Head
 from greenroom.runtime.catalog import Catalog, Entry
@@ -142,7 +142,7 @@ class AskReader:
 
 def _expect_post(head: Head) -> None:
     if head.method != b"POST":
-        raise MethodNotAllowed(f"{head.path.decode('ascii', 'replace')} takes POST.")
+        raise PostOnly(f"{head.path.decode('ascii', 'replace')} takes POST.")
 
 
 def _as_text(value: object) -> str:

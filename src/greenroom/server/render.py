@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from greenroom.errors import GatewayBug, GreenroomError, InvalidKey, ModelLoading
+from greenroom.errors import GatewayBug, GreenroomError, InvalidKey, ModelLoading, PostOnly
 
 Header = tuple[bytes, bytes]
 
@@ -40,6 +40,8 @@ def response(error: BaseException, request_id: str) -> tuple[int, list[Header], 
         headers.append((b"x-should-retry", b"false"))
     if isinstance(shown, InvalidKey):
         headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(shown, PostOnly):
+        headers.append((b"allow", b"POST"))
     return shown.status, headers, error_body(shown, request_id)
 
 
