@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8210
+# Many tests wait for processes; twice as many at once as there are cores keeps both busy.
+JOBS ?= 4
 STAMP := $(VENV)/.ready-$(shell cksum pyproject.toml | cut -d' ' -f1)
 
 .PHONY: setup serve test check format bench soak clean
@@ -22,7 +24,7 @@ serve: setup            ## serve the demo models on http://$(HOST):$(PORT)
 
 test: check             ## everything that must hold, in minutes (ten, on two busy cores)
 	@$(BIN)/python -m pytest tests/core --cov --cov-fail-under=100 --cov-report=term:skip-covered
-	@$(BIN)/python -m pytest -m 'not soak and not gpu' --ignore=tests/core
+	@$(BIN)/python -m pytest -m 'not soak and not gpu' --ignore=tests/core --numprocesses $(JOBS)
 
 check: setup            ## format, lint (async rules included), types, layers
 	@$(BIN)/ruff format --check src tests benchmarks

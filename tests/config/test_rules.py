@@ -162,9 +162,9 @@ BAD_IDS = {
     "a/./b": "segments",
     "..": "segments",
     "a/logs/stream": "end in /stream",
-    **dict.fromkeys(RESERVED_IDS, ""),
-    **{f"a/{name}": f"end in /{name}" for name in RESERVED_ENDINGS},
-    **dict.fromkeys(RESERVED_ENDINGS, ""),
+    **dict.fromkeys(sorted(RESERVED_IDS), ""),
+    **{f"a/{name}": f"end in /{name}" for name in sorted(RESERVED_ENDINGS)},
+    **dict.fromkeys(sorted(RESERVED_ENDINGS), ""),
 }
 
 
