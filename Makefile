@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml
 serve: setup            ## serve the demo models on http://$(HOST):$(PORT)
 	@$(BIN)/greenroom demo --host $(HOST) --port $(PORT)
 
-test: check             ## everything that must hold, in minutes (ten, on two busy cores)
+test: check             ## everything that must hold, in about five minutes on two cores
 	@$(BIN)/python -m pytest tests/core --cov --cov-fail-under=100 --cov-report=term:skip-covered
 	@$(BIN)/python -m pytest -m 'not soak and not gpu' --ignore=tests/core --numprocesses $(JOBS)
 
