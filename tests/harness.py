@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,10 +55,22 @@ def write_config(folder: Path, models: dict[str, Any], *, budget_mib: int = 10_0
     return path
 
 
+# Ports for engines of tests: below those the system gives out by itself and beyond the gateway's own default, a part
+# for each test process that runs beside others, in it a range for each folder. No two that live together share one.
+PORTS_FIRST = 22_000
+PORTS_A_PROCESS = 1_200
+PORTS_A_FOLDER = 40
+PROCESSES_MAX = 8
+
+_folders: dict[Path, int] = {}
+
+
 def _ports_of(folder: Path) -> dict[str, int]:
-    """A range of the folder's own, so that runs beside each other do not race for ports; the same when asked again."""
-    first = 21_000 + zlib.crc32(str(folder).encode()) % 100 * 100
-    return {"first": first, "last": first + 99}
+    """The folder's range; the same when asked again, because a reload may not change it."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % PROCESSES_MAX
+    number = _folders.setdefault(folder, len(_folders)) % (PORTS_A_PROCESS // PORTS_A_FOLDER)
+    first = PORTS_FIRST + worker * PORTS_A_PROCESS + number * PORTS_A_FOLDER
+    return {"first": first, "last": first + PORTS_A_FOLDER - 1}
 
 
 @contextlib.asynccontextmanager
