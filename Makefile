@@ -7,9 +7,13 @@ HOST ?= 127.0.0.1
 PORT ?= 8210
 # Many tests wait for processes; twice as many at once as there are cores keeps both busy.
 JOBS ?= 4
+SEEDS ?= 200
+FIRST ?= 0
 STAMP := $(VENV)/.ready-$(shell cksum pyproject.toml | cut -d' ' -f1)
+# The compiled build has an environment of its own, so that no machine code ever lies beside the sources.
+COMPILED := .venv-compiled
 
-.PHONY: setup serve test check format bench soak clean
+.PHONY: setup serve test check format compiled test-compiled bench soak sim clean
 
 setup: $(STAMP)
 
@@ -23,7 +27,7 @@ serve: setup            ## serve the demo models on http://$(HOST):$(PORT)
 	@$(BIN)/greenroom demo --host $(HOST) --port $(PORT)
 
 test: check             ## everything that must hold, in about five minutes on two cores
-	@$(BIN)/python -m pytest tests/core --cov --cov-fail-under=100 --cov-report=term:skip-covered
+	@$(BIN)/python -m pytest tests/core --cov --cov-fail-under=100 --cov-report=term:skip-covered --numprocesses $(JOBS)
 	@$(BIN)/python -m pytest -m 'not soak and not gpu' --ignore=tests/core --numprocesses $(JOBS)
 
 check: setup            ## format, lint (async rules included), types, layers
@@ -36,12 +40,33 @@ format: setup
 	@$(BIN)/ruff format src tests benchmarks
 	@$(BIN)/ruff check --fix src tests benchmarks
 
-bench: setup            ## CPU per request and per chunk, beside nginx in the same run
+compiled:               ## the hot path as machine code, in $(COMPILED); again only when a source has changed
+	@sum=$$(find src setup.py pyproject.toml -name '*.py' -o -name '*.toml' | sort | xargs cat | cksum | cut -d' ' -f1); \
+	test -e $(COMPILED)/.ready-$$sum && exit; set -e; \
+	echo "building $(COMPILED) (about three minutes; needs a C compiler)"; \
+	test -x $(COMPILED)/bin/python || $(PYTHON) -m venv $(COMPILED); \
+	pip="$(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check"; \
+	$$pip 'setuptools>=77' '.[dev]'; rm -rf build; \
+	GREENROOM_COMPILE=1 $$pip --no-build-isolation --no-deps --force-reinstall .; \
+	rm -rf build $(COMPILED)/.ready-*; touch $(COMPILED)/.ready-$$sum
+
+# One test draws records from their annotations, which compiled classes do not keep.
+test-compiled: compiled ## the tests of everything that is compiled, against the compiled build
+	@$(COMPILED)/bin/python -m pytest -m 'not soak and not gpu' --numprocesses $(JOBS) \
+	  --deselect tests/runtime/test_core_json.py::test_every_kind_of_record_comes_back_as_it_was \
+	  tests/proxy tests/server tests/runtime tests/telemetry tests/tenancy tests/integration
+
+bench: setup            ## CPU per request and per chunk of both builds, beside nginx in the same run
 	@command -v nginx >/dev/null || (apt-get update -qq && apt-get install -y -qq nginx-light)
-	@$(BIN)/python benchmarks/gateway.py
+	@if command -v cc >/dev/null; then $(MAKE) --no-print-directory compiled && \
+	  $(BIN)/python benchmarks/gateway.py --compiled $(COMPILED)/bin/python; \
+	else echo "no C compiler: only the pure build is measured"; $(BIN)/python benchmarks/gateway.py; fi
 
 soak: setup             ## long fault runs: 300 kills of the gateway under load
 	@$(BIN)/python -m pytest -m soak --timeout 7200
 
+sim: setup              ## fault simulation on all cores: make sim SEEDS=1000 [FIRST=200]
+	@$(BIN)/python -m greenroom.sim.chaos --seeds $(SEEDS) --first $(FIRST)
+
 clean:
-	rm -rf $(VENV) build dist .greenroom .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPILED) build dist .greenroom .pytest_cache .mypy_cache .ruff_cache .hypothesis

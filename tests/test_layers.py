@@ -13,6 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "greenroom"
 MAY_IMPORT = {
     "errors": set(),
     "core": set(),
+    "sim": {"config", "core"},
     "config": {"core"},
     "process": {"config", "core"},
     "memory": {"config", "core"},
@@ -24,7 +25,7 @@ MAY_IMPORT = {
     "runtime": {"engines", "process", "memory", "proxy", "telemetry", "config", "core"},
     "server": {"runtime", "engines", "process", "memory", "proxy", "tenancy", "telemetry", "config", "core"},
     "app": {"server", "runtime", "engines", "process", "memory", "proxy", "tenancy", "telemetry", "config", "core"},
-    "cli": {"app", "config", "core", "memory", "tenancy", "telemetry", "process", "engines"},
+    "cli": {"app", "config", "core", "sim", "memory", "tenancy", "telemetry", "process", "engines"},
 }
 # The core is pure: nothing that waits, reads a clock, does I/O, logs or draws numbers.
 CORE_MAY_IMPORT = {"__future__", "bisect", "collections", "dataclasses", "enum", "heapq", "math", "typing"}

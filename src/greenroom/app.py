@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from greenroom.config import loader
+from greenroom.config import loader, plugins
 from greenroom.config.diff import Changes, diff, refuse_restart
+from greenroom.config.limits import limits_of
 from greenroom.config.problems import open_door
 from greenroom.config.schema import Config, Server
-from greenroom.core.events import ConfigChanged, Limits, ShutdownAsked
+from greenroom.core.events import ConfigChanged, ShutdownAsked
 from greenroom.core.model import ModelId
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import ConfigError
@@ -27,12 +28,15 @@ from greenroom.process.state_dir import StateDir
 from greenroom.proxy.edge import Edge
 from greenroom.proxy.hosts import HostRule
 from greenroom.proxy.limits import KIB, MIB, EdgeLimits
+from greenroom.runtime import build
 from greenroom.runtime.catalog import Catalog
 from greenroom.runtime.effects import AsyncEffects
+from greenroom.runtime.learned import LearnedTimes
 from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.mover import Mover
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.operations import Operations
+from greenroom.runtime.recording import ActivityRecorder, EventRecorder
 from greenroom.runtime.rejections import Rejections
 from greenroom.runtime.slots import Slots
 from greenroom.runtime.tickets import Desk
@@ -54,6 +58,8 @@ _log = get_logger("app")
 
 # After the drain, engines get their own time to stop; nothing else may hold the exit up longer than this.
 STOP_MAX_S = 60.0
+# The last of all: what is still to be written to disk.
+WRITE_MAX_S = 10.0
 # Allocations before each generation is looked at; the first is 700 by default.
 GC_THRESHOLDS = (20_000, 20, 20)
 
@@ -69,6 +75,8 @@ class App:
         self._reread = reread
         self.started_at = time.time()
         self.is_draining = False
+        # Asked to stop a second time; further times change nothing.
+        self._hurries = False
         self.closed = asyncio.Event()
         self.clock = asyncio.get_running_loop().time
         self.settings = Settings.of(config.server)
@@ -80,20 +88,37 @@ class App:
         self.metrics, self.activity = Metrics(self.catalog.is_known), Activity()
         self.observer = Observer(self.hub, self.metrics)
         self.effects = AsyncEffects(self.slots, self.observer, self.clock)
-        self.loop = SchedulerLoop(Scheduler(self.effects))
-        self.desk = Desk(self.loop.post, self.clock)
+        self._wire_scheduler(config.server)
+        self.desk = Desk(self.post, self.clock)
         ports = PortRange(config.ports.first, config.ports.last)
-        self.mover = Mover(self.catalog, self.slots, state_dir, ports, self.observer, self.loop.post, self.clock)
+        self.mover = Mover(self.catalog, self.slots, state_dir, ports, self.observer, self.post, self.clock)
         rejections = Rejections(self.mover.failures, lambda: self.is_draining)
-        self.effects.connect(self.loop.post, self.mover, self.desk.open, rejections)
-        self.operations = Operations(self.effects, self.mover, self.loop.post, self.clock)
+        self.effects.connect(self.post, self.mover, self.desk.open, rejections)
+        self.operations = Operations(self.effects, self.mover, self.post, self.clock)
+        self.learned = LearnedTimes(state_dir.path, self.loop.scheduler.learned, self.catalog)
         self._wire_server(config.server)
+
+    def _wire_scheduler(self, server: Server) -> None:
+        """Everything is posted by `post`, so that what is written down is what the scheduler was given."""
+        self._events_file = EventRecorder(Path(server.record_events)) if server.record_events else None
+        recorder = self._events_file
+        effects = self.effects if recorder is None else recorder.watching(self.effects)
+        self.loop = SchedulerLoop(Scheduler(effects, plugins.POLICIES, plugins.SWAPPERS_BY_NAME))
+        self.post = self.loop.post if recorder is None else recorder.posting(self.loop.post)
 
     def _wire_server(self, server: Server) -> None:
         self.tenants = Tenants()
+        self._activity_file = ActivityRecorder(Path(server.record_activity)) if server.record_activity else None
         reader = AskReader(self.catalog, self.tenants, lambda: self.settings.heartbeat)
         self.inference = Inference(
-            reader, self.loop, self.desk, self.activity, self.metrics, lambda: self.settings, self.clock
+            reader,
+            self.loop,
+            self.desk,
+            self.activity,
+            self.metrics,
+            lambda: self.settings,
+            self.clock,
+            None if self._activity_file is None else self._activity_file.add,
         )
         self.management = AsgiBridge(make_management(self))
         self.door = FrontDoor(self.inference, self.management, lambda: self.settings)
@@ -115,6 +140,7 @@ class App:
         `reread` gives the configuration anew at a reload; without it the file at `path` is read.
         """
         _refuse_open_door(config)
+        plugins.require(limits_of(config))
         state_dir = StateDir.open(config.state_dir)
         try:
             if ended := await orphans.sweep(state_dir.prefix, spare=frozenset()):
@@ -129,13 +155,21 @@ class App:
 
     def _begin(self) -> None:
         specs = self.catalog.fill(self.config)
-        now = self.clock()
-        self.loop.post(ConfigChanged(now, models=specs, devices=devices(self.config), limits=_core_limits(self.config)))
+        self.post(
+            ConfigChanged(
+                self.clock(),
+                models=specs,
+                devices=devices(self.config),
+                limits=limits_of(self.config),
+                learned=self.learned.recall(spec.id for spec in specs),
+            )
+        )
+        self.learned.start()
         # Everything made so far stays, and requests leave no cycles: the collector has little to find and, with its
         # usual thresholds, would take a quarter of the time of a request.
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
-        _log.info("serving", address=self.edge.addresses[0], models=len(self.catalog))
+        _log.info("serving", address=self.edge.addresses[0], models=len(self.catalog), build=build.NAME)
 
     # --- reload ---------------------------------------------------------------------------------------------------
 
@@ -146,6 +180,7 @@ class App:
             changes = diff(self.config, config)
             refuse_restart(changes)
             _refuse_open_door(config)
+            plugins.require(limits_of(config))
             self._apply(config, changes)
             return changes
 
@@ -162,7 +197,12 @@ class App:
         setup_logs(config.log.level.value, config.log.format.value)
         self._open_door(config.server)
         removed = tuple(ModelId(model) for model in changes.removed)
-        self.loop.post(ConfigChanged(self.clock(), models=specs, removed=removed, limits=_core_limits(config)))
+        learned = self.learned.recall(ModelId(model) for model in changes.added)
+        self.post(
+            ConfigChanged(
+                self.clock(), models=specs, removed=removed, limits=limits_of(config), learned=learned or None
+            )
+        )
         self.slots.forget_logs(frozenset(config.models))
         for model in removed:
             self.mover.failures.pop(model, None)
@@ -174,11 +214,14 @@ class App:
 
     def shut_down(self) -> None:
         """Begin to stop: running answers may finish within `drain_s`. A second call does not wait for them."""
-        drain_s = 0.0 if self.is_draining else self.config.server.drain_s
+        if self._hurries:
+            return
+        self._hurries = self.is_draining
+        drain_s = 0.0 if self._hurries else self.config.server.drain_s
         _log.info("shutting down", drain_s=drain_s)
         self.is_draining = True
         self.hub.publish("shutdown", {"drain_s": drain_s})
-        self.loop.post(ShutdownAsked(self.clock(), drain_s))
+        self.post(ShutdownAsked(self.clock(), drain_s))
         if self._shutdown is None:
             self._shutdown = asyncio.get_running_loop().create_task(self._finish(), name="shutdown")
 
@@ -200,23 +243,21 @@ class App:
         # One turn of the loop for last bytes on their way out.
         await asyncio.sleep(0.05)
         self.edge.abort()
+        await self._write_last()
         self._state_dir.close()
         self.closed.set()
+
+    async def _write_last(self) -> None:
+        """What was learned and what is being recorded; a disk that hangs does not keep us."""
+        files = [file for file in (self.learned, self._activity_file, self._events_file) if file is not None]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WRITE_MAX_S):
+                await asyncio.gather(*(file.close() for file in files))
 
 
 def _refuse_open_door(config: Config) -> None:
     if problem := open_door(config.server):
         raise ConfigError(problem)
-
-
-def _core_limits(config: Config) -> Limits:
-    scheduler = config.scheduler
-    return Limits(
-        queue_depth_max=scheduler.queue_depth_max,
-        overtakes_max=scheduler.overtakes_max,
-        backoff_s=scheduler.backoff_s,
-        backoff_max_s=scheduler.backoff_max_s,
-    )
 
 
 def _limits(server: Server) -> EdgeLimits:

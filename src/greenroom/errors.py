@@ -163,6 +163,17 @@ class LeaseStoreUnavailable(Overload):
     code = "lease_store_unavailable"
 
 
+# --- out of time ----------------------------------------------------------------------------------------------------
+
+
+class BudgetPassed(GreenroomError):
+    """The time the caller gave for the whole answer is over; what was made of it so far was sent."""
+
+    status = 504
+    code = "budget_passed"
+    type = "timeout_error"
+
+
 # --- the engine's fault ---------------------------------------------------------------------------------------------
 
 

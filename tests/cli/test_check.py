@@ -89,6 +89,18 @@ def test_json_of_a_wrong_file_lists_its_problems(good: Path, capsys: pytest.Capt
     assert result["ok"] is False and len(result["problems"]) == 2
 
 
+@pytest.mark.parametrize(("key", "known"), [("policy", "default, fifo"), ("swapper", "memory")])
+def test_a_policy_or_swapper_that_is_not_there_is_told(
+    good: Path, key: str, known: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good.write_text(f"{GOOD}\nscheduler: {{{key}: coin}}\n")
+    told = f"scheduler.{key}: there is no {key} 'coin'; there are {known}"
+    assert main(["check", str(good)]) == 1
+    assert told in capsys.readouterr().err
+    assert main(["check", str(good), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"ok": False, "problems": [told]}
+
+
 def test_the_schema_is_printed_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--schema"]) == 0
     assert "models" in json.loads(capsys.readouterr().out)["properties"]

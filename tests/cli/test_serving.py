@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -14,12 +15,15 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from greenroom.app import App
 from greenroom.cli.main import main
-from greenroom.cli.serving import why_not_started
+from greenroom.cli.serving import _Signals, why_not_started
 from greenroom.config.schema import Config, Server
+from tests.harness import until
 
 DEADLINE_S = 60.0
 FILE = """
@@ -118,6 +122,31 @@ def test_a_bad_file_at_sighup_is_logged_and_changes_nothing(file: Path) -> None:
         gateway.until(lambda: "not reloaded, nothing was changed" in gateway.err)
         assert "greenroom.yaml:1" in gateway.err
         assert json.loads(gateway.get("/v1/models")) == json.loads(before)
+
+
+def test_many_sighups_become_few_reloads_and_the_last_one_counts(file: Path) -> None:
+    with served(file.parent, "--port", "0") as gateway:
+        gateway.get("/health")
+        for number in range(50):
+            file.write_text(FILE + f'  model{number}: {{cmd: "sh --port ${{PORT}}"}}\n')
+            gateway.signal(signal.SIGHUP)
+        gateway.until(lambda: b"model49" in gateway.get("/v1/models"))
+        assert 1 <= gateway.err.count("reloaded") < 50
+        gateway.signal(signal.SIGTERM)
+        assert gateway.wait() == 0
+
+
+def test_a_burst_of_sigterms_ends_it_as_one_does(file: Path) -> None:
+    """Until the very end of the process, also while the interpreter clears up."""
+    with served(file.parent, "--port", "0") as gateway:
+        gateway.get("/health")
+        deadline = time.monotonic() + DEADLINE_S
+        while gateway.process.poll() is None and time.monotonic() < deadline:
+            gateway.signal(signal.SIGTERM)
+            time.sleep(0.001)
+        assert gateway.wait() == 0
+        assert "Traceback" not in gateway.err
+        assert gateway.err.count("shutting down") == 2
 
 
 def test_what_the_file_cannot_serve_is_a_warning(file: Path) -> None:
@@ -240,3 +269,45 @@ def test_what_is_printed_holds_no_key(file: Path) -> None:
 def test_what_the_system_refuses_is_one_line_that_says_what_to_do(error: OSError, said: str) -> None:
     line = why_not_started(error, Config(server=Server(host="10.0.0.1", port=80)))
     assert said in line and "\n" not in line
+
+
+# --- signals, looked at from inside ---------------------------------------------------------------------------------
+
+
+class SlowToReload:
+    """A gateway whose reloads take until the test lets them end."""
+
+    def __init__(self) -> None:
+        self.reloads = 0
+        self.is_draining = False
+        self.may_end = asyncio.Event()
+
+    async def reload(self) -> None:
+        self.reloads += 1
+        await self.may_end.wait()
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """The test may set handlers; those that were there come back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_signals")
+async def test_however_many_ask_while_the_file_is_read_it_is_read_once_more() -> None:
+    signals, app = _Signals(), SlowToReload()
+    signals.app = cast(App, app)
+    os.kill(os.getpid(), signal.SIGHUP)
+    await until(lambda: app.reloads == 1, "the first has begun")
+    for _ in range(20):
+        signals.read_again()
+    app.may_end.set()
+    await until(lambda: signals._reload is None, "all is read")
+    assert app.reloads == 2
+    # And the next is heard again.
+    signals.read_again()
+    await until(lambda: signals._reload is None, "read again")
+    assert app.reloads == 3

@@ -161,6 +161,14 @@ def test_changed_secret_of_an_api_key_is_a_change(loads: Loads) -> None:
     assert diff(old, new).at_once == ("server.api_keys",)
 
 
+def test_changed_order_of_sets_is_a_change_because_the_first_wins_ties(loads: Loads) -> None:
+    models = "models: {a: {path: a.gguf}, b: {path: b.gguf}}\n"
+    sets = ("x: a, y: b", "y: b, x: a", "x: a, y: b")
+    first, second, third = (loads(f"{models}scheduler: {{company: {{matrix: {{sets: {{{each}}}}}}}}}") for each in sets)
+    assert diff(first, second).at_once == ("scheduler.company",)
+    assert diff(first, third) == NOTHING
+
+
 def test_reload_that_needs_a_restart_is_refused_and_names_the_keys() -> None:
     refuse_restart(NOTHING)
     with pytest.raises(ConfigError) as refused:

@@ -14,7 +14,7 @@ import yaml
 from greenroom.config.example import FOR_EXAMPLE, example, said
 from greenroom.config.generate import BEGIN, END, ROOT, generated, main, with_reference
 from greenroom.config.loader import load
-from greenroom.config.schema import ApiKey, Config, Gpu, Model, Section
+from greenroom.config.schema import ApiKey, Company, Config, Gpu, Group, Matrix, Model, Section
 
 from .conftest import Loads
 
@@ -47,7 +47,7 @@ def test_example_has_every_key_of_the_schema_active() -> None:
 def test_example_tells_every_keys_sentence() -> None:
     prose = " ".join(re.sub(r"^\s*#", "", line).strip() for line in example().splitlines())
     prose = re.sub(r"\s+#?\s*", " ", prose)
-    sections = [Config, ApiKey, Gpu, Model]
+    sections = [Config, ApiKey, Company, Group, Matrix, Gpu, Model]
     sections += [f.annotation for f in Config.model_fields.values() if isinstance(f.annotation, type)]  # type: ignore[misc]
     for section in (s for s in sections if issubclass(s, Section)):
         for key, field in section.model_fields.items():
@@ -60,12 +60,23 @@ def commented_examples() -> list[str]:
 
 
 def test_commented_examples_load_and_have_every_key(loads: Loads) -> None:
-    keys, gpus, macros = commented_examples()
+    keys, _, _, gpus, macros = commented_examples()
     indented = "".join(f"  {line}" for line in keys.splitlines(True))
     config = loads(f"server:\n{indented}\n{gpus}\n{macros}", {"GREENROOM_KEY": "k"})
     assert set().union(*(key.model_fields_set for key in config.server.api_keys)) == set(ApiKey.model_fields)
     assert set().union(*(gpu.model_fields_set for gpu in config.gpus)) == set(Gpu.model_fields)
     assert config.macros
+
+
+def test_commented_examples_of_company_load_and_have_every_key(loads: Loads) -> None:
+    models = "models: {chat: {path: a.gguf}, whisper: {path: b.gguf}}\n"
+    _, *both, _, _ = commented_examples()
+    groups, matrix = (
+        loads(f"{models}scheduler:\n" + "".join(f"  {line}" for line in text.splitlines(True))).scheduler.company
+        for text in both
+    )
+    assert groups and groups.groups and groups.groups["voice"].model_fields_set == set(Group.model_fields)
+    assert matrix and matrix.matrix and matrix.matrix.model_fields_set == set(Matrix.model_fields)
 
 
 def test_one_line_samples_load(loads: Loads) -> None:

@@ -95,9 +95,22 @@ def test_those_behind_one_that_turned_elsewhere_are_decided_on_in_the_same_breat
     assert world.code("second") is RejectCode.TOO_LARGE and world.fate("first") is Fate.WAITING
 
 
-def test_a_request_served_elsewhere_may_not_pass_one_who_waits_for_its_own_model() -> None:
+def test_a_request_that_another_candidate_serves_at_once_holds_up_nobody_who_waits_for_its_first() -> None:
     world = World([model("a", 6_000, concurrency=9), model("b", 6_000)])
     ready(world, "a")
-    world.arrive("running", "a")
-    world.arrive("urgent", "b", priority=0)
-    assert world.arrive("low", "b", "a", priority=2).fate is Fate.WAITING
+    world.arrive("running", "a", takes_s=3.0)
+    world.arrive("urgent", "b", priority=0, takes_s=0.0)
+    assert world.arrive("low", "b", "a", priority=2, takes_s=1.0).fate is Fate.GRANTED
+    assert served_by(world, "low") == "a"
+    world.run()
+    assert world.fate("urgent") is Fate.SERVED
+
+
+def test_a_choosy_request_counts_only_for_the_model_in_whose_queue_it_stands() -> None:
+    world = World([model("a", 6_000), model("b", 6_000), model("c", 6_000)])
+    ready(world, "c")
+    world.arrive("running", "c")
+    world.arrive("r", "a", "b")
+    assert list(world.scheduler.state.waitlist.queues) == ["a"] and list(world.scheduler.state.waitlist.choosy) == ["r"]
+    world.go("r")
+    assert not world.scheduler.state.waitlist.choosy

@@ -8,8 +8,7 @@ import pytest
 
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.invariants import check
-from greenroom.core.model import ModelId, MoveKind, OpId, RequestId, SlotId, Tier
-from greenroom.core.policy import Blocked
+from greenroom.core.model import ModelId, MoveKind, Need, OpId, Outcome, RequestId, SlotId, Tier
 from greenroom.core.state import LeavingOp, State
 
 from .test_order import ready
@@ -20,7 +19,7 @@ def a_world() -> World:
     """a serves, b loads, c waits for both."""
     world = World([model("a", 3_000), model("b", 3_000), model("c", 8_000)])
     ready(world, "a")
-    world.arrive("served", "a")
+    world.arrive("served", "a", budget_s=500.0)
     world.arrive("loads", "b")
     world.arrive("waits", "c", within_s=100.0)
     check(world.scheduler, world.now)
@@ -54,6 +53,7 @@ def leave_without_going(state: State) -> None:
     slot.in_flight.clear()
     state.grants.clear()
     state.counters.dones = state.counters.grants
+    del state.timers[Timer(TimerKind.BUDGET, "served")]
 
 
 BREAKS: dict[str, tuple[Callable[[State], object], str]] = {
@@ -67,11 +67,10 @@ BREAKS: dict[str, tuple[Callable[[State], object], str]] = {
     "all is over": (lambda s: setattr(s, "shutting_down", True), "shutting down"),
     "a timer is for nobody": (lambda s: s.timers.update({Timer(TimerKind.IDLE, "s?"): 1.0}), "set for nobody"),
     "a timer is missing": (lambda s: s.timers.clear(), "never give up"),
-    "nobody is blocked": (
-        lambda s: s.blocked.update({ModelId("x"): Blocked((1, 1), ModelId("x"), 1, frozenset(), frozenset())}),
-        "blocked",
-    ),
-    "nobody was overtaken": (lambda s: s.overtaken.update({ModelId("x"): 1}), "overtaken"),
+    "an idle slot is not looked at": (lambda s: setattr(s.slots[serving(s)], "looked_at", 9.0), "is not looked at"),
+    "a budget is not watched": (lambda s: s.timers.pop(Timer(TimerKind.BUDGET, "served")), "may go on for ever"),
+    "a queue is forgotten": (lambda s: s.waitlist.queues.pop(ModelId("c")), "there are queues"),
+    "devices are kept for nobody": (lambda s: s.kept.update({ModelId("x"): frozenset()}), "kept for"),
     "an operator waits for nothing": (
         lambda s: s.leaving_ops.update({OpId("o"): LeavingOp(Tier.COLD, {SlotId("s?"): None})}),
         "slots that have left",
@@ -101,9 +100,27 @@ def test_a_lost_wake_up_is_noticed() -> None:
     world.arrive("queued", "a")
     slot = world.scheduler.state.slots[serving(world.scheduler.state)]
     slot.concurrency = 2
-    world.scheduler.state.blocked.clear()
     with pytest.raises(AssertionError, match="queued waits though it could have Serve"):
         check(world.scheduler, world.now)
+
+
+def test_a_model_that_could_come_is_noticed_unless_it_will_be_looked_at() -> None:
+    world = a_world()
+    world.scheduler.state.models[ModelId("c")].need = Need(100)
+    assert Timer(TimerKind.SWITCH, "") in world.scheduler.state.timers
+    check(world.scheduler, world.now)
+    del world.scheduler.state.timers[Timer(TimerKind.SWITCH, "")]
+    with pytest.raises(AssertionError, match="waits though it could have Swap"):
+        check(world.scheduler, world.now)
+
+
+def test_a_budget_whose_answer_was_cut_is_over() -> None:
+    world = World([model("a")], plays=False)
+    world.arrive("r", "a", budget_s=10.0)
+    world.end_move(world.moves[0].id, Outcome.DONE)
+    world.run(10.0)
+    assert world.calls_by_id["r"].was_cut and not world.timers
+    check(world.scheduler, world.now)
 
 
 def test_a_leaving_slot_that_moves_and_stays_is_noticed() -> None:

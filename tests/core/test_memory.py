@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from greenroom.core import events as ev
+from greenroom.core.default import ByCost
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits
 from greenroom.core.model import Device, DeviceId, ModelSpec, MoveKind, Need, Tier
-from greenroom.core.policy import PriorityThenArrival
 from greenroom.core.swapper import Eviction, Resident, Target
 
 from .test_order import ready
@@ -495,7 +495,7 @@ def test_a_swapper_that_forbids_company_makes_everybody_else_leave() -> None:
 
     world = World(
         [model("a", 1_000), model("b", 1_000)],
-        policy=lambda limits: PriorityThenArrival(limits, Alone()),
+        policies={"default": lambda limits, _: ByCost(limits, Alone())},
         limits=Limits(),
     )
     for name in ("r1", "r2"):

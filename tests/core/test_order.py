@@ -1,25 +1,25 @@
-"""Who goes next: priority, arrival, warm before cold within limits, joined loads, bounded queues."""
+"""Who goes next: class, arrival, joined loads, bounded queues, patience. When models switch is `test_switching`'s."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-import pytest
+from collections.abc import Mapping, Sequence
 
 from greenroom.core import events as ev
 from greenroom.core.effects import RejectCode
-from greenroom.core.events import Limits
+from greenroom.core.events import Limits, Timer, TimerKind
+from greenroom.core.fifo import FirstCome
 from greenroom.core.model import DeviceId, RequestId, Tier
-from greenroom.core.policy import Blocked
-from greenroom.core.swapper import ByMemory, Swapper
-from greenroom.core.waitlist import Key, Waiter
+from greenroom.core.policies import BUILT_IN, SWAPPERS
+from greenroom.core.policy import Turn
+from greenroom.core.swapper import ByMemory, Eviction, Resident, Target
+from greenroom.core.waitlist import Waiter
 
 from .world import Engine, Fate, World, gpu, host, model
 
 
-def one_at_a_time(**limits: int) -> World:
+def one_at_a_time(queue_depth_max: int = 1_000) -> World:
     """Two models that do not fit together."""
-    return World([model("a", 6_000), model("b", 6_000)], limits=Limits(**limits))
+    return World([model("a", 6_000), model("b", 6_000)], limits=Limits(queue_depth_max=queue_depth_max))
 
 
 def ready(world: World, *names: str) -> None:
@@ -130,130 +130,19 @@ def test_a_full_queue_still_serves_who_need_not_wait() -> None:
     assert world.arrive("cold", "b").fate is Fate.REJECTED
 
 
-@pytest.mark.parametrize("overtakes_max", [0, 3, 8])
-def test_equals_that_are_warm_pass_a_blocked_one_only_so_often(overtakes_max: int) -> None:
-    """The resident is never idle by itself: a new request comes before the last one has ended."""
-    world = World([model("a", 6_000, concurrency=2), model("b", 6_000)], limits=Limits(overtakes_max=overtakes_max))
-    ready(world, "a")
-    world.arrive("first", "a", takes_s=1.0)
-    cold = world.arrive("cold", "b", takes_s=1.0)
-    for number in range(60):
-        world.run(0.5)
-        world.arrive(f"warm{number}", "a", takes_s=1.0)
-    world.run()
-    granted = world.granted()
-    overtook = granted[granted.index("first") + 1 : granted.index("cold")]
-    assert cold.fate is Fate.SERVED and len(overtook) == overtakes_max
-    assert world.scheduler.state.counters.overtakes >= overtakes_max
-    assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values()), "and nobody else starves"
-
-
-def test_a_saturating_stream_on_two_models_lets_both_be_served() -> None:
-    world = one_at_a_time()
-    for number in range(100):
-        world.arrive(f"a{number}", "a", takes_s=1.0)
-        world.arrive(f"b{number}", "b", takes_s=1.0)
-        world.run(0.5)
-    world.run()
-    assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values())
-    turns = [name[0] for name in world.granted()]
-    swaps = sum(1 for one, other in pairwise(turns) if one != other)
-    assert 10 < swaps < 60, "warm ones go in batches, and the batches end"
-
-
-def test_a_lower_priority_never_passes_a_blocked_request() -> None:
-    world = World([model("a", 6_000, concurrency=2), model("b", 6_000)])
-    ready(world, "a")
-    world.arrive("running", "a", takes_s=5.0)
-    world.arrive("cold", "b", takes_s=1.0)
-    assert world.arrive("low", "a", takes_s=1.0, priority=2).fate is Fate.WAITING
-    assert world.arrive("equal", "a", takes_s=1.0).fate is Fate.GRANTED
-    world.run()
-    assert world.granted()[-2:] == ["cold", "low"]
-
-
-def test_a_more_urgent_request_passes_without_being_counted() -> None:
-    world = World([model("a", 6_000, concurrency=20), model("b", 6_000)])
-    ready(world, "a")
-    world.arrive("running", "a", takes_s=5.0)
-    world.arrive("cold", "b", takes_s=1.0)
-    for number in range(12):
-        assert world.arrive(f"urgent{number}", "a", takes_s=1.0, priority=0).fate is Fate.GRANTED
-    assert world.scheduler.state.counters.overtakes == 0
-    world.run()
-    assert world.fate("cold") is Fate.SERVED
-
-
-def test_a_later_and_less_urgent_waiter_for_the_same_model_does_not_weaken_the_first() -> None:
+def test_no_waiter_bars_those_for_whom_there_is_room() -> None:
+    """Whoever waits for another model holds up neither the less urgent nor the equal; the policy ends that in time."""
     world = World([model("a", 6_000, concurrency=9), model("b", 6_000)])
     ready(world, "a")
-    world.arrive("running", "a", takes_s=5.0)
+    world.arrive("running", "a", takes_s=3.0)
     world.arrive("urgent", "b", takes_s=1.0, priority=0)
-    world.arrive("low", "b", takes_s=1.0, priority=2)
-    assert world.arrive("normal", "a", takes_s=1.0).fate is Fate.WAITING
-
-
-def test_the_earlier_of_two_queues_is_looked_at_before_the_rest_of_the_other() -> None:
-    """Room for two opens at once: the second of queue a came after b's first and must count as passing it."""
-    world = World([model("a", 6_000, concurrency=2), model("b", 6_000)], limits=Limits(overtakes_max=0))
-    ready(world, "a")
-    for name in ("run1", "run2"):
-        world.arrive(name, "a")
-    world.arrive("a1", "a")
-    world.arrive("b1", "b")
-    world.arrive("a2", "a")
-    world.config(model("a", 6_000, concurrency=4))
-    assert (world.fate("a1"), world.fate("a2")) == (Fate.GRANTED, Fate.WAITING)
-
-
-def test_who_was_barred_goes_on_as_soon_as_the_one_before_it_leaves() -> None:
-    """Nobody else waits for what blocked it, so nothing but this departure can wake it."""
-    world = World([model("a", 6_000, concurrency=2), model("b", 6_000)], limits=Limits(overtakes_max=0))
-    ready(world, "a")
-    world.arrive("running", "a")
-    world.arrive("cold", "b")
-    assert world.arrive("barred", "a").fate is Fate.WAITING
-    world.go("cold")
-    assert world.fate("barred") is Fate.GRANTED
-
-
-def test_how_often_one_was_overtaken_is_forgotten_when_it_leaves() -> None:
-    world = World([model("a", 6_000, concurrency=9), model("b", 6_000), model("c", 6_000)])
-    ready(world, "a")
-    world.arrive("running", "a")
-    world.arrive("b", "b")
-    world.arrive("c", "c")
-    world.arrive("passes", "a")
-    assert world.scheduler.state.overtaken == {"b": 1, "c": 1}
-    world.go("b")
-    assert world.scheduler.state.overtaken == {"c": 1}
-
-
-def test_a_blocked_one_that_left_bars_nobody_any_more() -> None:
-    world = World([model("a", 6_000, concurrency=2), model("b", 6_000)], limits=Limits(overtakes_max=0))
-    ready(world, "a")
-    world.arrive("running", "a")
-    world.arrive("cold", "b")
-    world.go("cold")
-    assert world.arrive("warm", "a").fate is Fate.GRANTED
-
-
-def test_a_cold_one_may_pass_a_blocked_one_only_so_often() -> None:
-    """What is small fits beside the busy one again and again; what is large waits for all of the GPU."""
-    small = [model(f"small{number}", 2_000) for number in range(4)]
-    world = World([model("a", 5_000), model("large", 8_000), *small], limits=Limits(overtakes_max=2))
-    ready(world, "a")
-    world.arrive("running", "a", takes_s=100.0)
-    world.arrive("large", "large", takes_s=1.0)
-    for number in range(4):
-        world.arrive(f"r{number}", f"small{number}", takes_s=1.0)
-        world.run(20.0)
-    assert [world.fate(f"r{number}") for number in range(4)] == [Fate.SERVED] * 2 + [Fate.WAITING] * 2
+    assert world.arrive("low", "a", takes_s=1.0, priority=2).fate is Fate.GRANTED
+    assert world.arrive("equal", "a", takes_s=1.0, priority=0).fate is Fate.GRANTED
     world.run()
-    assert world.granted()[-3:] == ["large", "r2", "r3"]
+    assert world.granted()[-1] == "urgent"
 
 
-def test_waiters_on_other_gpus_are_not_barred() -> None:
+def test_waiters_on_other_gpus_are_not_held_up() -> None:
     world = World([model("a", 6_000), model("b", 6_000), model("c", 2_000)], devices=(gpu(0, 8_000), gpu(1, 4_000)))
     ready(world, "a")
     world.arrive("running", "a")
@@ -263,7 +152,7 @@ def test_waiters_on_other_gpus_are_not_barred() -> None:
     assert world.fate("low") is Fate.SERVED and world.fate("blocked") is Fate.WAITING
 
 
-def test_who_shares_only_plenty_with_a_blocked_one_is_not_barred() -> None:
+def test_who_shares_only_plenty_with_one_who_waits_is_not_held_up() -> None:
     """Both need some of the host's memory, of which there is enough; only the GPU is short."""
     on = [(DeviceId("gpu0"),), (DeviceId("gpu0"),), (DeviceId("gpu1"),)]
     specs = [model(name, 6_000, host_mib=100, devices=where) for name, where in zip("abc", on, strict=True)]
@@ -283,7 +172,7 @@ def test_a_busy_slot_that_gets_room_serves_also_who_named_its_model_second() -> 
         world.arrive(name, "a")
     world.arrive("r", "b", "a")
     world.finish("run1")
-    assert world.fate("r") is Fate.GRANTED and not world.scheduler.state.blocked
+    assert world.fate("r") is Fate.GRANTED and not world.scheduler.state.waitlist
 
 
 def test_a_slot_serves_whom_it_was_loaded_for_though_a_more_urgent_cold_one_waits() -> None:
@@ -329,7 +218,7 @@ def test_a_clock_that_runs_ahead_takes_nobodys_patience() -> None:
     ready(world, "a")
     world.arrive("running", "a")
     world.arrive("r", "b", within_s=10.0)
-    (timer,) = world.timers
+    timer = Timer(TimerKind.EXPIRE, "r")
     world.run(9.0)
     world.fire(timer)
     assert world.fate("r") is Fate.WAITING
@@ -409,24 +298,47 @@ def test_a_granted_request_whose_client_leaves_gives_its_place_to_the_next() -> 
     assert world.fate("next") is Fate.GRANTED
 
 
-class LastComeFirst:
-    """Whoever came last goes first; nobody passes anybody."""
+class LastComeFirst(FirstCome):
+    """Whoever came last goes first."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.swapper: Swapper = ByMemory()
-
-    def key(self, priority: int, sequence: int) -> Key:
-        return (0, -sequence)
-
-    def may_pass(self, waiter: Waiter, blocked: Blocked, overtaken: int) -> bool:
-        return False
+    def turn(self, waiter: Waiter, served_s: float, now: float) -> Turn:
+        return (-waiter.sequence,)
 
 
-@pytest.mark.parametrize("limits", [None, Limits()])
-def test_a_replaced_policy_decides_the_order(limits: Limits | None) -> None:
-    world = World([model("a", 6_000), model("b", 6_000)], limits=limits, policy=LastComeFirst)
+def test_a_policy_of_ones_own_decides_the_order() -> None:
+    world = World(
+        [model("a", 6_000), model("b", 6_000)],
+        limits=Limits(policy="last"),
+        policies={**BUILT_IN, "last": LastComeFirst},
+    )
     ready(world, "a")
     world.arrive("run", "a", takes_s=1.0)
     calls = [world.arrive(name, "b", takes_s=1.0, tenant=name) for name in ("one", "two", "three")]
+    world.run()
+    assert sorted(calls, key=lambda call: call.granted_at) == calls[::-1]
+
+
+class NobodyLeaves(ByMemory):
+    def eviction_for(
+        self, target: Target, residents: Sequence[Resident], room_mib: Mapping[DeviceId, int]
+    ) -> Eviction | None:
+        return super().eviction_for(target, [], room_mib)
+
+
+def test_a_swapper_of_ones_own_decides_who_leaves() -> None:
+    swappers = {**SWAPPERS, "stubborn": NobodyLeaves}
+    world = World([model("a", 6_000), model("b", 6_000)], limits=Limits(swapper="stubborn"), swappers=swappers)
+    ready(world, "a")
+    world.arrive("r", "b")
+    world.run(1_000.0)
+    assert world.kinds() == ["load a"] and world.fate("r") is Fate.WAITING
+
+
+def test_who_waits_while_the_policy_changes_goes_on_by_the_new_one() -> None:
+    world = World([model("a")], policies={**BUILT_IN, "last": LastComeFirst})
+    ready(world, "a")
+    world.arrive("run", "a", takes_s=1.0)
+    calls = [world.arrive(name, "a", takes_s=1.0, tenant=name) for name in ("one", "two", "three")]
+    world.config(limits=Limits(policy="last"))
     world.run()
     assert sorted(calls, key=lambda call: call.granted_at) == calls[::-1]

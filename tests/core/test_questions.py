@@ -45,7 +45,7 @@ def a_mixed_moment() -> World:
     ("name", "priority", "kind"),
     [
         ("ready", 1, Serve),
-        ("ready", 2, Wait),
+        ("ready", 2, Serve),
         ("busy", 1, Wait),
         ("loading", 1, Join),
         ("asleep", 1, Swap),
@@ -59,9 +59,7 @@ def a_mixed_moment() -> World:
 def test_explain_changes_nothing_and_agrees_with_what_then_happens(name: str, priority: int, kind: type[Plan]) -> None:
     world = a_mixed_moment()
     before, said_before = picture(world.scheduler.state), list(world.calls)
-    call = Call("r", 0, (world.specs[next(iter(world.specs))].id,), priority, world.calls_by_id["running"].tenant, None)
-    call.candidates = (type(call.candidates[0])(name),)
-    plan = world.scheduler.explain(world.arrival(call))
+    plan = world.scheduler.explain(world.asking("r", name, priority=priority))
     assert isinstance(plan, kind), plan
     assert picture(world.scheduler.state) == before and world.calls == said_before
     moves = len(world.moves)
@@ -134,4 +132,5 @@ def test_reasons_read_as_a_line() -> None:
     world = World([model("a", 6_000), model("b", 6_000)])
     ready(world, "a")
     world.arrive("r", "b")
-    assert str(world.reasons[world.moves[-1].id]) == "evicted model=a for_model=b for_request=r"
+    reason = str(world.reasons[world.moves[-1].id])
+    assert reason.startswith("evicted model=a for_model=b for_request=r loss=0.00") and reason.endswith(" idle_s=5.0")

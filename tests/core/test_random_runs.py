@@ -14,11 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from greenroom.core import events as ev
+from greenroom.core.company import Rules
+from greenroom.core.company.groups import Group
+from greenroom.core.company.matrix import Matrix
+from greenroom.core.decide import Refuse, Serve
 from greenroom.core.events import Limits, Timer, TimerKind
-from greenroom.core.model import Device, DeviceId, ModelId, MoveId, MoveKind, Need, Outcome, RequestId, Tier
+from greenroom.core.model import Device, DeviceId, ModelId, MoveId, MoveKind, Need, Outcome, RequestId, TenantId, Tier
 from greenroom.core.waitlist import WaiterKind
 
-from .world import HOST, Call, Fate, World, gpu, host, model
+from .world import HOST, Call, Fate, World, gpu, host, model, picture
 
 # Small enough that things do not fit together, different enough that placement has choices.
 DEVICES = (gpu(0, 8_000, 500), gpu(1, 6_000, 500), host(10_000))
@@ -33,12 +37,23 @@ MODELS = (
     model("huge", 20_000, concurrency=1, can_split=True),
 )
 NAMES = [spec.id for spec in MODELS]
-LIMITS = Limits(queue_depth_max=12, overtakes_max=3)
+# Those who take turns, those who come alone, those who stay with anybody; and a matrix in which one has no place.
+GROUPS = (
+    Group("turns", (ModelId("small"), ModelId("middle")), exclusive=False),
+    Group("kept", (ModelId("kept"),), exclusive=False, persistent=True),
+    Group("alone", (ModelId("large"),)),
+    Group("free", (ModelId("fixed"), ModelId("remote"), ModelId("wide")), swap=False, exclusive=False),
+)
+MATRIX = Matrix((("pair", "kept & remote & (small | fixed) & (middle | wide)"), ("big", "kept & large & remote")))
+LIMITS = Limits(queue_depth_max=12, overtakes_max=3, tenant_weights={TenantId("t"): 2.0})
+RULES: tuple[Rules | None, ...] = (None, None, GROUPS, MATRIX)
 DRAIN_STEPS_MAX = 2_000
 
 names = st.sampled_from(NAMES)
 priorities = st.sampled_from([0, 1, 1, 1, 2])
 patience = st.sampled_from([None, None, 3.0, 30.0])
+policies = st.sampled_from(["default", "default", "fifo"])
+rules = st.sampled_from(RULES)
 
 
 class AnythingMayHappen(RuleBasedStateMachine):
@@ -48,10 +63,11 @@ class AnythingMayHappen(RuleBasedStateMachine):
         self.world = World(plays=False)
         self.ends_abruptly = False
 
-    @initialize(ends_abruptly=st.booleans())
-    def begin(self, ends_abruptly: bool) -> None:
+    @initialize(ends_abruptly=st.booleans(), policy=policies, company=rules)
+    def begin(self, ends_abruptly: bool, policy: str, company: Rules | None) -> None:
         self.ends_abruptly = ends_abruptly
-        self.world = World(MODELS, DEVICES, LIMITS, plays=False)
+        limits = replace(LIMITS, policy=policy, company=company)
+        self.world = World(MODELS, DEVICES, limits, plays=False)
 
     def _next(self, letter: str) -> str:
         self.number += 1
@@ -69,12 +85,26 @@ class AnythingMayHappen(RuleBasedStateMachine):
         tenant=st.sampled_from(["t", "u"]),
         within_s=patience,
         patient=st.booleans(),
+        budget_s=patience,
     )
     def a_request_arrives(
-        self, candidates: list[ModelId], priority: int, tenant: str, within_s: float | None, patient: bool
+        self,
+        candidates: list[ModelId],
+        priority: int,
+        tenant: str,
+        within_s: float | None,
+        patient: bool,
+        budget_s: float | None,
     ) -> None:
+        name = self._next("r")
         self.world.arrive(
-            self._next("r"), *candidates, priority=priority, tenant=tenant, within_s=within_s, patient=patient
+            name,
+            *candidates,
+            priority=priority,
+            tenant=tenant,
+            within_s=within_s,
+            patient=patient,
+            budget_s=budget_s,
         )
 
     @rule(name=names, times=st.integers(2, 6))
@@ -92,9 +122,19 @@ class AnythingMayHappen(RuleBasedStateMachine):
     def an_answer_ends(self, data: st.DataObject, lost: bool) -> None:
         self.world.finish(data.draw(st.sampled_from(self._calls(Fate.GRANTED))).id, lost=lost)
 
-    @rule(name=names)
-    def somebody_asks_for_an_explanation(self, name: ModelId) -> None:
-        self.world.scheduler.explain(ev.RequestArrived(self.world.now, RequestId("?"), (name,)))
+    @rule(candidates=st.lists(names, min_size=1, max_size=2, unique=True), priority=priorities)
+    def an_explanation_changes_nothing_and_comes_true(self, candidates: list[ModelId], priority: int) -> None:
+        world, name = self.world, self._next("r")
+        before, said = picture(world.scheduler.state), len(world.calls)
+        plan = world.scheduler.explanation(world.asking(name, *candidates, priority=priority)).plan
+        assert picture(world.scheduler.state) == before and len(world.calls) == said
+        call = world.arrive(name, *candidates, priority=priority)
+        if isinstance(plan, Serve):
+            assert (call.fate, call.slot) == (Fate.GRANTED, plan.slot)
+        elif isinstance(plan, Refuse):
+            assert world.code(name) is plan.code
+        else:
+            assert call.fate is Fate.WAITING and world.scheduler.state.waitlist[name].model == plan.model
 
     # --- moves --------------------------------------------------------------------------------------------------------
 
@@ -191,6 +231,10 @@ class AnythingMayHappen(RuleBasedStateMachine):
     def devices_change(self, capacity_mib: int, there: bool) -> None:
         self.world.config(devices=(gpu(0, capacity_mib, 500), *([gpu(1, 6_000, 500)] if there else []), host(10_000)))
 
+    @rule(policy=policies, company=rules, overtakes_max=st.integers(0, 3))
+    def the_policy_changes(self, policy: str, company: Rules | None, overtakes_max: int) -> None:
+        self.world.config(limits=replace(LIMITS, policy=policy, company=company, overtakes_max=overtakes_max))
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     @invariant()
@@ -202,6 +246,8 @@ class AnythingMayHappen(RuleBasedStateMachine):
         assert callers == waiting
         assert set(state.grants) == {call.id for call in self.world.calls_by_id.values() if call.fate is Fate.GRANTED}
         assert state.timers == self.world.timers
+        tenants = {call.tenant for call in self._calls(Fate.WAITING, Fate.GRANTED)}
+        assert set(state.accounts._active) == tenants
 
     def teardown(self) -> None:
         if not self.ends_abruptly:
@@ -213,10 +259,12 @@ class AnythingMayHappen(RuleBasedStateMachine):
         assert not self.world.places and not self.world.scheduler.state.slots
         assert not self.world.scheduler.state.ledger.holdings and not self.world.scheduler.state.timers
         assert self.world.is_at_rest()
+        assert not self.world.scheduler.state.accounts._active
 
     def _faults_stop(self) -> None:
         self.world.memory({HOST: 0, DeviceId("gpu0"): 0, DeviceId("gpu1"): 0})
-        self.world.config(devices=DEVICES)
+        # Rules about company may keep somebody out for ever beside one who is pinned.
+        self.world.config(devices=DEVICES, limits=LIMITS)
 
     def _drain(self) -> None:
         """Moves end well, answers end, leases end, time passes: soon nothing is left to do."""

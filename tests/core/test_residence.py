@@ -167,8 +167,9 @@ def test_a_wish_that_waits_for_moves_bars_nobody() -> None:
     world = World([model("a", 6_000, concurrency=9)])
     world.arrive("r", "a", takes_s=1.0)
     world.config(model("wish", 6_000, preload=True))
-    assert not world.scheduler.state.blocked
+    assert not world.scheduler.state.kept and world.arrive("next", "a", takes_s=1.0).fate is Fate.WAITING
     world.run()
+    assert world.granted() == ["r", "next"] and world.kinds() == ["load a"]
 
 
 def test_a_preload_too_large_is_forgotten_without_a_word() -> None:

@@ -425,3 +425,35 @@ def test_the_same_limits_hold_for_a_slow_back_off_configured_by_the_operator() -
         assert call.rejection is not None
         pauses.append(call.rejection.retry_after_s)
     assert pauses == [1.0, 2.0, 2.0]
+
+
+# --- a clock that is set back ---------------------------------------------------------------------------------------
+
+
+def test_a_back_off_that_is_over_does_not_come_back_with_a_clock_that_is_set_back() -> None:
+    world = World([model("a")])
+    world.now = 100.0
+    world.outcome_of = lambda move: Outcome.FAILED if len(world.moves) == 1 else Outcome.DONE
+    world.arrive("fails", "a")
+    world.run(5.0 + world.scheduler.state.limits.backoff_s + 0.1)
+    world.now = 101.0
+    assert world.arrive("again", "a", takes_s=0.0).fate is Fate.WAITING
+    world.run()
+    assert world.fate("again") is Fate.SERVED
+
+
+def test_a_model_can_be_asked_for_at_any_time_the_clock_may_show() -> None:
+    world = World([model("a")])
+    world.now = -50.0
+    world.arrive("r", "a", takes_s=0.0)
+    world.run()
+    assert world.fate("r") is Fate.SERVED
+
+
+def test_nobody_has_waited_less_than_nothing() -> None:
+    world = World([model("a")], plays=False)
+    world.now = 100.0
+    world.arrive("r", "a")
+    world.now = 40.0
+    world.end_move(world.moves[0].id, Outcome.DONE)
+    assert world.fate("r") is Fate.GRANTED and world.scheduler.state.avg_wait_s == 0.0

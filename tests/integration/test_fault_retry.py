@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
-
 from greenroom.errors import EngineLost
 from greenroom.proxy.upstream import Address, Pool
+from tests.proxy.wires import SlowLoop
 
 
 class Listener:
@@ -42,9 +41,9 @@ async def test_retry_that_has_not_begun_when_the_pool_closes_is_told_once() -> N
     assert len(sink.losses) == 1
 
 
-async def test_retry_that_is_connecting_when_the_pool_closes_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, sink = Pool(Address(path="/no/such/socket")), Listener()
-    monkeypatch.setattr(pool, "_connect", asyncio.Event().wait)
+async def test_retry_that_is_connecting_when_the_pool_closes_is_told_once() -> None:
+    pool, sink = Pool(Address(host="127.0.0.1", port=9)), Listener()
+    pool._loop = SlowLoop(asyncio.Event())  # type: ignore[assignment]
     pool.retry(b"POST / HTTP/1.1\r\n\r\n", b"", sink)
     await asyncio.sleep(0)
     pool.close()

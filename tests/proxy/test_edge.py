@@ -12,6 +12,7 @@ import pytest
 
 from greenroom.errors import BadRequest, GatewayBug, InvalidKey
 from greenroom.proxy import edge as edge_module
+from greenroom.proxy.client import ClientConnection
 from greenroom.proxy.edge import Exchange, Head
 
 from .conftest import Connect, Serve
@@ -724,17 +725,39 @@ async def test_connections_beyond_the_limit_are_turned_away(serve: Serve, connec
     assert (await fourth.response()).status == 200
 
 
-async def test_connections_of_one_address_are_limited(
-    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class FarAway(asyncio.Transport):
+    """A connection from another machine, as far as anyone can tell here."""
+
+    def __init__(self) -> None:
+        super().__init__({"peername": ("10.0.0.1", 5)})
+        self.written = b""
+        self.closed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += data
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_connections_of_one_address_are_limited(serve: Serve, connect: Connect) -> None:
     server = await serve(connections_per_ip_max=1)
+    # From here there may be as many as like.
     await connect(server)
     await connect(server)
     await until(lambda: server.edge.connections == 2)
-    monkeypatch.setattr(edge_module, "_is_loopback", lambda ip: False)
-    third = await connect(server)
-    assert (await third.response()).status == 503
+    first, second = FarAway(), FarAway()
+    connections = [ClientConnection(server.edge), ClientConnection(server.edge)]
+    for connection, transport in zip(connections, (first, second), strict=True):
+        connection.connection_made(transport)
+    assert (first.written, first.closed) == (b"", False)
+    assert second.written.startswith(b"HTTP/1.1 503 ")
+    assert second.closed
     assert server.edge.stats.over_limit == 1
+    for connection in connections:
+        connection.connection_lost(None)
 
 
 @pytest.mark.parametrize("ip", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1", ""])
@@ -841,6 +864,17 @@ async def test_answered_connection_cannot_be_taken_over(serve: Serve, connect: C
     assert (await client.response()).status == 200
 
 
+class Odd(asyncio.Transport):
+    """A transport that cannot say how much it still has to write."""
+
+    def __init__(self, real: asyncio.Transport) -> None:
+        super().__init__()
+        self.abort = real.abort  # type: ignore[method-assign]
+
+    def get_write_buffer_size(self) -> int:
+        raise RuntimeError("odd")
+
+
 async def test_bug_in_the_sweep_ends_one_connection_and_not_the_sweep(serve: Serve, connect: Connect) -> None:
     server = await serve(keepalive_s=0.2)
     first, second = await connect(server), await connect(server)
@@ -848,8 +882,7 @@ async def test_bug_in_the_sweep_ends_one_connection_and_not_the_sweep(serve: Ser
     await second.response()
     for connection in server.edge._connections:
         if not connection._idle:
-            # Any value that cannot be compared with a time.
-            connection._deadline = "soon"  # type: ignore[assignment]
+            connection.transport = Odd(connection.transport)
     assert await first.is_closed()
     assert await second.is_closed()
     assert (server.edge.stats.bugs, server.edge.stats.idle_closed) == (1, 1)

@@ -11,7 +11,7 @@ from greenroom.proxy.edge import Exchange
 from greenroom.proxy.relay import BAD_BODY_BYTES_MAX, TAIL_BYTES, Outcome, Relay
 
 from .conftest import Behind, Connect, Engines
-from .wires import Call, Client, Engine, Proxy, get, post, until
+from .wires import Call, Client, Engine, Proxy, SlowLoop, get, post, until
 
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 JSON = b"HTTP/1.1 200 OK\r\nServer: e\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
@@ -168,13 +168,7 @@ async def test_client_that_leaves_while_we_connect_is_not_sent(behind: Behind, c
     proxy = await behind(engine)
     client = await connect(proxy.server)
     connected = asyncio.Event()
-    connect_as_before = proxy.pool._connect
-
-    async def connect_late() -> object:
-        await connected.wait()
-        return await connect_as_before()
-
-    proxy.pool._connect = connect_late  # type: ignore[method-assign,assignment]
+    proxy.pool._loop = SlowLoop(connected)  # type: ignore[assignment]
     await client.send(post(b"{}"))
     await until(lambda: len(proxy.relays) == 1)
     await client.close()

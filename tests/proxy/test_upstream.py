@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from greenroom.proxy.limits import EdgeLimits
 from greenroom.proxy.upstream import Address, Pool
 
 from .conftest import Engines
-from .wires import Call, Engine, address, until
+from .wires import Call, Engine, SlowLoop, address, until
 
 HEAD = b"POST /x HTTP/1.1\r\nhost: e\r\ncontent-length: 3\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -341,19 +340,7 @@ async def test_pool_closed_while_connecting_tells_the_sink(
     engine = await engines(saying(OK))  # type: ignore[arg-type]
     pool = pools(engine)
     connected = asyncio.Event()
-    connect_as_before = pool._loop.create_connection
-
-    async def connect_late(*args: Any, **options: Any) -> Any:
-        await connected.wait()
-        return await connect_as_before(*args, **options)
-
-    class SlowLoop:
-        create_connection = staticmethod(connect_late)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(asyncio.get_running_loop(), name)
-
-    pool._loop = SlowLoop()  # type: ignore[assignment]
+    pool._loop = SlowLoop(connected)  # type: ignore[assignment]
     notes = Notes()
     if retried:
         pool.retry(HEAD, b"abc", notes)

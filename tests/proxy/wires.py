@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from greenroom.errors import GreenroomError
 from greenroom.proxy.edge import Edge, EdgeLimits, Exchange, Head, Headers, Refusal
@@ -331,3 +332,17 @@ def end_lost(relay: Relay) -> None:
 
 def address(engine: Engine) -> Address:
     return Address("127.0.0.1", engine.port)
+
+
+class SlowLoop:
+    """The running loop, except that its connections begin only when they are let."""
+
+    def __init__(self, let: asyncio.Event) -> None:
+        self._let = let
+
+    async def create_connection(self, *args: Any, **options: Any) -> Any:
+        await self._let.wait()
+        return await asyncio.get_running_loop().create_connection(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio.get_running_loop(), name)

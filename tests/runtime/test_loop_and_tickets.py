@@ -1,74 +1,78 @@
 """Events are handled one at a time and before `post` returns; a ticket is closed exactly once."""
 
 import asyncio
+from collections.abc import Callable
+from typing import cast
 
 import pytest
 
-from greenroom.core.events import Event, RequestArrived, RequestGone, ServeDone
-from greenroom.core.model import ModelId, RequestId
+from greenroom.core.effects import Effects, OpOutcome, Reason
+from greenroom.core.events import Event, MoveAsked, RequestArrived, RequestGone, ServeDone
+from greenroom.core.model import ModelId, MoveKind, OpId, RequestId
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import QueueFull
 from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.tickets import Desk, Ticket
 
 
-class Scripted(Scheduler):
-    """A scheduler that does what it is told for each event instead of deciding."""
+class Scripted:
+    """Effects that do what they are told at each answer: a scheduler answers an order for an unknown model at once."""
 
     def __init__(self) -> None:
-        self.seen: list[Event] = []
-        self.reactions: list[object] = []
+        self.seen: list[str] = []
+        self.reactions: list[Callable[[], object]] = []
 
-    def handle(self, event: Event) -> None:
-        self.seen.append(event)
-        reaction = self.reactions.pop(0) if self.reactions else None
-        if callable(reaction):
-            reaction()
+    def answer(self, op: OpId, outcome: OpOutcome, reason: Reason) -> None:
+        self.seen.append(op)
+        if self.reactions:
+            self.reactions.pop(0)()
 
 
-def gone(name: str) -> RequestGone:
-    return RequestGone(0.0, RequestId(name))
+def scripted() -> tuple[Scripted, SchedulerLoop]:
+    effects = Scripted()
+    return effects, SchedulerLoop(Scheduler(cast(Effects, effects)))
+
+
+def order(name: str) -> MoveAsked:
+    return MoveAsked(0.0, OpId(name), MoveKind.LOAD, ModelId("unknown"))
 
 
 def test_events_posted_meanwhile_are_handled_before_the_outermost_post_returns() -> None:
-    scheduler = Scripted()
-    loop = SchedulerLoop(scheduler)
-    order: list[str] = []
+    effects, loop = scripted()
+    told: list[str] = []
 
     def post_two() -> None:
-        loop.post(gone("b"))
-        loop.post(gone("c"))
-        order.append("first handler ends")
+        loop.post(order("b"))
+        loop.post(order("c"))
+        told.append("first handler ends")
 
-    scheduler.reactions = [post_two, lambda: order.append("second"), lambda: order.append("third")]
-    loop.post(gone("a"))
-    assert order == ["first handler ends", "second", "third"]
+    effects.reactions = [post_two, lambda: told.append("second"), lambda: told.append("third")]
+    loop.post(order("a"))
+    assert told == ["first handler ends", "second", "third"]
 
 
 def test_event_that_fails_is_told_to_its_poster_and_stops_nobody_else() -> None:
-    scheduler = Scripted()
-    loop = SchedulerLoop(scheduler)
+    effects, loop = scripted()
 
     def fail() -> None:
-        loop.post(gone("b"))
+        loop.post(order("b"))
         raise ValueError("broken")
 
-    scheduler.reactions = [fail, lambda: None]
+    effects.reactions = [fail, lambda: None]
     with pytest.raises(ValueError, match="broken"):
-        loop.post(gone("a"))
-    loop.post(gone("c"))
-    assert [event.request for event in scheduler.seen if isinstance(event, RequestGone)] == ["a", "b", "c"]
+        loop.post(order("a"))
+    loop.post(order("c"))
+    assert effects.seen == ["a", "b", "c"]
 
 
 async def test_until_waits_for_a_fact_after_an_event() -> None:
-    scheduler = Scripted()
-    loop = SchedulerLoop(scheduler)
-    waiting = asyncio.ensure_future(loop.until(lambda: len(scheduler.seen) == 2))
+    effects, loop = scripted()
+    waiting = asyncio.ensure_future(loop.until(lambda: len(effects.seen) == 2))
     await asyncio.sleep(0)
-    loop.post(gone("a"))
+    loop.post(order("a"))
     await asyncio.sleep(0)
     assert not waiting.done()
-    loop.post(gone("b"))
+    loop.post(order("b"))
     await asyncio.wait_for(waiting, 5)
 
 

@@ -4,7 +4,16 @@ import pytest
 
 from greenroom.core.effects import RejectCode, Rejection, because
 from greenroom.core.model import ModelId
-from greenroom.errors import GreenroomError, LoadFailed, ModelLoading, QueueFull, ShuttingDown, TooLarge, Unloaded
+from greenroom.errors import (
+    BudgetPassed,
+    GreenroomError,
+    LoadFailed,
+    ModelLoading,
+    QueueFull,
+    ShuttingDown,
+    TooLarge,
+    Unloaded,
+)
 from greenroom.runtime.rejections import RETRY_AFTER_MAX_S, Rejections
 
 M = ModelId("qwen")
@@ -49,3 +58,15 @@ def test_cut_says_whether_it_was_the_shutdown_or_an_unload() -> None:
     over = because("grace_over", model="qwen")
     assert isinstance(Rejections({}, lambda: True).error_for_cut(over), ShuttingDown)
     assert isinstance(Rejections({}, lambda: False).error_for_cut(over), Unloaded)
+
+
+@pytest.mark.parametrize("is_draining", [True, False])
+def test_answer_cut_for_its_callers_budget_says_so(is_draining: bool) -> None:
+    said = Rejections({}, lambda: is_draining).error_for_cut(because("budget"))
+    assert isinstance(said, BudgetPassed) and said.status == 504
+
+
+def test_ready_model_that_takes_too_long_is_not_said_to_load() -> None:
+    said = error(RejectCode.EXPIRED, retry_after_s=0.0)
+    assert "is ready" in said.message
+    assert said.beside["loading"] == {"state": "ready", "eta_s": 0.0}

@@ -14,21 +14,23 @@ from urllib.parse import unquote_to_bytes
 
 from greenroom.config.diff import Changes
 from greenroom.config.schema import Config, Model, Server
-from greenroom.core.events import Limits
+from greenroom.core.effects import Effects
+from greenroom.core.events import ConfigChanged, LeaseAsked
 from greenroom.core.model import (
     Device,
     DeviceId,
     DeviceKind,
+    LeaseId,
     ModelId,
     MoveKind,
+    Need,
     RequestId,
     Slot,
     SlotId,
     TenantId,
     Tier,
 )
-from greenroom.core.policy import PriorityThenArrival
-from greenroom.core.state import ModelRecord, State
+from greenroom.core.scheduler import Scheduler
 from greenroom.core.waitlist import Waiter, WaiterKind
 from greenroom.errors import GreenroomError
 from greenroom.proxy.limits import EdgeStats
@@ -68,14 +70,19 @@ class FakeOrders:
         self.then()
 
 
-@dataclass
-class FakeScheduling:
-    state: State
+class FakeEffects:
+    """Nothing is carried out, only written down: tests set tables up themselves."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *said: self.asked.append(name)
 
 
 @dataclass
 class FakeLoop:
-    scheduler: FakeScheduling
+    scheduler: Scheduler
 
 
 @dataclass
@@ -103,15 +110,15 @@ class FakeGateway:
         self.now = NOW
         self.catalog, self.slots, self.hub = Catalog(), Slots(), Hub()
         self.metrics, self.activity = Metrics(), Activity()
-        self.state = State(PriorityThenArrival(Limits()))
-        self.loop = FakeLoop(FakeScheduling(self.state))
+        self.effects = FakeEffects()
+        self.loop = FakeLoop(Scheduler(cast(Effects, self.effects)))
+        self.state = self.loop.scheduler.state
         self.operations, self.mover = FakeOrders(), FakeFailures()
         self.observer, self.edge = FakeDecided(), FakeListening()
         self.changes = Changes((), (), (), (), (), ())
         self.reload_error: Exception | None = None
-        for spec in self.catalog.fill(self.config):
-            self.state.models[spec.id] = ModelRecord(spec, spec.need)
-        self.state.ledger.set_devices([Device(GPU, DeviceKind.GPU, 8192, 512)])
+        device = Device(GPU, DeviceKind.GPU, 8192, 512)
+        self.loop.scheduler.handle(ConfigChanged(NOW, models=self.catalog.fill(self.config), devices=(device,)))
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -121,6 +128,11 @@ class FakeGateway:
         if self.reload_error is not None:
             raise self.reload_error
         return self.changes
+
+    def catalog_id(self, name: str) -> ModelId:
+        entry = self.catalog.find(name)
+        assert entry is not None
+        return entry.id
 
     # --- what tests set up ------------------------------------------------------------------------------------------
 
@@ -136,12 +148,16 @@ class FakeGateway:
             self.slots.live[slot.id] = cast(LiveSlot, SimpleNamespace(child=SimpleNamespace(pid=pid)))
         return slot
 
+    def lease_of(self, mib: int, *, priority: int) -> LeaseAsked:
+        """Another program that takes so much, and would leave for somebody more urgent."""
+        return LeaseAsked(NOW, LeaseId("lease"), Need(gpu_mib=mib), priority=priority, preemptible=True)
+
     def add_waiter(
         self, name: str, number: int, *, kind: WaiterKind = WaiterKind.REQUEST, arrived: float = NOW
     ) -> None:
         waiter_id, model_id = RequestId(f"r-{number}"), ModelId(name)
         tenant = TenantId("lab")
-        self.state.waitlist.add(Waiter(waiter_id, kind, (1, number), model_id, (model_id,), 1, arrived, tenant))
+        self.state.waitlist.add(Waiter(waiter_id, kind, number, model_id, (model_id,), 1, arrived, tenant))
 
 
 @dataclass
@@ -162,8 +178,9 @@ class Answer:
 class Client:
     """Asks as the bridge does: a decoded path to route by, and the raw one beside it."""
 
-    def __init__(self, gateway: FakeGateway) -> None:
+    def __init__(self, gateway: FakeGateway, *, is_admin: bool = True) -> None:
         self._app: Application = make_management(gateway)
+        self._is_admin = is_admin
 
     async def get(self, target: str, **headers: str) -> Answer:
         return await self.ask("GET", target, headers=headers)
@@ -178,13 +195,13 @@ class Client:
     ) -> Answer:
         call = Call(body)
         async with asyncio.timeout(SOON_S):
-            await self._app(scope(method, target, headers or {}), call.receive, call.send)
+            await self._app(self._scope(method, target, headers or {}), call.receive, call.send)
         return call.answer
 
     @asynccontextmanager
     async def stream(self, target: str, **headers: str) -> AsyncIterator[Call]:
         call = Call(b"")
-        task = asyncio.ensure_future(self._app(scope("GET", target, headers), call.receive, call.send))
+        task = asyncio.ensure_future(self._app(self._scope("GET", target, headers), call.receive, call.send))
         try:
             yield call
         finally:
@@ -192,8 +209,11 @@ class Client:
             async with asyncio.timeout(SOON_S):
                 await task
 
+    def _scope(self, method: str, target: str, headers: Mapping[str, str]) -> dict[str, Any]:
+        return scope(method, target, headers, is_admin=self._is_admin)
 
-def scope(method: str, target: str, headers: Mapping[str, str]) -> dict[str, Any]:
+
+def scope(method: str, target: str, headers: Mapping[str, str], *, is_admin: bool = True) -> dict[str, Any]:
     raw, _, query = target.encode().partition(b"?")
     return {
         "type": "http",
@@ -208,7 +228,7 @@ def scope(method: str, target: str, headers: Mapping[str, str]) -> dict[str, Any
         "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()],
         "client": ("127.0.0.1", 0),
         "server": None,
-        "state": {"request_id": "r-test"},
+        "state": {"request_id": "r-test", "is_admin": is_admin},
     }
 
 

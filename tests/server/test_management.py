@@ -25,7 +25,7 @@ def _gateway(**server: Any) -> FakeGateway:
 
 @pytest.mark.parametrize(
     "target",
-    ["/", "/nowhere", "/api/v1", "/api/v1/", "/health/", "/v1", "//health", "/api/v1/explain", "/api/v1/status/"],
+    ["/", "/nowhere", "/api/v1", "/api/v1/", "/health/", "/v1", "//health", "/api/v1/explained", "/api/v1/status/"],
 )
 async def test_there_is_nothing_at_an_unknown_path(target: str) -> None:
     answer = await Client(_gateway()).get(target)
@@ -105,6 +105,7 @@ async def test_the_schema_names_every_route_once_with_its_shapes() -> None:
         "/api/v1/requests",
         "/api/v1/requests/{request_id}",
         "/api/v1/decisions",
+        "/api/v1/explain",
         "/api/v1/models/{model_id}/load",
         "/api/v1/models/{model_id}/unload",
         "/api/v1/models/{model_id}/logs",
@@ -202,7 +203,7 @@ class FakeExchange:
 
     async def through(self, gateway: FakeGateway) -> None:
         bridge = AsgiBridge(make_management(gateway))
-        bridge.handle(cast(Exchange, self), self.head.path, "r-77")
+        bridge.handle(cast(Exchange, self), self.head.path, "r-77", is_admin=True)
         async with asyncio.timeout(SOON_S):
             await self.over.wait()
 
@@ -220,7 +221,7 @@ async def test_a_stream_behind_the_bridge_ends_when_its_client_leaves() -> None:
     gateway = _gateway()
     exchange = FakeExchange("GET", b"/api/v1/events")
     bridge = AsgiBridge(make_management(gateway))
-    bridge.handle(cast(Exchange, exchange), exchange.head.path, "r-77")
+    bridge.handle(cast(Exchange, exchange), exchange.head.path, "r-77", is_admin=True)
     await until(lambda: exchange.started)
     gateway.hub.publish("load", {"model": "a"})
     await until(lambda: b"event: load" in exchange.pieces)

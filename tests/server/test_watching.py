@@ -101,6 +101,17 @@ async def test_metrics_tell_counts_and_the_moment() -> None:
         assert _same_series(line) in {_same_series(other) for other in lines}, line
 
 
+@pytest.mark.parametrize("is_admin", [True, False])
+async def test_metrics_name_tenants_to_admins_only(is_admin: bool) -> None:
+    gateway = FakeGateway({"a": model()})
+    for tenant in ("lab", "office"):
+        gateway.metrics.tokens("a", tenant, prompt=3, completion=2, cached=0)
+    text = (await Client(gateway, is_admin=is_admin).get("/metrics")).body.decode()
+    assert ("lab" in text, "office" in text) == (is_admin, is_admin)
+    total = 'greenroom_tokens_total{kind="prompt",model="a",tenant="all"} 6.0'
+    assert (_same_series(total) in {_same_series(line) for line in text.splitlines()}) is not is_admin
+
+
 def _same_series(line: str) -> tuple[str, frozenset[str], str]:
     """A series whatever the order of its labels."""
     name, _, value = line.rpartition(" ")
@@ -263,14 +274,29 @@ async def test_recent_requests_are_listed_newest_first() -> None:
     assert await ids("?model=nobody") == []
 
 
-async def test_decisions_are_listed_newest_last() -> None:
-    gateway = FakeGateway()
-    for number in range(5):
-        gateway.observer.decisions.append({"what": "load", "why": "evicted", "number": number, "at": None})
+async def test_decisions_are_listed_newest_last_and_may_be_narrowed() -> None:
+    gateway = FakeGateway({"a": model(aliases=("first",)), "b": model()})
+    told = [
+        {"seq": 1, "at": 10.0, "what": "load", "model": "a", "why": "asked"},
+        {"seq": 2, "at": 11.0, "what": "unload", "model": "b", "for_model": "a", "why": "evicted"},
+        {"seq": 3, "at": 12.0, "what": "abort", "move": "m-9", "why": "shutdown"},
+        {"seq": 4, "at": 13.0, "what": "load", "model": "b", "why": "asked", "device": None},
+    ]
+    gateway.observer.decisions.extend(told)
     client = Client(gateway)
-    assert [told["number"] for told in (await client.get("/api/v1/decisions")).json["decisions"]] == [0, 1, 2, 3, 4]
-    newest = (await client.get("/api/v1/decisions?limit=2")).json["decisions"]
-    assert newest == [{"what": "load", "why": "evicted", "number": number, "at": None} for number in (3, 4)]
+
+    async def listed(query: str) -> list[int]:
+        return [decision["seq"] for decision in (await client.get(f"/api/v1/decisions{query}")).json["decisions"]]
+
+    assert (await client.get("/api/v1/decisions")).json["decisions"] == told
+    assert await listed("?limit=2") == [3, 4]
+    assert await listed("?since=2") == [3, 4]
+    assert await listed("?since=1&limit=1") == [4]
+    # Of a model: what happened to it, and what happened for its sake.
+    assert await listed("?model=a") == await listed("?model=first") == [1, 2]
+    assert await listed("?model=b&since=2") == [4]
+    assert await listed("?model=nobody") == []
+    assert (await client.get("/api/v1/decisions?since=-1")).error["param"] == "since"
 
 
 @pytest.mark.parametrize("path", ["requests", "decisions"])

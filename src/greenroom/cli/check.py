@@ -32,10 +32,12 @@ def run(args: argparse.Namespace) -> int:
 
         screen.say_json(json_schema())
         return Exit.OK
-    from greenroom.config import loader
+    from greenroom.config import loader, plugins
+    from greenroom.config.limits import limits_of
 
     try:
         loaded = loader.load(loader.find(args.file or args.config))
+        plugins.require(limits_of(loaded.config))
     except ConfigError as error:
         if not args.json:
             raise

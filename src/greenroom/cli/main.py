@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from greenroom import __version__
-from greenroom.cli import chat, check, demo, key, load, logs, ps, reload, screen, serve, unload
+from greenroom.cli import chat, check, demo, explain, key, load, logs, ps, reload, screen, serve, simulate, unload
 from greenroom.cli.failures import CommandFailed, Exit
 from greenroom.errors import GreenroomError
 
@@ -30,7 +30,10 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-COMMANDS: Final[tuple[Command, ...]] = (serve, demo, check, ps, load, unload, logs, chat, reload, key)
+COMMANDS: Final[tuple[Command, ...]] = (
+    *(serve, demo, check, ps, load, unload, logs, chat),
+    *(explain, reload, key, simulate),
+)
 
 EPILOG: Final = """\
 New here? `greenroom demo` serves two small models; then, in another terminal, `greenroom chat smollm2`.

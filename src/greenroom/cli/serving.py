@@ -11,7 +11,7 @@ import errno
 import resource
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -53,9 +53,16 @@ def serve(plan: Plan, greet: Callable[[App], None]) -> int:
 
 
 async def _serve(plan: Plan, greet: Callable[[App], None]) -> int:
+    signals = _Signals()
+    try:
+        return await _serve_until_ended(plan, greet, signals)
+    finally:
+        signals.ignore()
+
+
+async def _serve_until_ended(plan: Plan, greet: Callable[[App], None], signals: _Signals) -> int:
     from greenroom.app import App
 
-    signals = _Signals()
     try:
         app = await App.start(plan.config, plan.path, plan.reread)
     except OSError as error:
@@ -74,41 +81,67 @@ async def _serve(plan: Plan, greet: Callable[[App], None]) -> int:
 
 
 class _Signals:
-    """Passes signals on to the gateway; before there is one, an end ends the start and a reload has nothing to do."""
+    """Passes signals on to the gateway; before there is one, an end ends the start and a reload has nothing to do.
+
+    The handlers are Python's, not the loop's: a loop gives its own back when it closes, and a signal that came a moment
+    later would end the process as if it had failed.
+    """
 
     def __init__(self) -> None:
         self.app: App | None = None
+        self._loop = asyncio.get_running_loop()
         self._starting = asyncio.current_task()
         self._reload: asyncio.Task[None] | None = None
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._end)
-        loop.add_signal_handler(signal.SIGHUP, self._read_again)
+        self._asked_again = False
+        for number in _REACTIONS:
+            signal.signal(number, self._on_signal)
 
-    def _end(self) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._loop.call_soon_threadsafe(_REACTIONS[signal.Signals(number)], self)
+
+    def ignore(self) -> None:
+        """Nothing is left that a signal could do; the process is about to end by itself."""
+        for number in _REACTIONS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def end(self) -> None:
         if self.app is not None:
             self.app.shut_down()
         elif self._starting is not None:
             self._starting.cancel()
 
-    def _read_again(self) -> None:
-        # One that is under way may have read the file before its last change, but not before its last SIGHUP: it is
-        # followed by another.
-        if self.app is not None:
-            self._reload = asyncio.get_running_loop().create_task(self._reload_after(self.app, self._reload))
+    def read_again(self) -> None:
+        """A reload under way may have read the file before its last change: one more follows, however many ask."""
+        if self._reload is not None:
+            self._asked_again = True
+        elif self.app is not None:
+            self._reload = self._loop.create_task(self._reload_until_current(self.app), name="reload")
 
-    async def _reload_after(self, app: App, earlier: asyncio.Task[None] | None) -> None:
-        from greenroom.telemetry.logs import get_logger
+    async def _reload_until_current(self, app: App) -> None:
+        self._asked_again = True
+        while self._asked_again and not app.is_draining:
+            self._asked_again = False
+            await _reload(app)
+        self._reload = None
 
-        if earlier is not None:
-            await asyncio.wait((earlier,))
-        try:
-            await app.reload()
-        except GreenroomError as error:
-            get_logger("config").error("not reloaded, nothing was changed", error=error.message)
-        except Exception as bug:
-            # Nobody waits for this task, so nobody else would say it.
-            get_logger("config").bug("not reloaded", bug)
+
+_REACTIONS: Final[Mapping[signal.Signals, Callable[[_Signals], None]]] = {
+    signal.SIGTERM: _Signals.end,
+    signal.SIGINT: _Signals.end,
+    signal.SIGHUP: _Signals.read_again,
+}
+
+
+async def _reload(app: App) -> None:
+    from greenroom.telemetry.logs import get_logger
+
+    try:
+        await app.reload()
+    except GreenroomError as error:
+        get_logger("config").error("not reloaded, nothing was changed", error=error.message)
+    except Exception as bug:
+        # Nobody waits for this task, so nobody else would say it.
+        get_logger("config").bug("not reloaded", bug)
 
 
 def why_not_started(error: OSError, config: Config) -> str:

@@ -69,10 +69,16 @@ def _same(old: object, new: object) -> bool:
 def _changed_keys(old: Config, new: Config) -> Iterator[str]:
     for name in Config.model_fields:
         before, after = getattr(old, name), getattr(new, name)
-        if before == after or name in COMPARED_ELSEWHERE:
+        if name in COMPARED_ELSEWHERE:
             continue
         if isinstance(before, Section):
-            changed = (key for key in type(before).model_fields if getattr(before, key) != getattr(after, key))
-            yield from (f"{name}.{key}" for key in changed)
-        else:
+            for key in type(before).model_fields:
+                if not _same_in_order(getattr(before, key), getattr(after, key)):
+                    yield f"{name}.{key}"
+        elif not _same_in_order(before, after):
             yield name
+
+
+def _same_in_order(old: object, new: object) -> bool:
+    """Equal also in the order of keys: of two sets in scheduler.company that cost the same the first one counts."""
+    return old == new and repr(old) == repr(new)

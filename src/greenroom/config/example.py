@@ -14,7 +14,7 @@ from typing import Any
 
 from greenroom.config.fields import COMMAND_KEYS
 from greenroom.config.reader import plain
-from greenroom.config.schema import ApiKey, Config, Gpu, Model, Section
+from greenroom.config.schema import ApiKey, Company, Config, Gpu, Group, Matrix, Model, Section
 
 WIDTH = 118
 FOR_EXAMPLE = "For example:"
@@ -60,6 +60,11 @@ ITEMS: Mapping[str, tuple[type[Section], tuple[Mapping[str, Any], ...]]] = {
     "gpus": (Gpu, ({"memory_mib": 24576, "margin_mib": 512}, {"memory_mib": 8192})),
 }
 MACROS = {"models_dir": "/srv/models", "serve": "my-server --host 127.0.0.1 --port ${PORT}"}
+# The two ways to give company: the section, the lines above it, and what one might write there.
+COMPANIES: tuple[tuple[type[Section], tuple[str, ...], Mapping[str, Any]], ...] = (
+    (Group, ("groups", "voice"), {"members": ["whisper"], "swap": False, "exclusive": False, "persistent": True}),
+    (Matrix, ("matrix",), {"vars": {"w": "whisper"}, "evict_costs": {"w": 5}, "sets": {"both": "chat & w"}}),
+)
 LLAMACPP_MODEL = ("chat", {"engine": "llamacpp", "path": "models/chat.gguf"})
 COMMAND_MODEL = ("whisper", {"engine": "command", "cmd": "whisper-server --port ${PORT} --model models/whisper.bin"})
 
@@ -100,7 +105,24 @@ def _option(name: str, sentence: str | None, value: object) -> Iterator[str]:
         yield from _as_comment([FOR_EXAMPLE, f"{name}:", *_items(name)])
     if name == "macros":
         yield from _as_comment([FOR_EXAMPLE, "macros:", *(f"  {key}: {said(text)}" for key, text in MACROS.items())])
+    if name == "company":
+        yield from _companies()
     yield f"{name}: {said(value)}"
+
+
+def _companies() -> Iterator[str]:
+    for section, (way, *below), sample in COMPANIES:
+        lines = [line for key, value in sample.items() for line in _told(section, key, value)]
+        for name in reversed(below):
+            lines = [f"{name}:", *_indented(iter(lines))]
+        lines = [*_comment(Company.model_fields[way].description), f"{way}:", *_indented(iter(lines))]
+        yield from _as_comment([FOR_EXAMPLE, "company:", *_indented(iter(lines))])
+        # An empty line keeps the two apart.
+        yield ""
+
+
+def _told(section: type[Section], key: str, value: object) -> list[str]:
+    return [*_comment(section.model_fields[key].description), f"{key}: {said(value)}"]
 
 
 def _items(name: str) -> Iterator[str]:

@@ -12,13 +12,19 @@ from greenroom.config.schema import Config, Model
 
 # A bare name in these is looked for on PATH when the engine starts, like a shell would.
 _PROGRAM_KEYS = frozenset({"program", "python"})
+_SERVER_KEYS = ("record_activity", "record_events")
 _MODEL_KEYS = ("path", "cwd", *sorted(_PROGRAM_KEYS))
 
 
 def resolved(config: Config, folder: Path) -> Config:
     """The same configuration with ~ expanded and relative paths starting at `folder`."""
     models = {name: _model(model, folder) for name, model in config.models.items()}
-    return config.model_copy(update={"models": models, "state_dir": _absolute(config.state_dir, folder)})
+    records = {
+        key: _absolute(path, folder) for key in _SERVER_KEYS if (path := getattr(config.server, key)) is not None
+    }
+    server = config.server.model_copy(update=records)
+    state_dir = _absolute(config.state_dir, folder)
+    return config.model_copy(update={"server": server, "models": models, "state_dir": state_dir})
 
 
 def _model(model: Model, folder: Path) -> Model:

@@ -12,7 +12,10 @@ import shutil
 from collections.abc import Iterator
 
 from greenroom.config.commands import words
+from greenroom.config.company_rules import rules_of
 from greenroom.config.schema import Config, Model, Server
+from greenroom.core.company import company_under
+from greenroom.core.model import ModelId
 
 
 def problems(config: Config) -> list[str]:
@@ -20,6 +23,7 @@ def problems(config: Config) -> list[str]:
     found = [f"models.{name}: {text}" for name, model in config.models.items() for text in _missing(model)]
     found += [text for name, model in config.models.items() for text in _misplaced(name, model, config)]
     found += _too_much_pinned(config)
+    found += _kept_out(config)
     found += [text] if (text := open_door(config.server)) else []
     return found
 
@@ -82,6 +86,19 @@ def _too_much_pinned(config: Config) -> list[str]:
     if budget is None or needed <= budget:
         return []
     return [f"pinned models ({', '.join(pinned)}) need {needed:,} MiB together, the budget is {budget:,} MiB"]
+
+
+def _kept_out(config: Config) -> Iterator[str]:
+    """Models that the rules about company keep out for as long as others are pinned."""
+    rules = rules_of(config.scheduler.company)
+    if rules is None:
+        return
+    company = company_under(rules)
+    pinned = frozenset(ModelId(name) for name, model in config.models.items() if model.pinned)
+    for name in config.models:
+        others = pinned - {name}
+        if company.leavers(ModelId(name), tuple(others), others) is None:
+            yield f"models.{name}: scheduler.company keeps it out while these are pinned: {', '.join(sorted(others))}"
 
 
 def _is_loopback(host: str) -> bool:

@@ -7,11 +7,20 @@ from typing import Any
 
 from greenroom.config.example import said
 from greenroom.config.fields import AT_ONCE_KEYS, NEW_SLOT_KEYS, RESTART_KEYS
-from greenroom.config.schema import ApiKey, Config, Gpu, Model, Section
+from greenroom.config.schema import ApiKey, Company, Config, Gpu, Group, Matrix, Model, Section
 
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 SCHEMA_ID = "urn:greenroom:config.schema.json"
 
+# Sections inside sections: after which one they are told, their title, and the key whose change a reload sees.
+_INSIDE: Mapping[str, tuple[tuple[str, type[Section], str], ...]] = {
+    "server": (("`server.api_keys[]`", ApiKey, "server.api_keys"),),
+    "scheduler": (
+        ("`scheduler.company`", Company, "scheduler.company"),
+        ("`scheduler.company.groups.<name>`", Group, "scheduler.company"),
+        ("`scheduler.company.matrix`", Matrix, "scheduler.company"),
+    ),
+}
 _WORDS = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text"}
 
 
@@ -27,7 +36,7 @@ def tables() -> str:
         section = Config.model_fields[name].annotation
         assert isinstance(section, type) and issubclass(section, Section)
         parts.append(_table(f"`{name}`", section, f"{name}."))
-    parts.insert(2, _table("`server.api_keys[]`", ApiKey, "server.api_keys"))
+        parts += [_table(*inside) for inside in _INSIDE.get(name, ())]
     parts.append(_table("`gpus[]`", Gpu, "gpus"))
     parts.append(_table("`models.<id>`", Model, "models."))
     return "\n\n".join(parts)

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from greenroom.config import names
+from greenroom.config import company_rules, names
 from greenroom.config.commands import words
 from greenroom.config.fields import COMMAND_KEYS, LLAMACPP_KEYS
 from greenroom.config.report import Problem
@@ -58,6 +58,8 @@ def of_api_key(key: ApiKey) -> Iterator[Problem]:
 def of_scheduler(scheduler: Scheduler) -> Iterator[Problem]:
     if scheduler.backoff_s > scheduler.backoff_max_s:
         yield Problem(("backoff_s",), f"may not be more than backoff_max_s ({scheduler.backoff_max_s:g})")
+    if not scheduler.fit_memory and scheduler.company is None:
+        yield Problem(("fit_memory",), "may only be false with company; nothing else says who may be ready together")
 
 
 def of_ports(ports: Ports) -> Iterator[Problem]:
@@ -68,6 +70,15 @@ def of_ports(ports: Ports) -> Iterator[Problem]:
 def of_config(config: Config) -> Iterator[Problem]:
     yield from names.clashes((name, model.aliases) for name, model in config.models.items())
     yield from _equal_api_keys(config)
+    yield from _company(config)
+
+
+def _company(config: Config) -> Iterator[Problem]:
+    company = config.scheduler.company
+    if company is not None:
+        aliases_of = {name: model.aliases for name, model in config.models.items()}
+        for problem in company_rules.of_models(company, aliases_of):
+            yield Problem(("scheduler", "company", *problem.where), problem.message)
 
 
 def _engine_in_doubt(model: Model) -> Problem:

@@ -10,66 +10,28 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    JsonValue,
-    StringConstraints,
-    WithJsonSchema,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
 
-from greenroom.config import names, rules
+from greenroom.config import company_rules, rules
+from greenroom.config.kinds import (
+    COUNT_MAX,
+    Count,
+    CountFromZero,
+    EnginePort,
+    FactorFromZero,
+    HeaderName,
+    Mib,
+    MibAboveZero,
+    ModelId,
+    Name,
+    NotBool,
+    Port,
+    Seconds,
+    SecondsAboveZero,
+    TenantWeight,
+)
 from greenroom.config.names import RESERVED_IDS as RESERVED_IDS
 from greenroom.config.report import break_on
-
-
-def _no_bool(value: Any) -> Any:
-    """`parallel: true` is a mistake, not 1."""
-    if isinstance(value, bool):
-        raise PydanticCustomError("number_wanted", "a number is wanted")
-    return value
-
-
-def _model_id(name: str) -> str:
-    why = names.id_problem(name)
-    if why is not None:
-        raise PydanticCustomError("name", "{why}", {"why": why})
-    return name
-
-
-def _printable(name: str) -> str:
-    """Names go into log lines, where a line break or an invisible character would mislead."""
-    if not name.isprintable():
-        raise PydanticCustomError("name", "may not contain control or invisible characters")
-    return name
-
-
-# Far beyond any use, and small enough for every clock and counter behind them.
-SECONDS_MAX = 31_536_000
-MIB_MAX = 1_000_000_000
-COUNT_MAX = 1_000_000_000
-
-NotBool = BeforeValidator(_no_bool)
-Port = Annotated[int, Field(ge=0, le=65535), NotBool]
-EnginePort = Annotated[int, Field(ge=1, le=65535), NotBool]
-Count = Annotated[int, Field(ge=1, le=COUNT_MAX), NotBool]
-CountFromZero = Annotated[int, Field(ge=0, le=COUNT_MAX), NotBool]
-Seconds = Annotated[float, Field(ge=0, le=SECONDS_MAX), NotBool]
-SecondsAboveZero = Annotated[float, Field(gt=0, le=SECONDS_MAX), NotBool]
-Mib = Annotated[int, Field(ge=0, le=MIB_MAX), NotBool]
-MibAboveZero = Annotated[int, Field(ge=1, le=MIB_MAX), NotBool]
-Name = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(_printable)]
-ModelId = Annotated[
-    str,
-    AfterValidator(_model_id),
-    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": names.ID_CHARS_MAX}),
-]
-HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$")]
 
 PRIORITY_NAMES = {"high": 0, "normal": 1, "low": 2}
 
@@ -181,19 +143,85 @@ class Server(Section):
     """How long running answers may go on after SIGTERM."""
     docs: bool = True
     """Serve the reference of the management API at /api/v1/docs."""
+    record_activity: str | None = None
+    """File for one CSV row an answered request (time, model, tokens, tenant, priority); greenroom simulate reads it."""
+    record_events: str | None = None
+    """File for every event the scheduler is given and every effect it asks for, to replay its decisions elsewhere."""
+
+
+class Group(Section):
+    """Models that share a rule. Models in no group are one more group, with the defaults below."""
+
+    members: tuple[ModelId, ...]
+    """Its models, by id; a model is in one group at most."""
+    swap: bool = True
+    """Only one member is ready at a time."""
+    exclusive: bool = True
+    """A member that comes sends the members of all other groups away."""
+    persistent: bool = False
+    """Members of other groups do not send its members away."""
+
+
+class Matrix(Section):
+    """Sets of models that may be ready together; a set allows every part of it too."""
+
+    vars: dict[Name, ModelId] = {}
+    """Short names for models, to be used in sets and evict_costs; they win over ids."""
+    evict_costs: dict[Name, Count] = {}
+    """What sending a model away costs, by short name or id; 1 when not given. The set that costs least is chosen."""
+    sets: dict[Name, str]
+    """Sets by name: a & b is both together, a | b one of them, +name another set, ( ) as needed; first wins ties."""
+
+
+class Company(Section):
+    """Who may be ready together: groups or a matrix, one of them."""
+
+    groups: dict[Name, Group] | None = None
+    """Groups by name; {} has one model ready at a time."""
+    matrix: Matrix | None = None
+    """Sets of models. A model in no set is ready alone."""
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        break_on(company_rules.of_company(self))
+        return self
 
 
 class Scheduler(Section):
     """Who goes next, and how many may wait."""
 
+    policy: str = "default"
+    """Who goes first and when models change places: default, fifo, or one that an installed package registers."""
+    swapper: str = "memory"
+    """Who has to leave for a newcomer: memory, or one that an installed package registers."""
     queue_depth_max: Count = 1_000
     """Requests that may wait at once; one more is answered 503 queue_full with Retry-After."""
     overtakes_max: CountFromZero = 8
-    """How often requests for a ready model may go before an older one that waits for a cold model."""
+    """How often requests for a ready model may go before an older one for a cold model once its batch is over."""
+    residency_swaps: FactorFromZero = 2
+    """While others wait a model stays ready for at least this many times as long as bringing it took."""
+    batch_swaps: FactorFromZero = 5
+    """And serves a batch of at most this many times as long as it takes to bring it and to end its answers."""
+    lift_s: SecondsAboveZero = 60
+    """Waiting this long lifts a request by one class of priority."""
+    deadline_high_s: SecondsAboveZero = 5
+    """Waiting this long, a request of high priority insists on its model; never later than server.wait_max_s."""
+    deadline_normal_s: SecondsAboveZero = 60
+    """The same for normal priority."""
+    deadline_low_s: SecondsAboveZero = 240
+    """The same for low priority."""
+    recency_s: SecondsAboveZero = 600
+    """How long ago requests still count, to a third, for how likely a model is to be asked for again."""
+    tenant_weights: dict[str, TenantWeight] = {}
+    """Shares between tenants who wait for the same model; 1 for those who are not named."""
     backoff_s: SecondsAboveZero = 5
     """Pause after a first failed load; doubled with each further one."""
     backoff_max_s: SecondsAboveZero = 300
     """Longest pause between failed loads."""
+    fit_memory: bool = True
+    """Whether models have to fit into memory together; false: company alone says who may be ready at once."""
+    company: Company | None = None
+    """Rules about who may be ready together, as groups or as a matrix; without any only memory counts."""
 
     @model_validator(mode="after")
     def _obeys_rules(self) -> Self:

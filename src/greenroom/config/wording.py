@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from greenroom.config.report import Lines, Problem, Where, shown
-from greenroom.config.schema import Config, Model, Section
+from greenroom.config.schema import Company, Config, Model, Section
 
 _WANTED = {
     "int_type": "a whole number",
@@ -139,8 +139,14 @@ def _section_at(where: Where) -> type[Section]:
             kind = kind.model_fields[str(step)].annotation
         else:
             kind = get_args(kind)[1 if get_origin(kind) is dict else 0]
+        kind = _unless_none(kind)
     section: type[Section] = kind
     return section
+
+
+def _unless_none(kind: Any) -> Any:
+    """The kind of a value that may also be nothing."""
+    return get_args(kind)[0] if type(None) in get_args(kind) else kind
 
 
 def _home_of(key: str) -> str | None:
@@ -152,4 +158,4 @@ def _home_of(key: str) -> str | None:
         section = field.annotation
         if isinstance(section, type) and issubclass(section, Section) and key in section.model_fields:
             return f"under {name}"
-    return None
+    return "under scheduler.company" if key in Company.model_fields else None

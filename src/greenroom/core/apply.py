@@ -6,14 +6,15 @@ before.
 
 from __future__ import annotations
 
-from greenroom.core.decide import Join, Plan, Refuse, Serve, Swap, Wait, passed_by
+from collections import deque
+
+from greenroom.core.decide import Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, Rejection, because
 from greenroom.core.events import Timer, TimerKind
-from greenroom.core.model import DeviceId, LeaseId, ModelId, OpId, RequestId, Slot, SlotId
-from greenroom.core.policy import Blocked
+from greenroom.core.model import LeaseId, ModelId, OpId, RequestId, Slot, SlotId
 from greenroom.core.stage import Stage
 from greenroom.core.state import Grant, State, learn
-from greenroom.core.waitlist import Waiter, WaiterKind
+from greenroom.core.waitlist import Queue, Waiter, WaiterKind
 
 # Preloads wait behind everybody.
 PRELOAD_PRIORITY = 1_000_000
@@ -41,15 +42,12 @@ class Actions:
 
     def carry_out(self, waiter: Waiter, plan: Plan, now: float) -> None:
         """Do what was decided for this waiter, which may stand in the waitlist or be about to."""
+        if isinstance(plan, Serve):
+            self.serve(waiter, self._state.slots[plan.slot], now)
+            return
         match plan:
-            case Serve(slot):
-                self.serve(waiter, self._state.slots[slot], now)
-            case Join(_, model):
+            case Join(_, model) | Wait(_, model):
                 self._keep_waiting(waiter, model)
-            case Wait(_, model, blocked):
-                self._keep_waiting(waiter, model)
-                if blocked is not None:
-                    self._block(blocked)
             case Swap():
                 self._keep_waiting(waiter, plan.model)
                 self._swap(waiter, plan, now)
@@ -68,16 +66,11 @@ class Actions:
             self._stage.set_timer(Timer(TimerKind.EXPIRE, waiter.id), waiter.give_up_at, because("patience"))
         waiter.model = model
         waitlist.add(waiter)
+        self._state.price_queue(model)
 
-    def _block(self, blocked: Blocked) -> None:
-        """Of several who wait for one model the first counts."""
-        known = self._state.blocked.get(blocked.model)
-        if known is None or blocked.key < known.key:
-            self._state.blocked[blocked.model] = blocked
-
-    def forget(self, waiter_id: str) -> None:
+    def forget(self, waiter_id: str, served_at: float | None = None) -> None:
         """This one no longer waits, if it did."""
-        if self._state.waitlist.remove(waiter_id) is not None:
+        if self._state.waitlist.remove(waiter_id, served_at) is not None:
             self._stage.forget_timer(Timer(TimerKind.EXPIRE, waiter_id))
 
     def preload(self, model: ModelId, now: float) -> None:
@@ -85,8 +78,9 @@ class Actions:
         state, wish = self._state, wish_for(model)
         if wish in state.waitlist or state.shutting_down or now < state.models[model].retry_at:
             return
-        key = state.policy.key(PRELOAD_PRIORITY, state.next_number())
-        state.waitlist.add(Waiter(wish, WaiterKind.PRELOAD, key, model, (model,), PRELOAD_PRIORITY, now))
+        number = state.next_number()
+        state.waitlist.add(Waiter(wish, WaiterKind.PRELOAD, number, model, (model,), PRELOAD_PRIORITY, now))
+        state.price_queue(model)
 
     # --- refused --------------------------------------------------------------------------------------------------
 
@@ -97,6 +91,8 @@ class Actions:
             case WaiterKind.OP:
                 self._effects.answer(OpId(waiter.id), _OPS.get(plan.code, OpOutcome.FAILED), why)
             case WaiterKind.REQUEST:
+                if waiter.id not in self._state.grants:
+                    self._state.accounts.leave(waiter.tenant)
                 self._effects.reject(RequestId(waiter.id), self._rejection(waiter, plan), why)
             case WaiterKind.LEASE:
                 self.end_lease(waiter.model)
@@ -136,56 +132,82 @@ class Actions:
             slot.in_flight.clear()
             self._stage.remove(slot)
 
+    # --- next -----------------------------------------------------------------------------------------------------
+
+    def first_of(self, queue: Queue, now: float) -> Waiter | None:
+        """Who of this queue goes next; None if only those wait who want it asleep."""
+        policy, accounts = self._state.policy, self._state.accounts
+        return queue.first(lambda waiter: policy.turn(waiter, accounts.served_s(waiter.tenant), now), now)
+
+    def fill(self, model: ModelId, now: float) -> None:
+        """Give the free places of this model's slots to those who wait for it."""
+        queue, serving = self._state.waitlist.queues.get(model), self._state.serving(model)
+        if queue is None or not serving:
+            return
+        # Operators and wishes ask only that the model be there.
+        for waiter in queue.asking():
+            self.serve(waiter, serving[0], now)
+        while queue.waiting and (free := [slot for slot in serving if slot.has_room]):
+            first = self.first_of(queue, now)
+            assert first is not None, "those who want it asleep have been told that it is there"
+            self.serve(first, min(free, key=lambda slot: len(slot.in_flight)), now)
+
     # --- served ---------------------------------------------------------------------------------------------------
 
     def serve(self, waiter: Waiter, slot: Slot, now: float) -> None:
         state = self._state
         waited = waiter.id in state.waitlist
         if waited:
-            self.forget(waiter.id)
+            self.forget(waiter.id, now)
         if waiter.kind is WaiterKind.OP:
             self._effects.answer(OpId(waiter.id), OpOutcome.DONE, because("there", slot=slot.id))
             return
         if waiter.kind is WaiterKind.PRELOAD:
             return
-        if state.blocked:
-            self._count_overtakes(waiter, slot.model, frozenset({slot.id}), frozenset())
         self._grant(waiter, slot, now)
-        reason = because("ready", waited_s=round(now - waiter.arrived, 3)) if waited else _READY
+        reason = because("ready", waited_s=round(max(0.0, now - waiter.arrived), 3)) if waited else _READY
         self._effects.grant(RequestId(waiter.id), slot.id, reason)
 
     def _grant(self, waiter: Waiter, slot: Slot, now: float) -> None:
         state, request = self._state, RequestId(waiter.id)
-        if waiter.kind is WaiterKind.REQUEST:
-            state.avg_wait_s = learn(state.avg_wait_s, now - waiter.arrived)
+        grant = state.grants[request] = Grant(slot.id, waiter, slot.share(now))
         slot.in_flight[request] = None
         slot.last_used = now
         slot.last_priority = waiter.priority
         waiter.granted_at = now
-        state.grants[request] = Grant(slot.id, waiter)
         state.counters.grants += 1
+        if waiter.kind is WaiterKind.REQUEST:
+            state.avg_wait_s = learn(state.avg_wait_s, max(0.0, now - waiter.arrived))
+            record = state.models[slot.model]
+            grant.charged_s = record.share_s or record.service_s or 0.0
+            state.accounts.serve(waiter.tenant, grant.charged_s)
+            self._count_overtake(slot, now)
+            if waiter.answer_by is not None:
+                self._stage.set_timer(Timer(TimerKind.BUDGET, request), waiter.answer_by, because("budget"))
 
-    def _count_overtakes(
-        self, waiter: Waiter, model: ModelId, slots: frozenset[SlotId], devices: frozenset[DeviceId]
-    ) -> None:
-        for blocked in passed_by(self._state, waiter, model, slots, devices):
-            self._state.overtaken[blocked.model] = self._state.overtaken.get(blocked.model, 0) + 1
-            self._state.counters.overtakes += 1
+    def _count_overtake(self, slot: Slot, now: float) -> None:
+        """Who waits for another model may be passed so often; then the policy is asked again."""
+        recent = slot.recent_grants
+        recent.append(now)
+        state = self._state
+        if state.oldest_cold <= now and len(recent) == recent.maxlen and recent:
+            state.ask_again = state.ask_again or recent[0] >= max(slot.batch_until, state.oldest_cold)
 
     # --- swapped in -----------------------------------------------------------------------------------------------
 
     def _swap(self, waiter: Waiter, plan: Swap, now: float) -> None:
         state = self._state
-        victims = frozenset(victim.slot for victim in plan.evict)
-        self._count_overtakes(waiter, plan.model, victims, frozenset(plan.takes_on))
-        state.overtaken.pop(plan.model, None)
-        state.blocked.pop(plan.model, None)
-        for victim in plan.evict:
-            why = because("evicted", model=victim.model, for_model=plan.model, for_request=str(waiter.id))
-            self._stage.evict(state.slots[victim.slot], victim.leaves_to, why, now)
         slot = state.slots[plan.wakes] if plan.wakes is not None else self._new_slot(waiter, plan)
+        state.kept.pop(plan.model, None)
+        for victim in plan.evict:
+            facts = {"loss": round(victim.loss, 4), "idle_s": round(now - victim.last_used, 1)}
+            why = because("evicted", model=victim.model, for_model=plan.model, for_request=str(waiter.id), **facts)
+            self._stage.evict(state.slots[victim.slot], victim.leaves_to, slot.id, why, now)
         slot.last_priority = waiter.priority
         slot.last_used = now
+        if waiter.kind is WaiterKind.REQUEST:
+            state.accounts.charge(waiter.tenant, state.models[plan.model].move_s(plan.kind))
+        state.counters.swaps += 1
         self._stage.plan(slot, plan.kind)
         self._start(slot, now)
 
@@ -193,14 +215,18 @@ class Actions:
         state, spec = self._state, self._state.models[plan.model].spec
         slot = Slot(SlotId(f"s{state.next_number()}"), spec, plan.claim, state.asleep_at(spec, plan.claim))
         slot.can_sleep = spec.need_asleep is not None
+        slot.recent_grants = deque(maxlen=state.limits.overtakes_max)
         slot.lease = LeaseId(waiter.id) if waiter.kind is WaiterKind.LEASE else None
         state.add_slot(slot)
         return slot
 
     def start_planned(self, now: float) -> None:
-        """Start every planned move whose memory is free now; give up those for which none is on its way any more."""
-        for slot in [slot for slot in self._state.slots.values() if slot.planned is not None]:
+        """Start every planned move whose memory is free now; give up those that are hopeless or not wanted any more."""
+        state = self._state
+        for slot in [state.slots[slot] for slot in state.ledger.promises]:
             self._start(slot, now)
+            if slot.model not in state.waitlist.queues:
+                self._stage.call_off_if_in_time(slot)
             self._stage.give_up_if_hopeless(slot)
 
     def _start(self, slot: Slot, now: float) -> None:

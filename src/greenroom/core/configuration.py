@@ -5,39 +5,54 @@ Owns the reaction to `ConfigChanged`. What keeps its revision keeps running; wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
 
 from greenroom.core.apply import Actions, wish_for
 from greenroom.core.decide import Refuse
 from greenroom.core.effects import RejectCode, because
 from greenroom.core.events import ConfigChanged, Limits, Timer, TimerKind
 from greenroom.core.model import ModelId, ModelSpec, Tier
-from greenroom.core.policy import Policy
+from greenroom.core.policies import Swappers, make_policy
+from greenroom.core.policy import Policies
 from greenroom.core.stage import Stage
 from greenroom.core.state import ModelRecord, State
 
 
 class Configuration:
-    def __init__(self, state: State, stage: Stage, act: Actions, policy: Callable[[Limits], Policy]) -> None:
+    def __init__(self, state: State, stage: Stage, act: Actions, policies: Policies, swappers: Swappers) -> None:
         self._state = state
         self._stage = stage
         self._act = act
-        self._policy = policy
+        self._policies = policies
+        self._swappers = swappers
 
     def changed(self, event: ConfigChanged) -> None:
         state = self._state
         if event.limits is not None:
-            state.limits = event.limits
-            state.policy = self._policy(event.limits)
+            self._take_over(event.limits)
         if event.devices is not None:
             state.ledger.set_devices(event.devices)
         for model in event.removed:
             self._remove(model, event.now)
         for spec in event.models:
             self._put(spec, event.now)
-        for model, learned in (event.learned_s or {}).items():
-            if model in state.models:
-                state.models[model].learned_s.update(learned)
+        for model, learned in (event.learned or {}).items():
+            if record := state.models.get(model):
+                record.learned_s.update(learned.moves_s)
+                if learned.service_s is not None and record.service_s is None:
+                    record.answered(learned.service_s)
+
+    def _take_over(self, limits: Limits) -> None:
+        """Another policy, or the same with other numbers. Who waits keeps waiting, by the new rules."""
+        state = self._state
+        state.limits = limits
+        state.policy = make_policy(limits, self._policies, self._swappers)
+        state.accounts.weights = limits.tenant_weights
+        state.waitlist.restand(state.policy.standing)
+        for model in state.waitlist.queues:
+            state.price_queue(model)
+        for slot in state.slots.values():
+            slot.recent_grants = deque(slot.recent_grants, limits.overtakes_max)
 
     def _remove(self, model: ModelId, now: float) -> None:
         record = self._state.models.pop(model, None)
@@ -77,7 +92,7 @@ class Configuration:
         """Another process is needed. What was learned of the old one is the best guess for the new one."""
         record = ModelRecord(spec, spec.need)
         if old is not None:
-            record.learned_s, record.service_s = old.learned_s, old.service_s
+            record.inherit(old)
             self._stage.forget_timer(Timer(TimerKind.RETRY, spec.id))
         self._state.models[spec.id] = record
         for slot in list(self._state.slots_of(spec.id)):

@@ -6,9 +6,10 @@ A list of these alone replays every decision. Adding a word takes an ADR.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
+from greenroom.core.company import Rules
 from greenroom.core.model import (
     NO_TENANT,
     Claim,
@@ -36,6 +37,8 @@ class TimerKind(Enum):
     IDLE = "idle"  # a slot may have been idle for its ttl
     RETRY = "retry"  # a model's back-off ends
     GRACE = "grace"  # a leaving slot's running answers are cut
+    BUDGET = "budget"  # a running answer has used up its caller's budget
+    SWITCH = "switch"  # from now on a waiting model may take another's place
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +51,29 @@ class Timer:
 class Limits:
     """The scheduler's numbers; their reasons stand in the configuration reference."""
 
+    policy: str = "default"
+    swapper: str = "memory"
+    company: Rules | None = None  # Rules about who may be on stage together.
+    tenant_weights: Mapping[TenantId, float] = field(default_factory=dict)  # Shares between tenants; 1 if not named.
     queue_depth_max: int = 1_000
     overtakes_max: int = 8
+    residency_swaps: float = 2.0  # While others wait a slot stays at least this many of its own swap times.
+    batch_swaps: float = 5.0  # And at most this many, but for `overtakes_max` further requests.
+    lift_s: float = 60.0  # Waiting this long lifts a request by one class.
+    deadlines_s: tuple[float, float, float] = (5.0, 60.0, 240.0)  # When high, normal and low requests insist.
+    recency_s: float = 600.0  # What was asked for this long ago counts a third for how likely it is asked for again.
     backoff_s: float = 5.0
     backoff_max_s: float = 300.0
     replan_s: float = 1.0  # Pause before asking again for a lease that was refused or a store that was down.
     need_raise: float = 1.25  # How much more a model is given after it ran out of memory at load.
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What was learned of a model in an earlier run: how long its moves and its answers take."""
+
+    moves_s: Mapping[MoveKind, float]
+    service_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +85,16 @@ class ConfigChanged:
     removed: tuple[ModelId, ...] = ()
     devices: tuple[Device, ...] | None = None
     limits: Limits | None = None
-    learned_s: Mapping[ModelId, Mapping[MoveKind, float]] | None = None
+    learned: Mapping[ModelId, Learned] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+# Two are made for every request, so they are not frozen: that alone would take a microsecond. Nobody changes them.
+@dataclass(slots=True)
 class RequestArrived:
-    """`give_up_at` is when waiting no longer helps; `patient` callers are not refused for a long estimate."""
+    """`give_up_at` is when waiting no longer helps; `patient` callers are not refused for a long estimate.
+
+    `answer_by` is the caller's budget: the whole answer must have ended by then, or is not worth beginning.
+    """
 
     now: float
     request: RequestId
@@ -79,6 +103,7 @@ class RequestArrived:
     tenant: TenantId = NO_TENANT
     give_up_at: float | None = None
     patient: bool = True
+    answer_by: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +112,7 @@ class RequestGone:
     request: RequestId
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ServeDone:
     """A granted request has ended. One lost before its first byte goes back to its place, once."""
 

@@ -29,9 +29,16 @@ class Leases:
             state.counters.ignored += 1
             return
         state.models[model] = ModelRecord(_spec(event, model), event.need, is_lease=True)
-        key = state.policy.key(event.priority, state.next_number())
+        number = state.next_number()
         waiter = Waiter(
-            event.lease, WaiterKind.LEASE, key, model, (model,), event.priority, event.now, give_up_at=event.give_up_at
+            event.lease,
+            WaiterKind.LEASE,
+            number,
+            model,
+            (model,),
+            event.priority,
+            event.now,
+            give_up_at=event.give_up_at,
         )
         self._act.carry_out(waiter, decide(state, waiter, event.now), event.now)
 

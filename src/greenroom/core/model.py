@@ -6,6 +6,7 @@ its own facts (`is_idle`, `has_room`), not what should happen to it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -156,11 +157,22 @@ class Slot:
     concurrency: int = CONCURRENCY_UNKNOWN
     in_flight: dict[RequestId, None] = field(default_factory=dict)
     last_used: float = 0.0
+    ready_since: float = 0.0
+    # While others wait it is left alone at least until the first, and serves its batch until the second.
+    stays_until: float = 0.0
+    batch_until: float = 0.0
+    # When it was last granted, as far back as anybody asks: who waits too long was overtaken this often.
+    recent_grants: deque[float] = field(default_factory=deque)
+    # Processor sharing: the clock runs at one over the answers in flight, so that their shares add up to its time.
+    shared_s: float = 0.0
+    shared_at: float = 0.0
     # When its idleness will be looked at next. Beside the timer, because every answer asks for it.
     looked_at: float | None = None
     last_priority: int = 1
     # A leaving slot takes no further requests and moves to `leaving_to` when it is idle.
     leaving_to: Tier | None = None
+    # Whose place it makes, while its answers are waited for.
+    leaving_for: SlotId | None = None
     lease: LeaseId | None = None
     # Its process is gone, but not all of its answers have been told to have ended.
     lost: bool = False
@@ -183,6 +195,13 @@ class Slot:
     @property
     def has_room(self) -> bool:
         return len(self.in_flight) < self.concurrency
+
+    def share(self, now: float) -> float:
+        """The clock by which its answers share its time."""
+        if self.in_flight:
+            self.shared_s += max(0.0, now - self.shared_at) / len(self.in_flight)
+        self.shared_at = now
+        return self.shared_s
 
     def needs_for(self, kind: MoveKind) -> Claim:
         """What it holds while it makes this move. Between ready and asleep it is on both tiers."""

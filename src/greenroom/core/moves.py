@@ -5,7 +5,10 @@ Owns the reaction to `MoveAsked`, `MoveDone` and `SlotsLost`. Settling afterward
 
 from __future__ import annotations
 
+from math import inf
+
 from greenroom.core.apply import Actions
+from greenroom.core.cast import drain_s
 from greenroom.core.decide import Refuse, decide
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, because
 from greenroom.core.events import MoveAsked, MoveDone, SlotsLost, Timer, TimerKind
@@ -44,14 +47,14 @@ class Moves:
     def _ask_to_come(self, event: MoveAsked, record: ModelRecord) -> None:
         state = self._state
         # An operator who asks again knows better than the back-off.
-        record.retry_at, record.pausing = 0.0, None
+        record.retry_at, record.pausing = -inf, None
         for model in event.evict:
             why = because("evicted", model=model, for_model=event.model)
             for slot in [slot for slot in state.slots_of(model) if slot.lease is None]:
                 self._stage.leave(slot, Tier.COLD, slot.spec.grace_s, why, event.now)
-        key = state.policy.key(record.spec.priority, state.next_number())
+        number, priority = state.next_number(), record.spec.priority
         waiter = Waiter(
-            event.op, WaiterKind.OP, key, event.model, (event.model,), record.spec.priority, event.now, wants=event.kind
+            event.op, WaiterKind.OP, number, event.model, (event.model,), priority, event.now, wants=event.kind
         )
         self._act.carry_out(waiter, decide(state, waiter, event.now), event.now)
 
@@ -97,20 +100,35 @@ class Moves:
         if record := self._state.record_of(slot):
             record.learned_s[move.kind] = learn(record.learned_s.get(move.kind), event.now - move.started)
             if move.kind in ARRIVING:
-                record.memory_retries, record.wish_again = 0, False
+                record.memory_retries, record.wish_again, record.retry_at = 0, False, -inf
+            self._state.price_queue(slot.model)
         if slot.tier is Tier.READY:
             slot.concurrency = max(1, slot.spec.concurrency or event.concurrency or 1)
+            self._on_stage(slot, move, event.now)
         if slot.is_going:
             self._stage.go_on_leaving(slot, because("leaving", model=slot.model), event.now)
         elif slot.tier is Tier.READY:
             # Those it was loaded for come first: nothing may evict it between ready and first byte.
-            self._serve_queue(slot, event.now)
+            self._act.fill(slot.model, event.now)
             self._stage.watch_idle(slot)
 
-    def _serve_queue(self, slot: Slot, now: float) -> None:
-        for waiter in self._state.waitlist.of(slot.model):
-            if slot.has_room or waiter.kind is not WaiterKind.REQUEST:
-                self._act.serve(waiter, slot, now)
+    def _on_stage(self, slot: Slot, move: Move, now: float) -> None:
+        """Its time on stage begins; so does the batch that it may serve while others wait."""
+        state, record = self._state, self._state.record_of(slot)
+        took_s = now - move.started
+        if record is not None:
+            record.at_once = slot.concurrency
+        swap_s = took_s if record is None else record.move_s(move.kind)
+        slot.ready_since = now
+        slot.stays_until = now + state.limits.residency_swaps * swap_s
+        slot.batch_until = now + self._batch_s(slot, record, swap_s)
+        state.avg_swap_s = learn(state.avg_swap_s, took_s)
+
+    def _batch_s(self, slot: Slot, record: ModelRecord | None, swap_s: float) -> float:
+        """A swap also costs the time in which answers end and no others begin."""
+        waiting = self._state.waitlist.count(slot.model)
+        ends_s = 0.0 if record is None else drain_s(record, min(slot.concurrency, waiting))
+        return self._state.limits.batch_swaps * (swap_s + ends_s)
 
     def _setback(self, slot: Slot, outcome: Outcome, now: float) -> None:
         """A load, wake or prepare that did not arrive. One that was told to go has not failed."""
@@ -178,7 +196,7 @@ class Moves:
     def _lose(self, slot: Slot, event: SlotsLost) -> None:
         record, was_going = self._state.record_of(slot), slot.is_going
         if slot.planned is not None:
-            self._stage.unplan(slot)
+            self._stage.call_off(slot)
         if event.left_in is Tier.ASLEEP and slot.can_sleep:
             # If it was going it is busy, and goes on when its last answer has been told to have ended.
             slot.tier = Tier.ASLEEP

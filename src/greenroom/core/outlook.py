@@ -31,16 +31,21 @@ def eta_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float | N
     own += _queue_s(state, waiter, model)
     if any(slot.is_arriving or slot.is_serving for slot in state.slots_of(model)):
         return own
-    for head in state.waitlist.heads():
-        if head.model != model and head.key < waiter.key:
-            own += _move_left_s(state, head.model, now) or 0.0
-    return own
+    return own + _others_s(state, waiter)
+
+
+def _others_s(state: State, waiter: Waiter) -> float:
+    """Swaps of those before it: no more than there are callers ahead, nor than there are other models waited for."""
+    ahead = min(state.waitlist.position(waiter) - 1, len(state.waitlist.queues) - 1)
+    at_once = max(1, len(state.ledger.devices) - 1)
+    return max(0, ahead) * (state.avg_swap_s or 0.0) / at_once
 
 
 def _queue_s(state: State, waiter: Waiter, model: ModelId) -> float:
     """Rounds of answers before its own, each as long as answers of this model usually take."""
     record, waitlist = state.models[model], state.waitlist
-    queued = waitlist.ahead_in_queue(waiter) if waiter.id in waitlist else waitlist.count(model)
+    queue = waitlist.queues.get(model)
+    queued = 0 if queue is None else queue.ahead_of(waiter)
     serving = [slot for slot in state.slots_of(model) if slot.is_serving]
     running = sum(len(slot.in_flight) for slot in serving)
     at_once = sum(slot.concurrency for slot in serving) or record.spec.concurrency or 1

@@ -1,51 +1,46 @@
-"""The order of waiting and who may pass whom. Replacing the policy means writing one such class.
+"""What a policy decides: who goes first, and from when on a waiting model may take another's place.
 
-Owns no state: it is given what it judges. Silent, like every policy.
+A policy is one class of five small methods. It is given what it judges, changes nothing, keeps no state and is silent;
+the scheduler asks it and carries out. `default.py` and `fifo.py` are the two that come with Greenroom. A Swapper
+chooses among those who may be made to leave.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from greenroom.core.events import Limits
-from greenroom.core.model import DeviceId, ModelId, SlotId
-from greenroom.core.swapper import ByMemory, Swapper
-from greenroom.core.waitlist import Key, Waiter
+from greenroom.core.swapper import Resident, Swapper
+from greenroom.core.waitlist import Queue, Standing, Waiter
 
-
-@dataclass(frozen=True, slots=True)
-class Blocked:
-    """An earlier waiter whose model cannot come yet, the slots that must leave and the devices where memory lacks."""
-
-    key: Key
-    model: ModelId
-    priority: int
-    slots: frozenset[SlotId]
-    devices: frozenset[DeviceId]
+# Compared from the left; smaller goes first. The last part must be unique, so that no two are equal.
+Turn = tuple[float, ...]
 
 
 class Policy(Protocol):
     swapper: Swapper
 
-    def key(self, priority: int, sequence: int) -> Key:
-        """The place in the waiting order; smaller goes first. `sequence` counts arrivals."""
+    def standing(self, priority: int) -> Standing:
+        """The weight of a priority in a queue's waiting, its deadline, and how long it waits for a lift."""
         ...
 
-    def may_pass(self, waiter: Waiter, blocked: Blocked, overtaken: int) -> bool:
-        """Whether this later waiter may take what that earlier one waits for, which happened `overtaken` times."""
+    def turn(self, waiter: Waiter, served_s: float, now: float) -> Turn:
+        """The order within one model's queue. `served_s` is what the waiter's tenant has had so far."""
+        ...
+
+    def rank(self, queue: Queue, now: float) -> Turn:
+        """The order between models that are not ready, when several of them could come."""
+        ...
+
+    def takes_at(self, queue: Queue, resident: Resident, now: float) -> float:
+        """From when on this queue's model may take this resident's place; infinity if only an end of its work helps."""
+        ...
+
+    def loss(self, resident: Resident, now: float) -> float:
+        """How bad it would be to lose this resident; the swapper takes the least bad."""
         ...
 
 
-class PriorityThenArrival:
-    """Priority, then arrival. Equals that can be served at once may pass a blocked one a bounded number of times."""
-
-    def __init__(self, limits: Limits, swapper: Swapper | None = None) -> None:
-        self._overtakes_max = limits.overtakes_max
-        self.swapper: Swapper = swapper or ByMemory()
-
-    def key(self, priority: int, sequence: int) -> Key:
-        return (priority, sequence)
-
-    def may_pass(self, waiter: Waiter, blocked: Blocked, overtaken: int) -> bool:
-        return waiter.priority == blocked.priority and overtaken < self._overtakes_max
+PolicyFactory = Callable[[Limits, Swapper], Policy]
+Policies = Mapping[str, PolicyFactory]

@@ -16,7 +16,9 @@ from greenroom.core.model import (
     Move,
     MoveId,
     MoveKind,
+    RequestId,
     Slot,
+    SlotId,
     Tier,
 )
 from greenroom.core.state import State
@@ -73,7 +75,20 @@ class Stage:
     def give_up_if_hopeless(self, slot: Slot) -> None:
         """Take back a promise when no memory is on its way any more that could keep it."""
         if slot.planned is not None and not self._is_room_coming(slot, slot.planned):
-            self.unplan(slot)
+            self.call_off(slot)
+
+    def call_off_if_in_time(self, slot: Slot) -> None:
+        """Nobody waits for it any more: let those stay who are still busy. What has begun to leave has left for it."""
+        slots = self._state.slots.values()
+        if slot.planned is not None and any(one.leaving_for == slot.id and not one.is_idle for one in slots):
+            self.call_off(slot)
+
+    def call_off(self, slot: Slot) -> None:
+        """Nothing comes of this plan: those who were still busy making room for it may stay."""
+        self.unplan(slot)
+        for other in self._state.slots.values():
+            if other.leaving_for == slot.id and other.move is None and not other.is_idle:
+                other.leaving_to = other.leaving_for = None
 
     def _may_start(self, slot: Slot, kind: MoveKind) -> bool:
         return self._state.ledger.can_start(slot.id, slot.needs_for(kind)) and not self._must_wait_its_turn(slot)
@@ -119,24 +134,25 @@ class Stage:
 
     # --- going ----------------------------------------------------------------------------------------------------
 
-    def evict(self, slot: Slot, to: Tier, reason: Reason, now: float) -> None:
-        """Make an idle slot leave, or ask the holder of a lease to."""
+    def evict(self, slot: Slot, to: Tier, newcomer: SlotId, reason: Reason, now: float) -> None:
+        """Make a slot leave as soon as its answers have ended, or ask the holder of a lease to."""
         if slot.lease is None:
-            self.leave(slot, to, 0.0, reason, now)
+            slot.leaving_for = newcomer
+            self.leave(slot, to, None, reason, now)
         else:
             slot.leaving_to = Tier.COLD
             self._effects.recall(slot.lease, now + slot.spec.grace_s, reason)
 
-    def leave(self, slot: Slot, to: Tier, grace_s: float, reason: Reason, now: float) -> None:
-        """Let this slot go. Running answers may go on for `grace_s`, then they are cut."""
+    def leave(self, slot: Slot, to: Tier, grace_s: float | None, reason: Reason, now: float) -> None:
+        """Let this slot go. Running answers may go on for `grace_s`, then they are cut; None waits for their end."""
         if slot.planned is not None:
-            self.unplan(slot)
+            self.call_off(slot)
         if slot.lost:
             self._cut_after(slot, grace_s, reason, now)
         elif slot.id in self._state.slots and (slot.tier is not to or slot.move is not None):
             self._leave(slot, to, grace_s, reason, now)
 
-    def _leave(self, slot: Slot, to: Tier, grace_s: float, reason: Reason, now: float) -> None:
+    def _leave(self, slot: Slot, to: Tier, grace_s: float | None, reason: Reason, now: float) -> None:
         was_going = slot.is_going
         if slot.leaving_to is not Tier.COLD:
             slot.leaving_to = to
@@ -155,7 +171,7 @@ class Stage:
             return
         self.forget_timer(Timer(TimerKind.GRACE, slot.id))
         if slot.tier is slot.leaving_to:
-            slot.leaving_to = None
+            slot.leaving_to = slot.leaving_for = None
             self._tell_leaving_ops(slot)
             return
         if slot.leaving_to is Tier.ASLEEP and not self._may_sleep(slot):
@@ -166,7 +182,11 @@ class Stage:
     def _may_sleep(self, slot: Slot) -> bool:
         return slot.can_sleep and self._state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
 
-    def _cut_after(self, slot: Slot, grace_s: float, reason: Reason, now: float) -> None:
+    def _cut_after(self, slot: Slot, grace_s: float | None, reason: Reason, now: float) -> None:
+        if grace_s is None:
+            return
+        # Whoever sets a limit wants it gone for good, whoever else it makes room for.
+        slot.leaving_for = None
         timer, at = Timer(TimerKind.GRACE, slot.id), now + grace_s
         if grace_s <= 0:
             self.cut_all(slot, reason)
@@ -177,17 +197,21 @@ class Stage:
         """End every running answer, each once."""
         self.forget_timer(Timer(TimerKind.GRACE, slot.id))
         for request in list(slot.in_flight):
-            grant = self._state.grants[request]
-            if not grant.is_cut:
-                grant.is_cut = True
-                self._effects.cut(request, reason)
+            self.cut(request, reason)
+
+    def cut(self, request: RequestId, reason: Reason) -> None:
+        """End this running answer, once."""
+        grant = self._state.grants[request]
+        if not grant.is_cut:
+            grant.is_cut = True
+            self._effects.cut(request, reason)
 
     # --- gone -----------------------------------------------------------------------------------------------------
 
     def remove(self, slot: Slot) -> None:
         """The slot is cold: nothing is left of it. Its id is never used again."""
         self._state.ledger.release(slot.id)
-        slot.tier, slot.leaving_to = Tier.COLD, None
+        slot.tier, slot.leaving_to, slot.leaving_for = Tier.COLD, None, None
         if slot.is_idle:
             self.drop(slot)
         else:
@@ -199,6 +223,7 @@ class Stage:
         self.forget_idle(slot)
         self.forget_timer(Timer(TimerKind.GRACE, slot.id))
         self._state.drop_slot(slot)
+        self._state.price_queue(slot.model)
 
     def _tell_leaving_ops(self, slot: Slot) -> None:
         """Operators hear when the last slot has left, and whether all of them are where they should be."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import exp, inf
 
 from greenroom.core import placement
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Limits, Timer
+from greenroom.core.fairness import Accounts
 from greenroom.core.ledger import Ledger
 from greenroom.core.model import (
     NO_CLAIM,
@@ -25,11 +27,21 @@ from greenroom.core.model import (
     SlotId,
     Tier,
 )
-from greenroom.core.policy import Blocked, Policy
-from greenroom.core.waitlist import Waiter, Waitlist
+from greenroom.core.policy import Policy
+from greenroom.core.waitlist import Queue, Waiter, Waitlist
+
+# How long a load is taken to last before one was seen: a start, and a GiB a second.
+GUESS_START_S = 2.0
+GUESS_MIB_PER_S = 1024.0
+# A wake copies what is in memory already.
+GUESS_WAKE_MIB_PER_S = 10_240.0
 
 # Weight of the newest measurement in a learned time: about the last five count.
 EWMA_ALPHA = 0.2
+
+
+# Answers that count for what is typical.
+TYPICAL_OF = 100
 
 
 def learn(old: float | None, new: float) -> float:
@@ -43,7 +55,7 @@ class ModelRecord:
     spec: ModelSpec
     need: Need
     failures: int = 0
-    retry_at: float = 0.0
+    retry_at: float = -inf
     # Why loads pause without anyone being rejected: a refused lease or a store that is down.
     pausing: Outcome | None = None
     memory_retries: int = 0
@@ -52,6 +64,45 @@ class ModelRecord:
     is_lease: bool = False
     learned_s: dict[MoveKind, float] = field(default_factory=dict)
     service_s: float | None = None
+    # The same over many more answers, for what must not jump with the last few.
+    typical_s: float = 0.0
+    answers: int = 0
+    # How many its engine said it answers at once.
+    at_once: int = 1
+    # What an answer takes of its slot's time when others are served beside it.
+    share_s: float | None = None
+    # How often it was asked for, fading; as of `heat_at`.
+    heat: float = 0.0
+    heat_at: float = 0.0
+
+    def answered(self, took_s: float) -> None:
+        """An answer has ended by itself."""
+        self.service_s = learn(self.service_s, took_s)
+        self.answers += 1
+        self.typical_s += (took_s - self.typical_s) / min(self.answers, TYPICAL_OF)
+
+    def inherit(self, old: ModelRecord) -> None:
+        """Take over what was learned of an earlier revision."""
+        self.learned_s, self.at_once = old.learned_s, old.at_once
+        self.service_s, self.typical_s, self.answers, self.share_s = (
+            old.service_s,
+            old.typical_s,
+            old.answers,
+            old.share_s,
+        )
+        self.heat, self.heat_at = old.heat, old.heat_at
+
+    def warm_up(self, now: float, recency_s: float) -> None:
+        """It was asked for once more."""
+        self.heat = 1.0 + self.heat * exp(min(0.0, self.heat_at - now) / recency_s)
+        self.heat_at = now
+
+    def move_s(self, kind: MoveKind) -> float:
+        """How long this move takes, by experience or by size."""
+        if (learned := self.learned_s.get(kind)) is not None:
+            return learned
+        mib = self.need.gpu_mib + self.need.host_mib
+        return mib / GUESS_WAKE_MIB_PER_S if kind is MoveKind.WAKE else GUESS_START_S + mib / GUESS_MIB_PER_S
 
 
 @dataclass(slots=True)
@@ -60,6 +111,9 @@ class Grant:
 
     slot: SlotId
     waiter: Waiter
+    # The slot's shared clock when it began, and what its tenant was charged for it in advance.
+    share_from: float = 0.0
+    charged_s: float = 0.0
     is_cut: bool = False
 
 
@@ -79,7 +133,7 @@ class Counters:
     ignored: int = 0
     grants: int = 0
     dones: int = 0
-    overtakes: int = 0
+    swaps: int = 0
 
 
 class State:
@@ -91,14 +145,19 @@ class State:
         self.slots: dict[SlotId, Slot] = {}
         self.slots_by_model: dict[ModelId, list[Slot]] = {}
         self.moves: dict[MoveId, Slot] = {}
-        self.waitlist = Waitlist()
+        self.waitlist = Waitlist(policy.standing)
+        self.accounts = Accounts()
         self.grants: dict[RequestId, Grant] = {}
-        # Earlier waiters that block later ones, by the model they wait for, and how often each was overtaken.
-        self.blocked: dict[ModelId, Blocked] = {}
-        self.overtaken: dict[ModelId, int] = {}
+        # The first arrival among those who wait for a model that is not ready, or an earlier time: a hint.
+        self.oldest_cold = inf
+        # Devices kept for models that insist and cannot come yet, so that later ones do not take them bit by bit.
+        self.kept: dict[ModelId, frozenset[DeviceId]] = {}
+        # Something has changed that may let a waiting model come.
+        self.ask_again = False
         self.leaving_ops: dict[OpId, LeavingOp] = {}
         self.timers: dict[Timer, float] = {}
         self.avg_wait_s: float | None = None
+        self.avg_swap_s: float | None = None
         self.shutting_down = False
         self.counters = Counters()
         self._sequence = 0
@@ -114,7 +173,36 @@ class State:
     @property
     def is_settled(self) -> bool:
         """Nobody waits for anything, so nothing can have become possible."""
-        return not (self.waitlist or self.blocked or self.overtaken or self.ledger.promises)
+        return not (self.waitlist or self.ledger.promises)
+
+    def serving(self, model: ModelId) -> list[Slot]:
+        """Its slots that take requests now."""
+        revision = self.models[model].spec.revision
+        return [slot for slot in self.slots_of(model) if slot.is_serving and slot.spec.revision == revision]
+
+    def has_room(self, model: ModelId) -> bool:
+        """Whether one more request for this model could be served at once."""
+        return model in self.models and any(slot.has_room for slot in self.serving(model))
+
+    def swap_s(self, model: ModelId) -> float:
+        """How long this model takes to be ready from where it is, once there is room."""
+        is_asleep = any(slot.tier is Tier.ASLEEP and not slot.lost for slot in self.slots_of(model))
+        return self.models[model].move_s(MoveKind.WAKE if is_asleep else MoveKind.LOAD)
+
+    def keepers(self, devices: frozenset[DeviceId], but: ModelId) -> tuple[ModelId, ...]:
+        """Models for which one of these devices is kept."""
+        return tuple(model for model, kept in self.kept.items() if model != but and not kept.isdisjoint(devices))
+
+    def price_queue(self, model: ModelId) -> None:
+        """Tell this model's queue what bringing it takes now."""
+        queue = self.waitlist.queues.get(model)
+        if queue is not None and model in self.models:
+            self.price(queue)
+
+    def price(self, queue: Queue) -> None:
+        queue.swap_s = self.swap_s(queue.model)
+        record = self.models[queue.model]
+        queue.service_s, queue.at_once = record.service_s or 0.0, record.spec.concurrency or record.at_once
 
     def knows(self, some_id: str) -> bool:
         """Whether a request, lease or operator's order of this id is under way. Ids are unique among all of them."""

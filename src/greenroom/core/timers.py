@@ -5,11 +5,13 @@ Owns the reaction to `TimerFired`: patience, idleness, back-off and grace.
 
 from __future__ import annotations
 
+from math import inf
+
 from greenroom.core.apply import Actions
 from greenroom.core.decide import Refuse
 from greenroom.core.effects import RejectCode, because
 from greenroom.core.events import TimerFired, TimerKind
-from greenroom.core.model import ModelId, Slot, SlotId, Tier
+from greenroom.core.model import ModelId, RequestId, Slot, SlotId, Tier
 from greenroom.core.outlook import eta_s
 from greenroom.core.stage import Stage
 from greenroom.core.state import State
@@ -40,6 +42,10 @@ class Timers:
             case TimerKind.GRACE:
                 slot = self._state.slots[SlotId(subject)]
                 self._stage.cut_all(slot, because("grace_over", model=slot.model))
+            case TimerKind.BUDGET:
+                self._stage.cut(RequestId(subject), because("budget"))
+            case TimerKind.SWITCH:
+                self._state.ask_again = True
             case _:
                 self._idle(self._state.slots[SlotId(subject)], now)
 
@@ -49,7 +55,7 @@ class Timers:
 
     def _retry(self, model: ModelId, now: float) -> None:
         record = self._state.models[model]
-        record.pausing = None
+        record.retry_at, record.pausing = -inf, None
         if record.wish_again:
             self._act.preload(model, now)
 

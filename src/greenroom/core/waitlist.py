@@ -1,20 +1,19 @@
-"""Who waits: requests, operators' loads, preloads and leases, in order, by model.
+"""Who waits: requests, operators' loads, preloads and leases, by model.
 
-Owns order and positions. Never decides who goes: it says who is first and how many stand before whom. Adding, removing
-and finding a position cost O(log n) comparisons.
+Owns the queues and their sums. Never decides who goes: it says who stands first in each lane, how long a queue has
+waited altogether, and how many stand before whom. Adding, removing and finding a position cost O(log n) comparisons.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
 
 from greenroom.core.model import NO_TENANT, LeaseId, ModelId, MoveKind, OpId, RequestId, TenantId
-
-# Priority first, then arrival. The second number is unique, so keys never compare equal.
-Key = tuple[int, int]
 
 
 class WaiterKind(Enum):
@@ -24,36 +23,290 @@ class WaiterKind(Enum):
     LEASE = "lease"
 
 
-@dataclass(slots=True)
+ASKING = (WaiterKind.OP, WaiterKind.PRELOAD)
+
+
+@dataclass(slots=True, eq=False)
 class Waiter:
     """One that waits. `model` is the queue it stands in; `candidates` are those it may be moved to."""
 
     id: RequestId | OpId | LeaseId
     kind: WaiterKind
-    key: Key
+    sequence: int  # Counts arrivals; unique.
     model: ModelId
     candidates: tuple[ModelId, ...]
     priority: int
     arrived: float
     tenant: TenantId = NO_TENANT
     give_up_at: float | None = None
+    answer_by: float | None = None
     wants: MoveKind = MoveKind.LOAD
+    # Age counts from here: its arrival, or when the one before it in its lane was served.
+    aged_from: float = 0.0
     came_back: bool = False
     granted_at: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.aged_from = self.arrived
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a policy says of a priority once and for all.
+
+    Its weight in a queue's waiting; after how long it insists; after how long it goes before all who have not waited so
+    long; and how much waiting lifts it by one class.
+    """
+
+    weight: float
+    deadline_s: float
+    late_s: float
+    lift_s: float
+
+
+# The kind's word, not the kind: lanes are compared where turns are equal.
+Lane = tuple[str, int, TenantId]
+
+# With more lanes than these their order is kept; with fewer it is as quick to look at each.
+LANES_FEW = 8
+# How long an order of lanes is good enough: age lifts by the minute.
+TURNS_FRESH_S = 1.0
+
+
+class Queue:
+    """Everybody who waits for one model. A lane holds those of one kind, priority and tenant in the order they came."""
+
+    __slots__ = (
+        "_ages",
+        "_deadline_at",
+        "_late_at",
+        "_lift_at",
+        "_oldest",
+        "_standing",
+        "askers",
+        "at_once",
+        "changed",
+        "lanes",
+        "model",
+        "preparing",
+        "service_s",
+        "stale",
+        "swap_s",
+        "tenants",
+        "turns",
+        "turns_at",
+        "waiting",
+        "weight",
+    )
+
+    def __init__(self, model: ModelId, standing: Callable[[int], Standing]) -> None:
+        self.model = model
+        self._standing = standing
+        self.lanes: dict[Lane, list[Waiter]] = {}
+        # Operators who want it asleep stand apart: they hold up nobody, and nobody holds them up.
+        self.preparing: dict[str, Waiter] = {}
+        # The order of the lanes as far as it is known, when it was made, and lanes whose first has changed since.
+        self.turns: list[tuple[tuple[float, ...], Lane]] = []
+        self.turns_at = -inf
+        self.changed: list[Lane] = []
+        self.askers = 0
+        # Whether the first of a lane has left since the times below were seen.
+        self.stale = False
+        self.tenants: dict[TenantId, int] = {}
+        self.waiting = 0
+        self.weight = 0.0
+        self._ages = 0.0
+        self._deadline_at = inf
+        self._late_at = inf
+        self._oldest = inf
+        self._lift_at = inf
+        # How long its model takes to be ready from where it is, and to answer, and how many it answers at once; kept by
+        # the scheduler.
+        self.swap_s = 0.0
+        self.service_s = 0.0
+        self.at_once = 1
+
+    @property
+    def deadline_at(self) -> float:
+        """When the first of them insists."""
+        if self.stale:
+            self._look()
+        return self._deadline_at
+
+    @property
+    def late_at(self) -> float:
+        """When the first of them is late."""
+        if self.stale:
+            self._look()
+        return self._late_at
+
+    @property
+    def oldest(self) -> float:
+        """The first arrival."""
+        if self.stale:
+            self._look()
+        return self._oldest
+
+    @property
+    def lift_at(self) -> float:
+        """When somebody here stands in class 0 by age alone."""
+        if self.stale:
+            self._look()
+        return self._lift_at
+
+    def waited_s(self, now: float) -> float:
+        """Seconds waited by all together, each with the weight of its class."""
+        return max(0.0, self.weight * now - self._ages)
+
+    @property
+    def middle(self) -> float:
+        """When they came, on average."""
+        return self._ages / self.weight
+
+    def joined_by(self, waiter: Waiter) -> Queue:
+        """The sums as they would be with this one in the queue. Lanes are left out."""
+        copy = Queue(self.model, self._standing)
+        copy.waiting, copy.weight, copy._ages, copy.tenants = self.waiting, self.weight, self._ages, {**self.tenants}
+        copy._deadline_at, copy._late_at = self.deadline_at, self.late_at
+        copy._oldest, copy._lift_at = self.oldest, self.lift_at
+        copy._count(waiter, +1)
+        copy._lead(waiter)
+        return copy
+
+    def add(self, waiter: Waiter) -> None:
+        if waiter.wants is MoveKind.PREPARE:
+            self.preparing[waiter.id] = waiter
+            self.waiting += 1
+            self.askers += 1
+            return
+        key = _lane(waiter)
+        lane = self.lanes.setdefault(key, [])
+        insort(lane, waiter, key=_sequence)
+        self._count(waiter, +1)
+        if lane[0] is waiter:
+            self._lead(waiter)
+            self.changed.append(key)
+
+    def remove(self, waiter: Waiter, served_at: float | None) -> None:
+        if self.preparing.pop(waiter.id, None) is not None:
+            self.waiting -= 1
+            self.askers -= 1
+            return
+        key = _lane(waiter)
+        lane = self.lanes[key]
+        place = bisect_left(lane, waiter.sequence, key=_sequence)
+        del lane[place]
+        if lane and served_at is not None:
+            # A lane that is served does not starve, however long it is: only its turn comes by age, not its length.
+            lane[0].aged_from = max(lane[0].aged_from, served_at)
+        if not lane:
+            del self.lanes[key]
+        self._count(waiter, -1)
+        if place == 0:
+            self.stale = True
+            self.changed.append(key)
+
+    def _count(self, waiter: Waiter, sign: int) -> None:
+        self.waiting += sign
+        if waiter.kind in ASKING:
+            self.askers += sign
+        count = self.tenants.get(waiter.tenant, 0) + sign
+        if count:
+            self.tenants[waiter.tenant] = count
+        else:
+            del self.tenants[waiter.tenant]
+        if waiter.kind is not WaiterKind.PRELOAD:
+            weight = sign * self._standing(waiter.priority).weight
+            self.weight += weight
+            self._ages += weight * waiter.arrived
+
+    def _lead(self, waiter: Waiter) -> None:
+        """Take the first of a lane into account. Those behind it came later and change nothing."""
+        if waiter.kind is WaiterKind.PRELOAD:
+            return
+        standing = self._standing(waiter.priority)
+        self._deadline_at = min(self._deadline_at, waiter.arrived + standing.deadline_s)
+        self._late_at = min(self._late_at, waiter.arrived + standing.late_s)
+        self._oldest = min(self._oldest, waiter.arrived)
+        self._lift_at = min(self._lift_at, waiter.aged_from + waiter.priority * standing.lift_s)
+
+    def _look(self) -> None:
+        """See the first of every lane again, after one of them has left."""
+        self.stale = False
+        self._deadline_at = self._late_at = self._oldest = self._lift_at = inf
+        for lane in self.lanes.values():
+            self._lead(lane[0])
+
+    def ahead_of(self, waiter: Waiter) -> int:
+        """How many are likely to go before this one: those before it in its lane, and as many in each other lane."""
+        own = _lane(waiter)
+        before = bisect_left(self.lanes.get(own, []), waiter.sequence, key=_sequence)
+        others = (min(before + 1, len(lane)) for key, lane in self.lanes.items() if key != own and key[1] <= own[1])
+        return before + sum(others)
+
+    def heads(self) -> list[Waiter]:
+        """The first of every lane, and those who stand apart."""
+        return [*(lane[0] for lane in self.lanes.values()), *self.preparing.values()]
+
+    def asking(self) -> list[Waiter]:
+        """Operators and wishes, who ask only that the model be there."""
+        if not self.askers:
+            return []
+        lanes = [lane for lane in self.lanes.values() if lane[0].kind in ASKING]
+        return [*self.preparing.values(), *(waiter for lane in lanes for waiter in lane)]
+
+    def first(self, turn: Callable[[Waiter], tuple[float, ...]], now: float) -> Waiter | None:
+        """Whose turn it is; None if only those wait who stand apart."""
+        if not self.lanes:
+            return None
+        if len(self.lanes) <= LANES_FEW:
+            self.turns_at = -inf
+            self.changed.clear()
+            return min((lane[0] for lane in self.lanes.values()), key=turn)
+        self._arrange(turn, now)
+        while True:
+            known, key = self.turns[0]
+            lane = self.lanes.get(key)
+            if lane is None:
+                heappop(self.turns)
+            elif (current := turn(lane[0])) > known:
+                heapreplace(self.turns, (current, key))
+            else:
+                return lane[0]
+
+    def _arrange(self, turn: Callable[[Waiter], tuple[float, ...]], now: float) -> None:
+        """Order the lanes anew after a while, because turns also come by age; until then only what has changed."""
+        if now - self.turns_at >= TURNS_FRESH_S or now < self.turns_at:
+            self.turns = [(turn(lane[0]), key) for key, lane in self.lanes.items()]
+            heapify(self.turns)
+            self.turns_at = now
+        else:
+            for key in self.changed:
+                if lane := self.lanes.get(key):
+                    heappush(self.turns, (turn(lane[0]), key))
+        self.changed.clear()
+
+    def __iter__(self) -> Iterator[Waiter]:
+        """In the order they came."""
+        waiters = [waiter for lane in self.lanes.values() for waiter in lane]
+        return iter(sorted([*waiters, *self.preparing.values()], key=_sequence))
+
 
 class Waitlist:
-    def __init__(self) -> None:
+    def __init__(self, standing: Callable[[int], Standing]) -> None:
+        self.standing = standing
         self._waiters: dict[str, Waiter] = {}
-        self._queues: dict[ModelId, list[tuple[Key, str]]] = {}
+        self.queues: dict[ModelId, Queue] = {}
+        # Those who named several models: they are few, and looked at whenever one of these has room.
+        self.choosy: dict[str, Waiter] = {}
         # Callers only: operators and preloads are not counted as queue depth and are not given positions.
-        self._callers: list[Key] = []
+        self._callers: list[tuple[int, int]] = []
 
     def __contains__(self, waiter_id: str) -> bool:
         return waiter_id in self._waiters
 
     def __iter__(self) -> Iterator[Waiter]:
-        return iter(sorted(self._waiters.values(), key=lambda waiter: waiter.key))
+        return iter(sorted(self._waiters.values(), key=_place))
 
     def __bool__(self) -> bool:
         return bool(self._waiters)
@@ -71,55 +324,56 @@ class Waitlist:
     def add(self, waiter: Waiter) -> None:
         assert waiter.id not in self._waiters, f"{waiter.id} waits already"
         self._waiters[waiter.id] = waiter
-        insort(self._queues.setdefault(waiter.model, []), (waiter.key, waiter.id))
+        queue = self.queues.get(waiter.model)
+        if queue is None:
+            queue = self.queues[waiter.model] = Queue(waiter.model, self.standing)
+        queue.add(waiter)
+        if len(waiter.candidates) > 1:
+            self.choosy[waiter.id] = waiter
         if waiter.kind is WaiterKind.REQUEST:
-            insort(self._callers, waiter.key)
+            insort(self._callers, _place(waiter))
 
-    def remove(self, waiter_id: str) -> Waiter | None:
+    def remove(self, waiter_id: str, served_at: float | None = None) -> Waiter | None:
         waiter = self._waiters.pop(waiter_id, None)
         if waiter is None:
             return None
-        queue = self._queues[waiter.model]
-        del queue[bisect_left(queue, (waiter.key, waiter.id))]
-        if not queue:
-            del self._queues[waiter.model]
+        queue = self.queues[waiter.model]
+        queue.remove(waiter, served_at)
+        if not queue.waiting:
+            del self.queues[waiter.model]
+        self.choosy.pop(waiter_id, None)
         if waiter.kind is WaiterKind.REQUEST:
-            del self._callers[bisect_left(self._callers, waiter.key)]
+            del self._callers[bisect_left(self._callers, _place(waiter))]
         return waiter
 
-    def heads(self) -> list[Waiter]:
-        """The first of every queue."""
-        return [self._waiters[queue[0][1]] for queue in self._queues.values()]
-
-    def first(self, model: ModelId) -> Waiter | None:
-        queue = self._queues.get(model)
-        return self._waiters[queue[0][1]] if queue else None
-
-    def at(self, model: ModelId, key: Key) -> Waiter:
-        """The one who stands at this place."""
-        queue = self._queues[model]
-        return self._waiters[queue[bisect_left(queue, key, key=_place)][1]]
-
-    def after(self, model: ModelId, key: Key) -> Waiter | None:
-        """The next in this model's queue behind that place."""
-        queue = self._queues.get(model, [])
-        behind = bisect_right(queue, key, key=_place)
-        return self._waiters[queue[behind][1]] if behind < len(queue) else None
+    def restand(self, standing: Callable[[int], Standing]) -> None:
+        """Another policy judges priorities in another way."""
+        self.standing = standing
+        waiters, self._waiters = self._waiters, {}
+        self.queues, self.choosy, self._callers = {}, {}, []
+        for waiter in waiters.values():
+            self.add(waiter)
 
     def of(self, model: ModelId) -> list[Waiter]:
-        return [self._waiters[waiter_id] for _, waiter_id in self._queues.get(model, ())]
+        queue = self.queues.get(model)
+        return list(queue) if queue is not None else []
 
     def count(self, model: ModelId) -> int:
-        return len(self._queues.get(model, ()))
+        queue = self.queues.get(model)
+        return 0 if queue is None else queue.waiting
 
     def position(self, waiter: Waiter) -> int:
-        """1 for the next; callers only."""
-        return bisect_left(self._callers, waiter.key) + 1
-
-    def ahead_in_queue(self, waiter: Waiter) -> int:
-        """How many wait for the same model before this one."""
-        return bisect_left(self._queues[waiter.model], (waiter.key, waiter.id))
+        """1 for the next; callers only, by priority and arrival."""
+        return bisect_left(self._callers, _place(waiter)) + 1
 
 
-def _place(entry: tuple[Key, str]) -> Key:
-    return entry[0]
+def _lane(waiter: Waiter) -> Lane:
+    return (waiter.kind.value, waiter.priority, waiter.tenant)
+
+
+def _sequence(waiter: Waiter) -> int:
+    return waiter.sequence
+
+
+def _place(waiter: Waiter) -> tuple[int, int]:
+    return (waiter.priority, waiter.sequence)

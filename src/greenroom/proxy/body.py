@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Final, Protocol
 
 from greenroom.errors import BodiesFull, GatewayBug
 from greenroom.proxy.limits import EdgeLimits
 
-READ_BYTES = 64 * 1024
+READ_BYTES: Final = 64 * 1024
 
 
 class Chunked(Protocol):
@@ -141,10 +141,10 @@ class Body:
     def _spool(self, data: bytes) -> None:
         self._budget.take_spool(len(data))
         self._spool_held += len(data)
-        view = memoryview(data)
+        view, written = memoryview(data), 0
         try:
-            while view:
-                view = view[os.write(self._file, view) :]
+            while written < len(data):
+                written += os.write(self._file, view[written:])
         except OSError as error:
             raise BodiesFull(
                 f"A large request body could not be spooled: {error.strerror}.", retry_after_s=5.0

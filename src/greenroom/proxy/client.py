@@ -14,7 +14,7 @@ import contextlib
 import logging
 import socket
 import struct
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from greenroom.errors import GatewayBug, GreenroomError, TooSlow
 from greenroom.proxy import wire
@@ -28,9 +28,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("greenroom.proxy")
 
 # In the order a connection goes through them: plain numbers because they are compared for every read.
-READ, ANSWER, TUNNEL, LINGER, CLOSED = range(5)
+READ: Final = 0
+ANSWER: Final = 1
+TUNNEL: Final = 2
+LINGER: Final = 3
+CLOSED: Final = 4
 
-_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+_RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
 
 class ClientConnection(asyncio.Protocol):

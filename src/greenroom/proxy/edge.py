@@ -17,6 +17,7 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any, Final
 
 from greenroom.errors import GreenroomError, Overload
 from greenroom.proxy import wire
@@ -32,7 +33,11 @@ log = logging.getLogger("greenroom.proxy")
 
 # Status, headers and body of an answer.
 Refusal = tuple[int, Headers, bytes]
-_LAST_RESORT: Refusal = (500, [(b"content-type", b"application/json")], b'{"error":{"message":"internal error"}}')
+_LAST_RESORT: Final[Refusal] = (
+    500,
+    [(b"content-type", b"application/json")],
+    b'{"error":{"message":"internal error"}}',
+)
 
 
 class Edge:
@@ -81,7 +86,8 @@ class Edge:
         if path is not None:
             server: asyncio.AbstractServer = await self._listen_unix(path)
         else:
-            tcp = await self.loop.create_server(self._accept, host, port or 0, backlog=self.limits.backlog)
+            # Any, because uvloop's server is not asyncio's: its sockets come as a list.
+            tcp: Any = await self.loop.create_server(self._accept, host, port or 0, backlog=self.limits.backlog)
             self.addresses += [_spell(sock.getsockname()) for sock in tcp.sockets]
             server = tcp
         self._servers.append(server)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import httptools
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("greenroom.proxy")
 
-RESPONSE_HEAD_BYTES_MAX = 64 * 1024
+RESPONSE_HEAD_BYTES_MAX: Final = 64 * 1024
 # Above this many unsent bytes of a request's body we wait for the engine to take them.
-WRITE_BUFFER_BYTES_MAX = 256 * 1024
+WRITE_BUFFER_BYTES_MAX: Final = 256 * 1024
 # Bodies up to this size are joined with their head into one write.
-_ONE_WRITE_MAX = 64 * 1024
+_ONE_WRITE_MAX: Final = 64 * 1024
 
 
 class EngineReceiver(Protocol):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from greenroom.errors import GatewayBug
 from greenroom.proxy import wire
@@ -23,7 +23,7 @@ from greenroom.proxy.head import Head, Headers
 if TYPE_CHECKING:
     from greenroom.proxy.client import ClientConnection
 
-_BODILESS = frozenset((204, 304))
+_BODILESS: Final = frozenset((204, 304))
 
 
 class RawReceiver(Protocol):

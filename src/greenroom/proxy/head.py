@@ -7,19 +7,20 @@ request line. Never reads from a socket and never decodes the path: what is auth
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from greenroom.errors import BadFraming, ExpectationFailed, HeadersTooLarge, MethodNotAllowed
 from greenroom.proxy.limits import EdgeLimits
 
 Headers = list[tuple[bytes, bytes]]
 
-_FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade"))
-_HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
-_LENGTH_DIGITS_MAX = 18
-_VERSIONS = {b"HTTP/1.1": "1.1", b"HTTP/1.0": "1.0"}
+_FRAMING: Final = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade"))
+_HOST: Final = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+_LENGTH_DIGITS_MAX: Final = 18
+_VERSIONS: Final = {b"HTTP/1.1": "1.1", b"HTTP/1.0": "1.0"}
 
 # Names that mean something only before the body. After it they could only be meant to confuse someone.
-FORBIDDEN_IN_TRAILERS = frozenset(
+FORBIDDEN_IN_TRAILERS: Final = frozenset(
     (
         b"authorization",
         b"connection",

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from typing import Final
 
 from greenroom.errors import GatewayBug
 from greenroom.proxy.head import Headers
 
 # Everything else a client sends stays here: keys, cookies, encodings we would have to undo, names of other hops.
-REQUEST_ALLOWED = frozenset((b"accept", b"content-type"))
+REQUEST_ALLOWED: Final = frozenset((b"accept", b"content-type"))
 # What a WebSocket handshake needs besides.
-UPGRADE_ALLOWED = frozenset(
+UPGRADE_ALLOWED: Final = frozenset(
     (b"sec-websocket-extensions", b"sec-websocket-key", b"sec-websocket-protocol", b"sec-websocket-version")
 )
 # Names that configuration cannot let through either: we write them ourselves, or they would confuse the framing.
-NEVER_FORWARDED = frozenset(
+NEVER_FORWARDED: Final = frozenset(
     (
         b"accept-encoding",
         b"authorization",
@@ -37,7 +38,7 @@ NEVER_FORWARDED = frozenset(
         b"x-request-id",
     )
 )
-_HOP_BY_HOP = frozenset(
+_HOP_BY_HOP: Final = frozenset(
     (
         b"connection",
         b"content-length",
@@ -52,9 +53,9 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     )
 )
-_TARGET = re.compile(rb"/[!-~]*")
-_BREAK = re.compile(rb"[\r\n\0]")
-_WITH_BODY = frozenset((b"POST", b"PUT", b"PATCH"))
+_TARGET: Final = re.compile(rb"/[!-~]*")
+_BREAK: Final = re.compile(rb"[\r\n\0]")
+_WITH_BODY: Final = frozenset((b"POST", b"PUT", b"PATCH"))
 
 
 def build_request(

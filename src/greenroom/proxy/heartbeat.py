@@ -8,9 +8,10 @@ from __future__ import annotations
 import enum
 import json
 import re
+from typing import Final
 
-_UNSAFE = re.compile(r"[^!-~]+")
-_VALUE_CHARS_MAX = 200
+_UNSAFE: Final = re.compile(r"[^!-~]+")
+_VALUE_CHARS_MAX: Final = 200
 
 
 class HeartbeatKind(enum.Enum):

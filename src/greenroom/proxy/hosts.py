@@ -9,14 +9,15 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterable
+from typing import Final
 
 from greenroom.errors import HostNotAllowed
 
-ANY = "*"
-_LOOPBACK_NAMES = frozenset(("localhost", "ip6-localhost", "ip6-loopback"))
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%-]+)(?::[0-9]{1,5})?")
+ANY: Final = "*"
+_LOOPBACK_NAMES: Final = frozenset(("localhost", "ip6-localhost", "ip6-loopback"))
+_HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%-]+)(?::[0-9]{1,5})?")
 # Pairs that were found allowed are remembered. Bounded, because clients choose them.
-_REMEMBERED_MAX = 256
+_REMEMBERED_MAX: Final = 256
 
 
 class HostRule:

@@ -6,9 +6,10 @@ Owns every number the edge is limited by, each with its reason. Never enforces o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
-KIB = 1024
-MIB = 1024 * KIB
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ to there and no further, and its callbacks only take notes. Never touches the so
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import httptools
 
@@ -16,7 +17,7 @@ from greenroom.proxy.body import Body, BodyBudget
 from greenroom.proxy.head import FORBIDDEN_IN_TRAILERS, Head, Headers, read_head
 from greenroom.proxy.limits import EdgeLimits
 
-_END = b"\r\n\r\n"
+_END: Final = b"\r\n\r\n"
 
 
 class RequestReader:

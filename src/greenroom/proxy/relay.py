@@ -13,6 +13,7 @@ import asyncio
 import enum
 import time
 from collections.abc import Callable
+from typing import Final
 
 from greenroom.errors import EngineLost
 from greenroom.proxy.engine_connection import Connection
@@ -21,10 +22,10 @@ from greenroom.proxy.head import Headers
 from greenroom.proxy.headers import response_headers
 from greenroom.proxy.sse import EventCounter, UsageFilter
 
-BAD_BODY_BYTES_MAX = 64 * 1024
-TAIL_BYTES = 8 * 1024
+BAD_BODY_BYTES_MAX: Final = 64 * 1024
+TAIL_BYTES: Final = 8 * 1024
 # Pieces are looked at together once they are this many bytes, which costs far less than one by one.
-UNREAD_BYTES_MAX = 16 * 1024
+UNREAD_BYTES_MAX: Final = 16 * 1024
 
 # Status, headers and the first bytes of an answer that cannot be passed on.
 OnBadHead = Callable[[int, Headers, bytes], None]

@@ -8,17 +8,19 @@ would be inserted into its stream, because the ends of its own would not be seen
 from __future__ import annotations
 
 import re
+from typing import Final
 
 import msgspec
 
 # A line longer than this is passed on as it comes: better one event too many than a buffer without end.
-HELD_BYTES_MAX = 1024 * 1024
+HELD_BYTES_MAX: Final = 1024 * 1024
 
-_BREAKS = b"\r\n"
-_BLANK_LINES = re.compile(rb"\n\r*\n[\r\n]*")
-_DATA = b"\ndata:"
-_EVENT = re.compile(rb"(?s).*?\n\r?\n|.+\Z")
-_EMPTY_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
+_BREAKS: Final = b"\r\n"
+_BLANK_LINES: Final = re.compile(rb"\n\r*\n[\r\n]*")
+_DATA: Final = b"\ndata:"
+_EVENT: Final = re.compile(rb"(?s).*?\n\r?\n|.+\Z")
+_USAGE: Final = b'"usage"'
+_EMPTY_CHOICES: Final = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 
 
 class EventCounter:
@@ -89,7 +91,7 @@ class UsageFilter:
         if self._passes:
             return data
         held = self._held
-        if not held and data.endswith((b"\n\n", b"\n\r\n")) and _EMPTY_CHOICES.search(data) is None:
+        if not held and data.endswith((b"\n\n", b"\n\r\n")) and not _may_be_usage(data):
             return data
         start = max(0, len(held) - 3)
         held += data
@@ -98,14 +100,19 @@ class UsageFilter:
             return self.flush() if len(held) > HELD_BYTES_MAX else b""
         ready = bytes(held[:end])
         del held[:end]
-        return _without_usage(ready) if _EMPTY_CHOICES.search(ready) else ready
+        return _without_usage(ready) if _may_be_usage(ready) else ready
 
     def flush(self) -> bytes:
         """What is still held, whole event or not. From now on everything passes."""
         self._passes = True
         rest = bytes(self._held)
         self._held.clear()
-        return _without_usage(rest) if _EMPTY_CHOICES.search(rest) else rest
+        return _without_usage(rest) if _may_be_usage(rest) else rest
+
+
+def _may_be_usage(events: bytes) -> bool:
+    """Asked of every read, so the plain search goes first: most events do not even have the word."""
+    return _USAGE in events and _EMPTY_CHOICES.search(events) is not None
 
 
 def _without_usage(events: bytes) -> bytes:
@@ -114,7 +121,7 @@ def _without_usage(events: bytes) -> bytes:
 
 def _is_usage(event: bytes) -> bool:
     """Decoded only where the pattern was found, which a stream has once: text that looks like it stays."""
-    if _EMPTY_CHOICES.search(event) is None:
+    if not _may_be_usage(event):
         return False
     lines = [line[5:] for line in event.splitlines() if line.startswith(b"data:")]
     try:

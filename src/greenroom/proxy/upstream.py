@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from greenroom.errors import EngineLost
 from greenroom.proxy.body import Payload
@@ -16,7 +16,7 @@ from greenroom.proxy.engine_connection import Connection
 from greenroom.proxy.head import Headers
 
 # Engines listen on this machine or one nearby: a connection that takes longer will not come.
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)

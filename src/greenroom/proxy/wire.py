@@ -9,22 +9,25 @@ from __future__ import annotations
 import re
 from email.utils import formatdate
 from http import HTTPStatus
+from typing import Final
 
 from greenroom.errors import GatewayBug
 from greenroom.proxy.head import Headers
 
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-LAST_CHUNK = b"0\r\n\r\n"
-CLOSE = b"connection: close\r\n"
-KEEP_ALIVE = b"connection: keep-alive\r\n"
-CHUNKED = b"transfer-encoding: chunked\r\n"
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+LAST_CHUNK: Final = b"0\r\n\r\n"
+CLOSE: Final = b"connection: close\r\n"
+KEEP_ALIVE: Final = b"connection: keep-alive\r\n"
+CHUNKED: Final = b"transfer-encoding: chunked\r\n"
 
 # Always HTTP/1.1: it is our version, not the client's.
-_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode("ascii") for status in HTTPStatus}
-_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_STATUS_LINES: Final = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode("ascii") for status in HTTPStatus
+}
+_NAME: Final = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 # Names found to be tokens once are not looked at again. Bounded, because engines choose names too.
 _known_names: set[bytes] = set()
-_KNOWN_NAMES_MAX = 512
+_KNOWN_NAMES_MAX: Final = 512
 
 
 def render_head(status: int, headers: Headers, framing: bytes, date: bytes) -> bytes:

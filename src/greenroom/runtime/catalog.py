@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from greenroom.config.diff import Changes
 from greenroom.config.schema import PRIORITY_NAMES, Config, Model
-from greenroom.core.model import DeviceId, ModelId, ModelSpec
+from greenroom.core.model import DeviceId, ModelId, ModelSpec, Need
 from greenroom.engines.base import Ability, Engine
 from greenroom.engines.registry import engine_for
 
@@ -33,6 +33,7 @@ class Catalog:
         self._names: dict[str, Entry] = {}
         # Revisions only grow, also over a removal, so that a slot of an old one is never taken for a new one.
         self._revisions: dict[ModelId, int] = {}
+        self._fits = True
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
@@ -54,21 +55,26 @@ class Catalog:
 
     def fill(self, config: Config) -> tuple[ModelSpec, ...]:
         """Take in the first configuration."""
-        self._replace({ModelId(name): _entry(ModelId(name), 1, model) for name, model in config.models.items()})
+        self._fits = config.scheduler.fit_memory
+        self._replace(
+            {ModelId(name): _entry(ModelId(name), 1, model, self._fits) for name, model in config.models.items()}
+        )
         return tuple(entry.spec for entry in self)
 
     def change(self, config: Config, changes: Changes) -> tuple[ModelSpec, ...]:
         """Take in a later one: only what changed gets a new entry. Returns the new specs."""
         fresh: dict[ModelId, Entry] = {}
+        fits, same_fit = config.scheduler.fit_memory, config.scheduler.fit_memory == self._fits
         for name, model in config.models.items():
             model_id = ModelId(name)
             old = self._entries.get(model_id)
-            if old is not None and name not in (*changes.changed, *changes.relabelled):
+            if same_fit and old is not None and name not in (*changes.changed, *changes.relabelled):
                 fresh[model_id] = old
                 continue
-            step = 0 if name in changes.relabelled else 1
-            revision = self._revisions.get(model_id, 0) + step
-            fresh[model_id] = _entry(model_id, revision, model)
+            is_new = old is None or name in changes.changed
+            revision = self._revisions.get(model_id, 0) + (1 if is_new else 0)
+            fresh[model_id] = _entry(model_id, revision, model, fits)
+        self._fits = fits
         new = tuple(entry.spec for model_id, entry in fresh.items() if self._entries.get(model_id) is not entry)
         self._replace(fresh)
         return new
@@ -80,12 +86,13 @@ class Catalog:
             self._revisions[entry.id] = entry.spec.revision
 
 
-def _entry(model_id: ModelId, revision: int, model: Model) -> Entry:
+def _entry(model_id: ModelId, revision: int, model: Model, fits_memory: bool) -> Entry:
     engine = engine_for(model)
     spec = ModelSpec(
         id=model_id,
         revision=revision,
-        need=engine.need(model),
+        # Where rules about company stand alone, models take no room.
+        need=engine.need(model) if fits_memory else Need(),
         devices=tuple(DeviceId(device) for device in model.devices),
         can_split=engine.can_split,
         sizes_itself=engine.sizes_itself,

@@ -44,8 +44,9 @@ class AsyncEffects:
         self._tickets[request].reject(self._rejections.error_for(rejection))
 
     def cut(self, request: RequestId, reason: Reason) -> None:
-        self._observer.cut(request, reason)
-        self._tickets[request].cut(self._rejections.error_for_cut(reason))
+        ticket = self._tickets[request]
+        self._observer.cut(request, None if ticket.slot is None else ticket.slot.entry.id, reason)
+        ticket.cut(self._rejections.error_for_cut(reason))
 
     def move(self, move: Move, reason: Reason) -> None:
         self._observer.moving(move, reason)

@@ -1,12 +1,15 @@
 """What is told of the scheduler's doings: one log line, one event and one count per thing that happened.
 
-Owns the words. Keeps the last decisions with their reasons for those who ask later.
+Owns the words. Keeps the last decisions with their reasons for those who ask later: numbered from 1 in each run, with
+the wall clock's time.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from greenroom.core.effects import Reason, Rejection
@@ -22,12 +25,17 @@ DECISIONS_MAX = 500
 
 
 class Observer:
-    def __init__(self, hub: Hub, metrics: Metrics) -> None:
+    def __init__(self, hub: Hub, metrics: Metrics, wall: Callable[[], float] = time.time) -> None:
         self._hub = hub
         self._metrics = metrics
+        self._wall = wall
+        self._numbers = itertools.count(1)
+        # Moves that have begun and not ended, to tell of whom an abort is.
+        self._moving: dict[MoveId, Move] = {}
         self.decisions: deque[Mapping[str, Any]] = deque(maxlen=DECISIONS_MAX)
 
     def moving(self, move: Move, reason: Reason) -> None:
+        self._moving[move.id] = move
         facts = {"model": move.model, "slot": move.slot, "move": move.id}
         _log.info(f"{move.kind.value} started", **facts, why=str(reason))
         self._tell(move.kind.value, facts, reason)
@@ -35,6 +43,7 @@ class Observer:
             self._metrics.evicted(move.model, reason.why)
 
     def moved(self, move: Move, outcome: Outcome, took_s: float) -> None:
+        self._moving.pop(move.id, None)
         self._metrics.move_done(move.model, move.kind.value, outcome.value, took_s)
         said = {"model": move.model, "slot": move.slot, "move": move.id, "outcome": outcome.value, "took_s": took_s}
         _log.info(f"{move.kind.value} {outcome.value}", **said)
@@ -45,12 +54,13 @@ class Observer:
         _log.info("rejected", request=request, model=rejection.model, code=rejection.code.value)
         self._tell("reject", {"request": request, "model": rejection.model, "code": rejection.code.value}, reason)
 
-    def cut(self, request: str, reason: Reason) -> None:
-        _log.info("cut", request=request, why=str(reason))
-        self._tell("cut", {"request": request}, reason)
+    def cut(self, request: str, model: str | None, reason: Reason) -> None:
+        _log.info("cut", request=request, model=model, why=str(reason))
+        self._tell("cut", {"request": request, "model": model}, reason)
 
     def aborting(self, move: MoveId, reason: Reason) -> None:
-        self._tell("abort", {"move": move}, reason)
+        moving = self._moving.get(move)
+        self._tell("abort", {"move": move, "model": None if moving is None else moving.model}, reason)
 
     def recalled(self, lease: LeaseId, deadline: float, reason: Reason) -> None:
         self._tell("recall", {"lease": lease, "deadline": deadline}, reason)
@@ -61,5 +71,5 @@ class Observer:
 
     def _tell(self, what: str, facts: Mapping[str, Any], reason: Reason) -> None:
         told = {**facts, "why": reason.why, **{name: value for name, value in reason.facts if name not in facts}}
-        self.decisions.append({"what": what, **told})
+        self.decisions.append({"seq": next(self._numbers), "at": round(self._wall(), 3), "what": what, **told})
         self._hub.publish(what, told)

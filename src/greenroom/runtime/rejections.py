@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from greenroom.core.effects import Reason, RejectCode, Rejection
 from greenroom.core.model import ModelId
 from greenroom.errors import (
+    BudgetPassed,
     EngineLost,
     GreenroomError,
     LeaseStoreUnavailable,
@@ -21,6 +22,8 @@ from greenroom.errors import (
 
 # Clients are never sent away for longer than this: an estimate of minutes is a guess.
 RETRY_AFTER_MAX_S = 120.0
+# Why the scheduler cuts an answer whose caller's time is over.
+BUDGET = "budget"
 
 
 class Rejections:
@@ -54,9 +57,11 @@ class Rejections:
                 return LeaseStoreUnavailable(message, retry_after_s=retry_s)
 
     def error_for_cut(self, reason: Reason) -> GreenroomError:
-        model = dict(reason.facts).get("model", "")
+        if reason.why == BUDGET:
+            return BudgetPassed("The time given for this answer is over and the model was still at it; give it more.")
         if self._is_draining():
             return ShuttingDown("The gateway is shutting down and could wait no longer for this answer.")
+        model = dict(reason.facts).get("model", "")
         return Unloaded(f"{model} was unloaded while it answered ({reason.why}).", retry_after_s=1.0)
 
     def _load_failed(self, model: ModelId, retry_s: float | None) -> GreenroomError:
@@ -88,8 +93,9 @@ def _too_large(rejection: Rejection) -> TooLarge:
 
 def _loading(rejection: Rejection, retry_s: float | None) -> ModelLoading:
     eta_s = rejection.retry_after_s
-    return ModelLoading(
-        f"{rejection.model} is not ready yet; it goes on loading. Ask again.",
-        retry_after_s=retry_s or 10.0,
-        beside={"loading": {"state": "loading", "eta_s": None if eta_s is None else round(eta_s, 1)}},
-    )
+    if eta_s == 0.0:
+        message = f"{rejection.model} is ready, but cannot give this answer in the time there is for it."
+    else:
+        message = f"{rejection.model} is not ready yet; it goes on loading. Ask again."
+    state = {"state": "ready" if eta_s == 0.0 else "loading", "eta_s": None if eta_s is None else round(eta_s, 1)}
+    return ModelLoading(message, retry_after_s=retry_s or 10.0, beside={"loading": state})

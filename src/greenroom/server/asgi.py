@@ -27,8 +27,10 @@ class AsgiBridge:
         self._application = application
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def handle(self, exchange: Exchange, path: bytes, request_id: str) -> None:
-        task = asyncio.get_running_loop().create_task(self._run(exchange, path, request_id), name=f"asgi {request_id}")
+    def handle(self, exchange: Exchange, path: bytes, request_id: str, *, is_admin: bool) -> None:
+        """Answer this request. Handlers find `request_id` and `is_admin` in the scope's state."""
+        running = self._run(exchange, _scope(exchange, path, request_id, is_admin), request_id)
+        task = asyncio.get_running_loop().create_task(running, name=f"asgi {request_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -37,14 +39,14 @@ class AsgiBridge:
         for task in list(self._tasks):
             task.cancel()
 
-    async def _run(self, exchange: Exchange, path: bytes, request_id: str) -> None:
+    async def _run(self, exchange: Exchange, scope: MutableMapping[str, Any], request_id: str) -> None:
         call = _Call(exchange, request_id)
         try:
-            await self._application(_scope(exchange, path, request_id), call.receive, call.send)
+            await self._application(scope, call.receive, call.send)
         except asyncio.CancelledError:
             pass
         except Exception as bug:
-            _log.error("management request broke", request=request_id, path=path, error=repr(bug))
+            _log.error("management request broke", request=request_id, path=scope["path"], error=repr(bug))
             if not exchange.started and not exchange.gone:
                 exchange.respond(*render.response(GatewayBug("Something went wrong in the gateway."), request_id))
         finally:
@@ -101,7 +103,7 @@ class _Call:
             exchange.finish()
 
 
-def _scope(exchange: Exchange, path: bytes, request_id: str) -> MutableMapping[str, Any]:
+def _scope(exchange: Exchange, path: bytes, request_id: str, is_admin: bool) -> MutableMapping[str, Any]:
     head = exchange.head
     return {
         "type": "http",
@@ -116,5 +118,5 @@ def _scope(exchange: Exchange, path: bytes, request_id: str) -> MutableMapping[s
         "headers": head.headers,
         "client": (head.peer_ip, 0),
         "server": None,
-        "state": {"request_id": request_id},
+        "state": {"request_id": request_id, "is_admin": is_admin},
     }

@@ -6,7 +6,7 @@ Owns the reading of `x_*` fields and headers, which are never forwarded. Raises 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -24,31 +24,63 @@ from greenroom.tenancy.keys import Caller
 from greenroom.tenancy.tenants import Tenants, cap, parse_priority
 
 # The headers that are words to us; one pass over a request's headers finds them.
-_OURS = frozenset((b"x-priority", b"x-tenant-id", b"x-client-id", b"x-heartbeat"))
-_HEARTBEATS = {kind.value.encode(): kind for kind in Heartbeat}
-CLIENT_CHARS_MAX = 128
-_EMPTY: frozenset[str] = frozenset()
+_OURS: Final = frozenset((b"x-priority", b"x-tenant-id", b"x-client-id", b"x-heartbeat", b"x-request-timeout-s"))
+_HEARTBEATS: Final = {kind.value.encode(): kind for kind in Heartbeat}
+CLIENT_CHARS_MAX: Final = 128
+_EMPTY: Final[frozenset[str]] = frozenset()
+
+# What an operator sets and strips for one revision of a model, encoded.
+_Rewrites = tuple[Entry, dict[str, bytes], frozenset[str]]
 
 
-@dataclass(slots=True)
 class Ask:
     """`payload` makes the body for the engine. It is called when the slot is granted, so that waiting costs no copy."""
 
-    route: Route
-    entry: Entry
-    asked_as: str
-    target: bytes
-    stream: bool
-    priority: int
-    tenant: TenantId
-    client: str
-    heartbeat: Heartbeat
-    payload: Callable[[], Payload]
-    budget_s: float | None = None
-    # The body as it was read, for a payload that is made at once. Cleared when the request has to wait.
-    kept: list[peek.Peeked] | None = None
-    # We asked the engine for usage and the caller did not: its one event is dropped.
-    drop_usage: bool = False
+    __slots__ = (
+        "asked_as",
+        "budget_s",
+        "client",
+        "drop_usage",
+        "entry",
+        "heartbeat",
+        "kept",
+        "payload",
+        "priority",
+        "route",
+        "stream",
+        "target",
+        "tenant",
+    )
+
+    def __init__(
+        self,
+        route: Route,
+        entry: Entry,
+        asked_as: str,
+        target: bytes,
+        stream: bool,
+        priority: int,
+        tenant: TenantId,
+        client: str,
+        heartbeat: Heartbeat,
+        payload: Callable[[], Payload],
+        budget_s: float | None,
+    ) -> None:
+        self.route = route
+        self.entry = entry
+        self.asked_as = asked_as
+        self.target = target
+        self.stream = stream
+        self.priority = priority
+        self.tenant = tenant
+        self.client = client
+        self.heartbeat = heartbeat
+        self.payload = payload
+        self.budget_s = budget_s
+        # The body as it was read, for a payload that is made at once. Cleared when the request has to wait.
+        self.kept: list[peek.Peeked] | None = None
+        # We asked the engine for usage and the caller did not: its one event is dropped.
+        self.drop_usage = False
 
 
 class AskReader:
@@ -56,6 +88,8 @@ class AskReader:
         self._catalog = catalog
         self._tenants = tenants
         self._heartbeat = heartbeat
+        # By model, so that a new revision takes the place of the old one.
+        self._rewrites: dict[ModelId, _Rewrites] = {}
 
     def read(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
         """A JSON request."""
@@ -67,7 +101,8 @@ class AskReader:
         _expect_post(exchange.head)
         form = await multipart.scan_in_turns(exchange.body, exchange.head.get(b"content-type"))
         ask = self._ask(exchange, route, caller, form.model, form.priority, stream=form.stream)
-        ask.client, ask.budget_s = form.client_id or ask.client, form.budget_s
+        ask.client = form.client_id or ask.client
+        ask.budget_s = _smaller(ask.budget_s, form.budget_s)
         config = ask.entry.config
         puts = {name: _as_text(value) for name, value in config.set_params.items()}
         drops = frozenset(config.strip_params)
@@ -91,8 +126,9 @@ class AskReader:
         peeked = peek.peek(body.read())
         ask = self._ask(exchange, route, caller, peeked.model, peeked.priority, stream=peeked.stream)
         ask.client = peeked.client_id or ask.client
-        ask.budget_s = peeked.budget_s
-        puts, drops = _rewrites(ask.entry)
+        if peeked.budget_s is not None:
+            ask.budget_s = _smaller(ask.budget_s, peeked.budget_s)
+        puts, drops = self._rewrites_of(ask.entry)
         if ask.stream and ask.entry.engine.usage_source is UsageSource.ASK:
             options, asked = peek.ask_for_usage(peeked.fields)
             ask.drop_usage = not asked
@@ -137,7 +173,19 @@ class AskReader:
             said.get(b"x-client-id", b"").decode("latin-1")[:CLIENT_CHARS_MAX],
             _heartbeat(said, self._heartbeat()),
             payload,
+            _budget_s(said),
         )
+
+    def _rewrites_of(self, entry: Entry) -> tuple[dict[str, bytes], frozenset[str]]:
+        """What the operator sets and strips for this model, encoded once."""
+        known = self._rewrites.get(entry.id)
+        if known is None or known[0] is not entry:
+            config = entry.config
+            puts = {name: msgspec.json.encode(value) for name, value in config.set_params.items()}
+            if config.use_model_name is not None:
+                puts["model"] = msgspec.json.encode(config.use_model_name)
+            known = self._rewrites[entry.id] = (entry, puts, frozenset(config.strip_params) or _EMPTY)
+        return known[1], known[2]
 
 
 def _expect_post(head: Head) -> None:
@@ -176,17 +224,14 @@ def _heartbeat(said: Mapping[bytes, bytes], default: Heartbeat) -> Heartbeat:
     return _HEARTBEATS[raw]
 
 
-# By model, so that a new revision takes the place of the old one.
-_cache: dict[ModelId, tuple[Entry, dict[str, bytes], frozenset[str]]] = {}
+def _budget_s(said: Mapping[bytes, bytes]) -> float | None:
+    """How long the whole answer may take, by the header."""
+    raw = said.get(b"x-request-timeout-s")
+    return None if raw is None else peek.read_budget_s(raw.decode("latin-1"), param="X-Request-Timeout-S")
 
 
-def _rewrites(entry: Entry) -> tuple[dict[str, bytes], frozenset[str]]:
-    """What the operator sets and strips for this model, encoded once."""
-    known = _cache.get(entry.id)
-    if known is None or known[0] is not entry:
-        config = entry.config
-        puts = {name: msgspec.json.encode(value) for name, value in config.set_params.items()}
-        if config.use_model_name is not None:
-            puts["model"] = msgspec.json.encode(config.use_model_name)
-        known = _cache[entry.id] = (entry, puts, frozenset(config.strip_params) or _EMPTY)
-    return known[1], known[2]
+def _smaller(one: float | None, other: float | None) -> float | None:
+    """Of two budgets the one that ends first."""
+    if one is None or other is None:
+        return one if other is None else other
+    return min(one, other)

@@ -7,6 +7,7 @@ path can reach what it was not authorised for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 from urllib.parse import unquote_to_bytes
 
 from greenroom.errors import BadRequest, GreenroomError, NotAllowed
@@ -21,12 +22,12 @@ from greenroom.server.settings import Settings
 from greenroom.tenancy.keys import ANYONE, Caller, Keys, presented_key
 
 # Answered to anyone: load balancers and orchestrators ask it and hold no key.
-OPEN_PATHS = frozenset({b"/health"})
+OPEN_PATHS: Final = frozenset({b"/health"})
 # Answered to every key; all other paths of the management API need an admin's.
-CALLER_PATHS = frozenset({b"/v1/models", b"/models", b"/metrics"})
-CALLER_PREFIXES = (b"/v1/models/",)
+CALLER_PATHS: Final = frozenset({b"/v1/models", b"/models", b"/metrics"})
+CALLER_PREFIXES: Final = (b"/v1/models/",)
 # The management API takes small JSON only.
-MANAGEMENT_BODY_MAX = 1024 * 1024
+MANAGEMENT_BODY_MAX: Final = 1024 * 1024
 
 
 class FrontDoor:
@@ -65,7 +66,8 @@ class FrontDoor:
         elif head.path.startswith(UPSTREAM_PREFIX):
             self._inference.handle(exchange, UPSTREAM, _caller(head))
         else:
-            self._management.handle(exchange, routed_path(head), self._inference.next_id())
+            is_admin = isinstance(head.note, Caller) and head.note.admin
+            self._management.handle(exchange, routed_path(head), self._inference.next_id(), is_admin=is_admin)
 
     def refuse(self, exchange: Exchange | None, head: Head | None, error: GreenroomError) -> tuple[int, Headers, bytes]:
         """What the edge answers itself: to a caller without a key, to a request that is none, to one too many."""

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from greenroom.config.diff import Changes
 from greenroom.config.schema import Config
+from greenroom.core.events import RequestArrived
+from greenroom.core.explain import Explanation
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.core.state import State
 from greenroom.errors import GreenroomError
@@ -24,6 +26,10 @@ from greenroom.telemetry.metrics import Metrics
 class Scheduling(Protocol):
     @property
     def state(self) -> State: ...
+
+    def explanation(self, arrival: RequestArrived) -> Explanation:
+        """What would happen if this request came now, and why. Nothing changes."""
+        ...
 
 
 class Loop(Protocol):

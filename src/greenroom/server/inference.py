@@ -10,7 +10,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 from greenroom.core.model import RequestId
 from greenroom.engines import usage
@@ -33,8 +33,8 @@ from greenroom.tenancy.keys import Caller
 _log = get_logger("server")
 
 # The status written down for a caller who left before the answer was complete; nothing is sent.
-CLIENT_CLOSED = 499
-SWITCHED = 101
+CLIENT_CLOSED: Final = 499
+SWITCHED: Final = 101
 
 
 class Inference:
@@ -47,13 +47,16 @@ class Inference:
         metrics: Metrics,
         settings: Callable[[], Settings],
         clock: Callable[[], float],
+        write_down: Callable[[Record], None] | None = None,
     ) -> None:
+        """`write_down` is told of every request that has ended."""
         self._reader = reader
         self._loop = loop
         self._activity = activity
         self._metrics = metrics
         self._settings = settings
         self._clock = clock
+        self._write_down = write_down
         self._desk = desk
         self._tasks: set[asyncio.Task[None]] = set()
         # Ids of different runs do not meet; within one they are counted.
@@ -160,6 +163,8 @@ class Inference:
         if relay is not None:
             self._read_answer(ask, record, relay, ticket.arrived)
         self._activity.end(record)
+        if self._write_down is not None:
+            self._write_down(record)
         self._metrics.request_done(
             model=ask.entry.id,
             tenant=ask.tenant,

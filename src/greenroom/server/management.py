@@ -18,6 +18,7 @@ import greenroom
 from greenroom.server.answers import add_error_answers, error_answer, nothing_at
 from greenroom.server.asgi import Application, Message
 from greenroom.server.docs_page import HEADERS, docs_page
+from greenroom.server.explaining import Explaining
 from greenroom.server.gateway import Gateway
 from greenroom.server.listing import Listing
 from greenroom.server.operating import Operating
@@ -47,6 +48,7 @@ def make_management(gateway: Gateway) -> Application:
     Listing(gateway.catalog, look).add_to(app)
     Watching(gateway, streams, look, uptime_s).add_to(app)
     Operating(gateway, streams, look).add_to(app)
+    Explaining(gateway).add_to(app)
     _add_docs(app, gateway)
     return _guarded(app)
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from greenroom.errors import BadRequest, GatewayBug
 from greenroom.server.part_head import HEAD_BYTES_MAX, PartHead, quoted, read_boundary, read_part_head
-from greenroom.server.peek import OURS, check_budget_s, check_client_id, check_model
+from greenroom.server.peek import OURS, check_client_id, check_model, read_budget_s
 
 PARTS_MAX = 100
 # Text fields are kept up to this size; larger ones are passed on unread, unless they are ours to read.
@@ -73,7 +73,7 @@ class Form:
     @property
     def budget_s(self) -> float | None:
         said = self.fields.get("x_budget_s")
-        return None if said is None else _budget_s(said)
+        return None if said is None else read_budget_s(said)
 
     def rewrite(
         self, model_name: str | None = None, *, drop: frozenset[str] = frozenset(), put: Mapping[str, str] | None = None
@@ -330,14 +330,6 @@ class _Scanner:
         return value
 
 
-def _budget_s(said: str) -> float:
-    try:
-        seconds = float(said)
-    except ValueError:
-        seconds = 0.0
-    return check_budget_s(seconds)
-
-
 def _checked_value(value: str, boundary: bytes) -> bytes:
     encoded = value.encode("utf-8")
     if b"--" + boundary in encoded:
@@ -348,5 +340,5 @@ def _checked_value(value: str, boundary: bytes) -> bytes:
 _CHECKS: dict[str, Callable[[str], object]] = {
     "model": check_model,
     "x_client_id": check_client_id,
-    "x_budget_s": _budget_s,
+    "x_budget_s": read_budget_s,
 }

@@ -10,44 +10,40 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import msgspec
 from msgspec import Raw
 
 from greenroom.config.names import ID_CHARS_MAX
 from greenroom.errors import BadRequest
+from greenroom.server.many_keys import TooManyKeys, decode_counting
 
 # Top-level fields. The largest API has about forty; each costs some two hundred bytes here.
-FIELDS_MAX = 1_000
+FIELDS_MAX: Final = 1_000
 # Bodies up to this size cannot hold enough fields to hurt before they are counted.
-_SMALL_BYTES = 64 * 1024
-_UTF8_STEP_BYTES = 256 * 1024
-CLIENT_ID_CHARS_MAX = 128
+_SMALL_BYTES: Final = 64 * 1024
+_UTF8_STEP_BYTES: Final = 256 * 1024
+CLIENT_ID_CHARS_MAX: Final = 128
 # All keys with this prefix are words to us. Engines never see them.
-OURS = "x_"
+OURS: Final = "x_"
 
 
 Fields = dict[str, Raw]
 
 
-@dataclass(slots=True)
 class Peeked:
     """`fields` has everything that was sent; the rest is what we understand of it."""
 
-    fields: Fields
-    model: str
-    stream: bool
-    priority: int | str | None
-    client_id: str | None
-    budget_s: float | None
+    __slots__ = ("budget_s", "client_id", "fields", "model", "priority", "stream")
 
-
-class _Key(str):
-    """A key of a large body; a type of its own so that making each one can be counted."""
-
-    __slots__ = ()
+    def __init__(self, fields: Fields, model: str) -> None:
+        self.fields = fields
+        self.model = model
+        self.stream = False
+        self.priority: int | str | None = None
+        self.client_id: str | None = None
+        self.budget_s: float | None = None
 
 
 _fields = msgspec.json.Decoder(Fields)
@@ -56,8 +52,8 @@ _flag = msgspec.json.Decoder(bool | None)
 _number_or_text = msgspec.json.Decoder(int | str | None)
 _number = msgspec.json.Decoder(float | None)
 _text_or_null = msgspec.json.Decoder(str | None)
-_NULL = b"null"
-_INCLUDE_USAGE = b'{"include_usage":true}'
+_NULL: Final = b"null"
+_INCLUDE_USAGE: Final = b'{"include_usage":true}'
 
 
 def peek(body: bytes) -> Peeked:
@@ -70,7 +66,7 @@ def peek(body: bytes) -> Peeked:
     if model is None:
         raise BadRequest("The body has no field model, which says which model to ask.", param="model")
     stream = fields.get("stream")
-    peeked = Peeked(fields, check_model(_value(_text, model, "model", "a string")), False, None, None, None)
+    peeked = Peeked(fields, check_model(_value(_text, model, "model", "a string")))
     if stream is not None:
         peeked.stream = _value(_flag, stream, "stream", "true or false") is True
     if f"{OURS}priority" in fields or f"{OURS}client_id" in fields or f"{OURS}budget_s" in fields:
@@ -125,11 +121,20 @@ def check_client_id(name: str) -> str:
     return name
 
 
-def check_budget_s(seconds: float) -> float:
+def check_budget_s(seconds: float, *, param: str = "x_budget_s") -> float:
     """Raises BadRequest unless it is a time one can wait."""
     if not (math.isfinite(seconds) and seconds > 0):
-        raise BadRequest("x_budget_s is a number of seconds above 0.", param="x_budget_s")
+        raise BadRequest(f"{param} is a number of seconds above 0.", param=param)
     return seconds
+
+
+def read_budget_s(said: str, *, param: str = "x_budget_s") -> float:
+    """A budget that was sent as text. Raises BadRequest."""
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = math.nan
+    return check_budget_s(seconds, param=param)
 
 
 def _read_ours(peeked: Peeked) -> None:
@@ -146,7 +151,7 @@ def _read_ours(peeked: Peeked) -> None:
 
 def _read_fields(body: bytes) -> Fields:
     try:
-        fields = _fields.decode(body) if len(body) <= _SMALL_BYTES else _decode_counting(body)
+        fields = _fields.decode(body) if len(body) <= _SMALL_BYTES else decode_counting(body, FIELDS_MAX)
     except msgspec.ValidationError as error:
         raise BadRequest(f"The body is not a JSON object: {_lower(error)}.") from None
     except UnicodeDecodeError:
@@ -155,24 +160,11 @@ def _read_fields(body: bytes) -> Fields:
         _refuse_json(body, error)
     except RecursionError:
         raise BadRequest("The body is nested too deeply.") from None
+    except TooManyKeys:
+        raise _too_many_fields() from None
     if len(fields) > FIELDS_MAX:
         raise _too_many_fields()
     return fields
-
-
-def _decode_counting(body: bytes) -> Fields:
-    """Millions of keys would take seconds and gigabytes: stop at the first that is too many."""
-    count = 0
-
-    def make_key(_: type, name: str) -> _Key:
-        nonlocal count
-        count += 1
-        if count > FIELDS_MAX:
-            raise _too_many_fields()
-        return _Key(name)
-
-    decoded = msgspec.json.Decoder(dict[_Key, Raw], dec_hook=make_key).decode(body)
-    return {str(name): raw for name, raw in decoded.items()}
 
 
 def _too_many_fields() -> BadRequest:

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from greenroom.config.schema import Heartbeat
 from greenroom.core.events import RequestArrived
@@ -25,6 +26,7 @@ from greenroom.proxy.tunnel import Tunnel
 from greenroom.runtime.slots import LiveSlot
 from greenroom.runtime.tickets import Desk, Ticket
 from greenroom.server import render
+from greenroom.server.arrival import arrival
 from greenroom.server.ask import Ask
 from greenroom.server.settings import Settings
 from greenroom.server.vigil import Vigil
@@ -33,16 +35,16 @@ from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("server")
 
-_KINDS = {Heartbeat.COMMENT: HeartbeatKind.COMMENT, Heartbeat.CHUNK: HeartbeatKind.CHUNK}
-_SSE: Headers = [
+_KINDS: Final = {Heartbeat.COMMENT: HeartbeatKind.COMMENT, Heartbeat.CHUNK: HeartbeatKind.CHUNK}
+_SSE: Final[Headers] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_NO_BUFFERING = (b"x-accel-buffering", b"no")
-_DID_NOT_WAIT = (b"x-queue-wait-ms", b"0")
+_NO_BUFFERING: Final = (b"x-accel-buffering", b"no")
+_DID_NOT_WAIT: Final = (b"x-queue-wait-ms", b"0")
 # What an engine said of its own failure goes into the error up to this length.
-SAID_MAX = 2000
+SAID_MAX: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +102,9 @@ class Running:
         From the moment it holds a ticket it ends by itself, whatever goes wrong.
         """
         shared = self._shared
-        arrival = self._arrival(shared.clock())
-        self._beat_at = arrival.now + self._settings.heartbeat_after_s
-        self.ticket = shared.desk.arrive(arrival)
+        event = self._arrival(shared.clock())
+        self._beat_at = event.now + self._settings.heartbeat_after_s
+        self.ticket = shared.desk.arrive(event)
         shared.vigil.add(self)
         slot = self.ticket.slot
         try:
@@ -112,15 +114,10 @@ class Running:
             self._end(self._told(failure))
 
     def _arrival(self, now: float) -> RequestArrived:
-        ask, settings = self.ask, self._settings
-        # Who hears heartbeats can wait long; who hears nothing gives up after a while without telling anyone.
+        ask = self.ask
         patient = ask.stream and ask.heartbeat is not Heartbeat.OFF
-        wait_s = settings.stream_wait_max_s if patient else settings.wait_max_s
-        if ask.budget_s is not None:
-            wait_s = min(wait_s, ask.budget_s)
-        return RequestArrived(
-            now, RequestId(self.request_id), (ask.entry.id,), ask.priority, ask.tenant, now + wait_s, patient
-        )
+        request, model = RequestId(self.request_id), ask.entry.id
+        return arrival(self._settings, now, request, model, ask.priority, ask.tenant, patient, ask.budget_s)
 
     def _send_now(self, slot: LiveSlot) -> bool:
         if slot.pool.idle_count == 0:

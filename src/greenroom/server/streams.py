@@ -24,6 +24,8 @@ from greenroom.telemetry.hub import Event, Hub
 HEARTBEAT_S = 15.0
 # How soon a quiet stream sees that the gateway drains.
 LOOK_S = 1.0
+# How long a stream of a gateway that drains waits for what was told just then.
+LAST_WORD_S = 0.05
 # Dashboards and shells; each costs a connection and a queue.
 STREAMS_MAX = 200
 # How long a browser waits before it comes back.
@@ -162,7 +164,9 @@ class _Streamed(Response):
                     piece = asyncio.ensure_future(feed.piece())
                     beat_at = clock() + HEARTBEAT_S
                 elif self._streams.is_draining():
-                    return
+                    # What was told in this very moment is still on its way to here.
+                    if not (await asyncio.wait((piece,), timeout=LAST_WORD_S))[0]:
+                        return
                 elif self._is_sse and clock() >= beat_at:
                     await send(_body(_COMMENT))
                     beat_at = clock() + HEARTBEAT_S

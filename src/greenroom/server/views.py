@@ -11,8 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from greenroom.config.names import ID_CHARS_MAX
 from greenroom.server.status_word import StatusWord
+from greenroom.tenancy.tenants import NAME_CHARS_MAX
 
 Tier = Literal["ready", "asleep", "cold"]
+Action = Literal["serve", "join", "wait", "swap", "refuse"]
 
 # Orders name few models; more is a mistake.
 EVICT_MAX = 100
@@ -215,7 +217,7 @@ class RequestList(View):
 
 class DecisionList(View):
     decisions: list[dict[str, Any]]
-    """What was decided, about whom and why; newest last."""
+    """Newest last. Each has `seq` (counted in this run), `at` (Unix time), `what` was decided, about whom, `why`."""
 
 
 class LogLines(View):
@@ -239,6 +241,53 @@ class LoadOrder(Order):
 class UnloadOrder(Order):
     grace_s: Annotated[float, Field(ge=0, le=GRACE_MAX_S, allow_inf_nan=False)] | None = None
     """How long running answers may go on; the model's own `grace_s` when not given."""
+
+
+class ExplainAsk(Order):
+    """A request as it might come, without what it would say."""
+
+    model: Annotated[str, Field(max_length=ID_CHARS_MAX)]
+    """Its id or an alias."""
+    priority: str | int | None = None
+    """high, normal, low or a number; the model's own when not given."""
+    tenant: Annotated[str, Field(max_length=NAME_CHARS_MAX)] = ""
+    stream: bool = False
+    """Whether it would be answered by a stream, whose caller can wait longer."""
+    x_budget_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Seconds the whole answer may take."""
+
+
+class Evicted(View):
+    model: str
+    slot: str
+    to: Tier
+    """Where it would go: asleep, or cold."""
+    why: str
+
+
+class Explained(View):
+    """What would happen to a request. Nothing was changed to find out."""
+
+    action: Action
+    """serve: at once. join: its model is being loaded already. swap: its model would be brought now. wait: nothing can
+    be done now. refuse: it would be answered with an error."""
+    model: str
+    slot: str | None = None
+    """The slot that would serve it, if there is one already."""
+    move: str | None = None
+    """How its model would be brought: load, or wake."""
+    why: str | None = None
+    """What it would wait for, or why it would be refused."""
+    behind: list[str] = []
+    """Models whose requests go first."""
+    evict: list[Evicted] = []
+    """Who would leave for it."""
+    position: int | None = None
+    """Its place among all who wait; null if it would not wait."""
+    eta_s: float | None = None
+    """Seconds until its answer would begin; null where nothing was learned yet."""
+    retry_after_s: float | None = None
+    """When a refused one may be worth another try, if that is known."""
 
 
 class Moved(View):

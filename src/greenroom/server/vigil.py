@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 # Bounds of the sweep's period: fine enough for the shortest heartbeat, rare enough to cost nothing.
-SWEEP_MIN_S = 0.05
-SWEEP_MAX_S = 0.5
+SWEEP_MIN_S: Final = 0.05
+SWEEP_MAX_S: Final = 0.5
 
 
 class Watched(Protocol):

@@ -23,10 +23,11 @@ API = "/api/v1"
 # As many as are kept.
 REQUESTS_SHOWN_MAX = 2_000
 DECISIONS_SHOWN_MAX = 500
-# Ids of events are counted; this is more than any gateway will ever have told.
+# Events and decisions are counted; this is more than any gateway will ever have told.
 EVENT_ID_MAX = 2**53
 
 EventId = Annotated[int | None, Query(ge=0, le=EVENT_ID_MAX, description="Begin after this event.")]
+Since = Annotated[int, Query(ge=0, le=EVENT_ID_MAX, description="Only decisions after the one with this `seq`.")]
 LastEventId = Annotated[int | None, Header(alias="Last-Event-ID", ge=0, le=EVENT_ID_MAX)]
 
 
@@ -56,11 +57,12 @@ class Watching:
         response.status_code = 200 if health.status == "healthy" else 503
         return health
 
-    async def metrics(self) -> Response:
-        """Everything that is counted, in the text format of Prometheus."""
+    async def metrics(self, request: Request) -> Response:
+        """Everything that is counted, in the text format of Prometheus; by tenant only for an admin's key."""
+        is_admin = bool(request.scope.get("state", {}).get("is_admin"))
         async with self._rendering:
             now = gauges(self._gateway, self._uptime_s())
-            body, content_type = await asyncio.to_thread(self._gateway.metrics.render, now)
+            body, content_type = await asyncio.to_thread(self._gateway.metrics.render, now, by_tenant=is_admin)
         return Response(body, headers={"content-type": content_type})
 
     async def status(self) -> views.StatusView:
@@ -90,9 +92,18 @@ class Watching:
         return views.RequestView(**record.as_dict())
 
     async def list_decisions(
-        self, limit: Annotated[int, Query(ge=1, le=DECISIONS_SHOWN_MAX)] = 100
+        self,
+        limit: Annotated[int, Query(ge=1, le=DECISIONS_SHOWN_MAX)] = 100,
+        model: str | None = None,
+        since: Since = 0,
     ) -> views.DecisionList:
-        """What the scheduler decided lately, and why."""
-        decisions = self._gateway.observer.decisions
-        newest = islice(decisions, max(0, len(decisions) - limit), None)
-        return views.DecisionList(decisions=[dict(decision) for decision in newest])
+        """What the scheduler decided lately, and why; of one model also whom it made leave."""
+        entry = self._gateway.catalog.find(model) if model is not None else None
+        wanted = model if entry is None else entry.id
+        newest_first = (
+            decision
+            for decision in reversed(self._gateway.observer.decisions)
+            if decision["seq"] > since
+            and (wanted is None or wanted in (decision.get("model"), decision.get("for_model")))
+        )
+        return views.DecisionList(decisions=[dict(decision) for decision in islice(newest_first, limit)][::-1])

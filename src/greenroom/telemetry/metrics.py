@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -20,11 +20,11 @@ from prometheus_client.registry import Collector
 from greenroom.telemetry.series import Count, Counter, Histogram, Row, Spread, gauge_family
 
 # Answers take from a cached embedding's milliseconds to a long generation's minutes.
-_ANSWER_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_ANSWER_S: Final = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 # Most requests do not wait at all; the longest wait is wait_max_s.
-_WAIT_S = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_WAIT_S: Final = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 # A wake takes a fraction of a second, a load from a slow disk minutes.
-_MOVE_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
+_MOVE_S: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 
 # --- the table: every metric there is -------------------------------------------------------------------------------
 REQUESTS = Row("greenroom_requests_total", "Requests answered.", ("model", "route", "status"))
@@ -50,18 +50,20 @@ DEVICE_FOREIGN = Row("greenroom_device_foreign_mib", "Memory of processes that a
 CONNECTIONS = Row("greenroom_connections", "Open connections of callers.")
 UPTIME = Row("greenroom_uptime_seconds", "Since the gateway started.")
 
-TABLE = (
+TABLE: Final = (
     *(REQUESTS, REQUEST_SECONDS, WAIT_SECONDS, FIRST_BYTE_SECONDS, TENANT_REQUESTS, TOKENS, LOOKUPS),
     *(MOVES, MOVE_SECONDS, EVICTIONS, REJECTIONS, EDGE_REFUSALS),
     *(QUEUE_DEPTH, IN_FLIGHT, SLOTS, MODEL_MEMORY, DEVICE_CAPACITY, DEVICE_FREE, DEVICE_FOREIGN, CONNECTIONS, UPTIME),
 )
 
 # A series costs memory here and in every Prometheus that scrapes us. Callers choose tenants, and may ask for any model.
-MODELS_MAX = 1_000
-TENANT_SERIES_MAX = 10_000  # Pairs of model and tenant, so at most as many tenants.
-ROUTES_MAX = 100
-UNKNOWN_MODEL = "unknown"
-OTHER = "other"
+MODELS_MAX: Final = 1_000
+TENANT_SERIES_MAX: Final = 10_000  # Pairs of model and tenant, so at most as many tenants.
+ROUTES_MAX: Final = 100
+UNKNOWN_MODEL: Final = "unknown"
+OTHER: Final = "other"
+# Stands for every tenant where they are not told apart.
+ALL: Final = "all"
 
 _Label = TypeVar("_Label")
 
@@ -172,14 +174,14 @@ class Metrics:
     def edge_refused(self, code: str) -> None:
         self._edge_refusals.at(code).add()
 
-    def render(self, gauges: Gauges) -> tuple[bytes, str]:
-        """Everything in the text format of Prometheus, and its content type.
+    def render(self, gauges: Gauges, *, by_tenant: bool = True) -> tuple[bytes, str]:
+        """Everything in the text format of Prometheus, and its content type. Who is not to know of tenants gets sums.
 
         May run in a thread beside the loop that counts, and should: with as many tenants as we keep apart it takes
         about half a second.
         """
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Everything(partial(self._families, gauges)))
+        registry.register(_Everything(partial(self._families, gauges, by_tenant)))
         return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
     # --- caps on labels ---------------------------------------------------------------------------------------------
@@ -233,8 +235,10 @@ class Metrics:
 
     # --- the exposition ---------------------------------------------------------------------------------------------
 
-    def _families(self, gauges: Gauges) -> Iterator[Metric]:
-        for counted in (self._requests, self._tenant_requests, self._tokens, self._lookups, self._moves):
+    def _families(self, gauges: Gauges, by_tenant: bool) -> Iterator[Metric]:
+        for counted in (self._tenant_requests, self._tokens):
+            yield counted.family() if by_tenant else counted.summed("tenant", ALL).family()
+        for counted in (self._requests, self._lookups, self._moves):
             yield counted.family()
         for counted in (self._evictions, self._rejections, self._edge_refusals):
             yield counted.family()

@@ -11,6 +11,7 @@ import hmac
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from greenroom.config.schema import PRIORITY_NAMES, ApiKey
 from greenroom.core.model import TenantId
@@ -18,8 +19,8 @@ from greenroom.errors import InvalidKey
 from greenroom.tenancy.tenants import PRIORITY_MIN
 
 # Ours are 46 characters; nobody's is longer than this.
-KEY_BYTES_MAX = 1_024
-_NEW_KEY_BYTES = 32
+KEY_BYTES_MAX: Final = 1_024
+_NEW_KEY_BYTES: Final = 32
 
 HeadGetter = Callable[[bytes], bytes | None]
 
@@ -36,7 +37,7 @@ class Caller:
 
 
 # Without keys everyone who can reach the address is trusted.
-ANYONE = Caller(name="anyone", tenant=None, priority_max=PRIORITY_MIN, admin=True)
+ANYONE: Final = Caller(name="anyone", tenant=None, priority_max=PRIORITY_MIN, admin=True)
 
 
 class Keys:

@@ -10,25 +10,25 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from greenroom.config.schema import PRIORITY_NAMES
 from greenroom.core.model import NO_TENANT, TenantId
 from greenroom.errors import BadRequest
 
 # Everything kept for each tenant is bounded by this many.
-LIVE_MAX = 10_000
+LIVE_MAX: Final = 10_000
 # A tenant that has not asked for this long makes room for others.
-IDLE_S = 600.0
-NAME_CHARS_MAX = 128
+IDLE_S: Final = 600.0
+NAME_CHARS_MAX: Final = 128
 # Whoever does not fit any more shares this name.
-OTHER = TenantId("other")
+OTHER: Final = TenantId("other")
 
 # Lower goes first: high is 0, normal 1, low 2.
 PRIORITY_MIN, PRIORITY_MAX = -100, 100
 
-_NAME = re.compile(rb"[ -~]+")
-_INTEGER = re.compile(r"-?[0-9]{1,3}")
+_NAME: Final = re.compile(rb"[ -~]+")
+_INTEGER: Final = re.compile(r"-?[0-9]{1,3}")
 
 
 class PriorityCapped(Protocol):

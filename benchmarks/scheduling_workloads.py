@@ -1,0 +1,178 @@
+"""Workloads of the grid and of the single goals, by name; and recorded traces.
+
+Owns what is asked for. All are drawn from the cell's seed, so that every policy is given the same. Stretching makes the
+time between arrivals longer and leaves the answers as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from heapq import merge
+from pathlib import Path
+
+from greenroom.sim.records import Arrival
+from greenroom.sim.traces import Known, read_trace
+from greenroom.sim.workloads import Agents, Bursty, Mix, Poisson, Recorded, Workload, zipf
+
+# Rows taken of a trace that names no models, and the models it is spread over.
+SPREAD_ROWS, SPREAD_MODELS = 1_500, 16
+# Generated workloads: before time is stretched as busy as the traces.
+RATE, SECONDS, MODELS = 2.5, 240.0, 12
+BURST_S, SILENCE_S = 10.0, 30.0
+AGENTS, THINK_S = 12, 2.0
+# One in ten is urgent.
+HIGH_SHARE = 0.1
+
+# A slot answers 16 at a time, in 3.5 s on average: 4.6 a second. This is more.
+SATURATING_RATE, SATURATED_S = 6.0, 600.0
+RARE_RATE, SOME_RATE = 1 / 20, 1 / 2
+# Short answers: five times as many a second, and a slot that is left by them is empty five times as soon.
+SHORT_TIMES, SHORT_LEN = 5, 40
+# The busy model is there first, so that it is the other one that has to wait.
+HEAD_START_S = 20.0
+# The others have a hundredth of all requests, and are several.
+FLOOD_S, FLOOD_SHARE, OTHERS = 1_200.0, 0.99, 5
+FLOODER = "flooder"
+
+BUSY_MODEL, COLD_MODEL = "m0", "m1"
+
+
+def _names(count: int) -> tuple[str, ...]:
+    return tuple(f"m{number}" for number in range(count))
+
+
+# --- the grid -----------------------------------------------------------------------------------------------------
+
+
+def _poisson(stretch: float, seed: int) -> Workload:
+    return Poisson(Mix(zipf(_names(MODELS))), RATE / stretch, SECONDS * stretch, seed)
+
+
+def _bursty(stretch: float, seed: int) -> Workload:
+    mix = Mix(zipf(_names(MODELS)))
+    return Bursty(mix, RATE / stretch, SECONDS * stretch, seed, BURST_S * stretch, SILENCE_S * stretch)
+
+
+def _agents(stretch: float, seed: int) -> Workload:
+    return Agents(Mix(zipf(_names(MODELS))), AGENTS, SECONDS * stretch, THINK_S * stretch, seed)
+
+
+# --- single goals -------------------------------------------------------------------------------------------------
+
+
+def _classes(stretch: float, seed: int) -> Workload:
+    """Some requests are urgent, whatever they are for."""
+    mix = Mix(zipf(_names(MODELS)), priorities={0: HIGH_SHARE, 1: 1 - HIGH_SHARE})
+    return Poisson(mix, RATE / stretch, SECONDS * stretch, seed)
+
+
+def _stream(model: str, rate: float, seconds: float, seed: int, output_len: float = 200.0) -> Iterable[Arrival]:
+    # Streams of one run must not be drawn alike.
+    mix = Mix({model: 1.0}, prompt_len=1.5 * output_len, output_len=output_len)
+    arrivals = Poisson(mix, rate, seconds, seed * 1_000 + int(model[1:])).arrivals()
+    return (one for one in arrivals if model == BUSY_MODEL or one.at > HEAD_START_S)
+
+
+def _starve_rare(stretch: float, seed: int) -> Workload:
+    """One model is asked for more than it can answer; another now and then."""
+    return _together(
+        _stream(BUSY_MODEL, SATURATING_RATE / stretch, SATURATED_S * stretch, seed),
+        _stream(COLD_MODEL, RARE_RATE / stretch, SATURATED_S * stretch, seed),
+    )
+
+
+def _starve_some(stretch: float, seed: int) -> Workload:
+    """One model is asked for more than it can answer; another every other second."""
+    return _together(
+        _stream(BUSY_MODEL, SATURATING_RATE / stretch, SATURATED_S * stretch, seed),
+        _stream(COLD_MODEL, SOME_RATE / stretch, SATURATED_S * stretch, seed),
+    )
+
+
+def _starve_short(stretch: float, seed: int) -> Workload:
+    """One model is asked for more than it can answer, in short answers; another now and then."""
+    seconds = SATURATED_S * stretch
+    return _together(
+        _stream(BUSY_MODEL, SHORT_TIMES * SATURATING_RATE / stretch, seconds, seed, SHORT_LEN),
+        _stream(COLD_MODEL, RARE_RATE / stretch, seconds, seed, SHORT_LEN),
+    )
+
+
+def _others(model: str, stretch: float, seed: int) -> Iterable[Arrival]:
+    tenants = {f"tenant{number}": 1.0 for number in range(OTHERS)}
+    rate = SATURATING_RATE * (1 - FLOOD_SHARE) / stretch
+    return Poisson(Mix({model: 1.0}, tenants), rate, FLOOD_S * stretch, seed).arrivals()
+
+
+def _calm(model: str) -> Callable[[float, int], Workload]:
+    """The others alone."""
+    return lambda stretch, seed: _together(_others(model, stretch, seed))
+
+
+def _flood(model: str) -> Callable[[float, int], Workload]:
+    """The others beside a tenant who asks the busy model for more than it can answer."""
+
+    def together(stretch: float, seed: int) -> Workload:
+        mix = Mix({BUSY_MODEL: 1.0}, {FLOODER: 1.0})
+        flood = Poisson(mix, SATURATING_RATE * FLOOD_SHARE / stretch, FLOOD_S * stretch, seed + 1_000)
+        return _together(_others(model, stretch, seed), flood.arrivals())
+
+    return together
+
+
+def _together(*streams: Iterable[Arrival]) -> Recorded:
+    return Recorded(tuple(merge(*streams, key=lambda arrival: arrival.at)))
+
+
+GRID = {"poisson": _poisson, "bursty": _bursty, "agents": _agents}
+SINGLE: dict[str, Callable[[float, int], Workload]] = {
+    "classes": _classes,
+    "starve-rare": _starve_rare,
+    "starve-some": _starve_some,
+    "starve-short": _starve_short,
+    "calm-ready": _calm(BUSY_MODEL),
+    "calm-cold": _calm(COLD_MODEL),
+    "flood-ready": _flood(BUSY_MODEL),
+    "flood-cold": _flood(COLD_MODEL),
+}
+GENERATED = GRID | SINGLE
+
+
+def generated(name: str, stretch: float, seed: int) -> tuple[Workload, tuple[str, ...]]:
+    """A workload and the models it may ask for."""
+    models = _names(MODELS) if name in GRID or name == "classes" else (BUSY_MODEL, COLD_MODEL)
+    return GENERATED[name](stretch, seed), models
+
+
+# --- traces -------------------------------------------------------------------------------------------------------
+
+
+def trace_name(path: str) -> str:
+    return Path(path).stem.removesuffix("_trace")
+
+
+def recorded(path: str, stretch: float, seed: int) -> tuple[Workload, tuple[str, ...]]:
+    rows = trace_rows(path, seed)
+    return Recorded(rows, stretch), tuple(sorted({row.model for row in rows}))
+
+
+@lru_cache(maxsize=16)
+def trace_rows(path: str, seed: int) -> tuple[Arrival, ...]:
+    """A trace. One that names no models is cut short and spread over some, differently with each seed."""
+    if _names_models(path):
+        return tuple(read_trace(path))
+    return tuple(read_trace(path, Known(_names(SPREAD_MODELS)), seed)[:SPREAD_ROWS])
+
+
+def _names_models(path: str) -> bool:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return "model" in _titles(file.readline())
+    except (OSError, UnicodeDecodeError):
+        # Whoever reads the rest of it says what is wrong.
+        return True
+
+
+def _titles(line: str) -> Iterable[str]:
+    return [title.strip().lower() for title in line.split(",")]

@@ -1,0 +1,77 @@
+"""The one thing that pyproject.toml cannot say: an optional build whose hot path is machine code.
+
+    GREENROOM_COMPILE=1 pip install .        needs a C compiler and takes about two minutes
+
+Everything else is in pyproject.toml. Why, and what it gives: docs/adr/0005-a-compiled-build.md.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from setuptools import Extension
+
+HERE = Path(__file__).resolve().parent
+PACKAGE = Path("src", "greenroom")
+
+# What every request runs through, and what is called from there. The rest waits for people, disks and engines.
+HOT = (
+    "errors.py",
+    "core/*.py",
+    "proxy/*.py",
+    "runtime/effects.py",
+    "runtime/loop.py",
+    "runtime/tickets.py",
+    "server/arrival.py",
+    "server/ask.py",
+    "server/front.py",
+    "server/inference.py",
+    "server/peek.py",
+    "server/running.py",
+    "server/vigil.py",
+    "telemetry/activity.py",
+    "telemetry/metrics.py",
+    "telemetry/series.py",
+    "tenancy/keys.py",
+    "tenancy/tenants.py",
+)
+# Only tests and simulations ask for the invariants, and packages themselves hold no code.
+NOT_HOT = ("core/invariants.py", "*/__init__.py")
+
+
+def is_wanted() -> bool:
+    return os.environ.get("GREENROOM_COMPILE") == "1"
+
+
+def hot_files() -> list[str]:
+    found = {path for pattern in HOT for path in PACKAGE.glob(pattern)}
+    return sorted(str(path) for path in found if not any(path.match(pattern) for pattern in NOT_HOT))
+
+
+def build_requirements() -> list[str]:
+    """The compiler of types to C, and what the types of the compiled modules are made of."""
+    if not is_wanted():
+        return []
+    project = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return ["mypy>=1.18", *project["dependencies"]]
+
+
+def extensions() -> list[Extension]:
+    # A build asks several times what is needed and how things are called before it builds anything.
+    if not is_wanted() or "bdist_wheel" not in sys.argv:
+        return []
+    from mypyc.build import mypycify
+
+    extensions: list[Extension] = mypycify(hot_files(), group_name="greenroom", opt_level="3", debug_level="0")
+    return extensions
+
+
+if __name__ == "__main__":
+    from setuptools import setup
+
+    setup(setup_requires=build_requirements(), ext_modules=extensions())

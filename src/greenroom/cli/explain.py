@@ -1,0 +1,124 @@
+"""`greenroom explain`: what would happen if a request for a model came now. Nothing is changed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from greenroom.cli import address, screen
+from greenroom.cli.failures import Exit
+
+NAME = "explain"
+HELP = "Say what would happen if a request for a model came now, and why. Nothing is changed."
+
+# What the scheduler's words for waiting and refusing mean to people.
+WAITING: Final = {
+    "busy": "it is ready and answers as many requests at once as it can",
+    "leaving": "it is on its way out and has to be gone first",
+    "no_room": "nobody who would have to leave for it may do so yet",
+    "kept_for_others": "its place is kept for requests that have waited too long already",
+    "no_lease": "the memory it wants was given to somebody else; it will be asked for again",
+    "store_down": "the lease store does not answer",
+}
+REFUSED: Final = {
+    "queue_full": "the queue is full",
+    "load_failed": "its last load failed and is not tried again yet",
+    "too_large": "it does not fit on the devices there are",
+    "expired": "its answer would not come in time",
+    "shutting_down": "the gateway is shutting down",
+    "store_down": "the lease store does not answer",
+}
+
+Explained = Mapping[str, Any]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="its id or an alias")
+    parser.add_argument("--priority", help="high, normal, low or a number (default: the model's own)")
+    parser.add_argument("--tenant", help="the tenant it would be for")
+    parser.add_argument("--stream", action="store_true", help="as a stream, whose caller can wait longer")
+    parser.add_argument("--budget-s", type=float, metavar="SECONDS", help="how long the whole answer may take")
+    address.add_options(parser, json_help="print the gateway's answer as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from greenroom.cli.client import Client
+
+    explained = Client(address.address_of(args)).post("/api/v1/explain", _ask(args))
+    if args.json:
+        screen.say_json(explained)
+        return Exit.OK
+    for line in words(explained):
+        screen.say(line)
+    screen.hint("nothing was changed; GET /api/v1/decisions lists what was decided lately")
+    return Exit.OK
+
+
+def _ask(args: argparse.Namespace) -> dict[str, object]:
+    said = {"model": args.model, "priority": args.priority, "tenant": args.tenant, "x_budget_s": args.budget_s}
+    given: dict[str, object] = {name: value for name, value in said.items() if value is not None}
+    return {**given, "stream": True} if args.stream else given
+
+
+def words(explained: Explained) -> list[str]:
+    """The answer in sentences: what would happen, who would leave, how long it would take."""
+    first = _SENTENCES[explained["action"]](explained)
+    leaving = [f"  {one['model']} would {_leave(one)}: {one['why']}" for one in explained["evict"]]
+    return [first, *leaving, *_place(explained)]
+
+
+def _leave(one: Mapping[str, Any]) -> str:
+    return "fall asleep" if one["to"] == "asleep" else "be unloaded"
+
+
+def _serve(explained: Explained) -> str:
+    return f"{explained['model']} is ready: the request would be served at once"
+
+
+def _join(explained: Explained) -> str:
+    return f"{explained['model']} is on its way already: the request would wait for it"
+
+
+def _swap(explained: Explained) -> str:
+    how = "woken" if explained["move"] == "wake" else "loaded"
+    room = f" after {_list([one['model'] for one in explained['evict']])} made room" if explained["evict"] else ""
+    return f"{explained['model']} would be {how}{room}"
+
+
+def _wait(explained: Explained) -> str:
+    why = WAITING.get(explained["why"], str(explained["why"]).replace("_", " "))
+    return f"{explained['model']} would have to wait: {why}"
+
+
+def _refuse(explained: Explained) -> str:
+    why = REFUSED.get(explained["why"], str(explained["why"]).replace("_", " "))
+    return f"{explained['model']} would be refused: {why}"
+
+
+_SENTENCES: Final = {"serve": _serve, "join": _join, "swap": _swap, "wait": _wait, "refuse": _refuse}
+
+
+def _place(explained: Explained) -> list[str]:
+    lines = []
+    if explained["behind"]:
+        lines.append(f"  requests for {_list(explained['behind'])} would go first")
+    if explained["position"] is not None:
+        lines.append(f"  place in the queue: {explained['position']}")
+    return [*lines, *_time(explained)]
+
+
+def _time(explained: Explained) -> list[str]:
+    action, eta_s, retry_s = explained["action"], explained["eta_s"], explained["retry_after_s"]
+    if action == "refuse":
+        # At once would be as much in vain as now.
+        return [f"  worth another try in about {screen.seconds(retry_s)}"] if retry_s else []
+    if action == "serve":
+        return []
+    if eta_s is None:
+        return ["  how long that takes was not learned yet"]
+    return [f"  its answer would begin in about {screen.seconds(eta_s)}"]
+
+
+def _list(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,249 @@
+"""`greenroom simulate`: would another GPU help, would a larger green room? Asks the gateway's own scheduler."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from greenroom.cli import screen
+from greenroom.cli.failures import CommandFailed, Exit, WrongUsage
+
+if TYPE_CHECKING:
+    from greenroom.sim.cases import Case, Result
+    from greenroom.sim.stats import Stats, Waits
+
+NAME = "simulate"
+HELP = "Play a recorded or drawn workload through the scheduler and say what other hardware would change."
+WORKLOADS = ("poisson", "bursty", "agents")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-c", "--config", metavar="FILE", help="the configuration (default: as for serve)")
+    parser.add_argument("--trace", metavar="CSV", help="requests to play: t, model, prompt_len, output_len …")
+    parser.add_argument("--stretch", type=_above_zero, default=1.0, help="make the trace's time this much longer")
+    parser.add_argument("--workload", choices=WORKLOADS, default="poisson", help="without a trace: how requests come")
+    parser.add_argument("--rate", type=_above_zero, default=1.0, help="requests a second (poisson, bursty)")
+    parser.add_argument("--agents", type=_count, default=8, help="loops that alternate models (agents)")
+    parser.add_argument("--seconds", type=_above_zero, default=3600.0, help="how long requests come")
+    parser.add_argument(
+        "--policy", default="default", metavar="NAMES", help="default, fifo or one of a package; several: default,fifo"
+    )
+    parser.add_argument("--gpus", type=_counts, metavar="COUNTS", help="such as 2, 1..4 or 1,2,4 (default: the file's)")
+    parser.add_argument("--gpu-mib", type=_count, metavar="MIB", help="memory of each GPU (default: the file's)")
+    parser.add_argument(
+        "--green-room-mib", type=_sizes, metavar="SIZES", help="host memory where models may sleep, such as 0,65536"
+    )
+    _add_manners(parser)
+    parser.add_argument("--seed", type=int, default=0, help="everything drawn is drawn from this number")
+    parser.add_argument("--out", metavar="HTML", help="write a report with plots")
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON")
+
+
+def _add_manners(parser: argparse.ArgumentParser) -> None:
+    """How models behave, where the estimate from their size is not good enough."""
+    parser.add_argument("--load-s", type=_from_zero, help="seconds a load takes (default: by the model's size)")
+    parser.add_argument("--wake-s", type=_from_zero, help="seconds a wake takes (default: by the model's size)")
+    parser.add_argument("--tokens-per-s", type=_above_zero, default=60.0, help="of one answer (default: 60)")
+    parser.add_argument(
+        "--prefill-tokens-per-s", type=_above_zero, default=2_000.0, help="of one prompt (default: 2000)"
+    )
+    parser.add_argument("--concurrency", type=_count, help="requests a model answers at once (default: the file's)")
+    parser.add_argument("--loads-at-once", type=_count, help="loads the disk can feed beside each other (default: all)")
+    parser.add_argument(
+        "--patience-s", type=_above_zero, help="how long callers wait before they give up (default: ever)"
+    )
+    parser.add_argument("--jitter", type=_share, default=0.1, help="how far moves stray from their time (default: 0.1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from greenroom.cli.simulation import prepare, sizeless
+    from greenroom.config import loader
+    from greenroom.sim.advice import advice
+    from greenroom.sim.cases import run_all
+
+    compared = _cases(args)
+    prepared = prepare(loader.load(loader.find(args.config)).config, args)
+    for name in sizeless(prepared.base):
+        screen.note(f"warning: models.{name}: its size is not known, so it fits everywhere; give memory_mib")
+    began = time.monotonic()
+    with _progress(len(compared)) as tell:
+        results = run_all(compared, prepared.base, prepared.workload, args.seed, tell)
+    if args.out:
+        _write(args.out, results, prepared.assumed)
+    if args.json:
+        screen.say_json({"assumed": prepared.assumed, "cases": [_figures(result) for result in results]})
+        return Exit.OK
+    screen.say_table(*_table(results))
+    for sentence in advice(results):
+        screen.say(sentence)
+    events = sum(result.stats.events for result in results)
+    screen.note(f"{events:,} events in {time.monotonic() - began:.1f} s")
+    screen.hint(f"open {args.out}" if args.out else "plots: add --out report.html")
+    return Exit.OK
+
+
+def _cases(args: argparse.Namespace) -> tuple[Case, ...]:
+    from greenroom.config.plugins import POLICIES
+    from greenroom.sim.cases import CASES_MAX, cases
+
+    known = tuple(POLICIES)
+    policies = list(dict.fromkeys(word.strip() for word in args.policy.split(",")))
+    for policy in policies:
+        if policy not in known:
+            raise WrongUsage(f"there is no policy {policy!r}: {' or '.join(known)}")
+    compared = cases(policies, args.gpus or [None], args.green_room_mib or [None])
+    if len(compared) > CASES_MAX:
+        raise WrongUsage(f"{len(compared)} cases are more than {CASES_MAX}: name fewer policies, GPUs or green rooms")
+    return compared
+
+
+@contextlib.contextmanager
+def _progress(count: int) -> Iterator[Callable[[Case, float], None]]:
+    """A bar on standard error for each case; in a pipe nothing."""
+    if not sys.stderr.isatty():
+        yield lambda case, share: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bars: dict[Case, Any] = {}
+
+        def tell(case: Case, share: float) -> None:
+            if case not in bars:
+                bars[case] = progress.add_task(f"{len(bars) + 1}/{count} {case.label}", total=1.0)
+            progress.update(bars[case], completed=share)
+
+        yield tell
+
+
+def _table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    """Titles and rows; columns in which nothing is to be seen are left out."""
+    shown: list[tuple[str, list[str]]] = [("policy", [result.case.policy for result in results])]
+    if results[0].case.gpus is not None:
+        shown.append(("gpus", [str(result.case.gpus) for result in results]))
+    if results[0].case.green_room_mib is not None:
+        shown.append(("room MiB", [str(result.case.green_room_mib) for result in results]))
+    shown.append(("served", [str(result.stats.served) for result in results]))
+    refused = [sum(result.stats.rejected.values()) for result in results]
+    if any(refused):
+        shown.append(("refused", [str(count) for count in refused]))
+    for title, name in (("p50", "p50_s"), ("p95", "p95_s"), ("mean", "mean_s"), ("max", "max_s")):
+        shown.append((title, [f"{getattr(result.stats.waits, name):.1f}s" for result in results]))
+    shown.append(("swaps", [str(result.stats.swaps) for result in results]))
+    shown.append(("busy", [f"{result.stats.busy:.0%}" for result in results]))
+    if any(len(result.stats.by_tenant) > 1 for result in results):
+        shown.append(("fair", [f"{result.stats.jain:.2f}" for result in results]))
+    return [title for title, _ in shown], [list(row) for row in zip(*(cells for _, cells in shown), strict=True)]
+
+
+# --- JSON and HTML ----------------------------------------------------------------------------------------------------
+
+
+def _figures(result: Result) -> dict[str, Any]:
+    case, stats = result.case, result.stats
+    return {
+        "policy": case.policy,
+        "gpus": case.gpus,
+        "green_room_mib": case.green_room_mib,
+        **_counts_of(stats),
+        "waits": _waits(stats.waits),
+        **{
+            name: {key: _waits(waits) for key, waits in groups.items()}
+            for name, groups in (
+                ("by_class", stats.by_class),
+                ("by_tenant", stats.by_tenant),
+                ("by_model", stats.by_model),
+            )
+        },
+    }
+
+
+def _counts_of(stats: Stats) -> dict[str, Any]:
+    plain = ("requests", "served", "gone", "loads", "wakes", "sleeps", "unloads", "swaps", "events")
+    rounded = ("swaps_per_request", "jain", "busy", "makespan_s", "served_per_s", "tokens_per_s")
+    return {
+        **{name: getattr(stats, name) for name in plain},
+        **{name: round(getattr(stats, name), 4) for name in rounded},
+        "rejected": dict(stats.rejected),
+        "devices": {
+            name: {"busy": round(use.busy, 4), "moving": round(use.moving, 4)} for name, use in stats.devices.items()
+        },
+    }
+
+
+def _waits(waits: Waits) -> dict[str, float]:
+    names = ("mean_s", "p50_s", "p95_s", "p99_s", "max_s")
+    return {"count": waits.count, **{name: round(getattr(waits, name), 3) for name in names}}
+
+
+def _write(path: str, results: Sequence[Result], assumed: Sequence[str]) -> None:
+    from greenroom.sim.report import html
+
+    try:
+        Path(os.path.expanduser(path)).write_text(html(results, assumed), encoding="utf-8")
+    except OSError as error:
+        raise CommandFailed(f"{path} cannot be written: {error.strerror}") from error
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def _from_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
+    return value
+
+
+def _above_zero(text: str) -> float:
+    value = _from_zero(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("0 is too little")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _from_zero(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share below 1")
+    return value
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 12):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    value = _whole(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("0 is too few")
+    return value
+
+
+def _counts(text: str) -> list[int]:
+    """`2`, `1,2,4` or `1..4`."""
+    from greenroom.sim.cases import GPUS_MAX
+
+    first, dots, last = text.partition("..")
+    counts = range(_count(first), _count(last) + 1) if dots else [_count(word) for word in text.split(",")]
+    if not counts or max(counts) > GPUS_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 to {GPUS_MAX} GPUs, such as 2, 1..4 or 1,2,4")
+    return sorted(set(counts))
+
+
+def _sizes(text: str) -> list[int]:
+    return sorted({_whole(word) for word in text.split(",")})

@@ -1,0 +1,144 @@
+"""From a configuration and the command line to the setting and the workload of a simulation.
+
+Owns where numbers come from: what a model needs is the configuration's or its engine's estimate; how long its moves
+take is estimated from that size, unless the command line says.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from greenroom.cli.failures import CommandFailed, WrongUsage
+from greenroom.config import plugins
+from greenroom.config.limits import limits_of
+from greenroom.config.schema import PRIORITY_NAMES, Config, Model
+from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec
+from greenroom.engines.registry import engine_for
+from greenroom.memory.devices import devices
+from greenroom.sim.setting import Manners, SimConfig, SimModel
+from greenroom.sim.traces import Known, read_trace
+from greenroom.sim.workloads import Agents, Bursty, Mix, Poisson, Recorded, zipf
+
+if TYPE_CHECKING:
+    from greenroom.sim.workloads import Workload
+
+# A start takes a moment before it reads; then a good disk, or memory over PCIe, sets the pace.
+START_S = 3.0
+READ_MIB_PER_S = 1_500.0
+WAKE_S = 0.3
+COPY_MIB_PER_S = 12_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What every case has in common, and the sentences that say where it comes from."""
+
+    base: SimConfig
+    workload: Workload
+    assumed: tuple[str, ...]
+
+
+def prepare(config: Config, args: argparse.Namespace) -> Prepared:
+    if not config.models:
+        raise CommandFailed("there is no model in the configuration")
+    models = tuple(_sim_model(name, model, args) for name, model in config.models.items())
+    base = SimConfig(
+        models,
+        _devices(config, args),
+        limits_of(config),
+        jitter=args.jitter,
+        patience_s=args.patience_s,
+        loads_at_once=args.loads_at_once,
+        policies=plugins.POLICIES,
+        swappers=plugins.SWAPPERS_BY_NAME,
+    )
+    workload, source = _workload(config, args)
+    return Prepared(base, workload, (source, *_assumed(base)))
+
+
+def sizeless(base: SimConfig) -> list[str]:
+    """Models that would fit anywhere because nobody knows their size."""
+    return [model.spec.id for model in base.models if not (model.spec.need.gpu_mib or model.spec.need.host_mib)]
+
+
+def _sim_model(name: str, model: Model, args: argparse.Namespace) -> SimModel:
+    engine = engine_for(model)
+    need = engine.need(model)
+    mib, concurrency = need.gpu_mib + need.host_mib, args.concurrency or engine.concurrency(model)
+    manners = Manners(
+        load_s=START_S + mib / READ_MIB_PER_S if args.load_s is None else args.load_s,
+        wake_s=WAKE_S + mib / COPY_MIB_PER_S if args.wake_s is None else args.wake_s,
+        prefill_tokens_per_s=args.prefill_tokens_per_s,
+        tokens_per_s=args.tokens_per_s,
+        concurrency=concurrency,
+    )
+    spec = ModelSpec(
+        ModelId(name),
+        need=need,
+        devices=tuple(DeviceId(device) for device in model.devices),
+        can_split=engine.can_split,
+        sizes_itself=engine.sizes_itself,
+        concurrency=concurrency,
+        priority=_priority(model),
+        ttl_s=model.ttl_s,
+        pinned=model.pinned,
+        preload=model.preload,
+    )
+    return SimModel(spec, manners)
+
+
+def _priority(model: Model) -> int:
+    return model.priority if isinstance(model.priority, int) else PRIORITY_NAMES[model.priority]
+
+
+def _devices(config: Config, args: argparse.Namespace) -> tuple[Device, ...]:
+    there = devices(config)
+    gpus = [device for device in there if device.kind is DeviceKind.GPU]
+    if args.gpu_mib is not None:
+        like = gpus or [Device(DeviceId("gpu0"), DeviceKind.GPU, args.gpu_mib)]
+        gpus = [replace(gpu, capacity_mib=args.gpu_mib) for gpu in like]
+    elif not gpus and (args.gpus or args.green_room_mib):
+        raise WrongUsage("the configuration has no gpus: say how large one is with --gpu-mib")
+    return (*gpus, *(device for device in there if device.kind is DeviceKind.HOST))
+
+
+def _workload(config: Config, args: argparse.Namespace) -> tuple[Workload, str]:
+    priorities = {name: _priority(model) for name, model in config.models.items()}
+    names = list(config.models)
+    if args.trace:
+        aliases = {alias: name for name, model in config.models.items() for alias in model.aliases}
+        rows = read_trace(args.trace, Known(names, aliases, priorities), args.seed)
+        recorded = Recorded(rows, args.stretch)
+        stretched = f", time stretched by {args.stretch:g}" if args.stretch != 1 else ""
+        return recorded, f"{len(rows):,} requests over {recorded.seconds:,.0f} s from {args.trace}{stretched}."
+    mix = Mix(zipf(names), priority_of=priorities)
+    span = f"over {args.seconds:,.0f} s, models by popularity in the order of the configuration"
+    if args.workload == "agents":
+        agents = Agents(mix, args.agents, args.seconds, seed=args.seed)
+        return agents, f"{args.agents} agents, each alternating between two models, {span}."
+    drawn: Workload = (Bursty if args.workload == "bursty" else Poisson)(mix, args.rate, args.seconds, args.seed)
+    return drawn, f"{args.workload} arrivals, {args.rate:g} a second on average, {span}."
+
+
+def _assumed(base: SimConfig) -> list[str]:
+    manners = [model.manners for model in base.models]
+    load_s, wake_s = [one.load_s for one in manners], [one.wake_s for one in manners]
+    sentences = [
+        f"Loads take {min(load_s):.1f} to {max(load_s):.1f} s, wakes {min(wake_s):.1f} to {max(wake_s):.1f} s, "
+        f"give or take {base.jitter:.0%}.",
+        f"Each request reads its prompt at {manners[0].prefill_tokens_per_s:,.0f} and answers at "
+        f"{manners[0].tokens_per_s:,.0f} tokens a second, as one of at most {_most(base)} at a time.",
+        f"The configuration's devices: {', '.join(f'{one.id} {one.capacity_mib:,} MiB' for one in base.devices)}.",
+    ]
+    if base.patience_s is not None:
+        sentences.append(f"Callers give up after {base.patience_s:g} s.")
+    if base.loads_at_once is not None:
+        sentences.append(f"The disk reads {base.loads_at_once} at a time.")
+    return sentences
+
+
+def _most(base: SimConfig) -> str:
+    counts = sorted({model.manners.concurrency for model in base.models})
+    return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} (by model)"

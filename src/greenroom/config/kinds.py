@@ -1,0 +1,60 @@
+"""Kinds of values that need more than a type: numbers within bounds, names, ids.
+
+Owns the bounds and what a name may be made of. Never knows a key: `schema.py` does.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from greenroom.config import names
+
+
+def _no_bool(value: Any) -> Any:
+    """`parallel: true` is a mistake, not 1."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_wanted", "a number is wanted")
+    return value
+
+
+def _model_id(name: str) -> str:
+    why = names.id_problem(name)
+    if why is not None:
+        raise PydanticCustomError("name", "{why}", {"why": why})
+    return name
+
+
+def _printable(name: str) -> str:
+    """Names go into log lines, where a line break or an invisible character would mislead."""
+    if not name.isprintable():
+        raise PydanticCustomError("name", "may not contain control or invisible characters")
+    return name
+
+
+# Far beyond any use, and small enough for every clock and counter behind them.
+SECONDS_MAX = 31_536_000
+MIB_MAX = 1_000_000_000
+COUNT_MAX = 1_000_000_000
+
+NotBool = BeforeValidator(_no_bool)
+Port = Annotated[int, Field(ge=0, le=65535), NotBool]
+EnginePort = Annotated[int, Field(ge=1, le=65535), NotBool]
+Count = Annotated[int, Field(ge=1, le=COUNT_MAX), NotBool]
+CountFromZero = Annotated[int, Field(ge=0, le=COUNT_MAX), NotBool]
+Seconds = Annotated[float, Field(ge=0, le=SECONDS_MAX), NotBool]
+SecondsAboveZero = Annotated[float, Field(gt=0, le=SECONDS_MAX), NotBool]
+FactorFromZero = Annotated[float, Field(ge=0, le=1_000), NotBool]
+# From a thousandth to a thousand times the share of somebody who is not named.
+TenantWeight = Annotated[float, Field(ge=0.001, le=1_000), NotBool]
+Mib = Annotated[int, Field(ge=0, le=MIB_MAX), NotBool]
+MibAboveZero = Annotated[int, Field(ge=1, le=MIB_MAX), NotBool]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(_printable)]
+ModelId = Annotated[
+    str,
+    AfterValidator(_model_id),
+    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": names.ID_CHARS_MAX}),
+]
+HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$")]

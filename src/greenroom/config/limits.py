@@ -1,0 +1,32 @@
+"""The scheduler's numbers and rules, as the core takes them, from the configuration."""
+
+from __future__ import annotations
+
+from greenroom.config.company_rules import rules_of
+from greenroom.config.schema import Config
+from greenroom.core.events import Limits
+from greenroom.core.model import TenantId
+
+
+def limits_of(config: Config) -> Limits:
+    # Who would have been refused by then need not insist any more.
+    scheduler, latest_s = config.scheduler, config.server.wait_max_s
+    return Limits(
+        policy=scheduler.policy,
+        swapper=scheduler.swapper,
+        company=rules_of(scheduler.company),
+        tenant_weights={TenantId(name): weight for name, weight in scheduler.tenant_weights.items()},
+        queue_depth_max=scheduler.queue_depth_max,
+        overtakes_max=scheduler.overtakes_max,
+        residency_swaps=scheduler.residency_swaps,
+        batch_swaps=scheduler.batch_swaps,
+        lift_s=scheduler.lift_s,
+        deadlines_s=(
+            min(scheduler.deadline_high_s, latest_s),
+            min(scheduler.deadline_normal_s, latest_s),
+            min(scheduler.deadline_low_s, latest_s),
+        ),
+        recency_s=scheduler.recency_s,
+        backoff_s=scheduler.backoff_s,
+        backoff_max_s=scheduler.backoff_max_s,
+    )

@@ -1,0 +1,68 @@
+"""What would happen to a request, in facts a person can be told. Made from the plan: no rule is repeated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from greenroom.core.decide import Plan, Refuse, Serve, Swap, Wait
+from greenroom.core.model import ModelId, SlotId, Tier
+from greenroom.core.outlook import eta_s
+from greenroom.core.state import State
+from greenroom.core.swapper import Resident
+from greenroom.core.waitlist import Waiter
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """Somebody who would have to leave, where to, and why it and not another."""
+
+    slot: SlotId
+    model: ModelId
+    leaves_to: Tier
+    is_busy: bool
+    why: str
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """`position` is the place among those who wait; 0 if it would not wait."""
+
+    plan: Plan
+    position: int
+    eta_s: float | None
+    behind: tuple[ModelId, ...] = ()
+    evict: tuple[Victim, ...] = ()
+
+
+def explanation(state: State, waiter: Waiter, plan: Plan, now: float) -> Explanation:
+    if isinstance(plan, Serve):
+        return Explanation(plan, 0, 0.0)
+    if isinstance(plan, Refuse):
+        return Explanation(plan, 0, None)
+    estimate_s = eta_s(state, waiter, plan.model, now)
+    behind = plan.behind if isinstance(plan, Wait) and plan.behind else _before(state, waiter, plan.model)
+    evict = tuple(_victim(one, waiter, now) for one in plan.evict) if isinstance(plan, Swap) else ()
+    return Explanation(plan, state.waitlist.position(waiter), estimate_s, behind, evict)
+
+
+def _before(state: State, waiter: Waiter, model: ModelId) -> tuple[ModelId, ...]:
+    """Other models somebody waits for who came before it, or matters more."""
+    return tuple(
+        name
+        for name, queue in state.waitlist.queues.items()
+        if name != model and any(head.priority <= waiter.priority for head in queue.heads())
+    )
+
+
+def _victim(resident: Resident, waiter: Waiter, now: float) -> Victim:
+    rank = (
+        "less urgent"
+        if resident.priority > waiter.priority
+        else "as urgent"
+        if resident.priority == waiter.priority
+        else "more urgent"
+    )
+    busy = "its running answers end first" if resident.is_busy else f"idle for {now - resident.last_used:.1f} s"
+    why = f"{rank}, {busy}, asked for {resident.rate * 60:.2f} times a minute, {resident.reload_s:.1f} s to bring back"
+    return Victim(resident.slot, resident.model, resident.leaves_to, resident.is_busy, why, resident.loss)

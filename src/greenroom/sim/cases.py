@@ -1,0 +1,101 @@
+"""What is compared: a policy on so many GPUs with so large a green room. From each to a setting of the simulator.
+
+Owns how a case changes the devices and whether models may sleep. What a model needs and how it behaves is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from greenroom.core.model import Device, DeviceId, DeviceKind, Need
+from greenroom.sim.run import simulate
+from greenroom.sim.setting import SimConfig, SimModel
+from greenroom.sim.stats import Stats
+from greenroom.sim.workloads import Workload
+
+CASES_MAX = 100
+GPUS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """None: as the configuration has it."""
+
+    policy: str
+    gpus: int | None = None
+    green_room_mib: int | None = None
+
+    @property
+    def label(self) -> str:
+        parts = [self.policy]
+        if self.gpus is not None:
+            parts.append(f"{self.gpus} GPU" if self.gpus == 1 else f"{self.gpus} GPUs")
+        if self.green_room_mib is not None:
+            parts.append(f"green room {self.green_room_mib:,} MiB" if self.green_room_mib else "no green room")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    case: Case
+    stats: Stats
+
+
+def cases(
+    policies: Sequence[str], gpus: Sequence[int | None], green_rooms_mib: Sequence[int | None]
+) -> tuple[Case, ...]:
+    return tuple(
+        Case(policy, count, green_room_mib)
+        for policy in policies
+        for green_room_mib in green_rooms_mib
+        for count in gpus
+    )
+
+
+def setting_for(case: Case, base: SimConfig) -> SimConfig:
+    """The base with as many GPUs as the case says, and a green room of its size."""
+    devices = base.devices if case.gpus is None else _with_gpus(base.devices, case.gpus)
+    if case.green_room_mib is None:
+        return replace(base, policy=case.policy, devices=devices)
+    models = tuple(_with_sleep(model, case.green_room_mib) for model in base.models)
+    return replace(base, policy=case.policy, models=models, devices=_with_host(devices, models, case.green_room_mib))
+
+
+def _with_gpus(devices: Sequence[Device], count: int) -> tuple[Device, ...]:
+    """The first of those there are; further ones are like the last."""
+    gpus = [device for device in devices if device.kind is DeviceKind.GPU]
+    like = [gpus[min(number, len(gpus) - 1)] for number in range(count)]
+    named = [replace(gpu, id=DeviceId(f"gpu{number}")) for number, gpu in enumerate(like)]
+    return (*named, *(device for device in devices if device.kind is not DeviceKind.GPU))
+
+
+def _with_sleep(model: SimModel, green_room_mib: int) -> SimModel:
+    """Asleep, a model keeps all it needs in the host's memory."""
+    need = model.spec.need
+    asleep = Need(0, need.gpu_mib + need.host_mib) if green_room_mib else None
+    return replace(model, spec=replace(model.spec, need_asleep=asleep))
+
+
+def _with_host(devices: Sequence[Device], models: Sequence[SimModel], green_room_mib: int) -> tuple[Device, ...]:
+    """Host memory for the green room, and beside it for what models need there when they are ready."""
+    gpus = tuple(device for device in devices if device.kind is DeviceKind.GPU)
+    beside_mib = sum(model.spec.need.host_mib for model in models)
+    return (*gpus, Device(DeviceId("host"), DeviceKind.HOST, green_room_mib + beside_mib))
+
+
+def run_all(
+    compared: Sequence[Case],
+    base: SimConfig,
+    workload: Workload,
+    seed: int,
+    on_progress: Callable[[Case, float], None],
+) -> list[Result]:
+    """Every case with the same callers. `on_progress` hears which case runs and what share of its time has passed."""
+    return [Result(case, _run(case, base, workload, seed, on_progress)) for case in compared]
+
+
+def _run(
+    case: Case, base: SimConfig, workload: Workload, seed: int, on_progress: Callable[[Case, float], None]
+) -> Stats:
+    return simulate(setting_for(case, base), workload, seed, on_progress=lambda share: on_progress(case, share))

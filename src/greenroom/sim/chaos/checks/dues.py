@@ -1,0 +1,189 @@
+"""What must happen by a certain time: patience ends, budgets are kept, idle models go when their time is over.
+
+Time is the one that was told. The clock may jump past a due time before the timer had a chance to fire, so something is
+overdue only when it was seen to be due and a further second has passed.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from greenroom.core import events as ev
+from greenroom.core.effects import Reason, Rejection
+from greenroom.core.model import (
+    LEGAL_MOVES,
+    LeaseId,
+    ModelId,
+    ModelSpec,
+    Move,
+    MoveId,
+    Outcome,
+    RequestId,
+    SlotId,
+    Tier,
+)
+from greenroom.sim.chaos.panel import Check
+from greenroom.sim.records import Violation
+
+GRACE_S = 1.0
+
+
+class Dues:
+    """Who is due when. Setting a new time forgets the old one."""
+
+    def __init__(self) -> None:
+        self._due: dict[str, float] = {}
+        self._heap: list[tuple[float, str]] = []
+        self._seen: dict[str, float] = {}
+
+    def __contains__(self, who: str) -> bool:
+        return who in self._due
+
+    def set(self, who: str, at: float) -> None:
+        self._due[who] = at
+        self._seen.pop(who, None)
+        heappush(self._heap, (at, who))
+
+    def drop(self, who: str) -> None:
+        self._due.pop(who, None)
+        self._seen.pop(who, None)
+
+    def overdue(self, now: float) -> str | None:
+        """One that has been due for a while, if there is any."""
+        while self._heap and self._heap[0][0] <= now:
+            at, who = heappop(self._heap)
+            if self._due.get(who) == at:
+                self._seen.setdefault(who, now)
+        return next((who for who, since in self._seen.items() if now > since + GRACE_S), None) if self._seen else None
+
+
+class Patience(Check):
+    """Nobody waits past the end of its patience, and no answer goes on when its budget is used up."""
+
+    def __init__(self) -> None:
+        self._gives_up: dict[str, float] = {}
+        self._answer_by: dict[str, float] = {}
+        self._waiting, self._running = Dues(), Dues()
+
+    def request_arrived(self, event: ev.RequestArrived) -> None:
+        limits = [at for at in (event.give_up_at, event.answer_by) if at is not None]
+        if limits:
+            self._gives_up[event.request] = min(limits)
+            self._waiting.set(event.request, min(limits))
+        if event.answer_by is not None:
+            self._answer_by[event.request] = event.answer_by
+
+    def lease_asked(self, event: ev.LeaseAsked) -> None:
+        if event.give_up_at is not None:
+            self._waiting.set(event.lease, event.give_up_at)
+
+    def grant(self, request: RequestId | LeaseId, slot: SlotId, reason: Reason) -> None:
+        self._waiting.drop(request)
+        if request in self._answer_by:
+            self._running.set(request, self._answer_by[request])
+
+    def cut(self, request: RequestId, reason: Reason) -> None:
+        self._running.drop(request)
+
+    def serve_done(self, event: ev.ServeDone) -> None:
+        self._running.drop(event.request)
+        if event.lost_before_first_byte and event.request in self._gives_up:
+            self._waiting.set(event.request, self._gives_up[event.request])
+
+    def request_gone(self, event: ev.RequestGone) -> None:
+        self._forget(event.request)
+
+    def lease_gone(self, event: ev.LeaseGone) -> None:
+        self._waiting.drop(event.lease)
+
+    def reject(self, request: RequestId | LeaseId, rejection: Rejection, reason: Reason) -> None:
+        self._forget(request)
+
+    def _forget(self, who: str) -> None:
+        self._waiting.drop(who)
+        self._running.drop(who)
+
+    def settled(self, event: ev.Event) -> None:
+        if (late := self._waiting.overdue(event.now)) is not None:
+            raise Violation(f"{late} still waits though its patience is over")
+        if (late := self._running.overdue(event.now)) is not None:
+            raise Violation(f"{late} is still answered though its budget is used up")
+
+
+class IdleGo(Check):
+    """A model with a ttl goes when it was idle for so long."""
+
+    def __init__(self) -> None:
+        self._specs: dict[ModelId, ModelSpec] = {}
+        self._moves: dict[MoveId, Move] = {}
+        self._ready: dict[SlotId, ModelId] = {}
+        self._busy: dict[SlotId, set[str]] = {}
+        self._slot_of: dict[str, SlotId] = {}
+        self._idle_since: dict[SlotId, float] = {}
+        self._now = 0.0
+        self._dues = Dues()
+
+    def config_changed(self, event: ev.ConfigChanged) -> None:
+        self._now = event.now
+        for model in event.removed:
+            self._specs.pop(model, None)
+        for spec in event.models:
+            self._specs[spec.id] = spec
+        for slot in self._ready:
+            self._watch(slot)
+
+    def move(self, move: Move, reason: Reason) -> None:
+        self._moves[move.id] = move
+        self._dues.drop(move.slot)
+        self._ready.pop(move.slot, None)
+
+    def move_done(self, event: ev.MoveDone) -> None:
+        move = self._moves.pop(event.move, None)
+        if move is not None and event.outcome is Outcome.DONE and LEGAL_MOVES[move.kind][1] is Tier.READY:
+            self._ready[move.slot] = move.model
+            self._idle_since[move.slot] = event.now
+            self._watch(move.slot)
+
+    def slots_lost(self, event: ev.SlotsLost) -> None:
+        for slot in event.slots:
+            self._ready.pop(slot, None)
+            self._dues.drop(slot)
+            # One that falls while it moves does not arrive, whatever is said of its move.
+            for move in [one for one in self._moves.values() if one.slot == slot]:
+                del self._moves[move.id]
+
+    def grant(self, request: RequestId | LeaseId, slot: SlotId, reason: Reason) -> None:
+        self._slot_of[request] = slot
+        self._busy.setdefault(slot, set()).add(request)
+        self._dues.drop(slot)
+
+    def serve_done(self, event: ev.ServeDone) -> None:
+        self._end(event.request, event.now)
+
+    def request_gone(self, event: ev.RequestGone) -> None:
+        self._end(event.request, event.now)
+
+    def _end(self, request: str, now: float) -> None:
+        slot = self._slot_of.pop(request, None)
+        if slot is None:
+            return
+        busy = self._busy[slot]
+        busy.discard(request)
+        if not busy:
+            del self._busy[slot]
+            self._idle_since[slot] = now
+            self._watch(slot)
+
+    def _watch(self, slot: SlotId) -> None:
+        model = self._ready.get(slot)
+        if model is None or slot in self._busy:
+            return
+        spec = self._specs.get(model)
+        if spec is None or spec.ttl_s <= 0 or spec.pinned:
+            self._dues.drop(slot)
+        else:
+            self._dues.set(slot, self._idle_since[slot] + spec.ttl_s)
+
+    def settled(self, event: ev.Event) -> None:
+        if (late := self._dues.overdue(event.now)) is not None:
+            raise Violation(f"{late} ({self._ready.get(SlotId(late))}) is idle though its ttl is over")

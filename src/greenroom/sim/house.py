@@ -1,0 +1,170 @@
+"""The world's own truth about slots and memory, against which every order of the scheduler is judged.
+
+Owns who is where and what each device holds by all that was told. Never looks into the scheduler. An order that cannot
+or must not be carried out raises Violation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from greenroom.core.model import (
+    LEGAL_MOVES,
+    NO_CLAIM,
+    Claim,
+    Device,
+    DeviceId,
+    ModelId,
+    Move,
+    MoveKind,
+    Outcome,
+    SlotId,
+    Tier,
+    larger,
+)
+from greenroom.sim.meters import Meters
+from greenroom.sim.records import Call, Place, Violation
+
+
+class House:
+    def __init__(self) -> None:
+        self.devices: dict[DeviceId, Device] = {}
+        self.foreign_mib: dict[DeviceId, int] = {}
+        # What all places hold together, kept beside them so that judging an order costs nothing.
+        self.held_mib: dict[DeviceId, int] = {}
+        self.places: dict[SlotId, Place] = {}
+        self.moving: dict[str, Move] = {}
+        self.meters = Meters()
+
+    def set_devices(self, devices: Iterable[Device]) -> None:
+        self.devices = {device.id: device for device in devices}
+        for device in self.devices:
+            self.held_mib.setdefault(device, 0)
+
+    def set_foreign(self, foreign_mib: Mapping[DeviceId, int]) -> None:
+        self.foreign_mib.update(foreign_mib)
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def hold(self, place: Place, claim: Claim) -> None:
+        """From now on this place takes that."""
+        for device, mib in place.holds.items():
+            self.held_mib[device] -= mib
+        for device, mib in claim.items():
+            self.held_mib[device] = self.held_mib.get(device, 0) + mib
+        place.holds = claim
+
+    def take(self, place: Place, claim: Claim) -> None:
+        """The same for memory that must be free, by all the scheduler was told. Raises Violation if it is not."""
+        for device, mib in claim.items():
+            more = mib - place.holds.get(device, 0)
+            if more > 0 and self.held_mib[device] + more > self._usable_mib(device):
+                raise Violation(f"{place.id} ({place.model}) takes {mib} MiB of {device}, which is not free")
+        self.hold(place, claim)
+
+    def _usable_mib(self, device: DeviceId) -> int:
+        there = self.devices.get(device)
+        return 0 if there is None else there.usable_mib - self.foreign_mib.get(device, 0)
+
+    def drop(self, place: Place) -> None:
+        self.hold(place, NO_CLAIM)
+        del self.places[place.id]
+
+    # --- moves --------------------------------------------------------------------------------------------------------
+
+    def begin(self, move: Move, now: float) -> Place:
+        """A move starts. Raises Violation unless it is legal from where its slot is, and its memory is free."""
+        place = self.places.get(move.slot)
+        if place is None:
+            place = self.places[move.slot] = Place(move.slot, move.model, move.revision)
+        if place.move is not None:
+            raise Violation(f"{place.id} is to {move.kind.value} while it still has to {place.move.kind.value}")
+        if place.tier not in LEGAL_MOVES[move.kind][0]:
+            raise Violation(f"{place.id} is {place.tier.value} and is to {move.kind.value}")
+        if move.kind is MoveKind.UNLOAD or move.kind is MoveKind.SLEEP:
+            _leaves_nobody(place)
+        if move.kind is not MoveKind.UNLOAD:
+            self.take(place, larger(place.holds, move.claim))
+        place.move = move
+        self.moving[move.id] = move
+        self.meters.move_began(place, now)
+        self.meters.tiers_changed(self.places.values(), now)
+        return place
+
+    def end(self, move: Move, outcome: Outcome, seen: Claim | None, now: float) -> Place:
+        """A move has ended. What did not arrive leaves nothing behind, except that who slept still sleeps."""
+        place = self.places[move.slot]
+        del self.moving[move.id]
+        self.meters.move_ended(place, now)
+        # Whoever carried the move out may not have noticed that the process died meanwhile.
+        is_done = outcome is Outcome.DONE and not place.fell
+        place.move, place.fell = None, False
+        if move.kind is MoveKind.UNLOAD:
+            place.tier = Tier.COLD
+        elif is_done:
+            self._arrive(place, move, seen)
+        elif place.tier is Tier.ASLEEP:
+            self.hold(place, place.asleep_claim)
+        if place.tier is Tier.COLD:
+            self.drop(place)
+        self.meters.tiers_changed(self.places.values(), now)
+        return place
+
+    def _arrive(self, place: Place, move: Move, seen: Claim | None) -> None:
+        place.tier = LEGAL_MOVES[move.kind][1]
+        if place.tier is Tier.READY:
+            place.ready_claim = move.claim
+        else:
+            place.asleep_claim = move.claim
+        self.hold(place, larger(move.claim, seen) if seen else move.claim)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def serve(self, call: Call, slot: SlotId, now: float) -> Place:
+        """A request is let in. Raises Violation unless the slot is ready for it and has room."""
+        place = self.places.get(slot)
+        if place is None or place.tier is not Tier.READY or place.move is not None:
+            raise Violation(f"{call.id} is granted {slot}, which is not ready")
+        if place.model not in call.candidates:
+            raise Violation(f"{call.id} is granted {place.model}, which it did not ask for")
+        if len(place.running) >= place.concurrency:
+            raise Violation(f"{call.id} is granted {slot}, which serves {len(place.running)} already")
+        place.running[call.id] = call
+        if len(place.running) == 1:
+            self.meters.became_busy(place, now)
+        return place
+
+    def stop_serving(self, call: Call, now: float) -> None:
+        """A request has left its slot, which may be gone by now."""
+        place = self.places.get(call.slot) if call.slot is not None else None
+        if place is not None and place.running.pop(call.id, None) is not None and not place.running:
+            self.meters.became_idle(place, now)
+
+    def lose(self, place: Place, asleep_claim: Claim | None, now: float) -> list[Call]:
+        """A process dies; its host copy may survive. Returns the requests it served."""
+        calls = list(place.running.values())
+        if place.move is not None:
+            place.fell = True
+            return calls
+        if place.running:
+            self.meters.became_idle(place, now)
+        if asleep_claim is None:
+            self.drop(place)
+        else:
+            place.running.clear()
+            place.tier, place.asleep_claim = Tier.ASLEEP, asleep_claim
+            self.hold(place, asleep_claim)
+        self.meters.tiers_changed(self.places.values(), now)
+        return calls
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    def tier_of(self, model: ModelId) -> Tier:
+        """The best tier this model is on."""
+        tiers = {place.tier for place in self.places.values() if place.model == model}
+        return next((tier for tier in Tier if tier in tiers), Tier.COLD)
+
+
+def _leaves_nobody(place: Place) -> None:
+    if place.running:
+        raise Violation(f"{place.id} ({place.model}) leaves while it serves {', '.join(place.running)}")

@@ -1,0 +1,301 @@
+"""Plays the scheduler's effects in virtual time, and how everything ends that was begun.
+
+Owns the clock, the callers and the truth about slots and memory (`house.py`). Every effect is judged against that truth
+and never against the scheduler's tables; a wrong one raises Violation. Effects only arrange what follows: no event is
+told while the scheduler handles another. How things begin is `world.py`'s, how they may go wrong `faults.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from random import Random
+from typing import NoReturn
+
+from greenroom.core import events as ev
+from greenroom.core.effects import OpOutcome, Reason, Rejection
+from greenroom.core.events import Timer
+from greenroom.core.model import (
+    Claim,
+    LeaseId,
+    ModelId,
+    ModelSpec,
+    Move,
+    MoveId,
+    MoveKind,
+    OpId,
+    Outcome,
+    RequestId,
+    SlotId,
+    Tier,
+)
+from greenroom.core.placement import asleep
+from greenroom.sim.clock import Clock
+from greenroom.sim.faults import Ending, Faults, MoveFate, NoFaults, ServeFate
+from greenroom.sim.house import House
+from greenroom.sim.records import NO_MODEL, Call, Fate, Place, Violation
+from greenroom.sim.setting import DEFAULT_MANNERS, Manners, SimConfig, SimModel, scheduler_for
+from greenroom.sim.trace import Watcher
+
+# What follows from being cut, aborted or crashed takes this long.
+SOON_S = 0.01
+# Moves that read the model's file.
+READING = frozenset({MoveKind.LOAD, MoveKind.PREPARE})
+
+
+class Player:
+    """Implements Effects."""
+
+    def __init__(self, config: SimConfig, seed: int, faults: Faults | None, watchers: Sequence[Watcher]) -> None:
+        self.config = config
+        self.clock = Clock()
+        self.house = House()
+        self.models: dict[ModelId, SimModel] = {}
+        self.calls: dict[str, Call] = {}  # those that wait or are served
+        self.ended: list[Call] = []
+        self.leases: dict[LeaseId, Call] = {}
+        self.ops: dict[OpId, OpOutcome | None] = {}
+        self.events_told = 0
+        self._specs: dict[tuple[ModelId, int], ModelSpec] = {}  # slots of old revisions keep theirs
+        self._random = Random(f"{seed}:world")
+        self._faults: Faults = faults or NoFaults()
+        self._watchers = tuple(watchers)
+        self._timers: dict[Timer, tuple[float, int]] = {}
+        self._numbers = 0
+        self._disk_free_at = [0.0] * (config.loads_at_once or 0)
+        self.scheduler = scheduler_for(self, config.policies, config.swappers)
+
+    def post(self, event: ev.Event) -> None:
+        """Tell the scheduler. Whatever is told must have been made true before."""
+        self.events_told += 1
+        for watcher in self._watchers:
+            watcher.told(event)
+        self.scheduler.handle(event)
+        for watcher in self._watchers:
+            watcher.settled(event)
+
+    # --- effects ------------------------------------------------------------------------------------------------------
+
+    def grant(self, request: RequestId | LeaseId, slot: SlotId, reason: Reason) -> None:
+        self._note("grant", request, slot, reason)
+        call = self.calls.get(request)
+        if call is None or call.fate is not Fate.WAITING:
+            self._object(f"{request} is granted though it is {call.fate.value if call else 'gone'}")
+        now = self.clock.now
+        call.fate, call.slot, call.granted_at = Fate.GRANTED, slot, now
+        call.grants += 1
+        if call.is_lease:
+            self._place_lease(call, slot)
+            return
+        place = self.house.serve(call, slot, now)
+        call.model = place.model
+        usual_s = self._manners(place.model).service_s(call.prompt_len, call.output_len)
+        fate = self._faults.on_grant(call, usual_s)
+        if fate is None:
+            self.clock.arrange(usual_s, self._answered, (call, call.grants))
+        else:
+            self.clock.arrange(fate.after_s, self._meet, (call, call.grants, fate))
+
+    def _place_lease(self, call: Call, slot: SlotId) -> None:
+        # The effect does not say how much was granted where, and the holder has to know: the one look into its tables.
+        claim = self.scheduler.state.slots[slot].claim
+        place = self.house.places[slot] = Place(slot, NO_MODEL, 1)
+        place.tier = Tier.READY
+        self.house.take(place, claim)
+
+    def reject(self, request: RequestId | LeaseId, rejection: Rejection, reason: Reason) -> None:
+        self._note("reject", request, rejection, reason)
+        call = self.calls.get(request)
+        if call is None or call.fate is not Fate.WAITING:
+            self._object(f"{request} is rejected though it is {call.fate.value if call else 'gone'}")
+        call.code = rejection.code
+        self._end(call, Fate.REJECTED)
+        self.leases.pop(LeaseId(request), None)
+        if call.on_end is not None:
+            # A caller may ask again at once, which must not happen inside the scheduler.
+            self.clock.arrange(0.0, self._tell_end, call)
+
+    def cut(self, request: RequestId, reason: Reason) -> None:
+        self._note("cut", request, reason)
+        call = self.calls.get(request)
+        if call is None or call.fate is not Fate.GRANTED or call.was_cut:
+            self._object(f"{request} is cut though it is not being served, or was cut before")
+        call.was_cut = True
+        self.clock.arrange(SOON_S, self._answered, (call, call.grants))
+
+    def move(self, move: Move, reason: Reason) -> None:
+        self._note("move", move, reason)
+        self.house.begin(move, self.clock.now)
+        manners = self._manners(move.model)
+        took_s = self._stray(manners.move_s(move.kind))
+        if move.kind in READING and self._disk_free_at:
+            took_s += self._wait_for_disk(took_s)
+        usual = MoveFate(Outcome.DONE, took_s, None, manners.concurrency)
+        fate = self._faults.on_move(move, usual)
+        self.clock.arrange(fate.took_s, self._end_move, (move, fate))
+
+    def _wait_for_disk(self, took_s: float) -> float:
+        """How long this load waits until an earlier one has read its file."""
+        starts = max(self.clock.now, heappop(self._disk_free_at))
+        heappush(self._disk_free_at, starts + took_s)
+        return starts - self.clock.now
+
+    def abort(self, move: MoveId, reason: Reason) -> None:
+        self._note("abort", move, reason)
+        moving = self.house.moving.get(move)
+        if moving is None:
+            self._object(f"{move} is aborted though it is not under way")
+        if self._faults.on_abort(move):
+            self.clock.arrange(SOON_S, self._end_move, (moving, MoveFate(Outcome.ABORTED, SOON_S)))
+
+    def answer(self, op: OpId, outcome: OpOutcome, reason: Reason) -> None:
+        self._note("answer", op, outcome, reason)
+        if self.ops.get(op, outcome) is not None:
+            self._object(f"{op} is answered though nobody asks, or twice")
+        self.ops[op] = outcome
+
+    def recall(self, lease: LeaseId, deadline: float, reason: Reason) -> None:
+        self._note("recall", lease, deadline, reason)
+        call = self.leases.get(lease)
+        if call is None or call.fate is not Fate.GRANTED:
+            self._object(f"{lease} is recalled though it is not held")
+        after_s = self._faults.on_recall(lease, max(0.0, deadline - self.clock.told))
+        self.clock.arrange(after_s, self.end_lease, lease)
+
+    def set_timer(self, timer: Timer, at: float | None, reason: Reason) -> None:
+        self._note("set_timer", timer, at, reason)
+        if at is None:
+            self._timers.pop(timer, None)
+            return
+        number = self._next_number()
+        self._timers[timer] = (at, number)
+        self.clock.arrange_when_told(at, self._fire, (timer, number))
+
+    # --- how things end -----------------------------------------------------------------------------------------------
+
+    def leave(self, call: Call) -> None:
+        """A client goes away, whether it waits or is served; nothing happens if it has ended."""
+        if call.fate is Fate.WAITING or call.fate is Fate.GRANTED:
+            self._end(call, Fate.GONE)
+            self.post(ev.RequestGone(self.clock.told, RequestId(call.id)))
+            self._tell_end(call)
+
+    def crash(self, slots: Sequence[SlotId], left_in: Tier = Tier.COLD, cause: str = "crash") -> None:
+        """A process dies and takes these slots with it. Those it served hear of it a moment later."""
+        places = self.house.places
+        # Memory that another program holds has no engine that could die.
+        there = [places[slot] for slot in slots if slot in places and places[slot].has_engine]
+        if not there:
+            return
+        for place in there:
+            for call in self.house.lose(place, self._asleep_claim(place, left_in), self.clock.now):
+                self.clock.arrange(SOON_S, self._break_off, (call, call.grants))
+        self.post(ev.SlotsLost(self.clock.told, tuple(place.id for place in there), left_in, cause))
+
+    def _asleep_claim(self, place: Place, left_in: Tier) -> Claim | None:
+        """What is left of a slot whose process died; None: nothing."""
+        if place.tier is Tier.ASLEEP:
+            return place.asleep_claim if left_in is Tier.ASLEEP else None
+        model = self.models.get(place.model)
+        need = model.spec.need_asleep if model is not None else None
+        if left_in is not Tier.ASLEEP or need is None:
+            return None
+        return asleep(need, place.ready_claim, list(self.house.devices.values()))
+
+    def end_lease(self, lease: LeaseId) -> None:
+        """Its holder leaves, or no longer waits; nothing happens if it is gone."""
+        call = self.leases.pop(lease, None)
+        if call is None:
+            return
+        if call.slot is not None:
+            self.house.drop(self.house.places[call.slot])
+        self._end(call, Fate.SERVED if call.fate is Fate.GRANTED else Fate.GONE)
+        self.post(ev.LeaseGone(self.clock.told, lease))
+
+    def _answered(self, served: tuple[Call, int]) -> None:
+        """The answer ends, if this is still the grant that was meant."""
+        call, grants = served
+        if call.fate is Fate.GRANTED and call.grants == grants:
+            self._end(call, Fate.SERVED)
+            self.post(ev.ServeDone(self.clock.told, RequestId(call.id)))
+            self._tell_end(call)
+
+    def _meet(self, served: tuple[Call, int, ServeFate]) -> None:
+        """The answer ends in some other way."""
+        call, grants, fate = served
+        if call.fate is not Fate.GRANTED or call.grants != grants:
+            return
+        if fate.ending is Ending.CLIENT_GOES:
+            self.leave(call)
+        elif fate.ending is Ending.LOST_EARLY:
+            self._lose_early(call)
+        elif fate.ending is Ending.CRASH and call.slot in self.house.places:
+            self.crash((call.slot,), fate.left_in)
+        else:
+            self._answered((call, grants))
+
+    def _break_off(self, served: tuple[Call, int]) -> None:
+        """Its engine is gone: before the first byte it may be served again, after it the answer stays broken."""
+        call, grants = served
+        if call.fate is not Fate.GRANTED or call.grants != grants:
+            return
+        if self.clock.now < call.granted_at + self._manners(call.model).prefill_s(call.prompt_len):
+            self._lose_early(call)
+        else:
+            call.was_broken = True
+            self._answered(served)
+
+    def _lose_early(self, call: Call) -> None:
+        self.house.stop_serving(call, self.clock.now)
+        call.fate, call.slot = Fate.WAITING, None
+        self.post(ev.ServeDone(self.clock.told, RequestId(call.id), lost_before_first_byte=True))
+
+    def _end_move(self, ending: tuple[Move, MoveFate]) -> None:
+        """Exactly one `MoveDone` for each move: the first ending counts."""
+        move, fate = ending
+        if move.id not in self.house.moving:
+            return
+        place = self.house.end(move, fate.outcome, fate.seen, self.clock.now)
+        if place.tier is Tier.READY:
+            place.concurrency = self._specs[move.model, move.revision].concurrency or fate.concurrency or 1
+        self.post(ev.MoveDone(self.clock.told, move.id, fate.outcome, fate.seen, fate.concurrency))
+
+    def _fire(self, due: tuple[Timer, int]) -> None:
+        timer, number = due
+        known = self._timers.get(timer)
+        # A clock that was set back makes a timer later than it was arranged for.
+        if known is not None and known[1] == number and known[0] <= self.clock.told:
+            del self._timers[timer]
+            self.post(ev.TimerFired(self.clock.told, timer))
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _end(self, call: Call, fate: Fate) -> None:
+        if call.fate is Fate.GRANTED and not call.is_lease:
+            self.house.stop_serving(call, self.clock.now)
+        call.fate, call.slot, call.ended_at = fate, None, self.clock.now
+        del self.calls[call.id]
+        self.ended.append(call)
+
+    def _tell_end(self, call: Call) -> None:
+        if call.on_end is not None:
+            call.on_end(call)
+
+    def _manners(self, model: ModelId) -> Manners:
+        known = self.models.get(model)
+        return known.manners if known is not None else DEFAULT_MANNERS
+
+    def _stray(self, usual_s: float) -> float:
+        jitter = self.config.jitter
+        return usual_s * (1.0 + jitter * (2.0 * self._random.random() - 1.0)) if jitter else usual_s
+
+    def _next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _note(self, effect: str, *details: object) -> None:
+        for watcher in self._watchers:
+            watcher.asked(effect, *details)
+
+    def _object(self, what: str) -> NoReturn:
+        raise Violation(what)

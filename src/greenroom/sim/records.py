@@ -1,0 +1,139 @@
+"""Requests, leases and slots as the world sees them. The scheduler's own records are never looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple
+
+from greenroom.core.effects import RejectCode
+from greenroom.core.model import NO_CLAIM, NO_TENANT, Claim, ModelId, Move, SlotId, TenantId, Tier
+
+# What a lease's place serves.
+NO_MODEL = ModelId("")
+
+
+class Violation(AssertionError):
+    """The scheduler asked for something that cannot or must not be."""
+
+
+class Fate(Enum):
+    WAITING = "waiting"
+    GRANTED = "granted"
+    SERVED = "served"
+    REJECTED = "rejected"
+    GONE = "gone"
+
+
+class Arrival(NamedTuple):
+    """One row of a workload: who asks which model for how much, and when."""
+
+    at: float
+    model: ModelId
+    prompt_len: int
+    output_len: int
+    tenant: TenantId = NO_TENANT
+    priority: int = 1
+
+
+class Call:
+    """A request, or a lease asked for by another program."""
+
+    __slots__ = (
+        "arrived",
+        "candidates",
+        "code",
+        "ended_at",
+        "fate",
+        "granted_at",
+        "grants",
+        "id",
+        "is_lease",
+        "model",
+        "number",
+        "on_end",
+        "output_len",
+        "priority",
+        "prompt_len",
+        "slot",
+        "tenant",
+        "was_broken",
+        "was_cut",
+    )
+
+    def __init__(
+        self,
+        call_id: str,
+        number: int,
+        candidates: tuple[ModelId, ...],
+        arrived: float,
+        prompt_len: int = 0,
+        output_len: int = 0,
+        priority: int = 1,
+        tenant: TenantId = NO_TENANT,
+        is_lease: bool = False,
+    ) -> None:
+        self.id = call_id
+        self.number = number
+        self.candidates = candidates
+        self.arrived = arrived
+        self.prompt_len = prompt_len
+        self.output_len = output_len
+        self.priority = priority
+        self.tenant = tenant
+        self.is_lease = is_lease
+        self.fate = Fate.WAITING
+        # The model that serves it, or the one it asked for first.
+        self.model = candidates[0] if candidates else NO_MODEL
+        self.slot: SlotId | None = None
+        self.grants = 0
+        self.granted_at = 0.0
+        self.ended_at = 0.0
+        self.was_cut = False
+        # Its engine died in the middle of the answer.
+        self.was_broken = False
+        self.code: RejectCode | None = None
+        # Who wants to know when it has ended, however it ended.
+        self.on_end: Callable[[Call], None] | None = None
+
+    @property
+    def wait_s(self) -> float:
+        """From arrival to the grant that served it."""
+        return self.granted_at - self.arrived
+
+
+class Place:
+    """A slot, or the memory another program holds: where it is and what it takes by all that was told of it."""
+
+    __slots__ = (
+        "asleep_claim",
+        "concurrency",
+        "fell",
+        "holds",
+        "id",
+        "model",
+        "move",
+        "ready_claim",
+        "revision",
+        "running",
+        "tier",
+    )
+
+    def __init__(self, slot: SlotId, model: ModelId, revision: int) -> None:
+        self.id = slot
+        self.model = model
+        self.revision = revision
+        self.tier = Tier.COLD
+        self.holds: Claim = NO_CLAIM
+        self.ready_claim: Claim = NO_CLAIM
+        self.asleep_claim: Claim = NO_CLAIM
+        self.move: Move | None = None
+        self.running: dict[str, Call] = {}
+        self.concurrency = 1
+        # Its process died during the move that is under way.
+        self.fell = False
+
+    @property
+    def has_engine(self) -> bool:
+        """Otherwise another program holds this memory."""
+        return self.model != NO_MODEL

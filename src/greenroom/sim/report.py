@@ -1,0 +1,190 @@
+"""The report: one HTML file with the answer in words, the figures, and the plots. Nothing in it is fetched or run.
+
+Owns the page. The words are `advice.py`'s, the lines `plots.py`'s, the figures `stats.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from itertools import pairwise
+
+from greenroom.sim.advice import advice, seconds
+from greenroom.sim.cases import Result
+from greenroom.sim.plots import Line, Point, linear, logarithmic, plot
+from greenroom.sim.stats import Stats, Waits
+
+# On a logarithmic axis those who did not wait stand here.
+AT_ONCE_S = 0.01
+# Enough to see a run, few enough for a page with many of them.
+BUCKETS = 100
+# Groups in one table of details; the largest are shown.
+GROUPS_MAX = 50
+
+TITLES = (
+    "case",
+    "served",
+    "refused",
+    "p50 wait",
+    "p95 wait",
+    "p99 wait",
+    "mean wait",
+    "longest wait",
+    "swaps",
+    "swaps/request",
+    "busy",
+    "fairness",
+)
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; font-size: 0.9rem; margin: 1rem 0; display: block; overflow-x: auto; }
+th, td { padding: 0.25rem 0.75rem; text-align: right; border-bottom: 1px solid #8886; }
+th:first-child, td:first-child { text-align: left; }
+svg { width: 100%; height: auto; margin: 1rem 0; }
+.answer { font-size: 1.1rem; }
+"""
+
+
+def row(result: Result) -> tuple[str, ...]:
+    """The figures of a case, under `TITLES`."""
+    stats, waits = result.stats, result.stats.waits
+    times = (waits.p50_s, waits.p95_s, waits.p99_s, waits.mean_s, waits.max_s)
+    return (
+        result.case.label,
+        f"{stats.served:,}",
+        f"{sum(stats.rejected.values()):,}",
+        *(seconds(value) for value in times),
+        f"{stats.swaps:,}",
+        f"{stats.swaps_per_request:.2f}",
+        f"{stats.busy:.0%}",
+        f"{stats.jain:.3f}",
+    )
+
+
+def html(results: Sequence[Result], assumed: Sequence[str]) -> str:
+    """The whole page. `assumed` are sentences about where the numbers come from."""
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en"><head><meta charset="utf-8"/><title>Greenroom simulation</title>',
+            '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
+            f"<style>{_STYLE}</style></head><body>",
+            "<h1>What would happen</h1>",
+            *(f'<p class="answer">{escape(sentence)}</p>' for sentence in advice(results)),
+            "<h2>All cases</h2>",
+            _table(TITLES, [row(result) for result in results]),
+            "<h2>How long requests wait</h2>",
+            *wait_plots(results),
+            "<h2>Swaps</h2>",
+            swaps_plot(results),
+            "<h2>Who is where</h2>",
+            *(tiers_plot(result) for result in results),
+            "<h2>By class, tenant and model</h2>",
+            *(_details(result) for result in results),
+            "<h2>What was assumed</h2><ul>",
+            *(f"<li>{escape(sentence)}</li>" for sentence in assumed),
+            "</ul></body></html>",
+        ]
+    )
+
+
+# --- plots ------------------------------------------------------------------------------------------------------------
+
+
+def wait_plots(results: Sequence[Result]) -> list[str]:
+    """For each class the share of requests that waited at most so long, one line a case."""
+    names = sorted({name for result in results for name in result.stats.by_class})
+    return [_wait_plot(name, results) for name in names]
+
+
+def _wait_plot(name: str, results: Sequence[Result]) -> str:
+    found = [(result.case.label, result.stats.by_class[name]) for result in results if name in result.stats.by_class]
+    x = logarithmic("wait in seconds", [waits.max_s for _, waits in found], AT_ONCE_S)
+    lines = [Line(label, _shares(waits)) for label, waits in found]
+    return plot(f"Share of requests of class {name} served within", x, linear("share", [1.0]), lines)
+
+
+def _shares(waits: Waits) -> list[Point]:
+    ordered = waits.sorted_s
+    return [(value, (number + 1) / len(ordered)) for number, value in enumerate(ordered)]
+
+
+def swaps_plot(results: Sequence[Result]) -> str:
+    """How many swaps there have been so far, one line a case."""
+    lines = [Line(result.case.label, _counted(result.stats)) for result in results]
+    x = linear("time in seconds", [at for line in lines for at, _ in line.points])
+    y = linear("swaps so far", [count for line in lines for _, count in line.points])
+    return plot("Swaps over time", x, y, lines)
+
+
+def _counted(stats: Stats) -> list[Point]:
+    counted: list[Point] = [(at, float(number)) for number, at in enumerate(stats.swaps_at, start=1)]
+    return [(0.0, 0.0), *counted, (stats.ends_s, float(len(counted)))]
+
+
+def tiers_plot(result: Result) -> str:
+    """How many slots were ready, asleep and moving, as means over short stretches of time."""
+    ends_s = max(result.stats.ends_s, 1e-9)
+    means = _means(result.stats, ends_s)
+    lines = [
+        Line(name, [(at, values[number]) for at, values in means])
+        for number, name in enumerate(("ready", "asleep", "moving"))
+    ]
+    y = linear("slots", [count for line in lines for _, count in line.points])
+    return plot(f"Slots by tier: {result.case.label}", linear("time in seconds", [ends_s]), y, lines)
+
+
+def _means(stats: Stats, ends_s: float) -> list[tuple[float, tuple[float, float, float]]]:
+    """Per bucket of time the mean of each count."""
+    width = ends_s / BUCKETS
+    sums = [[0.0, 0.0, 0.0] for _ in range(BUCKETS)]
+    marks = [*stats.tiers, stats.tiers[-1]._replace(at=ends_s)] if stats.tiers else []
+    for mark, following in pairwise(marks):
+        _spread(sums, (mark.ready, mark.asleep, mark.moving), mark.at, min(following.at, ends_s), width)
+    return [
+        ((number + 0.5) * width, (ready / width, asleep / width, moving / width))
+        for number, (ready, asleep, moving) in enumerate(sums)
+    ]
+
+
+def _spread(sums: list[list[float]], counts: Sequence[int], start: float, end: float, width: float) -> None:
+    """Add these counts to every bucket they reach into, for as long as they do."""
+    for number in range(int(start / width), min(int(end / width) + 1, len(sums))):
+        lasts_s = min(end, (number + 1) * width) - max(start, number * width)
+        if lasts_s > 0:
+            for tier, count in enumerate(counts):
+                sums[number][tier] += count * lasts_s
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
+
+
+def _details(result: Result) -> str:
+    stats = result.stats
+    groups: Sequence[tuple[str, Mapping[str, Waits]]] = (
+        ("class", stats.by_class),
+        ("tenant", stats.by_tenant),
+        ("model", stats.by_model),
+    )
+    tables = "\n".join(_group(name, waits) for name, waits in groups)
+    return f"<details><summary>{escape(result.case.label)}</summary>\n{tables}\n</details>"
+
+
+def _group(name: str, groups: Mapping[str, Waits]) -> str:
+    largest = sorted(groups.items(), key=lambda pair: (-pair[1].count, pair[0]))[:GROUPS_MAX]
+    rows = [
+        (
+            key or "-",
+            f"{waits.count:,}",
+            *(seconds(value) for value in (waits.p50_s, waits.p95_s, waits.mean_s, waits.max_s)),
+        )
+        for key, waits in largest
+    ]
+    return _table((name, "served", "p50 wait", "p95 wait", "mean wait", "longest wait"), rows)

@@ -1,0 +1,95 @@
+"""What a simulated world is made of: models with their manners, devices, the scheduler's numbers and its policy.
+
+Owns the numbers of one run and nothing that changes during it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from greenroom.core.effects import Effects
+from greenroom.core.events import Learned, Limits
+from greenroom.core.model import Device, ModelId, ModelSpec, MoveKind
+from greenroom.core.policies import BUILT_IN, SWAPPERS, Swappers
+from greenroom.core.policy import Policies
+from greenroom.core.scheduler import Scheduler
+from greenroom.errors import ConfigError
+
+POLICIES = tuple(BUILT_IN)
+
+
+@dataclass(frozen=True, slots=True)
+class Manners:
+    """How long things take with a model. The defaults are those of a mid-sized one on one recent GPU."""
+
+    load_s: float = 20.0
+    wake_s: float = 0.5
+    sleep_s: float = 0.5
+    unload_s: float = 1.0
+    prefill_tokens_per_s: float = 2_000.0
+    # Of one request, whether it is alone or one of `concurrency`: batching costs a request little until then.
+    tokens_per_s: float = 60.0
+    concurrency: int = 16
+
+    def move_s(self, kind: MoveKind) -> float:
+        if kind is MoveKind.LOAD or kind is MoveKind.PREPARE:
+            return self.load_s
+        if kind is MoveKind.WAKE:
+            return self.wake_s
+        return self.sleep_s if kind is MoveKind.SLEEP else self.unload_s
+
+    def prefill_s(self, prompt_len: int) -> float:
+        """Until the first byte of the answer."""
+        return prompt_len / self.prefill_tokens_per_s
+
+    def service_s(self, prompt_len: int, output_len: int) -> float:
+        return prompt_len / self.prefill_tokens_per_s + output_len / self.tokens_per_s
+
+    def learned(self) -> Learned:
+        """What a gateway that has run for a while knows of this model."""
+        return Learned({kind: self.move_s(kind) for kind in MoveKind})
+
+
+DEFAULT_MANNERS = Manners()
+
+
+@dataclass(frozen=True, slots=True)
+class SimModel:
+    spec: ModelSpec
+    manners: Manners = DEFAULT_MANNERS
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    """One world. `jitter` is how far moves and answers stray from their usual time, as a share of it."""
+
+    models: tuple[SimModel, ...]
+    devices: tuple[Device, ...]
+    limits: Limits = field(default_factory=Limits)
+    policy: str = "default"
+    jitter: float = 0.1
+    # Callers give up after this long; None: never.
+    patience_s: float | None = None
+    # Loads that go at full speed beside each other, for machines whose disk is the bottleneck; None: all of them.
+    loads_at_once: int | None = None
+    # Whether the scheduler knows from the start how long moves take, as after a restart.
+    knows_times: bool = True
+    # Where policies and swappers are found by name: those of other packages may be tried, too.
+    policies: Policies = field(default_factory=lambda: BUILT_IN)
+    swappers: Swappers = field(default_factory=lambda: SWAPPERS)
+
+    def learned(self) -> dict[ModelId, Learned] | None:
+        return {model.spec.id: model.manners.learned() for model in self.models} if self.knows_times else None
+
+
+def scheduler_for(effects: Effects, policies: Policies = BUILT_IN, swappers: Swappers = SWAPPERS) -> Scheduler:
+    """The scheduler of the gateway itself; `limits_for` tells it by which policy."""
+    return Scheduler(effects, policies, swappers)
+
+
+def limits_for(limits: Limits, policy: str, policies: Policies = BUILT_IN) -> Limits:
+    """The same numbers under that policy. Raises ConfigError for one that is not known."""
+    names = tuple(policies)
+    if policy not in names:
+        raise ConfigError(f"there is no policy {policy}: {' or '.join(names)}")
+    return replace(limits, policy=policy)

@@ -1,0 +1,200 @@
+"""Who asks for what and when: drawn workloads, and loops of agents that ask again when they were answered.
+
+Owns arrivals and nothing about how they fare. A workload draws from random numbers of its own, so that the same seed
+brings the same callers to every policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from random import Random
+from typing import Protocol
+
+from greenroom.core.model import NO_TENANT, ModelId, TenantId
+from greenroom.sim.records import Arrival, Call
+from greenroom.sim.world import World
+
+# Popularity of models falls like 1 / rank^s; 1 is what public logs of many models look like.
+ZIPF_EXPONENT = 1.0
+
+
+class Workload(Protocol):
+    @property
+    def seconds(self) -> float:
+        """From the first arrival that may come to the last."""
+        ...
+
+    def begin(self, world: World) -> None:
+        """Arrange the arrivals in this world."""
+        ...
+
+
+class Draw:
+    """One of several things, drawn by weight."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._things = list(weights)
+        self._sums = list(accumulate(weights.values()))
+
+    def one(self, random: Random) -> str:
+        return random.choices(self._things, cum_weights=self._sums)[0]
+
+
+def zipf(names: Sequence[str], exponent: float = ZIPF_EXPONENT) -> dict[str, float]:
+    """The first is asked for most often."""
+    return {name: 1.0 / rank**exponent for rank, name in enumerate(names, start=1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """What requests are like: weights of models, tenants and priorities, and mean lengths in tokens."""
+
+    models: Mapping[str, float]
+    tenants: Mapping[str, float] = field(default_factory=lambda: {NO_TENANT: 1.0})
+    priorities: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
+    # Priorities that models have of their own; others are drawn.
+    priority_of: Mapping[str, int] = field(default_factory=dict)
+    prompt_len: float = 300.0
+    output_len: float = 200.0
+
+    def drawing(self, random: Random) -> Drawing:
+        return Drawing(self, random)
+
+
+class Drawing:
+    """Draws requests from a mix. Lengths are exponential: many short ones, a few very long ones."""
+
+    def __init__(self, mix: Mix, random: Random) -> None:
+        self._mix = mix
+        self._random = random
+        self._models = Draw(mix.models)
+        self._tenants = Draw(mix.tenants)
+        self._priorities = Draw({str(priority): weight for priority, weight in mix.priorities.items()})
+
+    def arrival(self, at: float) -> Arrival:
+        random = self._random
+        model, drawn = self._models.one(random), int(self._priorities.one(random))
+        return Arrival(
+            at,
+            ModelId(model),
+            1 + int(random.expovariate(1.0 / self._mix.prompt_len)),
+            1 + int(random.expovariate(1.0 / self._mix.output_len)),
+            TenantId(self._tenants.one(random)),
+            self._mix.priority_of.get(model, drawn),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Poisson:
+    """Callers who know nothing of each other: so many a second, for so long."""
+
+    mix: Mix
+    rate: float
+    seconds: float
+    seed: int = 0
+
+    def begin(self, world: World) -> None:
+        world.feed(self.arrivals())
+
+    def arrivals(self) -> Iterator[Arrival]:
+        random = Random(f"{self.seed}:poisson")
+        drawing, at = self.mix.drawing(random), random.expovariate(self.rate)
+        while at < self.seconds:
+            yield drawing.arrival(at)
+            at += random.expovariate(self.rate)
+
+
+@dataclass(frozen=True, slots=True)
+class Bursty:
+    """Bursts and silence in turn, of exponential lengths. `rate` is the mean over both."""
+
+    mix: Mix
+    rate: float
+    seconds: float
+    seed: int = 0
+    burst_s: float = 10.0
+    silence_s: float = 30.0
+
+    def begin(self, world: World) -> None:
+        world.feed(self.arrivals())
+
+    def arrivals(self) -> Iterator[Arrival]:
+        random = Random(f"{self.seed}:bursty")
+        drawing, at = self.mix.drawing(random), 0.0
+        rate_in_burst = self.rate * (self.burst_s + self.silence_s) / self.burst_s
+        while at < self.seconds:
+            ends = at + random.expovariate(1.0 / self.burst_s)
+            at += random.expovariate(rate_in_burst)
+            while at < min(ends, self.seconds):
+                yield drawing.arrival(at)
+                at += random.expovariate(rate_in_burst)
+            at = ends + random.expovariate(1.0 / self.silence_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """Loops that alternate models: a planner, a tool's model, the planner again; each step waits for the one before.
+
+    Every agent has a pair of models of its own, drawn from the mix, and thinks between its steps. One that is refused
+    thinks and asks again.
+    """
+
+    mix: Mix
+    agents: int
+    seconds: float
+    think_s: float = 2.0
+    seed: int = 0
+
+    def begin(self, world: World) -> None:
+        for number in range(self.agents):
+            Agent(self, number, world).think()
+
+
+class Agent:
+    def __init__(self, loop: Agents, number: int, world: World) -> None:
+        self._loop = loop
+        self._world = world
+        self._random = Random(f"{loop.seed}:agent:{number}")
+        self._drawing = loop.mix.drawing(self._random)
+        drawn = self._drawing.arrival(0.0)
+        self._tenant = drawn.tenant
+        self._pair = (drawn.model, self._other_than(drawn.model))
+        self._step = 0
+
+    def _other_than(self, model: ModelId) -> ModelId:
+        """Another one, if there is another one."""
+        others = {name: weight for name, weight in self._loop.mix.models.items() if name != model}
+        return ModelId(Draw(others).one(self._random)) if others else model
+
+    def think(self, _: Call | None = None) -> None:
+        """Think, then ask the next model, unless the time is over."""
+        after_s = self._random.expovariate(1.0 / self._loop.think_s)
+        if self._world.now + after_s < self._loop.seconds:
+            self._world.after(after_s, self._ask)
+
+    def _ask(self, world: World) -> None:
+        drawn = self._drawing.arrival(world.now)
+        model = self._pair[self._step % len(self._pair)]
+        self._step += 1
+        world.arrive(model, drawn.prompt_len, drawn.output_len, self._tenant, drawn.priority, on_end=self.think)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Arrivals that are known beforehand, in order of time, such as those of a trace. `stretch` makes time longer."""
+
+    rows: Sequence[Arrival]
+    stretch: float = 1.0
+
+    @property
+    def seconds(self) -> float:
+        return self.rows[-1].at * self.stretch if self.rows else 0.0
+
+    def begin(self, world: World) -> None:
+        world.feed(self.arrivals())
+
+    def arrivals(self) -> Iterator[Arrival]:
+        for row in self.rows:
+            yield row if self.stretch == 1.0 else row._replace(at=row.at * self.stretch)

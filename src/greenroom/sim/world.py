@@ -1,0 +1,193 @@
+"""The world: what can happen in it. Callers come, operators ask, programs want memory, machines and files change.
+
+Owns how things begin. How the scheduler's orders are played and judged, and how everything ends, is `player.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from greenroom.core import events as ev
+from greenroom.core.model import (
+    NO_TENANT,
+    Device,
+    DeviceId,
+    LeaseId,
+    ModelId,
+    MoveKind,
+    Need,
+    OpId,
+    RequestId,
+    TenantId,
+)
+from greenroom.sim.faults import Faults
+from greenroom.sim.player import Player
+from greenroom.sim.records import Arrival, Call, Fate, Violation
+from greenroom.sim.setting import SimConfig, SimModel, limits_for
+from greenroom.sim.trace import Watcher as Watcher
+
+# A world that has not come to rest after so many events never will.
+EVENTS_MAX = 50_000_000
+
+
+class World(Player):
+    """Plays one configuration. `run` lets time pass; the other methods are what can happen in it."""
+
+    def __init__(
+        self, config: SimConfig, seed: int = 0, faults: Faults | None = None, watchers: Sequence[Watcher] = ()
+    ) -> None:
+        super().__init__(config, seed, faults, watchers)
+        self._configure()
+
+    def _configure(self) -> None:
+        config = self.config
+        self.change_config(
+            config.models,
+            devices=config.devices,
+            limits=limits_for(config.limits, config.policy, config.policies),
+            learned=config.learned(),
+        )
+        self._faults.begin(self)
+
+    @property
+    def now(self) -> float:
+        """Time that really passed; what the scheduler is told may have been stepped."""
+        return self.clock.now
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Nobody waits or is served, nothing moves and every operator was answered."""
+        return not self.calls and not self.house.moving and None not in self.ops.values()
+
+    def waiting(self) -> list[Call]:
+        return [call for call in self.calls.values() if call.fate is Fate.WAITING]
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def run(self, until: float = float("inf")) -> None:
+        """Let everything happen up to that time, or until nothing is arranged any more."""
+        advance = self.clock.advance
+        while advance(until):
+            if self.events_told > EVENTS_MAX:
+                raise Violation(f"the world does not come to rest within {EVENTS_MAX} events")
+        if until != float("inf"):
+            self.clock.pass_to(until)
+
+    def after(self, delay_s: float, action: Callable[[World], object]) -> None:
+        """Let something happen later."""
+        self.clock.arrange(delay_s, action, self)
+
+    def step_clock(self, by_s: float) -> None:
+        """The machine's clock jumps; timers keep to it."""
+        self.clock.step(by_s)
+        for timer, (at, number) in self._timers.items():
+            self.clock.arrange_when_told(at, self._fire, (timer, number))
+
+    # --- callers ------------------------------------------------------------------------------------------------------
+
+    def feed(self, arrivals: Iterable[Arrival]) -> None:
+        """Let these arrive, each at its time; they are asked for one by one, in order of time."""
+        self._arrange_next(iter(arrivals))
+
+    def _arrange_next(self, arrivals: Iterator[Arrival]) -> None:
+        arrival = next(arrivals, None)
+        if arrival is not None:
+            self.clock.arrange_at(arrival.at, self._arrive_from, (arrival, arrivals))
+
+    def _arrive_from(self, fed: tuple[Arrival, Iterator[Arrival]]) -> None:
+        arrival, arrivals = fed
+        self._arrange_next(arrivals)
+        self.arrive(arrival.model, arrival.prompt_len, arrival.output_len, arrival.tenant, arrival.priority)
+
+    def arrive(
+        self,
+        model: ModelId | tuple[ModelId, ...],
+        prompt_len: int,
+        output_len: int,
+        tenant: TenantId = NO_TENANT,
+        priority: int = 1,
+        on_end: Callable[[Call], None] | None = None,
+        patience_s: float | None = None,
+        budget_s: float | None = None,
+    ) -> Call:
+        """A request comes now."""
+        number = self._next_number()
+        candidates = model if isinstance(model, tuple) else (model,)
+        call = Call(f"r{number}", number, candidates, self.clock.now, prompt_len, output_len, priority, tenant)
+        call.on_end = on_end
+        self.calls[call.id] = call
+        told, patience_s = self.clock.told, self.config.patience_s if patience_s is None else patience_s
+        give_up_at = None if patience_s is None else told + patience_s
+        answer_by = None if budget_s is None else told + budget_s
+        self.post(
+            ev.RequestArrived(
+                told, RequestId(call.id), candidates, priority, tenant, give_up_at=give_up_at, answer_by=answer_by
+            )
+        )
+        return call
+
+    # --- operators, other programs, the machine -----------------------------------------------------------------------
+
+    def change_config(
+        self,
+        models: Sequence[SimModel] = (),
+        removed: Sequence[ModelId] = (),
+        devices: Sequence[Device] | None = None,
+        limits: ev.Limits | None = None,
+        learned: Mapping[ModelId, ev.Learned] | None = None,
+    ) -> None:
+        for model in models:
+            self._put(model)
+        for name in removed:
+            self.models.pop(name, None)
+        if devices is not None:
+            self.house.set_devices(devices)
+        specs = tuple(model.spec for model in models)
+        told_devices = None if devices is None else tuple(devices)
+        self.post(ev.ConfigChanged(self.clock.told, specs, tuple(removed), told_devices, limits, learned))
+
+    def _put(self, model: SimModel) -> None:
+        spec = model.spec
+        self.models[spec.id] = model
+        self._specs[spec.id, spec.revision] = spec
+        if spec.concurrency is not None:
+            for place in self.house.places.values():
+                if (place.model, place.revision) == (spec.id, spec.revision):
+                    place.concurrency = spec.concurrency
+
+    def change_memory(self, foreign_mib: Mapping[DeviceId, int]) -> None:
+        """Processes nobody declared now use so much."""
+        self.house.set_foreign(foreign_mib)
+        self.post(ev.MemoryChanged(self.clock.told, foreign_mib))
+
+    def ask_move(
+        self, kind: MoveKind, model: ModelId, evict: tuple[ModelId, ...] = (), grace_s: float | None = None
+    ) -> OpId:
+        """An operator asks."""
+        op = OpId(f"o{self._next_number()}")
+        self.ops[op] = None
+        self.post(ev.MoveAsked(self.clock.told, op, kind, model, evict, grace_s))
+        return op
+
+    def ask_lease(
+        self,
+        need: Need,
+        priority: int = 1,
+        devices: tuple[DeviceId, ...] = (),
+        preemptible: bool = False,
+        grace_s: float = 30.0,
+        patience_s: float | None = None,
+    ) -> LeaseId:
+        """Another program wants memory."""
+        number = self._next_number()
+        lease = LeaseId(f"l{number}")
+        self.leases[lease] = self.calls[lease] = Call(
+            lease, number, (), self.clock.now, priority=priority, is_lease=True
+        )
+        told = self.clock.told
+        give_up_at = None if patience_s is None else told + patience_s
+        self.post(ev.LeaseAsked(told, lease, need, priority, devices, preemptible, grace_s, give_up_at))
+        return lease
+
+    def shut_down(self, drain_s: float) -> None:
+        self.post(ev.ShutdownAsked(self.clock.told, drain_s))

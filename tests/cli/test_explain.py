@@ -1,0 +1,100 @@
+"""`greenroom explain` says in words what the gateway says it would do."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from greenroom.cli.explain import words
+from greenroom.cli.main import main
+from tests.cli.fake_gateway import FakeGateway, answer, error
+
+PATH = "/api/v1/explain"
+
+
+def explained(action: str, **said: Any) -> dict[str, Any]:
+    nothing = dict.fromkeys(("slot", "move", "why", "position", "eta_s", "retry_after_s"))
+    return {"action": action, "model": "qwen", **nothing, "behind": [], "evict": [], **said}
+
+
+def evicted(model: str, to: str, why: str) -> dict[str, str]:
+    return {"model": model, "slot": "s1", "to": to, "why": why}
+
+
+def test_the_question_carries_what_was_said(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.on("POST", PATH, answer(explained("serve", slot="s1")))
+    assert main(["explain", "qwen"]) == 0
+    assert gateway.asked[-1].json == {"model": "qwen"}
+    assert capsys.readouterr().out == "qwen is ready: the request would be served at once\n"
+    argv = ["explain", "qwen", "--priority", "high", "--tenant", "lab", "--stream", "--budget-s", "2.5"]
+    assert main(argv) == 0
+    said = {"model": "qwen", "priority": "high", "tenant": "lab", "stream": True, "x_budget_s": 2.5}
+    assert gateway.asked[-1].json == said
+
+
+def test_json_is_the_gateways_answer(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    told = explained("wait", why="busy", position=3, eta_s=4.0)
+    gateway.on("POST", PATH, answer(told))
+    assert main(["explain", "qwen", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == told
+
+
+def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.on("POST", PATH, error(404, "model_not_found", "There is no model x."))
+    assert main(["explain", "x"]) == 1
+    assert "There is no model x" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("told", "lines"),
+    [
+        (
+            explained("join", slot="s1", position=2, eta_s=4.0),
+            [
+                "qwen is on its way already: the request would wait for it",
+                "  place in the queue: 2",
+                "  its answer would begin in about 4.0s",
+            ],
+        ),
+        (
+            explained(
+                "swap",
+                move="load",
+                evict=[evicted("a", "cold", "idle for 3m"), evicted("b", "asleep", "asked for seldom")],
+                eta_s=21.0,
+            ),
+            [
+                "qwen would be loaded after a and b made room",
+                "  a would be unloaded: idle for 3m",
+                "  b would fall asleep: asked for seldom",
+                "  its answer would begin in about 21s",
+            ],
+        ),
+        (
+            explained("swap", move="wake"),
+            ["qwen would be woken", "  how long that takes was not learned yet"],
+        ),
+        (
+            explained("wait", why="no_room", behind=["a"], position=7),
+            [
+                "qwen would have to wait: nobody who would have to leave for it may do so yet",
+                "  requests for a would go first",
+                "  place in the queue: 7",
+                "  how long that takes was not learned yet",
+            ],
+        ),
+        (explained("wait", why="new_word", eta_s=1.0), ["qwen would have to wait: new word"]),
+        (
+            explained("refuse", why="load_failed", retry_after_s=5.0),
+            [
+                "qwen would be refused: its last load failed and is not tried again yet",
+                "  worth another try in about 5.0s",
+            ],
+        ),
+        (explained("refuse", why="too_large"), ["qwen would be refused: it does not fit on the devices there are"]),
+    ],
+)
+def test_every_answer_is_told_in_words(told: dict[str, Any], lines: list[str]) -> None:
+    assert words(told)[: len(lines)] == lines

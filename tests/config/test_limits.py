@@ -1,0 +1,80 @@
+"""The scheduler's numbers reach the core as they are written."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from greenroom.config.limits import limits_of
+from greenroom.config.schema import Config, Scheduler
+from greenroom.core.company.groups import Group
+from greenroom.core.events import Limits
+from greenroom.core.model import ModelId, TenantId
+
+from .conftest import Loads
+
+# What the core has under one name and the configuration under several.
+DEADLINES = {"deadline_high_s", "deadline_normal_s", "deadline_low_s"}
+# What the catalog does with the models' needs before the core hears of them.
+NOT_THE_CORES = {"fit_memory"}
+
+
+def test_without_a_word_the_core_keeps_its_own_defaults() -> None:
+    assert limits_of(Config()) == Limits()
+
+
+def test_every_number_reaches_the_core(loads: Loads) -> None:
+    config = loads("""
+        scheduler:
+          policy: fifo
+          swapper: mine
+          queue_depth_max: 11
+          overtakes_max: 12
+          residency_swaps: 1.5
+          batch_swaps: 7
+          lift_s: 13
+          deadline_high_s: 14
+          deadline_normal_s: 15
+          deadline_low_s: 16
+          recency_s: 17
+          tenant_weights: {lab: 2}
+          backoff_s: 18
+          backoff_max_s: 19
+    """)
+    assert limits_of(config) == Limits(
+        policy="fifo",
+        swapper="mine",
+        queue_depth_max=11,
+        overtakes_max=12,
+        residency_swaps=1.5,
+        batch_swaps=7.0,
+        lift_s=13.0,
+        deadlines_s=(14.0, 15.0, 16.0),
+        recency_s=17.0,
+        tenant_weights={TenantId("lab"): 2.0},
+        backoff_s=18.0,
+        backoff_max_s=19.0,
+    )
+
+
+def test_no_key_of_the_configuration_is_forgotten() -> None:
+    known = {field.name for field in fields(Limits)}
+    assert set(Scheduler.model_fields) - DEADLINES - NOT_THE_CORES <= known
+
+
+@pytest.mark.parametrize(
+    ("wait_max_s", "deadlines_s"), [(290, (5.0, 60.0, 240.0)), (100, (5.0, 60.0, 100.0)), (3, (3.0, 3.0, 3.0))]
+)
+def test_nobody_insists_later_than_it_would_have_been_refused(
+    loads: Loads, wait_max_s: int, deadlines_s: tuple[float, float, float]
+) -> None:
+    assert limits_of(loads(f"server: {{wait_max_s: {wait_max_s}}}")).deadlines_s == deadlines_s
+
+
+def test_rules_about_company_come_with_the_numbers(loads: Loads) -> None:
+    config = loads("""
+        models: {a: {path: a.gguf}, b: {path: b.gguf}}
+        scheduler: {company: {groups: {pair: {members: [a, b], swap: false}}}}
+    """)
+    assert limits_of(config).company == (Group("pair", (ModelId("a"), ModelId("b")), swap=False),)

@@ -1,0 +1,1 @@
+"""Rules about who may be on stage together."""

@@ -1,0 +1,73 @@
+"""Very many models waiting at once: nobody is hidden behind others, everybody is served, and a round stays short."""
+
+from __future__ import annotations
+
+import pytest
+
+from greenroom.core.events import Limits
+from greenroom.core.model import DeviceId, Tier
+from greenroom.core.scheduler import ASKED_IN_CROWD, ASKED_MAX, RANKED_MANY
+
+from .world import Fate, World, gpu, model
+
+GPU0, GPU1 = DeviceId("gpu0"), DeviceId("gpu1")
+
+
+@pytest.mark.parametrize("others", [ASKED_MAX // 2, ASKED_MAX + 4, RANKED_MANY + 6])
+def test_those_who_wait_for_a_busy_device_hide_nobody_who_waits_for_an_idle_one(others: int) -> None:
+    busy = [model(f"busy{number}", 6_000, devices=(GPU0,)) for number in range(others)]
+    idle = [model(f"idle{number}", 6_000, devices=(GPU1,)) for number in range(2)]
+    world = World([*busy, *idle], devices=(gpu(0, 8_000), gpu(1, 8_000)))
+    world.arrive("hold", "busy0", takes_s=300.0)
+    world.run(6.0)
+    for number in range(1, others):
+        world.arrive(f"r{number}", f"busy{number}", takes_s=1.0)
+    world.arrive("first", "idle0", takes_s=10.0)
+    second = world.arrive("second", "idle1", takes_s=1.0)
+    world.run(60.0)
+    assert second.fate is Fate.SERVED and second.granted_at < 40.0
+
+
+def test_in_a_crowd_a_small_model_is_not_hidden_behind_large_ones() -> None:
+    large = [model(f"large{number}", 7_000) for number in range(RANKED_MANY + 6)]
+    world = World([model("held", 5_000), *large, model("small", 2_000)], devices=(gpu(0, 8_000),))
+    world.arrive("hold", "held", takes_s=50.0)
+    world.run(6.0)
+    for spec in large:
+        world.arrive(f"r-{spec.id}", spec.id, takes_s=1.0)
+    small = world.arrive("small", "small", takes_s=1.0)
+    world.run(20.0)
+    assert small.fate is Fate.SERVED and world.tier("held") is Tier.READY
+
+
+def test_one_round_asks_for_no_more_than_so_many() -> None:
+    """Each wants a little less than the one before, so each might fare better; but a round must end."""
+    models = [model(f"m{number}", 7_500 - number) for number in range(RANKED_MANY + 40)]
+    world = World([model("held", 7_900), *models], devices=(gpu(0, 8_000),), plays=True)
+    world.arrive("hold", "held", takes_s=30.0)
+    world.run(6.0)
+    for spec in models:
+        world.arrive(f"r-{spec.id}", spec.id, takes_s=0.1)
+    asked: list[str] = []
+    decide_on = world.scheduler._ask_for
+    world.scheduler._ask_for = lambda queue, cast, now: (asked.append(queue.model), decide_on(queue, cast, now))[1]  # type: ignore[func-returns-value,method-assign]
+    world.scheduler._ranking.made_at = float("-inf")
+    world.scheduler._bring(world.now)
+    assert len(asked) == ASKED_IN_CROWD + ASKED_MAX
+    world.run()
+    assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values()) and world.is_at_rest()
+
+
+def test_whoever_leaves_or_comes_in_a_crowd_disturbs_nobody() -> None:
+    models = [model(f"m{number}", 3_000, concurrency=4) for number in range(RANKED_MANY + 40)]
+    world = World(models, devices=(gpu(0, 8_000),), limits=Limits(queue_depth_max=10_000))
+    leaving = [f"m{number}" for number in range(0, len(models), 8)]
+    for turn in range(3):
+        for number, spec in enumerate(models):
+            if turn == 0 or spec.id not in leaving:
+                world.arrive(f"{spec.id}-{turn}", spec.id, takes_s=0.5, priority=0 if number % 9 == turn else 1)
+    for name in leaving:
+        world.go(f"{name}-0")
+    world.run()
+    stayed = {call.fate for name, call in world.calls_by_id.items() if name.removesuffix("-0") not in leaving}
+    assert stayed == {Fate.SERVED} and world.is_at_rest()

@@ -1,0 +1,275 @@
+"""Queues and their sums: whatever comes and goes, they say what a count from scratch would say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.core.default import ByCost
+from greenroom.core.events import Limits
+from greenroom.core.model import ModelId, MoveKind, RequestId, TenantId
+from greenroom.core.swapper import ByMemory
+from greenroom.core.waitlist import LANES_FEW, Queue, Standing, Waiter, WaiterKind, Waitlist
+
+M, N = ModelId("m"), ModelId("n")
+POLICY = ByCost(Limits(), ByMemory())
+
+
+def waiter(
+    sequence: int,
+    *,
+    arrived: float = 0.0,
+    priority: int = 1,
+    tenant: str = "",
+    kind: WaiterKind = WaiterKind.REQUEST,
+    models: tuple[ModelId, ...] = (M,),
+) -> Waiter:
+    name = RequestId(f"w{sequence}")
+    return Waiter(name, kind, sequence, models[0], models, priority, arrived, TenantId(tenant))
+
+
+def queue_of(*waiters: Waiter) -> Queue:
+    queue = Queue(M, POLICY.standing)
+    for one in waiters:
+        queue.add(one)
+    return queue
+
+
+# --- one queue ------------------------------------------------------------------------------------------------------
+
+
+def test_a_lane_keeps_the_order_of_arrival_even_for_one_that_comes_back() -> None:
+    first, second, third = (waiter(number) for number in range(3))
+    queue = queue_of(first, second, third)
+    queue.remove(first, None)
+    assert queue.heads() == [second]
+    queue.add(first)
+    assert list(queue) == [first, second, third] and queue.heads() == [first]
+
+
+def test_every_kind_priority_and_tenant_has_a_lane_of_its_own() -> None:
+    others = [waiter(1, priority=0), waiter(2, tenant="t"), waiter(3, kind=WaiterKind.OP)]
+    queue = queue_of(waiter(0), *others)
+    assert queue.heads() == [queue.heads()[0], *others] and len(queue.lanes) == 4
+
+
+def test_operators_who_want_it_asleep_stand_apart() -> None:
+    op = waiter(1, kind=WaiterKind.OP)
+    op.wants = MoveKind.PREPARE
+    queue = queue_of(op)
+    assert (queue.waiting, queue.weight, queue.heads(), queue.asking()) == (1, 0.0, [op], [op])
+    assert queue.first(turn, 0.0) is None and queue.deadline_at == inf
+    queue.add(waiter(2))
+    assert list(queue) == [op, queue.first(turn, 0.0)]
+    queue.remove(op, None)
+    assert queue.waiting == 1 and queue.asking() == []
+
+
+def test_those_who_ask_only_that_the_model_be_there_are_found() -> None:
+    request, op, wish = waiter(1), waiter(2, kind=WaiterKind.OP), waiter(3, kind=WaiterKind.PRELOAD)
+    queue = queue_of(request, op, wish)
+    assert queue.asking() == [op, wish]
+    queue.remove(op, None)
+    queue.remove(wish, None)
+    assert queue.asking() == [] and list(queue) == [request]
+
+
+def turn(one: Waiter) -> tuple[float, ...]:
+    return (one.priority, one.sequence)
+
+
+def test_lanes_that_have_ended_are_passed_over_within_the_same_moment() -> None:
+    waiters = [waiter(number, tenant=f"t{number}") for number in range(3 * LANES_FEW)]
+    queue = queue_of(*waiters)
+    for one in waiters:
+        assert queue.first(turn, 0.0) is one
+        queue.remove(one, 0.0)
+    assert queue.first(turn, 0.0) is None
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2 * LANES_FEW)), min_size=1, max_size=60),
+    st.lists(st.tuples(st.sampled_from(["first", "any", "come"]), st.integers(0, 99), st.floats(0, 2.0)), max_size=60),
+)
+def test_the_first_is_whose_turn_it_is_however_many_lanes_there_are(
+    people: list[tuple[int, int]], steps: list[tuple[str, int, float]]
+) -> None:
+    waiters = [
+        waiter(number, priority=priority, tenant=f"t{tenant}") for number, (priority, tenant) in enumerate(people)
+    ]
+    queue, now, numbers = queue_of(*waiters), 0.0, count(len(people))
+    for what, number, passes_s in steps:
+        now += passes_s
+        assert queue.first(turn, now) is min(waiters, key=turn, default=None)
+        if what == "come" or not waiters:
+            waiters.append(waiter(next(numbers), tenant=f"new{number}"))
+            queue.add(waiters[-1])
+        else:
+            gone = min(waiters, key=turn) if what == "first" else waiters[number % len(waiters)]
+            waiters.remove(gone)
+            queue.remove(gone, now)
+    assert queue.first(turn, now) is min(waiters, key=turn, default=None)
+
+
+def test_seconds_waited_are_added_up_with_the_weight_of_the_class() -> None:
+    queue = queue_of(waiter(0, arrived=10.0, priority=0), waiter(1, arrived=14.0), waiter(2, arrived=16.0, priority=2))
+    assert queue.waited_s(20.0) == pytest.approx(2 * 10.0 + 6.0 + 0.5 * 4.0)
+    assert queue.waited_s(0.0) == 0.0, "a clock that was set back makes no waiting less than none"
+
+
+def test_a_wish_waits_for_nothing_and_insists_on_nothing() -> None:
+    queue = queue_of(waiter(0, kind=WaiterKind.PRELOAD, priority=1_000_000))
+    assert (queue.waiting, queue.weight, queue.waited_s(100.0)) == (1, 0.0, 0.0)
+    assert (queue.deadline_at, queue.oldest, queue.lift_at, queue.late_at) == (inf, inf, inf, inf)
+
+
+def test_the_first_deadline_is_not_always_that_of_the_first_to_come() -> None:
+    queue = queue_of(waiter(0, arrived=0.0, priority=2), waiter(1, arrived=50.0, priority=0))
+    assert (queue.oldest, queue.deadline_at) == (0.0, 55.0)
+    queue.remove(queue.heads()[1], None)
+    assert queue.deadline_at == 240.0
+
+
+def test_a_question_about_one_more_leaves_the_queue_as_it_is() -> None:
+    queue, more = queue_of(waiter(0, arrived=10.0)), waiter(1, arrived=20.0, priority=0)
+    asked = queue.joined_by(more)
+    assert (asked.waiting, asked.weight, asked.deadline_at) == (2, 3.0, 25.0)
+    assert asked.waited_s(30.0) == 40.0 and asked.oldest == 10.0
+    assert (queue.waiting, queue.weight, queue.deadline_at) == (1, 1.0, 70.0)
+
+
+def test_a_lane_that_was_served_ages_from_then_on_and_one_that_lost_its_first_does_not() -> None:
+    for served_at, lift_at in ((100.0, 160.0), (None, 65.0)):
+        first, second = waiter(0, arrived=0.0), waiter(1, arrived=5.0)
+        queue = queue_of(first, second)
+        assert queue.lift_at == 60.0
+        queue.remove(first, served_at)
+        assert queue.lift_at == lift_at and queue.oldest == 5.0 and queue.deadline_at == 65.0
+
+
+def test_those_ahead_are_those_before_it_in_its_lane_and_as_many_in_each_other_that_is_not_less_urgent() -> None:
+    own = [waiter(number) for number in range(4)]
+    other = [waiter(number, tenant="t") for number in range(4, 6)]
+    low = [waiter(number, priority=2) for number in range(6, 9)]
+    queue = queue_of(*own, *other, *low)
+    assert [queue.ahead_of(one) for one in own] == [1, 3, 4, 5]
+    assert queue.ahead_of(waiter(99, tenant="new")) == 2, "the first of each lane"
+    assert queue.ahead_of(low[0]) == 2
+
+
+# --- all of them ----------------------------------------------------------------------------------------------------
+
+
+def test_queues_come_and_go_with_their_waiters() -> None:
+    waitlist = Waitlist(POLICY.standing)
+    assert not waitlist and waitlist.of(M) == [] and waitlist.count(M) == 0
+    waitlist.add(waiter(1))
+    assert waitlist and "w1" in waitlist and waitlist.count(M) == 1 and waitlist["w1"] is waitlist.get("w1")
+    assert waitlist.remove("w1") is not None and waitlist.remove("w1") is None
+    assert not waitlist.queues and not waitlist and waitlist.get("w1") is None
+
+
+def test_nobody_waits_twice() -> None:
+    waitlist = Waitlist(POLICY.standing)
+    waitlist.add(waiter(1))
+    with pytest.raises(AssertionError, match="w1 waits already"):
+        waitlist.add(waiter(1))
+
+
+def test_positions_are_by_priority_and_arrival_and_count_callers_only() -> None:
+    waitlist = Waitlist(POLICY.standing)
+    op, normal, urgent = waiter(1, kind=WaiterKind.OP), waiter(2), waiter(3, priority=0)
+    for one in (op, normal, urgent):
+        waitlist.add(one)
+    assert waitlist.depth == 2
+    assert (waitlist.position(urgent), waitlist.position(normal), waitlist.position(waiter(9))) == (1, 2, 3)
+    waitlist.remove("w3")
+    assert waitlist.depth == 1 and waitlist.position(normal) == 1
+
+
+def test_who_named_several_models_is_found_among_the_choosy() -> None:
+    waitlist = Waitlist(POLICY.standing)
+    waitlist.add(waiter(1, models=(M, N)))
+    waitlist.add(waiter(2))
+    assert list(waitlist.choosy) == ["w1"] and N not in waitlist.queues
+    waitlist.remove("w1")
+    assert not waitlist.choosy
+
+
+def test_another_standing_counts_for_those_who_wait_already() -> None:
+    waitlist = Waitlist(POLICY.standing)
+    for number in range(4):
+        waitlist.add(waiter(number, arrived=10.0, models=(M, N) if number == 3 else (M,)))
+    waitlist.restand(lambda priority: Standing(5.0, 1.0, 2.0, 3.0))
+    queue = waitlist.queues[M]
+    assert (queue.weight, queue.deadline_at, queue.late_at, queue.lift_at) == (20.0, 11.0, 12.0, 13.0)
+    assert [one.id for one in waitlist] == ["w0", "w1", "w2", "w3"] and list(waitlist.choosy) == ["w3"]
+    assert waitlist.depth == 4 and waitlist.position(waitlist["w3"]) == 4
+
+
+def test_another_standing_does_not_make_a_lane_older_than_it_is() -> None:
+    waitlist = Waitlist(POLICY.standing)
+    for number in range(3):
+        waitlist.add(waiter(number, arrived=float(number)))
+    waitlist.remove("w0", served_at=100.0)
+    lift_at = waitlist.queues[M].lift_at
+    waitlist.restand(POLICY.standing)
+    assert waitlist.queues[M].lift_at == lift_at == 160.0
+
+
+# --- from scratch ---------------------------------------------------------------------------------------------------
+
+people: st.SearchStrategy[dict[str, object]] = st.builds(
+    dict,
+    arrived=st.integers(0, 300).map(float),
+    priority=st.integers(-1, 3),
+    tenant=st.sampled_from(["", "t", "u"]),
+    kind=st.sampled_from([WaiterKind.REQUEST, WaiterKind.REQUEST, WaiterKind.OP, WaiterKind.PRELOAD]),
+    models=st.sampled_from([(M,), (N,), (M, N)]),
+)
+
+
+def agree(queue: Queue, waiters: Sequence[Waiter], now: float) -> None:
+    """Its sums are those of a count from scratch."""
+    callers = [one for one in waiters if one.kind is not WaiterKind.PRELOAD]
+    stands = {one.id: POLICY.standing(one.priority) for one in callers}
+    assert queue.waiting == len(waiters) and list(queue) == sorted(waiters, key=lambda one: one.sequence)
+    assert queue.weight == sum(stands[one.id].weight for one in callers)
+    waited_s = sum(stands[one.id].weight * (now - one.arrived) for one in callers)
+    assert queue.waited_s(now) == pytest.approx(max(0.0, waited_s), abs=1e-6)
+    assert queue.oldest == min((one.arrived for one in callers), default=inf)
+    assert queue.deadline_at == min((one.arrived + stands[one.id].deadline_s for one in callers), default=inf)
+    assert queue.late_at == min((one.arrived + stands[one.id].late_s for one in callers), default=inf)
+    lifts = (one.arrived + one.priority * stands[one.id].lift_s for one in callers)
+    assert queue.lift_at == min(lifts, default=inf)
+
+
+@settings(deadline=None)
+@given(st.lists(people, max_size=30), st.lists(st.integers(0, 29), max_size=25))
+def test_whatever_comes_and_goes_the_sums_are_those_of_a_count_from_scratch(
+    coming: list[dict[str, object]], going: list[int]
+) -> None:
+    waitlist, there = Waitlist(POLICY.standing), {}
+    # Times do not go back while people come: a lane's first is its oldest.
+    for number, person in enumerate(sorted(coming, key=lambda one: str(one["arrived"]).zfill(8))):
+        one = waiter(number, **person)  # type: ignore[arg-type]
+        there[one.id] = one
+        waitlist.add(one)
+    for number in going:
+        assert waitlist.remove(f"w{number}") is there.pop(RequestId(f"w{number}"), None)
+    for model in (M, N):
+        here = [one for one in there.values() if one.model == model]
+        assert (model in waitlist.queues) == bool(here) and waitlist.count(model) == len(here)
+        if here:
+            agree(waitlist.queues[model], here, now=400.0)
+    callers = sorted(
+        (one for one in there.values() if one.kind is WaiterKind.REQUEST), key=lambda one: (one.priority, one.sequence)
+    )
+    assert [waitlist.position(one) for one in callers] == list(range(1, len(callers) + 1))
+    assert set(waitlist.choosy) == {one.id for one in there.values() if len(one.candidates) > 1}

@@ -1,0 +1,126 @@
+"""How long the whole answer may take, by the caller's word: refused when that cannot be, cut when it is over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import fake, gateway, until
+from tests.integration.facts import Journal, at_rest
+from tests.integration.raw import Answer, Raw, asking, chat, http
+
+QUICK = {"heartbeat_after_s": 0.2, "heartbeat_every_s": 0.2}
+HEADER = "X-Request-Timeout-S"
+ENDLESS = 1_000_000
+
+
+@pytest.mark.parametrize("said", ["0", "-1", "nan", "inf", "soon", ""])
+async def test_budget_that_is_no_time_is_refused_by_name(tmp_path: Path, said: str) -> None:
+    async with gateway(tmp_path, {"a": fake("a")}) as app:
+        answer = await chat(app, "a", headers={HEADER: said})
+        assert (answer.status, answer.error["param"]) == (400, HEADER)
+        # Both must be times, whichever is the smaller.
+        answer = await chat(app, "a", headers={HEADER: "5"}, x_budget_s=-2)
+        assert (answer.status, answer.error["param"]) == (400, "x_budget_s")
+
+
+@pytest.mark.parametrize(
+    ("header", "body"), [("0.5", None), (None, 0.5), ("0.5", 60), ("60", 0.5)], ids=["header", "body", "both", "both"]
+)
+async def test_answer_is_cut_when_the_smaller_budget_is_over(
+    tmp_path: Path, header: str | None, body: float | None
+) -> None:
+    journal = Journal(tmp_path)
+    models = {"a": fake("a", "--token-s", "0.05", *journal.switches)}
+    headers = {} if header is None else {HEADER: header}
+    more = {} if body is None else {"x_budget_s": body}
+    async with gateway(tmp_path, models) as app:
+        await chat(app, "a", tokens=0)
+        answer = await chat(app, "a", headers=headers, tokens=ENDLESS, **more)
+        assert (answer.status, answer.error["code"], answer.error["type"]) == (504, "budget_passed", "timeout_error")
+        await until(lambda: journal.count("cancelled"), "the engine was told to stop")
+        await at_rest(app)
+        decision = next(told for told in reversed(app.observer.decisions) if told["what"] == "cut")
+        assert (decision["why"], decision["model"]) == ("budget", "a")
+        assert decision["request"] == answer.headers["x-request-id"]
+
+
+async def test_stream_is_cut_with_an_error_event(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a", "--token-s", "0.05")}) as app:
+        await chat(app, "a", tokens=0)
+        answer = await chat(app, "a", stream=True, tokens=ENDLESS, x_budget_s=0.6)
+    assert_cut(answer)
+    assert len(answer.data) > 1, "what was answered in time was sent"
+
+
+async def test_stream_that_only_heard_heartbeats_is_cut_with_an_error_event(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a", "--token-s", "30")}, server=QUICK) as app:
+        await chat(app, "a", tokens=0)
+        answer = await chat(app, "a", stream=True, x_budget_s=1.0)
+    assert answer.events[0].startswith(":")
+    assert_cut(answer)
+
+
+def assert_cut(answer: Answer) -> None:
+    error = answer.data[-1]["error"]
+    assert (answer.status, answer.whole) == (200, True)
+    assert (error["status"], error["code"], error["type"]) == (504, "budget_passed", "timeout_error")
+    assert "[DONE]" not in answer.data
+
+
+async def test_answer_that_usually_takes_longer_is_refused_at_once(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    models = {"a": fake("a", "--token-s", "0.4", "--tokens", "4", *journal.switches)}
+    async with gateway(tmp_path, models) as app:
+        for _ in range(2):
+            assert (await chat(app, "a")).status == 200
+        answer = await chat(app, "a", x_budget_s=0.5)
+        assert (answer.status, answer.error["code"]) == (503, "model_loading")
+        assert "ready" in answer.error["message"]
+        assert int(answer.headers["retry-after"]) >= 1
+        assert journal.count("request") == 2, "the engine was not bothered"
+        assert (await chat(app, "a", x_budget_s=60)).status == 200
+
+
+async def test_answer_within_its_budget_is_whole(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a", "--record", *(journal := Journal(tmp_path)).switches)}) as app:
+        answer = await chat(app, "a", x_budget_s=60, headers={HEADER: "50"})
+        assert answer.status == 200
+        await at_rest(app)
+    (request,) = journal.lines("request")
+    assert "budget" not in str(request).lower() and "timeout" not in str(request).lower(), "it is between us"
+
+
+async def test_form_has_its_budget_in_a_field_or_the_header(tmp_path: Path) -> None:
+    models = {"ear": fake("ear", "--hang", "serve")}
+    async with gateway(tmp_path, models) as app:
+        for field, headers in ((b"0.4", {}), (b"60", {HEADER: "0.4"}), (None, {HEADER: "0.4"})):
+            answer = await form(app, field, headers)
+            # The first may still be loading when its time is over; later ones are being answered.
+            assert answer.status in (503, 504), answer.body
+            await until(lambda: bool(app.slots.live), "loaded")
+        assert answer.error["code"] == "budget_passed"
+
+
+async def form(app: Any, budget: bytes | None, headers: dict[str, str]) -> Answer:
+    fields = [(b'name="model"', b"ear"), (b'name="file"; filename="a.wav"', b"RIFF" * 10)]
+    if budget is not None:
+        fields.append((b'name="x_budget_s"', budget))
+    parts = b"".join(
+        b"--bound\r\nContent-Disposition: form-data; " + head + b"\r\n\r\n" + value + b"\r\n" for head, value in fields
+    )
+    kind = {"Content-Type": "multipart/form-data; boundary=bound"}
+    return await http(
+        app, "POST", "/v1/audio/transcriptions", body=parts + b"--bound--\r\n", headers={**kind, **headers}
+    )
+
+
+async def test_client_that_leaves_before_its_budget_is_over_leaves_no_timer(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a", "--token-s", "0.05")}) as app:
+        async with await Raw.open(app) as raw:
+            raw.ask(asking("a", stream=True, tokens=ENDLESS, x_budget_s=30))
+            await raw.head()
+        await at_rest(app)
+        assert not [timer for timer in app.effects._timers if timer.kind.value == "budget"]

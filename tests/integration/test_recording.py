@@ -1,0 +1,77 @@
+"""What the gateway keeps on disk beyond one run: learned times, and recordings if they are asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from greenroom.app import App
+from greenroom.core.events import RequestArrived
+from greenroom.core.model import ModelId, MoveKind
+from greenroom.runtime.recording import read_events
+from tests.harness import fake, gateway
+from tests.integration.facts import at_rest
+from tests.integration.raw import chat, http
+
+A = ModelId("a")
+
+
+def load_s(app: App) -> float | None:
+    learned = app.loop.scheduler.learned().get(A)
+    return None if learned is None else learned.moves_s.get(MoveKind.LOAD)
+
+
+async def explained_eta_s(app: App) -> float | None:
+    answer = await http(app, "POST", "/api/v1/explain", {"model": "a"})
+    eta_s: float | None = answer.json()["eta_s"]
+    return eta_s
+
+
+async def test_times_learned_in_one_run_are_known_in_the_next(tmp_path: Path) -> None:
+    models = {"a": fake("a", "--load-s", "0.5")}
+    async with gateway(tmp_path, models) as app:
+        assert load_s(app) is None and await explained_eta_s(app) is None
+        assert (await chat(app, "a")).status == 200
+        learned_s = load_s(app)
+        assert learned_s is not None and learned_s >= 0.5
+    async with gateway(tmp_path, models) as app:
+        assert load_s(app) == round(learned_s, 4)
+        eta_s = await explained_eta_s(app)
+        assert eta_s is not None and eta_s >= 0.5
+    # Another program under the same name has everything to learn anew.
+    async with gateway(tmp_path, {"a": fake("a", "--load-s", "0.1")}) as app:
+        assert load_s(app) is None
+
+
+async def test_times_file_that_is_broken_keeps_nobody_from_starting(tmp_path: Path) -> None:
+    models = {"a": fake("a")}
+    async with gateway(tmp_path, models) as app:
+        assert (await chat(app, "a")).status == 200
+    file = tmp_path / "state" / "learned.json"
+    file.write_text(file.read_text()[:20])
+    async with gateway(tmp_path, models) as app:
+        assert (await chat(app, "a")).status == 200
+    assert "a" in json.loads(file.read_text())["models"]
+
+
+async def test_nothing_is_recorded_unless_asked_for(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a")}) as app:
+        assert (await chat(app, "a")).status == 200
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["greenroom.yaml", "state"]
+
+
+async def test_recordings_hold_requests_and_never_what_they_say(tmp_path: Path) -> None:
+    # Relative paths begin at the configuration file.
+    files = {"record_activity": "activity.csv", "record_events": "events.jsonl"}
+    async with gateway(tmp_path, {"a": fake("a")}, server=files) as app:
+        secret = [{"role": "user", "content": "hush-hush"}]
+        answer = await chat(app, "a", headers={"X-Tenant-ID": "lab"}, messages=secret, x_priority="low")
+        assert answer.status == 200
+        assert (await chat(app, "nobody")).status == 404
+        await at_rest(app)
+    head, row = (tmp_path / "activity.csv").read_text().splitlines()
+    assert head == "t,model,prompt_len,output_len,tenant,priority"
+    assert row.split(",")[1] == "a" and row.split(",")[3:] == ["4", "lab", "2"]
+    arrived = [event for event in read_events(tmp_path / "events.jsonl") if isinstance(event, RequestArrived)]
+    assert [event.request for event in arrived] == [answer.headers["x-request-id"]]
+    assert "hush" not in (tmp_path / "activity.csv").read_text() + (tmp_path / "events.jsonl").read_text()

@@ -1,0 +1,159 @@
+"""A slice of a trace through the running gateway: real engines, four tiny models, room for two.
+
+What the scheduler was told is written down and told again to a fresh one, which must ask for exactly the same. The
+simulation, given the same requests and the times that were measured, must come to about as many swaps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, cast
+
+from greenroom.app import App
+from greenroom.core.effects import Effects
+from greenroom.core.events import ConfigChanged, Event, MoveDone
+from greenroom.core.model import MoveId, MoveKind, Outcome
+from greenroom.core.scheduler import Scheduler
+from greenroom.runtime.recording import Asked, Recording, WatchedEffects, read
+from greenroom.sim.run import simulate
+from greenroom.sim.setting import Manners, SimConfig, SimModel
+from greenroom.sim.traces import read_trace
+from greenroom.sim.workloads import Recorded
+from tests.harness import gateway, tiny
+from tests.integration.facts import at_rest
+from tests.integration.raw import chat
+from tests.models import tiny as tiny_model
+
+NAMES = ("alpha", "bravo", "charlie", "delta")
+# Each model claims 100 MiB, so that two are in memory at once.
+BUDGET_MIB = 250
+REQUESTS = 60
+SECONDS = 6.0
+SLICES = 3
+
+
+@dataclass(frozen=True)
+class Arrival:
+    at: float
+    model: str
+    stream: bool
+    priority: str
+    tenant: str
+
+
+def drawn(seed: int) -> list[Arrival]:
+    """Requests at random times; two models are asked for more often than the others, some callers are in a hurry."""
+    dice = random.Random(seed)
+    times = sorted(dice.uniform(0, SECONDS) for _ in range(REQUESTS))
+    return [
+        Arrival(
+            at,
+            dice.choices(NAMES, (4, 3, 2, 1))[0],
+            dice.random() < 0.5,
+            dice.choice(("high", "normal", "normal", "low")),
+            dice.choice(("lab", "office", "")),
+        )
+        for at in times
+    ]
+
+
+async def play(app: App, arrivals: Sequence[Arrival]) -> None:
+    """Send every request at its time and see that its own model answers it."""
+    began = app.clock()
+
+    async def send(one: Arrival) -> None:
+        await asyncio.sleep(max(0.0, began + one.at - app.clock()))
+        headers = {"X-Tenant-ID": one.tenant} if one.tenant else {}
+        answer = await chat(app, one.model, headers=headers, stream=one.stream, x_priority=one.priority, max_tokens=20)
+        assert answer.status == 200, answer.body
+        said = answer.text if not one.stream else "".join(map(piece, answer.data))
+        assert said == f" {one.model} says hello"
+
+    await asyncio.gather(*map(send, arrivals))
+
+
+def piece(event: Any) -> str:
+    return "" if event == "[DONE]" else "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+
+
+class Nothing:
+    """Effects that have none."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *said: None
+
+
+def replayed(events: Sequence[Event]) -> list[Asked]:
+    """What a fresh scheduler asks for when it is told these events."""
+    asked: list[Asked] = []
+    scheduler = Scheduler(WatchedEffects(cast(Effects, Nothing()), asked.append))
+    for event in events:
+        scheduler.handle(event)
+    return asked
+
+
+def swaps_in(recording: Recording) -> int:
+    return sum(name == "move" and said[0].kind is MoveKind.LOAD for name, said in recording.effects)
+
+
+def took_s(recording: Recording, kind: MoveKind) -> float:
+    """How long moves of this kind took on average."""
+    started = {
+        said[0].id: said[0].started for name, said in recording.effects if name == "move" and said[0].kind is kind
+    }
+    ended: dict[MoveId, float] = {
+        event.move: event.now
+        for event in recording.events
+        if isinstance(event, MoveDone) and event.outcome is Outcome.DONE
+    }
+    return fmean(ended[move] - at for move, at in started.items() if move in ended)
+
+
+def simulated_swaps(recording: Recording, trace: Path, service_s: float) -> int:
+    """The same requests in a simulated world with the same models, room and times."""
+    first = recording.events[0]
+    assert isinstance(first, ConfigChanged) and first.devices is not None and first.limits is not None
+    rows = read_trace(trace)
+    tokens = fmean(row.output_len for row in rows)
+    manners = Manners(
+        load_s=took_s(recording, MoveKind.LOAD),
+        unload_s=took_s(recording, MoveKind.UNLOAD),
+        prefill_tokens_per_s=1e9,
+        tokens_per_s=tokens / service_s,
+    )
+    models = tuple(SimModel(spec, manners) for spec in first.models)
+    config = SimConfig(models, first.devices, first.limits, first.limits.policy, knows_times=False)
+    return simulate(config, Recorded(rows)).swaps
+
+
+async def slice_through(folder: Path, seed: int) -> tuple[Recording, Path, float]:
+    """Play one slice. What was recorded of it, and how long an answer took once it was begun."""
+    folder.mkdir()
+    files = {"record_events": str(folder / "events"), "record_activity": str(folder / "activity.csv")}
+    models = {name: tiny(tiny_model(name)) for name in NAMES}
+    async with gateway(folder, models, budget_mib=BUDGET_MIB, server=files) as app:
+        await play(app, drawn(seed))
+        await at_rest(app)
+        records = app.activity.recent(2 * REQUESTS)
+    service_s = fmean((record.total_s or 0.0) - (record.wait_s or 0.0) for record in records)
+    return read(folder / "events"), folder / "activity.csv", service_s
+
+
+async def test_slice_is_replayed_exactly_and_simulated_closely(tmp_path: Path) -> None:
+    ratios = []
+    for seed in range(SLICES):
+        recording, trace, service_s = await slice_through(tmp_path / str(seed), seed)
+        assert recording.incomplete is None
+        effects = replayed(recording.events)
+        assert effects == recording.effects
+        assert sum(name == "grant" for name, _ in effects) == REQUESTS
+        assert len(read_trace(trace)) == REQUESTS
+        swaps = swaps_in(recording)
+        assert swaps >= len(NAMES), "the slice made models take each other's place"
+        ratios.append(simulated_swaps(recording, trace, service_s) / swaps)
+    assert 0.8 <= median(ratios) <= 1.2, ratios

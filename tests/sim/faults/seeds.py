@@ -1,0 +1,12 @@
+"""Seeds that once failed, each with what was wrong. They are played for ever after, beside the first two hundred.
+
+What a seed draws changes when a scene can hold something new; then the reason here says what to look for, and the bug
+stays covered by a test of the core.
+"""
+
+ONCE_FAILED: dict[int, str] = {
+    28: "an urgent newcomer called a plan off; the slot that stayed had room, and its queue was not served first",
+    41: "the same: a newcomer was served at once before those who waited for the same model",
+    45: "a back-off that was over came back when the clock was set back",
+    178: "the same as 28, after a limit on overtaking had closed the slot",
+}

@@ -1,0 +1,46 @@
+"""The simulation finds bugs: a sample of those that `planted.py` knows, which `python -m` tries in full."""
+
+from __future__ import annotations
+
+import pytest
+
+from greenroom.sim.chaos.__main__ import main
+from greenroom.sim.chaos.play import Failure, play
+from tests.sim.faults.planted import BUGS, bug, found
+
+# One for each way of finding them: the world, a table, a count, an order, a share.
+SAMPLE = ("one_too_many_at_once", "forgotten_timer", "stranded_counter", "order_swapped", "service_not_charged")
+SEEDS = range(6)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_planted_bug_is_found(name: str) -> None:
+    failure = found(name, SEEDS)
+    assert failure is not None
+
+
+def test_there_are_enough_planted_bugs_and_each_replaces_something() -> None:
+    assert len(BUGS) >= 25
+    for name, one in BUGS.items():
+        original = one.owner.__dict__[one.attribute]
+        with bug(name):
+            assert one.owner.__dict__[one.attribute] is not original
+        assert one.owner.__dict__[one.attribute] is original
+
+
+def test_a_failure_says_the_seed_the_event_and_what_was_said_last() -> None:
+    with bug("stranded_counter"), pytest.raises(Failure) as caught:
+        for seed in SEEDS:
+            play(seed)
+    failure = caught.value
+    assert str(failure).startswith(f"seed {failure.seed}, event {failure.event}: {failure.checker}: {failure.what}")
+    assert len(failure.recent) == 30
+    assert "RequestGone" in failure.recent[-1] or "RequestGone" in "".join(failure.recent)
+
+
+def test_replaying_a_seed_from_the_command_line_tells_good_from_bad(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["0"]) == 0
+    assert "0 violations" in capsys.readouterr().out
+    with bug("one_too_many_at_once"):
+        assert main(["0"]) == 1
+    assert "seed 0, event" in capsys.readouterr().out

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pytest
+
+from greenroom.core.model import Device, DeviceId, DeviceKind, Need
+from greenroom.errors import ConfigError
+from greenroom.sim.advice import advice, seconds
+from greenroom.sim.cases import Case, Result, cases, run_all, setting_for
+from greenroom.sim.workloads import Mix, Poisson, zipf
+from greenroom.sim.world import World
+from tests.sim.settings import gpu, host, names, setting, sim_model
+
+BASE = setting(*(sim_model(name) for name in names(4)), devices=(gpu(2_000), gpu(3_000, 1), host(9_000)))
+SMALL = setting(*(sim_model(name) for name in names(4)), devices=(gpu(1_000), host(9_000)))
+WORKLOAD = Poisson(Mix(zipf(names(4))), 0.2, 600.0)
+
+
+def results(*compared: Case) -> list[Result]:
+    return run_all(compared, SMALL, WORKLOAD, 0, lambda case, share: None)
+
+
+def test_every_policy_meets_every_machine() -> None:
+    assert cases(["default", "fifo"], [1, 2], [None]) == (
+        Case("default", 1),
+        Case("default", 2),
+        Case("fifo", 1),
+        Case("fifo", 2),
+    )
+
+
+def test_a_case_says_what_it_is() -> None:
+    assert Case("fifo").label == "fifo"
+    assert Case("default", 1, 0).label == "default, 1 GPU, no green room"
+    assert Case("default", 3, 65_536).label == "default, 3 GPUs, green room 65,536 MiB"
+
+
+def test_a_case_without_wishes_leaves_the_configuration_as_it_is() -> None:
+    config = setting_for(Case("default"), BASE)
+    assert (config.devices, config.models, config.policy) == (BASE.devices, BASE.models, "default")
+
+
+def test_gpus_are_the_configured_ones_and_more_like_the_last() -> None:
+    def sizes(count: int) -> dict[str, int]:
+        return {device.id: device.capacity_mib for device in setting_for(Case("fifo", count), BASE).devices}
+
+    assert sizes(1) == {"gpu0": 2_000, "host": 9_000}
+    assert sizes(4) == {"gpu0": 2_000, "gpu1": 3_000, "gpu2": 3_000, "gpu3": 3_000, "host": 9_000}
+
+
+def test_a_green_room_lets_models_sleep_in_the_hosts_memory() -> None:
+    config = setting_for(Case("fifo", 1, 4_000), setting(sim_model("a", 1_000), devices=(gpu(1_000),)))
+    assert config.devices[-1] == Device(DeviceId("host"), DeviceKind.HOST, 4_000)
+    assert config.models[0].spec.need_asleep == Need(0, 1_000)
+    without = setting_for(Case("fifo", 1, 0), BASE)
+    assert without.models[0].spec.need_asleep is None
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no policy lifo: default or fifo"):
+        World(setting_for(Case("lifo"), BASE))
+
+
+def test_all_cases_meet_the_same_callers() -> None:
+    told: list[tuple[Case, float]] = []
+    compared = cases(["default", "fifo"], [1, 2], [None])
+    found = run_all(compared, SMALL, WORKLOAD, 0, lambda case, share: told.append((case, share)))
+    assert [result.case for result in found] == list(compared)
+    assert len({result.stats.requests for result in found}) == 1
+    assert {case for case, share in told if share == 1.0} == set(compared)
+
+
+def test_a_second_gpu_is_compared_with_the_first() -> None:
+    (sentence,) = advice(results(Case("fifo", 1), Case("fifo", 2)))
+    assert sentence.startswith("A second GPU would take the p95 wait from ")
+    assert sentence.endswith(": it helps a lot.")
+
+
+def test_steps_of_several_gpus_are_named_as_such() -> None:
+    (sentence,) = advice(results(Case("fifo", 1), Case("fifo", 4)))
+    assert sentence.startswith("4 GPUs instead of 1 would take")
+
+
+def test_a_green_room_is_compared_with_none() -> None:
+    (sentence,) = advice(results(Case("fifo", 1, 0), Case("fifo", 1, 8_000)))
+    assert sentence.startswith("A green room of 8,000 MiB instead of none would take the p95 wait")
+    assert "it helps" in sentence
+
+
+def test_hardware_is_spoken_of_once_and_policies_for_every_machine() -> None:
+    sentences = advice(results(*cases(["default", "fifo"], [1, 2], [None])))
+    assert [sentence.split(" would")[0] for sentence in sentences] == [
+        "A second GPU",
+        "The policy default instead of fifo",
+        "The policy default instead of fifo",
+    ]
+    assert "(1 GPU)" in sentences[1] and "(2 GPUs)" in sentences[2]
+
+
+def test_what_changes_nothing_is_said_to_change_nothing() -> None:
+    sentences = advice(results(Case("fifo", 7), Case("fifo", 8)))
+    assert sentences[0].startswith("An eighth GPU would take the p95 wait from 0.0 s to 0.0 s")
+    assert sentences[0].endswith(": nobody waits either way.")
+
+
+def test_one_case_alone_is_summed_up() -> None:
+    (sentence,) = advice(results(Case("fifo", 1)))
+    assert "requests were served; half of them waited at most" in sentence
+
+
+def test_times_are_said_as_people_say_them() -> None:
+    assert [seconds(value) for value in (0.0, 0.44, 12.3, 150.0, 9_000.0)] == [
+        "0.0 s",
+        "0.4 s",
+        "12 s",
+        "2.5 min",
+        "2.5 h",
+    ]

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+
+from greenroom.core.model import ModelId, TenantId
+from greenroom.sim.run import simulate
+from greenroom.sim.stats import jain, quantile, stats_of, waits_of
+from greenroom.sim.workloads import Mix, Poisson, zipf
+from greenroom.sim.world import World
+from tests.sim.settings import gpu, host, names, setting, sim_model, sleeper
+
+A, B = ModelId("a"), ModelId("b")
+
+
+def test_quantiles_are_values_that_occurred() -> None:
+    ordered = [float(value) for value in range(1, 101)]
+    assert [quantile(ordered, share) for share in (0.5, 0.95, 0.99, 1.0)] == [50.0, 95.0, 99.0, 100.0]
+    assert quantile([7.0], 0.5) == 7.0
+
+
+def test_waits_are_summed_up() -> None:
+    waits = waits_of([4.0, 1.0, 3.0, 2.0])
+    assert (waits.count, waits.mean_s, waits.p50_s, waits.p95_s, waits.max_s) == (4, 2.5, 2.0, 4.0, 4.0)
+    assert waits.sorted_s == (1.0, 2.0, 3.0, 4.0)
+    assert waits_of([]).count == 0 and waits_of([]).max_s == 0.0
+
+
+def test_fairness_is_one_for_equals_and_small_where_one_has_all() -> None:
+    assert jain([2.0, 2.0, 2.0]) == pytest.approx(1.0)
+    assert jain([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+    assert jain([]) == jain([0.0, 0.0]) == 1.0
+
+
+def test_a_run_comes_to_figures() -> None:
+    """One GPU for one of two models: load, answer, unload, load, answer."""
+    world = World(setting(sim_model("a"), sim_model("b")))
+    world.arrive(A, 1, 100, TenantId("x"), priority=0)
+    world.arrive(B, 1, 300, TenantId("y"), priority=7)
+    world.arrive(ModelId("stranger"), 1, 1)
+    world.run()
+    stats = stats_of(world)
+    assert (stats.requests, stats.served, stats.rejected) == (3, 2, {"unknown_model": 1})
+    assert stats.by_class["high"].max_s == pytest.approx(5.0) and stats.by_class["7"].max_s == pytest.approx(12.0)
+    assert stats.by_tenant["y"].count == stats.by_model["b"].count == 1
+    assert (stats.loads, stats.unloads, stats.wakes, stats.swaps) == (2, 1, 0, 2)
+    assert stats.swaps_per_request == 1.0
+    assert stats.makespan_s == stats.ends_s == pytest.approx(15.0)
+    assert stats.served_per_s == pytest.approx(2 / 15) and stats.tokens_per_s == pytest.approx(400 / 15)
+    use = stats.devices["gpu0"]
+    # Serving for 1 and 3 s of 15; loading, unloading, loading for 5, 1 and 5.
+    assert use.busy == pytest.approx(4 / 15) and use.moving == pytest.approx(11 / 15) and stats.busy == use.busy
+    # x was served for 1 of 6 s, y for 3 of 15.
+    assert stats.jain == pytest.approx(jain([1 / 6, 3 / 15]))
+    assert stats.swaps_at == (0.0, pytest.approx(7.0))
+
+
+def test_tiers_are_marked_as_they_change() -> None:
+    world = World(setting(sleeper("a"), sleeper("b"), devices=(gpu(1_000), host(5_000))))
+    world.arrive(A, 1, 100)
+    world.arrive(B, 1, 100)
+    world.run()
+    marks = stats_of(world).tiers
+    assert [(mark.ready, mark.asleep, mark.moving) for mark in marks] == [
+        (0, 0, 1),  # a loads
+        (1, 0, 0),
+        (0, 0, 1),  # a falls asleep
+        (0, 1, 0),
+        (0, 1, 1),  # b loads
+        (1, 1, 0),
+    ]
+    assert [round(mark.at, 2) for mark in marks] == [0.0, 5.0, 6.0, 6.25, 6.25, 11.25]
+
+
+def test_a_world_where_nothing_happened_has_figures_too() -> None:
+    stats = stats_of(World(setting(sim_model("a"))))
+    assert (stats.requests, stats.swaps_per_request, stats.busy, stats.jain, stats.makespan_s) == (
+        0,
+        0.0,
+        0.0,
+        1.0,
+        0.0,
+    )
+
+
+def test_more_room_means_fewer_swaps() -> None:
+    def swaps(mib: int) -> int:
+        config = setting(*(sim_model(name) for name in names(4)), mib=mib)
+        return simulate(config, Poisson(Mix(zipf(names(4))), 0.3, 600.0)).swaps
+
+    assert swaps(1_000) > swaps(2_000) > swaps(4_000) == 4
+
+
+def test_progress_is_told_and_changes_nothing() -> None:
+    config = setting(*(sim_model(name) for name in names(3)), jitter=0.1)
+    workload, told = Poisson(Mix(zipf(names(3))), 0.3, 600.0), []
+    watched = simulate(config, workload, 3, on_progress=told.append)
+    assert watched == simulate(config, workload, 3)
+    assert told == sorted(told) and told[-1] == 1.0

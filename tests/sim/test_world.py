@@ -1,0 +1,466 @@
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from greenroom.core import events as ev
+from greenroom.core.effects import OpOutcome, RejectCode, Rejection, because
+from greenroom.core.invariants import check
+from greenroom.core.model import (
+    LeaseId,
+    ModelId,
+    Move,
+    MoveId,
+    MoveKind,
+    Need,
+    OpId,
+    Outcome,
+    RequestId,
+    SlotId,
+    Tier,
+)
+from greenroom.sim.faults import Ending, MoveFate, NoFaults, ServeFate
+from greenroom.sim.records import Arrival, Call, Fate, Violation
+from greenroom.sim.setting import POLICIES
+from greenroom.sim.trace import Transcript
+from greenroom.sim.workloads import Mix, Poisson, zipf
+from greenroom.sim.world import World
+from tests.sim.settings import GPU, HOST, gpu, host, names, setting, sim_model, sleeper
+
+A, B = ModelId("a"), ModelId("b")
+WHY = because("test")
+
+
+def slot_of(world: World, model: str) -> SlotId:
+    return next(place.id for place in world.house.places.values() if place.model == model)
+
+
+# --- without faults ---------------------------------------------------------------------------------------------------
+
+
+def test_a_request_waits_for_the_load_and_is_then_served() -> None:
+    world = World(setting(sim_model("a")))
+    call = world.arrive(A, 10, 200)
+    world.run()
+    assert (call.fate, call.wait_s, call.ended_at) == (Fate.SERVED, pytest.approx(5.0), pytest.approx(7.0))
+    assert world.house.tier_of(A) is Tier.READY and world.is_at_rest
+
+
+def test_prompt_and_answer_both_take_time() -> None:
+    model = sim_model("a")
+    assert model.manners.service_s(0, 50) == pytest.approx(0.5)
+    slow = sim_model("a", manners=type(model.manners)(prefill_tokens_per_s=100.0, tokens_per_s=10.0))
+    assert slow.manners.service_s(50, 20) == pytest.approx(0.5 + 2.0)
+
+
+def test_a_slot_serves_as_many_at_once_as_it_may_and_each_at_full_speed() -> None:
+    world = World(setting(sim_model("a", concurrency=2)))
+    calls = [world.arrive(A, 1, 100) for _ in range(3)]
+    world.run()
+    assert [round(call.granted_at, 2) for call in calls] == [5.0, 5.0, 6.0]
+
+
+def test_a_swap_takes_the_time_of_leaving_and_of_coming() -> None:
+    world = World(setting(sim_model("a"), sim_model("b")))
+    world.arrive(A, 1, 100)
+    world.run()
+    began = world.now
+    call = world.arrive(B, 1, 100)
+    world.run()
+    assert call.wait_s == pytest.approx(1.0 + 5.0)
+    assert call.granted_at == pytest.approx(began + 6.0)
+    assert world.house.meters.moves[MoveKind.LOAD] == 2 and world.house.meters.moves[MoveKind.UNLOAD] == 1
+
+
+def test_a_model_that_sleeps_comes_back_quickly() -> None:
+    world = World(setting(sleeper("a"), sleeper("b"), devices=(gpu(1_000), host(5_000))))
+    for model in (A, B):
+        world.arrive(model, 1, 100)
+        world.run()
+    assert world.house.tier_of(A) is Tier.ASLEEP
+    again = world.arrive(A, 1, 100)
+    world.run()
+    assert again.wait_s == pytest.approx(0.25 + 0.5)
+
+
+def test_memory_is_counted_per_device_as_slots_come_sleep_and_go() -> None:
+    world = World(setting(sleeper("a"), sleeper("b"), devices=(gpu(1_000), host(5_000))))
+    world.arrive(A, 1, 100)
+    world.run()
+    assert world.house.held_mib == {GPU: 1_000, HOST: 0}
+    world.ask_move(MoveKind.SLEEP, A)
+    world.run()
+    assert world.house.held_mib == {GPU: 0, HOST: 1_000}
+    world.ask_move(MoveKind.UNLOAD, A)
+    world.run()
+    assert world.house.held_mib == {GPU: 0, HOST: 0} and not world.house.places
+
+
+def test_loads_wait_for_the_disk_where_it_reads_one_at_a_time() -> None:
+    world = World(setting(sim_model("a"), sim_model("b"), mib=2_000, loads_at_once=1))
+    calls = [world.arrive(model, 1, 100) for model in (A, B)]
+    world.run()
+    assert [call.wait_s for call in calls] == [pytest.approx(5.0), pytest.approx(10.0)]
+
+
+def test_moves_stray_from_their_usual_time_within_the_jitter() -> None:
+    waits = []
+    for seed in range(20):
+        world = World(setting(sim_model("a"), jitter=0.2), seed)
+        call = world.arrive(A, 1, 1)
+        world.run()
+        waits.append(call.wait_s)
+    assert len(set(waits)) == 20 and 4.0 <= min(waits) < 4.9 and 5.1 < max(waits) <= 6.0
+
+
+def test_callers_give_up_when_their_patience_ends() -> None:
+    world = World(setting(sim_model("a"), patience_s=3.0))
+    call = world.arrive(A, 1, 100)
+    world.run()
+    assert (call.fate, call.code, call.ended_at) == (Fate.REJECTED, RejectCode.EXPIRED, pytest.approx(3.0))
+
+
+def test_who_asks_again_when_refused_does_so_after_the_scheduler_is_done() -> None:
+    world = World(setting(sim_model("a")))
+    seen: list[Fate] = []
+
+    def again(call: Call) -> None:
+        seen.append(call.fate)
+        world.arrive(A, 1, 1)
+
+    world.arrive(ModelId("stranger"), 1, 1, on_end=again)
+    world.run()
+    assert seen == [Fate.REJECTED] and world.is_at_rest and len(world.ended) == 2
+
+
+def test_arrivals_are_asked_for_one_by_one_as_time_passes() -> None:
+    asked: list[float] = []
+
+    def rows() -> object:
+        for at in (1.0, 2.0, 3.0):
+            asked.append(at)
+            yield Arrival(at, A, 1, 1)
+
+    world = World(setting(sim_model("a")))
+    world.feed(rows())  # type: ignore[arg-type]
+    world.run(until=1.5)
+    assert asked == [1.0, 2.0] and world.now == 1.5
+    world.run()
+    assert [call.arrived for call in world.ended] == [1.0, 2.0, 3.0]
+
+
+# --- what else can happen ---------------------------------------------------------------------------------------------
+
+
+def test_operators_are_answered() -> None:
+    world = World(setting(sim_model("a")))
+    op = world.ask_move(MoveKind.LOAD, A)
+    assert not world.is_at_rest
+    world.run()
+    assert world.ops[op] is OpOutcome.DONE and world.house.tier_of(A) is Tier.READY and world.is_at_rest
+
+
+def test_a_lease_takes_memory_and_gives_it_back() -> None:
+    world = World(setting(sim_model("a"), mib=1_500))
+    lease = world.ask_lease(Need(1_000))
+    assert world.leases[lease].fate is Fate.GRANTED and world.house.held_mib[GPU] == 1_000
+    call = world.arrive(A, 1, 100)
+    world.run()
+    assert call.fate is Fate.WAITING
+    world.end_lease(lease)
+    world.end_lease(lease)
+    world.run()
+    assert call.fate is Fate.SERVED and world.is_at_rest
+
+
+def test_the_holder_of_a_recalled_lease_leaves() -> None:
+    world = World(setting(sim_model("a"), mib=1_500))
+    world.ask_lease(Need(1_000), priority=2, preemptible=True, grace_s=10.0)
+    call = world.arrive(A, 1, 100, priority=0)
+    world.run()
+    assert call.wait_s == pytest.approx(5.0 + 5.0) and not world.leases
+
+
+def test_foreign_memory_keeps_models_out_until_it_is_gone() -> None:
+    world = World(setting(sim_model("a")))
+    world.change_memory({GPU: 600})
+    call = world.arrive(A, 1, 100)
+    world.run()
+    assert call.fate is Fate.WAITING
+    world.change_memory({GPU: 0})
+    world.run()
+    assert call.fate is Fate.SERVED
+
+
+def test_a_removed_model_leaves_and_its_callers_are_told() -> None:
+    world = World(setting(sim_model("a")))
+    call = world.arrive(A, 1, 100)
+    world.change_config(removed=[A])
+    world.run()
+    assert call.code is RejectCode.REMOVED and not world.house.places
+
+
+def test_a_changed_concurrency_counts_from_then_on() -> None:
+    world = World(setting(sim_model("a", concurrency=1)))
+    first = world.arrive(A, 1, 1_000)
+    world.run(until=6.0)
+    world.change_config([sim_model("a", concurrency=2)])
+    second = world.arrive(A, 1, 100)
+    assert first.fate is Fate.GRANTED and second.fate is Fate.GRANTED
+
+
+def test_a_shutdown_drains() -> None:
+    world = World(setting(sim_model("a")))
+    served = world.arrive(A, 1, 100_000)
+    world.run(until=6.0)
+    world.shut_down(drain_s=20.0)
+    world.run()
+    assert served.fate is Fate.SERVED and served.was_cut and served.ended_at < 27.0
+    assert not world.house.places
+
+
+def test_a_stepped_clock_brings_timers_forward() -> None:
+    world = World(setting(sim_model("a"), patience_s=100.0))
+    world.change_memory({GPU: 600})
+    call = world.arrive(A, 1, 100)
+    world.after(10.0, lambda world: world.step_clock(+80.0))
+    world.run()
+    assert call.code is RejectCode.EXPIRED and call.ended_at == pytest.approx(20.0, abs=0.1)
+
+
+def test_a_clock_set_back_makes_timers_later() -> None:
+    world = World(setting(sim_model("a"), patience_s=100.0))
+    world.change_memory({GPU: 600})
+    call = world.arrive(A, 1, 100)
+    world.after(10.0, lambda world: world.step_clock(-50.0))
+    world.run()
+    assert call.code is RejectCode.EXPIRED and call.ended_at == pytest.approx(150.0, abs=0.1)
+
+
+# --- with faults ------------------------------------------------------------------------------------------------------
+
+
+class Plan(NoFaults):
+    """The next moves and grants end like this, then all goes well."""
+
+    def __init__(self, *fates: MoveFate | ServeFate) -> None:
+        self.fates = list(fates)
+
+    def on_move(self, move: Move, usual: MoveFate) -> MoveFate:
+        planned = [fate for fate in self.fates if isinstance(fate, MoveFate)][:1]
+        if planned:
+            self.fates.remove(planned[0])
+        return planned[0] if planned else usual
+
+    def on_grant(self, call: Call, usual_s: float) -> ServeFate | None:
+        planned = [fate for fate in self.fates if isinstance(fate, ServeFate)][:1]
+        if planned:
+            self.fates.remove(planned[0])
+        return planned[0] if planned else None
+
+
+def test_a_failed_load_rejects_who_waits_for_it() -> None:
+    world = World(setting(sim_model("a")), faults=Plan(MoveFate(Outcome.FAILED, 2.0)))
+    call = world.arrive(A, 1, 100)
+    world.run()
+    assert (call.code, call.ended_at) == (RejectCode.LOAD_FAILED, pytest.approx(2.0)) and not world.house.places
+
+
+def test_a_client_that_goes_ends_its_answer() -> None:
+    world = World(setting(sim_model("a")), faults=Plan(ServeFate(Ending.CLIENT_GOES, 0.5)))
+    call = world.arrive(A, 1, 1_000)
+    world.run()
+    assert (call.fate, call.ended_at) == (Fate.GONE, pytest.approx(5.5)) and world.is_at_rest
+
+
+def test_an_answer_lost_early_is_granted_again() -> None:
+    world = World(setting(sim_model("a")), faults=Plan(ServeFate(Ending.LOST_EARLY, 0.5)))
+    call = world.arrive(A, 1, 100)
+    world.run()
+    assert (call.fate, call.grants, call.wait_s) == (Fate.SERVED, 2, pytest.approx(5.5))
+
+
+def test_a_crash_breaks_answers_off_and_takes_the_slot_with_it() -> None:
+    world = World(setting(sim_model("a")), faults=Plan(ServeFate(Ending.CRASH, 0.5)))
+    calls = [world.arrive(A, 1, 1_000) for _ in range(2)]
+    world.run()
+    assert all(call.fate is Fate.SERVED and call.was_broken for call in calls)
+    assert not world.house.places and world.house.held_mib[GPU] == 0
+
+
+def test_a_crash_before_the_first_byte_sends_requests_back() -> None:
+    slow = type(sim_model("a").manners)(load_s=5.0, prefill_tokens_per_s=10.0)
+    world = World(setting(sim_model("a", manners=slow)), faults=Plan(ServeFate(Ending.CRASH, 0.5)))
+    call = world.arrive(A, 100, 100)
+    world.run()
+    assert (call.fate, call.grants, call.was_broken) == (Fate.SERVED, 2, False)
+
+
+def test_a_crash_may_leave_the_host_copy() -> None:
+    fate = ServeFate(Ending.CRASH, 0.5, Tier.ASLEEP)
+    world = World(setting(sleeper("a"), devices=(gpu(1_000), host(5_000))), faults=Plan(fate))
+    world.arrive(A, 1, 1_000)
+    world.run()
+    assert world.house.tier_of(A) is Tier.ASLEEP and world.house.held_mib == {GPU: 0, HOST: 1_000}
+
+
+def test_a_process_that_dies_while_loading_never_becomes_ready() -> None:
+    world = World(setting(sim_model("a")))
+    call = world.arrive(A, 1, 100)
+    world.after(1.0, lambda world: world.crash([slot_of(world, "a")]))
+    world.run()
+    assert call.code is RejectCode.LOAD_FAILED and not world.house.places
+
+
+def test_an_aborted_move_ends_soon_or_as_it_would_have() -> None:
+    for can_be_stopped, ends in ((True, 1.01), (False, 6.0)):
+        plan = NoFaults()
+        plan.on_abort = lambda move, can=can_be_stopped: can  # type: ignore[method-assign, misc]
+        transcript = Transcript()
+        world = World(setting(sim_model("a")), faults=plan, watchers=[transcript])
+        world.arrive(A, 1, 100)
+        world.after(1.0, lambda world: world.change_config(removed=[A]))
+        world.run()
+        done = [event.now for event in transcript.events if isinstance(event, ev.MoveDone)]
+        assert done[-1] == pytest.approx(ends) and not world.house.places
+
+
+# --- wrong orders -----------------------------------------------------------------------------------------------------
+
+
+def move(world: World, kind: MoveKind, slot: str, claim: dict[object, int], model: ModelId = A) -> None:
+    world.move(Move(MoveId(f"x{kind}{slot}"), kind, SlotId(slot), model, 1, claim, world.now), WHY)  # type: ignore[arg-type]
+
+
+def running_world() -> tuple[World, Call]:
+    """One request is being served by `a`, which fills the GPU."""
+    world = World(setting(sim_model("a", concurrency=1), sim_model("b")))
+    call = world.arrive(A, 1, 10_000)
+    world.run(until=6.0)
+    assert call.fate is Fate.GRANTED
+    return world, call
+
+
+def test_the_world_objects_to_wrong_grants() -> None:
+    world, call = running_world()
+    other = Call("other", 99, (B,), world.now)
+    same = Call("same", 98, (A,), world.now)
+    world.calls |= {"other": other, "same": same}
+    slot = slot_of(world, "a")
+    for request, where in ((call.id, slot), ("nobody", slot), ("other", slot), ("same", slot), ("same", "s999")):
+        same.fate = other.fate = Fate.WAITING
+        with pytest.raises(Violation):
+            world.grant(RequestId(request), SlotId(where), WHY)
+
+
+def test_the_world_objects_to_wrong_moves() -> None:
+    world, _ = running_world()
+    with pytest.raises(Violation, match="serves"):
+        move(world, MoveKind.UNLOAD, slot_of(world, "a"), {})
+    with pytest.raises(Violation, match="not free"):
+        move(world, MoveKind.LOAD, "new", {GPU: 1_000}, B)
+    with pytest.raises(Violation, match="is ready and is to load"):
+        move(world, MoveKind.LOAD, slot_of(world, "a"), {GPU: 1_000})
+    world = World(setting(sim_model("a")))
+    world.arrive(A, 1, 1)
+    with pytest.raises(Violation, match="while it still has to load"):
+        move(world, MoveKind.UNLOAD, slot_of(world, "a"), {})
+
+
+def test_the_world_objects_to_orders_about_what_is_not_there() -> None:
+    world, call = running_world()
+    rejection = Rejection(RejectCode.LOST, A)
+    world.cut(RequestId(call.id), WHY)
+    for order in (
+        lambda: world.reject(RequestId(call.id), rejection, WHY),
+        lambda: world.reject(RequestId("nobody"), rejection, WHY),
+        lambda: world.cut(RequestId(call.id), WHY),
+        lambda: world.cut(RequestId("nobody"), WHY),
+        lambda: world.abort(MoveId("nothing"), WHY),
+        lambda: world.answer(OpId("nobody"), OpOutcome.DONE, WHY),
+        lambda: world.recall(LeaseId("nobody"), 0.0, WHY),
+    ):
+        with pytest.raises(Violation):
+            order()
+
+
+# --- all at once ------------------------------------------------------------------------------------------------------
+
+
+class Trouble(NoFaults):
+    """Everything goes wrong now and then for a while."""
+
+    def __init__(self, seed: int, until: float) -> None:
+        self._random = Random(f"{seed}:trouble")
+        self._until = until
+        self._now = 0.0
+
+    def begin(self, world: World) -> None:
+        self._stir(world)
+
+    def _stir(self, world: World) -> None:
+        self._now = world.now
+        if world.now > self._until:
+            world.change_memory({GPU: 0})
+            for lease in list(world.leases):
+                world.end_lease(lease)
+            return
+        self._disturb(world)
+        world.after(self._random.expovariate(0.2), self._stir)
+
+    def _disturb(self, world: World) -> None:
+        random, places = self._random, list(world.house.places)
+        match random.randrange(7):
+            case 0:
+                world.change_memory({GPU: random.choice([0, 500, 1_500])})
+            case 1:
+                world.ask_lease(Need(700), random.randrange(3), preemptible=random.random() < 0.5)
+            case 2 if world.leases:
+                world.end_lease(random.choice(list(world.leases)))
+            case 3:
+                world.ask_move(random.choice(list(MoveKind)), ModelId(random.choice(names(5))))
+            case 4:
+                world.step_clock(random.choice([0.5, 5.0, 30.0]))
+            case 5 if places:
+                world.crash([random.choice(places)], random.choice([Tier.COLD, Tier.ASLEEP]))
+            case _ if world.calls:
+                world.leave(random.choice([call for call in world.calls.values() if not call.is_lease] or [None]))  # type: ignore[arg-type]
+
+    def on_move(self, move: Move, usual: MoveFate) -> MoveFate:
+        if self._now > self._until or self._random.random() < 0.8:
+            return usual
+        return usual._replace(outcome=self._random.choice(list(Outcome)))
+
+    def on_grant(self, call: Call, usual_s: float) -> ServeFate | None:
+        if self._now > self._until or self._random.random() < 0.9:
+            return None
+        left_in = self._random.choice([Tier.COLD, Tier.ASLEEP])
+        return ServeFate(self._random.choice(list(Ending)), usual_s * self._random.random(), left_in)
+
+
+class Checker:
+    def __init__(self) -> None:
+        self.world: World | None = None
+
+    def told(self, event: ev.Event) -> None: ...
+
+    def asked(self, effect: str, *details: object) -> None: ...
+
+    def settled(self, event: ev.Event) -> None:
+        if self.world is not None:
+            check(self.world.scheduler, event.now)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_world_and_scheduler_stay_of_one_mind_whatever_happens(seed: int, policy: str) -> None:
+    checker = Checker()
+    models = [sleeper(name, 400 + 150 * number) for number, name in enumerate(names(5))]
+    config = setting(*models, devices=(gpu(2_000), host(1_500)), jitter=0.3, policy=policy)
+    world = checker.world = World(config, seed, Trouble(seed, until=300.0), [checker])
+    Poisson(Mix(zipf(names(5))), rate=1.0, seconds=400.0, seed=seed).begin(world)
+    world.run()
+    held = {slot: place.tier for slot, place in world.house.places.items()}
+    assert held == {slot.id: slot.tier for slot in world.scheduler.state.slots.values()}
+    assert world.is_at_rest and world.events_told > 700

@@ -1,0 +1,41 @@
+"""The compiled build is asked for by name, and each name means something."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.chdir(ROOT)
+    spec = importlib.util.spec_from_file_location("greenroom_setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_name_on_the_list_finds_a_file(build: ModuleType) -> None:
+    for pattern in (*build.HOT, *build.NOT_HOT):
+        assert list((ROOT / build.PACKAGE).glob(pattern)), pattern
+
+
+def test_modules_are_compiled_only_where_they_are_hot(build: ModuleType) -> None:
+    files = build.hot_files()
+    assert "src/greenroom/proxy/relay.py" in files
+    assert "src/greenroom/core/decide.py" in files
+    assert not [file for file in files if file.endswith(("__init__.py", "invariants.py"))]
+
+
+@pytest.mark.parametrize(("said", "needed"), [("1", True), ("0", False), ("", False)])
+def test_compiler_is_required_only_when_asked_for(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, said: str, needed: bool
+) -> None:
+    monkeypatch.setenv("GREENROOM_COMPILE", said)
+    assert any(name.startswith("mypy") for name in build.build_requirements()) is needed

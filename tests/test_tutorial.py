@@ -1,0 +1,193 @@
+"""The tutorial on policies and swappers is true: its code runs, as it stands on the page."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greenroom.core.model import DeviceId, ModelId, SlotId, Tier
+from greenroom.core.policies import BUILT_IN
+from greenroom.core.policy import PolicyFactory
+from greenroom.core.swapper import Resident, Swapper, Target
+from greenroom.sim.setting import SimConfig
+from greenroom.sim.world import World
+from tests.cli.test_guides import ROOT, blocks
+from tests.sim.settings import setting, sim_model
+
+PAGE = "docs/design/writing-a-policy.md"
+GPU = DeviceId("gpu0")
+# Generous: the machine may be busy.
+PATIENCE_S = 120
+
+
+def module_blocks() -> dict[str, str]:
+    """Python on the page by the file name in its first line."""
+    found = {}
+    for block in blocks(PAGE, "python"):
+        name = re.match(r"# (\w+\.py)\n", block)
+        assert name is not None, "every block says in its first line which file it is"
+        found[name[1]] = block
+    return found
+
+
+def defined_in(name: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": name}
+    exec(compile(module_blocks()[name], name, "exec"), names)  # noqa: S102
+    return names
+
+
+def in_turns() -> SimConfig:
+    turns: PolicyFactory = defined_in("turns.py")["Turns"]
+    models = [sim_model("busy", concurrency=1), sim_model("other", concurrency=1)]
+    return setting(*models, policy="turns", policies={**BUILT_IN, "turns": turns})
+
+
+def keep_busy(world: World, requests: int) -> None:
+    """More work for one model than it can do while others wait, at two seconds each."""
+    for _ in range(requests):
+        world.arrive(ModelId("busy"), 0, 200)
+
+
+def first_served(world: World, model: str) -> float:
+    return min(call.granted_at for call in world.ended if call.candidates == (ModelId(model),))
+
+
+# --- the policy -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_in_use_gives_way_after_its_turn() -> None:
+    world = World(in_turns())
+    keep_busy(world, 60)
+    world.after(1.0, lambda world: world.arrive(ModelId("other"), 0, 100))
+    world.run()
+    assert world.is_at_rest
+    # It is ready after 5 s, has its 30 s, ends an answer of 2 s, leaves in 1 s, and the other comes in 5 s.
+    assert 35.0 < first_served(world, "other") <= 44.0
+
+
+def test_without_it_the_other_would_have_waited_to_the_end() -> None:
+    world = World(setting(sim_model("busy", concurrency=1), sim_model("other", concurrency=1)))
+    keep_busy(world, 60)
+    world.after(1.0, lambda world: world.arrive(ModelId("other"), 0, 100))
+    world.run()
+    assert first_served(world, "other") > 120.0
+
+
+def test_an_idle_model_gives_way_at_once() -> None:
+    world = World(in_turns())
+    keep_busy(world, 1)
+    world.after(20.0, lambda world: world.arrive(ModelId("other"), 0, 100))
+    world.run()
+    assert first_served(world, "other") == pytest.approx(26.0)
+
+
+# --- the swapper ------------------------------------------------------------------------------------------------------
+
+
+def resident(name: str, mib: int, *, loss: float, is_fixed: bool = False) -> Resident:
+    return Resident(SlotId(f"slot of {name}"), ModelId(name), {GPU: mib}, Tier.COLD, 1, 0.0, False, is_fixed, loss=loss)
+
+
+def leaves_for(mib: int, *residents: Resident) -> list[str] | None:
+    swapper: Swapper = defined_in("largest.py")["LargestFirst"](None)
+    found = swapper.eviction_for(Target(ModelId("new"), ({GPU: mib},), 1), residents, {GPU: 0})
+    return None if found is None else [victim.model for victim in found.victims]
+
+
+def test_the_largest_leaves_whatever_the_policy_says_of_its_loss() -> None:
+    small, large = resident("small", 4_000, loss=0.0), resident("large", 8_000, loss=100.0)
+    assert leaves_for(3_000, small, large) == ["large"]
+    assert (small.loss, large.loss) == (0.0, 100.0)
+
+
+def test_who_is_fixed_stays_and_nobody_is_named_in_vain() -> None:
+    small, large = resident("small", 4_000, loss=0.0), resident("large", 8_000, loss=0.0, is_fixed=True)
+    assert leaves_for(3_000, small, large) == ["small"]
+    assert leaves_for(5_000, small, large) is None
+
+
+# --- the page as a package --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """The page's files as pip would leave them, and its configuration in a folder beside them."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for name, code in module_blocks().items():
+        (site / name).write_text(code, encoding="utf-8")
+    (toml,) = blocks(PAGE, "toml")
+    project = tomllib.loads(toml)["project"]
+    folder = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    lines = [
+        line
+        for group, entries in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()))
+    ]
+    (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    (yaml,) = blocks(PAGE, "yaml")
+    (tmp_path / "greenroom.yaml").write_text(yaml, encoding="utf-8")
+    return site
+
+
+def run(package: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, so that what is found there is found nowhere else."""
+    environ = {**os.environ, "PYTHONPATH": str(package)}
+    environ.pop("GREENROOM_CONFIG", None)
+    return subprocess.run(
+        [sys.executable, *words], cwd=package.parent, env=environ, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+
+
+def commands() -> list[str]:
+    (bash,) = blocks(PAGE, "bash")
+    return bash.splitlines()
+
+
+def test_the_example_tries_the_policy_in_the_simulator(package: Path) -> None:
+    done = run(package, str(package / "try_it.py"))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["fifo", "turns"]
+    assert lines[0].removeprefix("fifo") != lines[1].removeprefix("turns")
+
+
+def test_an_installed_policy_and_swapper_may_be_named_in_a_configuration(package: Path) -> None:
+    check = commands()[0].split()
+    done = run(package, "-m", *check)
+    assert done.returncode == 0, done.stderr
+    assert "is right" in done.stdout
+
+
+def test_an_installed_policy_can_be_simulated_by_name(package: Path) -> None:
+    simulate = commands()[1].split()
+    done = run(package, "-m", *simulate)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split()[0] for line in done.stdout.splitlines()[1:3]]
+    assert rows == ["default", "turns"]
+
+
+def test_without_the_package_its_names_are_refused(package: Path) -> None:
+    for folder in package.glob("*.dist-info"):
+        (folder / "entry_points.txt").unlink()
+    done = run(package, "-m", *commands()[0].split())
+    assert done.returncode == 1
+    assert "there is no policy 'turns'; there are default, fifo" in done.stderr
+    done = run(package, "-m", *commands()[1].split())
+    assert done.returncode != 0
+    assert "there is no policy 'turns'" in done.stderr
+
+
+def test_links_on_the_page_lead_somewhere() -> None:
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+    assert links and all((ROOT / PAGE).parent.joinpath(link).exists() for link in links)
