@@ -79,6 +79,7 @@ class Kills:
     answers: Counter[str] = field(default_factory=Counter)
     starts_s: list[float] = field(default_factory=list)
     cleared_s: list[float] = field(default_factory=list)
+    gate: GatewayProcess | None = None
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -103,7 +104,7 @@ class Kills:
         if self.random.random() < 0.15:
             self.kill_while_it_starts()
         began = time.monotonic()
-        gate = GatewayProcess(self.folder, self.config)
+        gate = self.gate = GatewayProcess(self.folder, self.config)
         self.starts_s.append(time.monotonic() - began)
         # It serves only when nothing of the run before is left, also if that was killed this very moment.
         assert not left_behind(self.folder), f"seed {self.seed}"
@@ -147,13 +148,18 @@ class Kills:
     async def expect_all_served(self) -> None:
         """A last one, not killed: every model gives its right answer, and it leaves in order."""
         self.expect_cleared()
-        gate = GatewayProcess(self.folder, self.config)
+        gate = self.gate = GatewayProcess(self.folder, self.config)
         for model in self.models:
             answer = await ask(gate.port, model)
             assert model in said(answer)
         assert gate.stop() == 0
         assert not left_behind(self.folder)
         assert self.journal.count("doubled") == 0, f"seed {self.seed}: two engines of one model at once"
+
+    def end(self) -> None:
+        """Whatever went wrong, nothing of this test runs on."""
+        if self.gate is not None and self.gate.process.poll() is None:
+            self.gate.kill()
 
     def report(self) -> str:
         starts, cleared = sorted(self.starts_s), sorted(self.cleared_s)
@@ -171,9 +177,12 @@ async def test_gateway_killed_at_any_moment_leaves_nothing_and_serves_again(
 ) -> None:
     kills = Kills(tmp_path, seed=int(os.environ.get("GREENROOM_SEED") or secrets.randbits(32)))
     say(capsys, f"seed {kills.seed} (GREENROOM_SEED repeats it)")
-    for _ in range(rounds):
-        await kills.round()
-    await kills.expect_all_served()
+    try:
+        for _ in range(rounds):
+            await kills.round()
+        await kills.expect_all_served()
+    finally:
+        kills.end()
     say(capsys, kills.report())
     # The kills hit a gateway at work: all kinds of engines had answered by then.
     assert set(kills.answers) == set(kills.models)

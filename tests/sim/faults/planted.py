@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from math import inf
 from multiprocessing import get_context
@@ -22,6 +22,7 @@ from greenroom.core import cast, events, fairness, ledger, model, state
 from greenroom.core.apply import Actions
 from greenroom.core.configuration import Configuration
 from greenroom.core.default import ByCost
+from greenroom.core.effects import RejectCode
 from greenroom.core.moves import Moves
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.stage import Stage
@@ -123,10 +124,6 @@ def double_reject(original: Callable[..., None]) -> Any:
 
 @planted(Actions, "_rejection")
 def wrong_reason(original: Callable[..., Any]) -> Any:
-    from dataclasses import replace
-
-    from greenroom.core.effects import RejectCode
-
     def rejection(self: Actions, waiter: Any, plan: Any) -> Any:
         return replace(original(self, waiter, plan), code=RejectCode.QUEUE_FULL)
 
@@ -166,19 +163,13 @@ def weights_ignored(original: Callable[..., None]) -> Any:
 @planted(Scheduler, "_plan_for")
 def queue_without_bound(original: Callable[..., Any]) -> Any:
     def plan_for(self: Scheduler, event: events.RequestArrived, waiter: Any) -> Any:
-        limits, self.state.limits = self.state.limits, _unbounded(self.state.limits)
+        limits, self.state.limits = self.state.limits, replace(self.state.limits, queue_depth_max=10**9)
         try:
             return original(self, event, waiter)
         finally:
             self.state.limits = limits
 
     return plan_for
-
-
-def _unbounded(limits: events.Limits) -> events.Limits:
-    from dataclasses import replace
-
-    return replace(limits, queue_depth_max=10**9)
 
 
 # --- waiting ----------------------------------------------------------------------------------------------------------
@@ -200,10 +191,10 @@ def lost_wake_up(original: Callable[..., None]) -> Any:
     return lambda self, now: None if is_time() else original(self, now)
 
 
-@planted(Stage, "start_if_free")
-def planned_and_never_started(original: Callable[..., bool]) -> Any:
-    is_time = every(25)
-    return lambda self, slot, now: False if is_time() else original(self, slot, now)
+@planted(Actions, "fill")
+def room_not_given(original: Callable[..., None]) -> Any:
+    is_time = every(20)
+    return lambda self, model, now: None if is_time() else original(self, model, now)
 
 
 # --- leaving ----------------------------------------------------------------------------------------------------------
@@ -223,8 +214,6 @@ def evict_busy(original: Callable[..., None]) -> Any:
 
 @planted(cast, "_resident")
 def pin_ignored(original: Callable[..., Any]) -> Any:
-    from dataclasses import replace
-
     def resident(state: Any, slot: model.Slot, *more: Any) -> Any:
         pinned, slot.spec = slot.spec, replace(slot.spec, pinned=False)
         try:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from greenroom.sim.chaos.__main__ import main
-from greenroom.sim.chaos.play import Failure, play
+from greenroom.sim.chaos.checks.waiting import Overtakes, WaitingBound
+from greenroom.sim.chaos.panel import Check, Panel
+from greenroom.sim.chaos.play import Failure, Play, Played, play
+from greenroom.sim.chaos.scene import Scene, draw_scene
 from tests.sim.faults.planted import BUGS, bug, found
 
 # One for each way of finding them: the world, a table, a count, an order, a share.
@@ -17,6 +22,26 @@ SEEDS = range(6)
 def test_a_planted_bug_is_found(name: str) -> None:
     failure = found(name, SEEDS)
     assert failure is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "seed"),
+    [("bound_broken", WaitingBound, 91), ("overtakes_without_bound", Overtakes, 78)],
+)
+def test_each_promise_about_waiting_is_judged_by_its_own_checker(
+    name: str, check: Callable[[Scene], Check], seed: int
+) -> None:
+    """Other checkers may be quicker to find these bugs, so each is left alone with its own."""
+
+    def alone() -> Played:
+        one = Play(draw_scene(seed))
+        one.panel = Panel([check(one.scene)])
+        return one.to_the_end()
+
+    assert alone().judged.total() > 0
+    with bug(name), pytest.raises(Failure) as caught:
+        alone()
+    assert caught.value.checker == "sim.chaos.checks.waiting"
 
 
 def test_there_are_enough_planted_bugs_and_each_replaces_something() -> None:
