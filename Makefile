@@ -43,15 +43,16 @@ format: setup
 compiled:               ## the hot path as machine code, in $(COMPILED); again only when a source has changed
 	@sum=$$(find src setup.py pyproject.toml -name '*.py' -o -name '*.toml' | sort | xargs cat | cksum | cut -d' ' -f1); \
 	test -e $(COMPILED)/.ready-$$sum && exit; set -e; \
-	echo "building $(COMPILED) (about three minutes; needs a C compiler)"; \
+	echo "building $(COMPILED) (about three minutes; needs a C compiler)"; rm -f $(COMPILED)/.ready-*; \
 	test -x $(COMPILED)/bin/python || $(PYTHON) -m venv $(COMPILED); \
 	pip="$(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check"; \
 	$$pip 'setuptools>=77' '.[dev]'; rm -rf build; \
 	GREENROOM_COMPILE=1 $$pip --no-build-isolation --no-deps --force-reinstall .; \
-	rm -rf build $(COMPILED)/.ready-*; touch $(COMPILED)/.ready-$$sum
+	$(COMPILED)/bin/python -c 'from greenroom.runtime import build; assert build.NAME == "compiled", build.NAME'; \
+	rm -rf build; touch $(COMPILED)/.ready-$$sum
 
 # One test draws records from their annotations, which compiled classes do not keep.
-test-compiled: compiled ## the tests of everything that is compiled, against the compiled build
+test-compiled: compiled ## the tests of the gateway, against the compiled build
 	@$(COMPILED)/bin/python -m pytest -m 'not soak and not gpu' --numprocesses $(JOBS) \
 	  --deselect tests/runtime/test_core_json.py::test_every_kind_of_record_comes_back_as_it_was \
 	  tests/proxy tests/server tests/runtime tests/telemetry tests/tenancy tests/integration

@@ -146,12 +146,25 @@ class App:
             if ended := await orphans.sweep(state_dir.prefix, spare=frozenset()):
                 _log.warning("ended what an earlier run left", processes=ended)
             app = cls(config, path, state_dir, reread)
-            await app.edge.listen(host=config.server.host, port=config.server.port)
+            await app._open(config.server)
         except BaseException:
             state_dir.close()
             raise
         app._begin()
         return app
+
+    async def _open(self, server: Server) -> None:
+        """Listen, then open the recordings: a start that fails must not push out those of an earlier run."""
+        await self.edge.listen(host=server.host, port=server.port)
+        try:
+            # The events last, because only they put something aside.
+            for file in (self._activity_file, self._events_file):
+                if file is not None:
+                    file.open()
+        except BaseException:
+            await self.edge.close()
+            self.edge.abort()
+            raise
 
     def _begin(self) -> None:
         specs = self.catalog.fill(self.config)

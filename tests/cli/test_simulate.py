@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import xml.etree.ElementTree as ElementTree
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from greenroom.cli import explain
 from greenroom.cli.main import main, parser
 from tests.cli.test_guides import ROOT, blocks
 
@@ -183,6 +185,129 @@ def test_a_configuration_without_models_is_refused(tmp_path: Path, capsys: pytes
     file.write_text("models: {}")
     assert main(["simulate", "-c", str(file)]) == 1
     assert "there is no model" in capsys.readouterr().err
+
+
+def test_rows_for_other_models_can_be_left_out(config: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace.write_text("t,model,prompt_len,output_len\n0,big,1,1\n1,gone,1,1\n2,small,,1\n")
+    assert main(["simulate", "-c", config, "--trace", str(trace), "--skip-unknown", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["cases"][0]["requests"] == 2
+    assert told["assumed"][0] == (
+        f"2 requests over 2 s from {trace}; 1 for models that are not in the configuration left out; "
+        "1 without prompt_len taken as 1 tokens, the mean of the others."
+    )
+
+
+def test_the_policy_is_the_configurations_unless_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "greenroom.yaml"
+    file.write_text(f"{CONFIG}\nscheduler: {{policy: fifo}}\n")
+    usual, said = figures(capsys, "-c", str(file), *SHORT), figures(capsys, "-c", str(file), *SHORT, "--policy", "fifo")
+    assert usual == said and usual[0]["policy"] == "fifo"
+    assert figures(capsys, "-c", str(file), *SHORT, "--policy", "default")[0]["policy"] == "default"
+
+
+def test_models_that_need_not_fit_take_no_room(
+    config: str, tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "together.yaml"
+    matrix = "{sets: {all: big & small & other}}"
+    file.write_text(f"{CONFIG}\nscheduler: {{fit_memory: false, company: {{matrix: {matrix}}}}}\n")
+    (fitting,) = figures(capsys, "-c", config, "--trace", str(trace))
+    assert main(["simulate", "-c", str(file), "--trace", str(trace), "--json"]) == 0
+    out, err = capsys.readouterr()
+    (together,) = json.loads(out)["cases"]
+    assert together["loads"] == 3 < fitting["loads"]  # type: ignore[operator]
+    assert "size is not known" not in err
+
+
+@pytest.mark.parametrize(
+    ("rows", "stretch"),
+    [
+        (("0,big,1,1", "2e9,big,1,1"), "1"),
+        (("-1e308,big,1,1", "1e308,big,1,1"), "1"),
+        (("0,big,1,1", "9,big,1,1"), "1e300"),
+    ],
+)
+def test_a_trace_over_too_long_a_time_is_refused(
+    rows: tuple[str, ...], stretch: str, config: str, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace.write_text("\n".join(["t,model,prompt_len,output_len", *rows]))
+    assert main(["simulate", "-c", config, "--trace", str(trace), "--stretch", stretch]) == 1
+    assert "from the first request to the last" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--rate", "1e9"), "about 3.6e+12 requests are more than 2,000,000: give a smaller --rate or --seconds"),
+        (("--rate", "1e308", "--seconds", "1e-305", "--workload", "bursty"), "more than 2,000,000"),
+        (("--workload", "agents", "--agents", "999999999999", "--seconds", "0.1"), "give a smaller --agents"),
+        (("--workload", "agents", "--agents", "5000"), "about 9e+06 requests"),
+        (("--rate", "1e-300", "--seconds", "1e300"), "--seconds 1e+300 is more than 1,000,000,000"),
+    ],
+)
+def test_more_requests_than_a_run_is_made_for_are_refused(
+    words: tuple[str, ...], told: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "-c", config, *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_report_never_replaces_what_was_read(
+    config: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "report.html"
+    link.symlink_to(trace)
+    before = trace.read_text()
+    for out, what in ((config, "the configuration"), (str(trace), "the trace"), (str(link), "the trace")):
+        assert main(["simulate", "-c", config, "--trace", str(trace), "--out", out]) == 2
+        assert f"--out {out} is {what}" in capsys.readouterr().err
+    assert Path(config).read_text() == CONFIG and trace.read_text() == before
+
+
+def test_a_report_that_fails_half_way_leaves_the_old_one(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.html"
+    report.write_text("old")
+    write = Path.write_text
+
+    def full_disk(path: Path, text: str, encoding: str) -> int:
+        write(path, text[:10], encoding)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full_disk)
+        assert main(["simulate", "-c", config, *SHORT, "--out", str(report)]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert report.read_text() == "old" and {file.name for file in tmp_path.iterdir()} == {
+        "greenroom.yaml",
+        "report.html",
+    }
+
+
+def test_a_report_goes_through_a_link_and_to_what_is_no_file(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, link = tmp_path / "report.html", tmp_path / "link.html"
+    link.symlink_to(report)
+    assert main(["simulate", "-c", config, *SHORT, "--out", str(link)]) == 0
+    assert link.is_symlink() and report.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert main(["simulate", "-c", config, *SHORT, "--out", str(tmp_path)]) == 1
+    assert f"{tmp_path} cannot be written" in capsys.readouterr().err
+
+
+# --- words that the gateway explains by -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "why",
+    ["busy", "leaving", "no_room", "kept_for_others", "crowd", "came_back", "no_lease", "no_memory", "store_down"],
+)
+def test_every_reason_to_wait_has_a_sentence(why: str) -> None:
+    nothing: dict[str, object] = {"behind": [], "evict": [], "position": None, "eta_s": None, "retry_after_s": None}
+    first = explain.words({"action": "wait", "model": "big", "why": why, **nothing})[0]
+    assert first == f"big would have to wait: {explain.WAITING[why]}"
 
 
 # --- the guide --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from greenroom.config.loader import load
 from greenroom.config.problems import open_door, problems
 from greenroom.config.schema import Server
 
-from .conftest import Loads
+from .conftest import Complaints, Loads
 
 
 def test_relative_paths_start_at_the_folder_of_the_file(
@@ -112,3 +112,25 @@ def test_other_addresses_need_keys_or_an_explicit_word(loads: Loads, host: str) 
     assert open_door(keyed.server) is None
     assert problems(keyed) == []
     assert len(problems(loads(f"server: {{host: '{host}'}}\n"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("server", "told"),
+    [
+        ("{record_activity: a, record_events: ./b/../a}", "my.yaml:1: server.record_events: a is used by"),
+        ("{record_activity: a.1, record_events: a}", "my.yaml:1: server.record_events: a.1 is used by"),
+        ("{record_activity: a, record_events: a.1}", "my.yaml:1: server.record_events: a.1 is used by"),
+        ("{record_events: my.yaml}", "my.yaml:1: server.record_events: my.yaml is the configuration file"),
+        ("{record_activity: link/my.yaml}", "my.yaml:1: server.record_activity: my.yaml is the configuration file"),
+    ],
+)
+def test_recordings_over_each_other_or_over_the_configuration_are_refused(
+    complaints: Complaints, tmp_path: Path, server: str, told: str
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    [line] = complaints(f"server: {server}\n")
+    assert line.startswith(told)
+
+
+def test_recordings_to_files_of_their_own_are_fine(loads: Loads) -> None:
+    assert loads("server: {record_activity: a, record_events: b}\n").server.record_events is not None

@@ -7,6 +7,7 @@ import pytest
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import ModelId, Tier
+from greenroom.core.scheduler import TRY_AGAIN_S
 
 from .world import Fate, World, model
 
@@ -56,6 +57,18 @@ def test_a_ready_model_refuses_what_cannot_end_in_time() -> None:
     call = world.arrive("r", "a", budget_s=9.0)
     assert call.rejection is not None and call.rejection.code is RejectCode.EXPIRED
     assert world.arrive("enough", "a", budget_s=10.0).fate is Fate.GRANTED
+
+
+def test_one_slow_answer_does_not_lock_out_everybody_with_a_budget() -> None:
+    world = learned("a")
+    record = world.scheduler.state.models[ModelId("a")]
+    assert world.arrive("too-soon", "a", budget_s=9.0).fate is Fate.REJECTED
+    world.run(TRY_AGAIN_S)
+    assert world.arrive("tried", "a", takes_s=1.0, budget_s=9.0).fate is Fate.GRANTED
+    assert world.arrive("beside", "a", budget_s=9.0).fate is Fate.REJECTED, "one is enough to learn from"
+    world.run()
+    assert world.fate("tried") is Fate.SERVED and record.service_s == pytest.approx(8.2)
+    assert world.arrive("again", "a", takes_s=1.0, budget_s=9.0).fate is Fate.GRANTED
 
 
 def test_the_wait_counts_too() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from greenroom.core.decide import Wait
 from greenroom.core.events import Limits
-from greenroom.core.model import DeviceId, ModelId, MoveKind, Tier
+from greenroom.core.model import DeviceId, ModelId, MoveKind, TenantId, Tier
 from greenroom.core.scheduler import RANKED_MANY
 
 from .test_order import ready
@@ -245,6 +245,21 @@ def test_a_saturating_stream_on_two_models_lets_both_be_served_within_the_bound(
     assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values())
 
 
+def test_a_plan_that_is_called_off_is_charged_to_nobody() -> None:
+    world = World([model(name, 6_000) for name in ("a", "b")])
+    bert = TenantId("bert")
+    world.arrive("long", "a", takes_s=400.0)
+    world.run(10.0)
+    world.arrive("wants-b", "b", takes_s=1.0, tenant="bert")
+    accounts = world.scheduler.state.accounts
+    had_s = accounts.served_s(bert)
+    world.run(140.0)
+    assert world.scheduler.state.ledger.promises, "b is late: a is closed for it"
+    assert accounts.served_s(bert) == had_s, "nothing has begun"
+    world.go("wants-b")
+    assert not world.scheduler.state.ledger.promises and accounts.served_s(bert) <= max(had_s, accounts.level_s)
+
+
 def busy_pair(**limits: object) -> World:
     """Two small models share a GPU and are never idle; a large one needs all of it, a third small one half."""
     specs = [model(name, 4_000, concurrency=2) for name in ("left", "right", "third")]
@@ -389,3 +404,15 @@ def test_those_whose_model_need_not_leave_after_all_go_on_before_any_newcomer() 
     assert not world.scheduler.state.ledger.promises and waits.fate is Fate.GRANTED
     world.run()
     assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values())
+
+
+def test_a_wish_that_has_waited_for_ever_holds_up_nobody() -> None:
+    """It makes nobody leave, and must not stand before a request that may."""
+    world = World([model("a", 6_000), model("b", 6_000)])
+    world.arrive("long", "a", takes_s=1_100.0)
+    world.run(10.0)
+    world.config(model("b", 6_000, preload=True))
+    world.run(1_000.0)
+    call = world.arrive("late", "b", takes_s=1.0)
+    world.run(300.0)
+    assert call.fate is Fate.SERVED

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from pathlib import Path
+
+import pytest
 
 from greenroom.app import App
 from greenroom.core.events import RequestArrived
@@ -75,3 +79,25 @@ async def test_recordings_hold_requests_and_never_what_they_say(tmp_path: Path) 
     arrived = [event for event in read_events(tmp_path / "events.jsonl") if isinstance(event, RequestArrived)]
     assert [event.request for event in arrived] == [answer.headers["x-request-id"]]
     assert "hush" not in (tmp_path / "activity.csv").read_text() + (tmp_path / "events.jsonl").read_text()
+
+
+async def test_start_that_fails_leaves_recordings_alone_and_nothing_listening(tmp_path: Path) -> None:
+    files = {"record_activity": "activity.csv", "record_events": "events.jsonl"}
+    async with gateway(tmp_path, {"a": fake("a")}, server=files):
+        pass
+    before = (tmp_path / "events.jsonl").read_text()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for _ in range(3):
+            with pytest.raises(OSError):
+                async with gateway(tmp_path, {}, server={**files, "port": taken.getsockname()[1]}):
+                    pass
+    (tmp_path / "activity.csv").unlink()
+    os.mkfifo(tmp_path / "activity.csv")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(OSError, match="is not a regular file"):
+        async with gateway(tmp_path, {}, server={**files, "port": port}):
+            pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=30)
+    assert (tmp_path / "events.jsonl").read_text() == before and not (tmp_path / "events.jsonl.1").exists()

@@ -108,6 +108,12 @@ async def test_nothing_is_written_while_nothing_is_new(tmp_path: Path) -> None:
         '{"version": 1, "models": {"a": {"identity": "x", "moves_s": {"load": -1}, "service_s": null}}}',
         '{"version": 1, "models": {"a": {"identity": "x", "moves_s": {"load": NaN}, "service_s": null}}}',
         '{"version": 1, "models": {"a": {"identity": "x", "moves_s": {}, "service_s": "soon"}}}',
+        '{"version": 1, "models": {"a": {"identity": "x", "moves_s": {"load": 0}, "service_s": null}}}',
+        '{"version": 1, "models": {"a": {"identity": "x", "moves_s": {"load": 1e7}, "service_s": null}}}',
+        '{"version": 1, "models": {"a": {"identity": "x", "moves_s": {"load": 1'
+        + 400 * "0"
+        + '}, "service_s": null}}}',
+        '{"version": 1, "models": {"a": {"identity": "x", "moves_s": {}, "service_s": Infinity}}}',
         "[" * 100_000,
     ],
 )
@@ -120,6 +126,13 @@ async def test_file_that_cannot_be_understood_is_ignored_with_a_warning_and_repl
     assert "learned times are ignored" in capfd.readouterr().err
     await times.close()
     assert json.loads((tmp_path / FILE_NAME).read_text())["version"] == 1
+
+
+async def test_no_time_that_was_learned_spoils_the_file_for_the_others(tmp_path: Path) -> None:
+    odd = Learned({MoveKind.LOAD: 0.0, MoveKind.WAKE: 1e9}, 0.000001)
+    await times_in(tmp_path, Core(**{A: TIMES, B: odd})).close()
+    bounded = Learned({MoveKind.LOAD: module.SECONDS_MIN, MoveKind.WAKE: module.SECONDS_MAX}, module.SECONDS_MIN)
+    assert times_in(tmp_path).recall([A, B]) == {A: TIMES, B: bounded}
 
 
 async def test_file_that_is_not_text_is_ignored(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import errno
 import os
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from tests.harness import until
 def opened(path: Path, **options: Any) -> LineFile[str]:
     said: dict[str, Any] = {"head": "head", "bytes_max": 10_000, "rotates": True, **options}
     encode = said.pop("encode", str)
-    return LineFile(path, encode, **said)
+    file: LineFile[str] = LineFile(path, encode, **said)
+    file.open()
+    return file
 
 
 async def test_lines_are_written_in_order_soon_and_at_the_end(tmp_path: Path) -> None:
@@ -99,11 +103,11 @@ async def test_disk_that_is_full_is_told_once_and_leaves_no_half_lines(
             return real(fd, data[:3])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("greenroom.runtime.line_file.os.write", full)
+    monkeypatch.setattr("greenroom.runtime.appended.os.write", full)
     for line in ("one", "two"):
         file.put(line)
         await file._write_waiting()
-    monkeypatch.setattr("greenroom.runtime.line_file.os.write", real)
+    monkeypatch.setattr("greenroom.runtime.appended.os.write", real)
     file.put("three")
     await file.close()
     assert path.read_text() == "head\nthree\n"
@@ -137,3 +141,83 @@ async def test_nothing_is_taken_after_the_end(tmp_path: Path) -> None:
 def test_file_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         opened(tmp_path / "nowhere" / "lines")
+
+
+def test_file_is_not_touched_before_it_is_opened(tmp_path: Path) -> None:
+    LineFile(tmp_path / "lines", str, head="head", bytes_max=10, rotates=True)
+    assert os.listdir(tmp_path) == []
+
+
+async def test_lines_put_before_the_file_is_opened_wait_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    file: LineFile[str] = LineFile(path, str, head="head", bytes_max=10_000, rotates=True)
+    file.put("early")
+    file.open()
+    await until(lambda: path.read_text() == "head\nearly\n", "written without being asked again")
+    await file.close()
+
+
+async def test_name_that_is_no_text_does_not_end_the_recording(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    file = opened(path)
+    for line in ("odd \udc80", "even"):
+        file.put(line)
+        await file._write_waiting()
+    await file.close()
+    assert path.read_text() == "head\nodd \\udc80\neven\n"
+
+
+@pytest.mark.parametrize("fails", ["appended.os.replace", "appended.os.open", "line_file.Appended"])
+async def test_rotation_that_fails_goes_on_in_the_old_file_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    path = tmp_path / "lines"
+    file = opened(path, bytes_max=len("head\none\n"))
+
+    def refused(*said: Any, **options: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    file.put("one")
+    with monkeypatch.context() as patched:
+        patched.setattr(f"greenroom.runtime.{fails}", refused)
+        await file._write_waiting()
+    # Whoever opens a file now must not get what was meant for the recording.
+    with (tmp_path / "other").open("wb"):
+        file.put("two")
+        await file._write_waiting()
+        file.put("3")
+        await file.close()
+    assert path.read_text() == "head\n3\n"
+    assert (tmp_path / "other").read_bytes() == b""
+    assert (tmp_path / "lines.1").read_text() == "head\none\ntwo\n"
+    assert file.dropped == 0
+
+
+async def test_file_that_can_never_be_rotated_does_not_grow_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    (tmp_path / "lines.1").write_text("somebody's\n")
+    file = opened(path, bytes_max=10)
+    for _ in range(10):
+        file.put("1234")
+        await file._write_waiting()
+    await file.close()
+    assert path.read_text() == "head\n" + 3 * "1234\n" and file.dropped == 7
+    assert (tmp_path / "lines.1").read_text() == "somebody's\n"
+
+
+async def test_hanging_disk_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+    program = """
+import asyncio, pathlib, sys, threading
+from greenroom.runtime import line_file
+line_file.CLOSE_MAX_S = 0.05
+async def main():
+    file = line_file.LineFile(
+        pathlib.Path(sys.argv[1]), lambda line: threading.Event().wait(), head="head", bytes_max=99, rotates=True
+    )
+    file.open()
+    file.put("one")
+    await file.close()
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "lines")], timeout=60, capture_output=True)
+    assert done.returncode == 0, done.stderr

@@ -41,6 +41,12 @@ class Heard:
         return lambda *said: self.asked.append((name, said))
 
 
+def recording_to(path: Path, **options: Any) -> EventRecorder:
+    recorder = EventRecorder(path, **options)
+    recorder.open()
+    return recorder
+
+
 def gone(number: int) -> Event:
     return RequestGone(number / 3, RequestId(f"r-{number}"))
 
@@ -50,7 +56,7 @@ def gone(number: int) -> Event:
 
 async def test_events_and_effects_come_back_in_order(tmp_path: Path) -> None:
     path, posted, heard = tmp_path / "events", list[Event](), Heard()
-    recorder = EventRecorder(path)
+    recorder = recording_to(path)
     post, effects = recorder.posting(posted.append), recorder.watching(cast(Effects, heard))
     events = [gone(1), ServeDone(0.1 + 0.2, RequestId("r-2"), lost_before_first_byte=True), gone(3)]
     for event in events:
@@ -73,15 +79,36 @@ def test_every_effect_the_core_can_ask_for_is_watched() -> None:
 async def test_earlier_recording_is_kept_beside_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / "events"
     for number in (1, 2):
-        recorder = EventRecorder(path)
+        recorder = recording_to(path)
         recorder.posting(lambda event: None)(gone(number))
         await recorder.close()
     assert (read_events(tmp_path / "events.1"), read_events(path)) == ([gone(1)], [gone(2)])
 
 
+async def test_starts_that_fail_do_not_push_out_the_last_real_recording(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    for number in (1, 2):
+        recorder = recording_to(path)
+        recorder.posting(lambda event: None)(gone(number))
+        await recorder.close()
+    for _ in range(3):
+        # One that ended in good order, one that did not end at all.
+        await recording_to(path).close()
+        recording_to(path)
+    assert (read_events(tmp_path / "events.1"), read(path).events) == ([gone(2)], [])
+
+
+def test_file_that_is_no_recording_is_neither_written_nor_put_aside(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    path.write_text("notes of mine\n")
+    with pytest.raises(FileExistsError):
+        recording_to(path)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("events", "notes of mine\n")]
+
+
 async def test_recording_that_loses_an_event_ends_there_and_says_so(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    recorder = EventRecorder(path, waiting_max=2)
+    recorder = recording_to(path, waiting_max=2)
     post = recorder.posting(lambda event: None)
     for number in range(5):
         post(gone(number))
@@ -98,7 +125,7 @@ async def test_recording_on_a_disk_that_was_full_for_a_while_ends_before_the_gap
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "events"
-    recorder = EventRecorder(path)
+    recorder = recording_to(path)
     post = recorder.posting(lambda event: None)
 
     def full(fd: int, data: bytes) -> int:
@@ -108,7 +135,7 @@ async def test_recording_on_a_disk_that_was_full_for_a_while_ends_before_the_gap
     await recorder._file._write_waiting()
     post(gone(2))
     with monkeypatch.context() as patched:
-        patched.setattr("greenroom.runtime.line_file.os.write", full)
+        patched.setattr("greenroom.runtime.appended.os.write", full)
         await recorder._file._write_waiting()
     post(gone(3))
     await recorder.close()
@@ -119,7 +146,7 @@ async def test_recording_on_a_disk_that_was_full_for_a_while_ends_before_the_gap
 
 async def test_recording_that_has_grown_too_large_ends_there(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    recorder = EventRecorder(path, bytes_max=40)
+    recorder = recording_to(path, bytes_max=40)
     post = recorder.posting(lambda event: None)
     post(gone(1))
     await recorder._file._write_waiting()
@@ -130,7 +157,7 @@ async def test_recording_that_has_grown_too_large_ends_there(tmp_path: Path) -> 
 
 async def test_gap_half_a_line_and_a_missing_end_are_noticed(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    recorder = EventRecorder(path)
+    recorder = recording_to(path)
     for number in range(3):
         recorder.posting(lambda event: None)(gone(number))
     await recorder.close()
@@ -187,6 +214,7 @@ def ended(number: int, **changed: Any) -> Record:
 async def test_each_answered_request_is_a_row(tmp_path: Path) -> None:
     path = tmp_path / "activity.csv"
     recorder = ActivityRecorder(path)
+    recorder.open()
     recorder.add(ended(1))
     recorder.add(ended(2, status=503))
     recorder.add(ended(3, status=499))
@@ -203,4 +231,4 @@ async def test_each_answered_request_is_a_row(tmp_path: Path) -> None:
         "tenant": "lab",
         "priority": "2",
     }
-    assert (last["tenant"], last["prompt_len"], last["output_len"]) == ('a "b", c', "0", "0")
+    assert (last["tenant"], last["prompt_len"], last["output_len"]) == ('a "b", c', "", "")

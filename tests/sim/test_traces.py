@@ -7,7 +7,7 @@ import pytest
 
 from greenroom.sim import traces
 from greenroom.sim.records import Arrival
-from greenroom.sim.traces import Known, TraceError, read_trace
+from greenroom.sim.traces import Known, TraceError, read_trace, trace_of
 
 HEADER = "t,model,prompt_len,output_len"
 
@@ -28,6 +28,37 @@ def test_tenant_and_priority_are_read_where_they_are_given(tmp_path: Path) -> No
         tmp_path, "tenant, T ,model,priority,output_len,prompt_len", "ann,0,a,high,2,1", ",1,a,,2,1", "bo,2,a,7,2,1"
     )
     assert [(row.tenant, row.priority) for row in read_trace(file)] == [("ann", 0), ("", 1), ("bo", 7)]
+
+
+def test_every_priority_that_was_ever_recorded_is_read(tmp_path: Path) -> None:
+    file = written(tmp_path, f"{HEADER},priority", "0,a,1,1,-100", "1,a,1,1,-7", "2,a,1,1,100")
+    assert [row.priority for row in read_trace(file)] == [-100, -7, 100]
+
+
+def test_an_empty_length_is_the_mean_of_those_known(tmp_path: Path) -> None:
+    trace = trace_of(written(tmp_path, HEADER, "0,a,100,", "1,a,,", "2,a,201, ", "3,a,0,"))
+    assert [(row.prompt_len, row.output_len) for row in trace.rows] == [(100, 200), (100, 200), (201, 200), (0, 200)]
+    assert trace.remarks == (
+        "1 without prompt_len taken as 100 tokens, the mean of the others",
+        "4 without output_len taken as 200 tokens, as none is known",
+    )
+    assert trace_of(written(tmp_path, HEADER, "0,a,0,0")).remarks == ()
+
+
+def test_an_empty_length_of_a_log_without_models_is_the_mean_too(tmp_path: Path) -> None:
+    file = written(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16,30,5", "2023-11-17,,5")
+    assert [row.prompt_len for row in read_trace(file, Known(["a"]))] == [30, 30]
+
+
+def test_rows_for_other_models_are_left_out_and_counted_where_that_is_asked(tmp_path: Path) -> None:
+    file = written(tmp_path, HEADER, "0,gone,900,1", "5,a,10,1", "6,old,,1", "7,gone,1,1")
+    trace = trace_of(file, Known(["a"], {"old": "a"}, skips_others=True))
+    assert [(row.at, row.model, row.prompt_len) for row in trace.rows] == [(0.0, "a", 10), (1.0, "a", 10)]
+    assert trace.remarks[0] == "2 for models that are not in the configuration left out"
+    with pytest.raises(TraceError, match="no row in it for a model of the configuration"):
+        trace_of(file, Known(["b"], skips_others=True))
+    with pytest.raises(TraceError, match=r":2: t is 'x'"):
+        trace_of(written(tmp_path, HEADER, "x,a,1,1"), Known(["a"], skips_others=True))
 
 
 def test_other_names_and_priorities_of_the_configuration_count(tmp_path: Path) -> None:
@@ -60,6 +91,10 @@ def test_a_log_without_models_is_spread_over_those_given(tmp_path: Path) -> None
         ("1,aaa,-1,1", "prompt_len is '-1', not a number of tokens"),
         ("1,aaa,1,1.5", "output_len is '1.5', not a number of tokens"),
         ("1,aaa,1,99999999999999999999", "output_len is '99999999999999999999', not a number of tokens"),
+        (f"1,aaa,{'9' * 5_000},1", f"prompt_len is '{'9' * 60}' … (5,000 characters), not a number of tokens"),
+        (f"1,aaa,1,{'0' * 400}7", f"output_len is '{'0' * 60}' … (401 characters), not a number of tokens"),
+        (f"{'9' * 400},aaa,1,1", f"t is '{'9' * 60}' … (400 characters), not a finite number"),
+        ("1,aaa,?,1", "prompt_len is '?', not a number of tokens"),
         ("1,aaa,1", "3 values where the header names 4"),
         ("1,aaa,1,1,1", "5 values where the header names 4"),
         ('1,"aaa,1,1', "this is not CSV"),
@@ -73,7 +108,15 @@ def test_a_wrong_row_is_told_with_file_and_line(row: str, told: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("row", "told"), [("a,1,1,0,soon", "priority is 'soon'"), ("a,1,1,0,101", "priority is '101'")]
+    ("row", "told"),
+    [
+        ("a,1,1,0,soon", "priority is 'soon'"),
+        ("a,1,1,0,101", "priority is '101'"),
+        ("a,1,1,0,-101", "priority is '-101'"),
+        ("a,1,1,0,--1", "priority is '--1'"),
+        ("a,1,1,0,-", "priority is '-'"),
+        (f"a,1,1,0,{'0' * 5_000}", "5,000 characters"),
+    ],
 )
 def test_a_wrong_priority_is_told(row: str, told: str, tmp_path: Path) -> None:
     file = written(tmp_path, "model,prompt_len,output_len,t,priority", row)
@@ -111,3 +154,6 @@ def test_a_trace_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(traces, "ROWS_MAX", 2)
     with pytest.raises(TraceError, match="more than 2 rows"):
         read_trace(written(tmp_path, HEADER, "0,a,1,1", "1,a,1,1", "2,a,1,1"))
+    with pytest.raises(TraceError, match="more than 2 rows"):
+        rows = ("0,a,1,1", "1,b,1,1", "2,b,1,1")
+        trace_of(written(tmp_path, HEADER, *rows), Known(["a"], skips_others=True))

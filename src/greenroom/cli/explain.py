@@ -18,6 +18,9 @@ WAITING: Final = {
     "leaving": "it is on its way out and has to be gone first",
     "no_room": "nobody who would have to leave for it may do so yet",
     "kept_for_others": "its place is kept for requests that have waited too long already",
+    "crowd": "requests for many models wait already and are looked through in turn, this one with them",
+    "came_back": "its model was lost before the answer began, so it waits once more",
+    "no_memory": "a load found less memory free than was promised; it is tried again soon",
     "no_lease": "the memory it wants was given to somebody else; it will be asked for again",
     "store_down": "the lease store does not answer",
 }

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-c", "--config", metavar="FILE", help="the configuration (default: as for serve)")
     parser.add_argument("--trace", metavar="CSV", help="requests to play: t, model, prompt_len, output_len …")
     parser.add_argument("--stretch", type=_above_zero, default=1.0, help="make the trace's time this much longer")
+    parser.add_argument(
+        "--skip-unknown", action="store_true", help="leave out rows for models that are not in the configuration"
+    )
     parser.add_argument("--workload", choices=WORKLOADS, default="poisson", help="without a trace: how requests come")
     parser.add_argument("--rate", type=_above_zero, default=1.0, help="requests a second (poisson, bursty)")
     parser.add_argument("--agents", type=_count, default=8, help="loops that alternate models (agents)")
     parser.add_argument("--seconds", type=_above_zero, default=3600.0, help="how long requests come")
-    parser.add_argument(
-        "--policy", default="default", metavar="NAMES", help="default, fifo or one of a package; several: default,fifo"
-    )
+    parser.add_argument("--policy", metavar="NAMES", help="one, or several such as default,fifo (default: the file's)")
     parser.add_argument("--gpus", type=_counts, metavar="COUNTS", help="such as 2, 1..4 or 1,2,4 (default: the file's)")
     parser.add_argument("--gpu-mib", type=_count, metavar="MIB", help="memory of each GPU (default: the file's)")
     parser.add_argument(
@@ -68,9 +69,13 @@ def run(args: argparse.Namespace) -> int:
     from greenroom.sim.advice import advice
     from greenroom.sim.cases import run_all
 
-    compared = _cases(args)
-    prepared = prepare(loader.load(loader.find(args.config)).config, args)
-    for name in sizeless(prepared.base):
+    path = loader.find(args.config)
+    config = loader.load(path).config
+    compared = _cases(args, config.scheduler.policy)
+    if args.out:
+        _refuse_to_overwrite(args.out, {"the configuration": path, "the trace": args.trace})
+    prepared = prepare(config, args)
+    for name in sizeless(config, prepared.base):
         screen.note(f"warning: models.{name}: its size is not known, so it fits everywhere; give memory_mib")
     began = time.monotonic()
     with _progress(len(compared)) as tell:
@@ -89,12 +94,13 @@ def run(args: argparse.Namespace) -> int:
     return Exit.OK
 
 
-def _cases(args: argparse.Namespace) -> tuple[Case, ...]:
+def _cases(args: argparse.Namespace, usual_policy: str) -> tuple[Case, ...]:
     from greenroom.config.plugins import POLICIES
     from greenroom.sim.cases import CASES_MAX, cases
 
     known = tuple(POLICIES)
-    policies = list(dict.fromkeys(word.strip() for word in args.policy.split(",")))
+    named = [usual_policy] if args.policy is None else args.policy.split(",")
+    policies = list(dict.fromkeys(word.strip() for word in named))
     for policy in policies:
         if policy not in known:
             raise WrongUsage(f"there is no policy {policy!r}: {' or '.join(known)}")
@@ -188,10 +194,35 @@ def _waits(waits: Waits) -> dict[str, float]:
 def _write(path: str, results: Sequence[Result], assumed: Sequence[str]) -> None:
     from greenroom.sim.report import html
 
+    page = html(results, assumed)
     try:
-        Path(os.path.expanduser(path)).write_text(html(results, assumed), encoding="utf-8")
+        _replace(Path(os.path.expanduser(path)), page)
     except OSError as error:
         raise CommandFailed(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _replace(path: Path, page: str) -> None:
+    """Write all of it or nothing: what is there stays until the new page is whole."""
+    if path.exists() and not path.is_file():
+        # A device or a pipe must not become a file. A folder raises here.
+        path.write_text(page, encoding="utf-8")
+        return
+    # A link stays one: what it leads to is replaced.
+    target = path.resolve()
+    draft = target.with_name(f".greenroom-{os.getpid()}.draft")
+    try:
+        draft.write_text(page, encoding="utf-8")
+        os.replace(draft, target)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _refuse_to_overwrite(out: str, inputs: Mapping[str, str | Path | None]) -> None:
+    """Before anything is run: the report must not be a file that is read, by whatever name."""
+    path = Path(os.path.expanduser(out))
+    for what, file in inputs.items():
+        if file is not None and path.exists() and Path(file).exists() and path.samefile(file):
+            raise WrongUsage(f"--out {out} is {what}: name another file")
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

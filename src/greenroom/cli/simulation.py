@@ -14,12 +14,12 @@ from greenroom.cli.failures import CommandFailed, WrongUsage
 from greenroom.config import plugins
 from greenroom.config.limits import limits_of
 from greenroom.config.schema import PRIORITY_NAMES, Config, Model
-from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec
+from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need
 from greenroom.engines.registry import engine_for
 from greenroom.memory.devices import devices
 from greenroom.sim.setting import Manners, SimConfig, SimModel
-from greenroom.sim.traces import Known, read_trace
-from greenroom.sim.workloads import Agents, Bursty, Mix, Poisson, Recorded, zipf
+from greenroom.sim.traces import Known, trace_of
+from greenroom.sim.workloads import ARRIVALS_MAX, SPAN_MAX_S, Agents, Bursty, Mix, Poisson, Recorded, zipf
 
 if TYPE_CHECKING:
     from greenroom.sim.workloads import Workload
@@ -43,7 +43,8 @@ class Prepared:
 def prepare(config: Config, args: argparse.Namespace) -> Prepared:
     if not config.models:
         raise CommandFailed("there is no model in the configuration")
-    models = tuple(_sim_model(name, model, args) for name, model in config.models.items())
+    fits_memory = config.scheduler.fit_memory
+    models = tuple(_sim_model(name, model, fits_memory, args) for name, model in config.models.items())
     base = SimConfig(
         models,
         _devices(config, args),
@@ -58,12 +59,14 @@ def prepare(config: Config, args: argparse.Namespace) -> Prepared:
     return Prepared(base, workload, (source, *_assumed(base)))
 
 
-def sizeless(base: SimConfig) -> list[str]:
-    """Models that would fit anywhere because nobody knows their size."""
+def sizeless(config: Config, base: SimConfig) -> list[str]:
+    """Models that would fit anywhere because nobody knows their size; none where they need not fit."""
+    if not config.scheduler.fit_memory:
+        return []
     return [model.spec.id for model in base.models if not (model.spec.need.gpu_mib or model.spec.need.host_mib)]
 
 
-def _sim_model(name: str, model: Model, args: argparse.Namespace) -> SimModel:
+def _sim_model(name: str, model: Model, fits_memory: bool, args: argparse.Namespace) -> SimModel:
     engine = engine_for(model)
     need = engine.need(model)
     mib, concurrency = need.gpu_mib + need.host_mib, args.concurrency or engine.concurrency(model)
@@ -76,7 +79,8 @@ def _sim_model(name: str, model: Model, args: argparse.Namespace) -> SimModel:
     )
     spec = ModelSpec(
         ModelId(name),
-        need=need,
+        # Where rules about company stand alone, models take no room; to load them takes as long as ever.
+        need=need if fits_memory else Need(),
         devices=tuple(DeviceId(device) for device in model.devices),
         can_split=engine.can_split,
         sizes_itself=engine.sizes_itself,
@@ -106,20 +110,44 @@ def _devices(config: Config, args: argparse.Namespace) -> tuple[Device, ...]:
 
 def _workload(config: Config, args: argparse.Namespace) -> tuple[Workload, str]:
     priorities = {name: _priority(model) for name, model in config.models.items()}
-    names = list(config.models)
     if args.trace:
         aliases = {alias: name for name, model in config.models.items() for alias in model.aliases}
-        rows = read_trace(args.trace, Known(names, aliases, priorities), args.seed)
-        recorded = Recorded(rows, args.stretch)
-        stretched = f", time stretched by {args.stretch:g}" if args.stretch != 1 else ""
-        return recorded, f"{len(rows):,} requests over {recorded.seconds:,.0f} s from {args.trace}{stretched}."
-    mix = Mix(zipf(names), priority_of=priorities)
+        return _recorded(Known(list(config.models), aliases, priorities, args.skip_unknown), args)
+    return _drawn(Mix(zipf(list(config.models)), priority_of=priorities), args)
+
+
+def _recorded(known: Known, args: argparse.Namespace) -> tuple[Workload, str]:
+    trace = trace_of(args.trace, known, args.seed)
+    recorded = Recorded(trace.rows, args.stretch)
+    stretched = f", time stretched by {args.stretch:g}" if args.stretch != 1 else ""
+    # Times whose distance is no finite number come here as infinity.
+    if recorded.seconds > SPAN_MAX_S:
+        raise CommandFailed(
+            f"{args.trace}: {recorded.seconds:.3g} s from the first request to the last{stretched} are more than "
+            f"{SPAN_MAX_S:,.0f} s: look at its times, or give a smaller --stretch"
+        )
+    source = f"{len(trace.rows):,} requests over {recorded.seconds:,.0f} s from {args.trace}{stretched}"
+    return recorded, "; ".join((source, *trace.remarks)) + "."
+
+
+def _drawn(mix: Mix, args: argparse.Namespace) -> tuple[Workload, str]:
+    if args.seconds > SPAN_MAX_S:
+        raise WrongUsage(f"--seconds {args.seconds:g} is more than {SPAN_MAX_S:,.0f}")
     span = f"over {args.seconds:,.0f} s, models by popularity in the order of the configuration"
     if args.workload == "agents":
         agents = Agents(mix, args.agents, args.seconds, seed=args.seed)
+        _refuse_too_many(agents.expected, "--agents")
         return agents, f"{args.agents} agents, each alternating between two models, {span}."
-    drawn: Workload = (Bursty if args.workload == "bursty" else Poisson)(mix, args.rate, args.seconds, args.seed)
+    drawn = (Bursty if args.workload == "bursty" else Poisson)(mix, args.rate, args.seconds, args.seed)
+    _refuse_too_many(drawn.expected, "--rate")
     return drawn, f"{args.workload} arrivals, {args.rate:g} a second on average, {span}."
+
+
+def _refuse_too_many(expected: float, option: str) -> None:
+    if expected > ARRIVALS_MAX:
+        raise WrongUsage(
+            f"about {expected:.3g} requests are more than {ARRIVALS_MAX:,}: give a smaller {option} or --seconds"
+        )
 
 
 def _assumed(base: SimConfig) -> list[str]:

@@ -46,6 +46,9 @@ Count = Annotated[int, Field(ge=1, le=COUNT_MAX), NotBool]
 CountFromZero = Annotated[int, Field(ge=0, le=COUNT_MAX), NotBool]
 Seconds = Annotated[float, Field(ge=0, le=SECONDS_MAX), NotBool]
 SecondsAboveZero = Annotated[float, Field(gt=0, le=SECONDS_MAX), NotBool]
+LiftSeconds = Annotated[float, Field(ge=0.001, le=SECONDS_MAX), NotBool]
+# Each slot remembers that many times.
+Overtakes = Annotated[int, Field(ge=0, le=10_000), NotBool]
 FactorFromZero = Annotated[float, Field(ge=0, le=1_000), NotBool]
 # From a thousandth to a thousand times the share of somebody who is not named.
 TenantWeight = Annotated[float, Field(ge=0.001, le=1_000), NotBool]

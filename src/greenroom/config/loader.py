@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from greenroom.config import macros, names, paths
+from greenroom.config.problems import clashing_recordings
 from greenroom.config.problems import problems as problems_of_config
 from greenroom.config.reader import Source, Value, read
 from greenroom.config.report import Problem, Where, refusal
@@ -46,6 +47,8 @@ def load(path: str | Path, environ: Mapping[str, str] = os.environ) -> Loaded:
         raise refusal(str(file), [*source.problems, *not_expanded], source.lines)
     absolute = Path(os.path.abspath(file))
     config = paths.resolved(checked, absolute.parent)
+    if clashes := list(clashing_recordings(config.server, absolute)):
+        raise refusal(str(file), clashes, source.lines)
     return Loaded(config, absolute, tuple(problems_of_config(config)))
 
 

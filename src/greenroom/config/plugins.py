@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
 from greenroom.core.events import Limits
-from greenroom.core.policies import BUILT_IN, SWAPPERS, SwapperFactory
+from greenroom.core.policies import BUILT_IN, SWAPPERS, SwapperFactory, make_policy
 from greenroom.core.policy import PolicyFactory
 from greenroom.errors import ConfigError
 
@@ -54,6 +54,10 @@ SWAPPERS_BY_NAME: Named[SwapperFactory] = Named("swapper", SWAPPERS, "greenroom.
 
 
 def require(limits: Limits) -> None:
-    """Raise ConfigError unless the policy and the swapper that are named are there."""
+    """Raise ConfigError unless the policy and the swapper that are named are there and can be made."""
     POLICIES[limits.policy]
     SWAPPERS_BY_NAME[limits.swapper]
+    try:
+        make_policy(limits, POLICIES, SWAPPERS_BY_NAME)
+    except Exception as error:
+        raise ConfigError(f"scheduler.policy: {limits.policy!r} cannot be made: {error}") from error

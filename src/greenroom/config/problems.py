@@ -1,7 +1,8 @@
 """What will not work although the file is right: missing files, more pinned than fits, an open door.
 
 Owns the warnings of `greenroom check` and of the start. Looks at the file system and at nothing else; changes nothing.
-A model whose file is missing must not keep the others from being served, so nothing here is an error.
+A model whose file is missing must not keep the others from being served, so nothing here is an error, with one
+exception: recordings that would be written over each other or over the configuration are refused.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import ipaddress
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 from greenroom.config.commands import words
 from greenroom.config.company_rules import rules_of
+from greenroom.config.report import Problem
 from greenroom.config.schema import Config, Model, Server
 from greenroom.core.company import company_under
 from greenroom.core.model import ModelId
@@ -26,6 +29,20 @@ def problems(config: Config) -> list[str]:
     found += _kept_out(config)
     found += [text] if (text := open_door(config.server)) else []
     return found
+
+
+def clashing_recordings(server: Server, file: Path) -> Iterator[Problem]:
+    """Recordings that would end up in the same file, or in this one, which is the configuration. Paths are absolute."""
+    taken = {os.path.realpath(file): "is the configuration file"}
+    for key in ("record_activity", "record_events"):
+        path: str | None = getattr(server, key)
+        if path is None:
+            continue
+        # Also where the recording before it is kept.
+        written = [os.path.realpath(path), os.path.realpath(f"{path}.1")]
+        if clash := next((name for name in written if name in taken), None):
+            yield Problem(("server", key), f"{clash} {taken[clash]}; record to another file")
+        taken |= dict.fromkeys(written, f"is used by server.{key}")
 
 
 def open_door(server: Server) -> str | None:

@@ -20,11 +20,13 @@ from greenroom.config.kinds import (
     EnginePort,
     FactorFromZero,
     HeaderName,
+    LiftSeconds,
     Mib,
     MibAboveZero,
     ModelId,
     Name,
     NotBool,
+    Overtakes,
     Port,
     Seconds,
     SecondsAboveZero,
@@ -196,13 +198,13 @@ class Scheduler(Section):
     """Who has to leave for a newcomer: memory, or one that an installed package registers."""
     queue_depth_max: Count = 1_000
     """Requests that may wait at once; one more is answered 503 queue_full with Retry-After."""
-    overtakes_max: CountFromZero = 8
+    overtakes_max: Overtakes = 8
     """How often requests for a ready model may go before an older one for a cold model once its batch is over."""
     residency_swaps: FactorFromZero = 2
     """While others wait a model stays ready for at least this many times as long as bringing it took."""
     batch_swaps: FactorFromZero = 5
     """And serves a batch of at most this many times as long as it takes to bring it and to end its answers."""
-    lift_s: SecondsAboveZero = 60
+    lift_s: LiftSeconds = 60
     """Waiting this long lifts a request by one class of priority."""
     deadline_high_s: SecondsAboveZero = 5
     """Waiting this long, a request of high priority insists on its model; never later than server.wait_max_s."""

@@ -11,7 +11,7 @@ from collections import deque
 from greenroom.core.decide import Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, Rejection, because
 from greenroom.core.events import Timer, TimerKind
-from greenroom.core.model import LeaseId, ModelId, OpId, RequestId, Slot, SlotId
+from greenroom.core.model import LeaseId, ModelId, Move, OpId, RequestId, Slot, SlotId
 from greenroom.core.stage import Stage
 from greenroom.core.state import Grant, State, learn
 from greenroom.core.waitlist import Queue, Waiter, WaiterKind
@@ -183,6 +183,7 @@ class Actions:
             state.accounts.serve(waiter.tenant, grant.charged_s)
             self._count_overtake(slot, now)
             if waiter.answer_by is not None:
+                record.tried_at = now
                 self._stage.set_timer(Timer(TimerKind.BUDGET, request), waiter.answer_by, because("budget"))
 
     def _count_overtake(self, slot: Slot, now: float) -> None:
@@ -205,8 +206,7 @@ class Actions:
             self._stage.evict(state.slots[victim.slot], victim.leaves_to, slot.id, why, now)
         slot.last_priority = waiter.priority
         slot.last_used = now
-        if waiter.kind is WaiterKind.REQUEST:
-            state.accounts.charge(waiter.tenant, state.models[plan.model].move_s(plan.kind))
+        slot.caused_by = waiter.tenant if waiter.kind is WaiterKind.REQUEST else None
         state.counters.swaps += 1
         self._stage.plan(slot, plan.kind)
         self._start(slot, now)
@@ -220,6 +220,13 @@ class Actions:
         state.add_slot(slot)
         return slot
 
+    def _charge(self, slot: Slot, move: Move) -> None:
+        """Whoever caused a swap pays for it, once it has begun: what is only planned may be called off."""
+        state, tenant = self._state, slot.caused_by
+        if tenant is not None and (record := state.record_of(slot)):
+            state.accounts.charge(tenant, record.move_s(move.kind))
+        slot.caused_by = None
+
     def start_planned(self, now: float) -> None:
         """Start every planned move whose memory is free now; give up those that are hopeless or not wanted any more."""
         state = self._state
@@ -230,7 +237,11 @@ class Actions:
             self._stage.give_up_if_hopeless(slot)
 
     def _start(self, slot: Slot, now: float) -> None:
-        if self._stage.start_if_free(slot, now) and slot.lease is not None:
+        if not self._stage.start_if_free(slot, now):
+            return
+        if slot.move is not None:
+            self._charge(slot, slot.move)
+        if slot.lease is not None:
             waiter = self._state.waitlist.get(slot.lease)
             assert waiter is not None, "a lease that no longer waits has no plan"
             self.serve(waiter, slot, now)

@@ -45,8 +45,8 @@ class Configuration:
     def _take_over(self, limits: Limits) -> None:
         """Another policy, or the same with other numbers. Who waits keeps waiting, by the new rules."""
         state = self._state
-        state.limits = limits
-        state.policy = make_policy(limits, self._policies, self._swappers)
+        policy = make_policy(limits, self._policies, self._swappers)
+        state.limits, state.policy = limits, policy
         state.accounts.weights = limits.tenant_weights
         state.waitlist.restand(state.policy.standing)
         for model in state.waitlist.queues:

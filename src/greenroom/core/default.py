@@ -11,7 +11,7 @@ from math import ceil, exp, inf, log
 from greenroom.core.events import Limits
 from greenroom.core.policy import Turn
 from greenroom.core.swapper import Resident, Swapper
-from greenroom.core.waitlist import Queue, Standing, Waiter
+from greenroom.core.waitlist import Queue, Standing, Waiter, WaiterKind
 
 # A class weighs twice the next lower one.
 WEIGHTS = (2.0, 1.0, 0.5)
@@ -40,8 +40,13 @@ class ByCost:
     # --- order ----------------------------------------------------------------------------------------------------
 
     def turn(self, waiter: Waiter, served_s: float, now: float) -> Turn:
+        """The late by age, whatever their class; then by class, by fair share, by arrival."""
         lift_s = self._limits.lift_s
-        return (_class(waiter.aged_from + waiter.priority * lift_s, lift_s, now), served_s, waiter.sequence)
+        # A wish is never late: it comes when there is room, and must not stand before those who can make some.
+        is_wish = waiter.kind is WaiterKind.PRELOAD
+        if not is_wish and waiter.aged_from + self.standing(waiter.priority).late_s <= now:
+            return (0.0, waiter.aged_from, 0.0, waiter.sequence)
+        return (1.0, _class(waiter.aged_from + waiter.priority * lift_s, lift_s, now), served_s, waiter.sequence)
 
     def rank(self, queue: Queue, now: float) -> Turn:
         """The late by age; then by class; then the longest wait of all together for the time it takes to end it.

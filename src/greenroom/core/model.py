@@ -171,6 +171,8 @@ class Slot:
     last_priority: int = 1
     # A leaving slot takes no further requests and moves to `leaving_to` when it is idle.
     leaving_to: Tier | None = None
+    # Whose request brings it, until that has begun.
+    caused_by: TenantId | None = None
     # Whose place it makes, while its answers are waited for.
     leaving_for: SlotId | None = None
     lease: LeaseId | None = None

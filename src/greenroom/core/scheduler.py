@@ -33,6 +33,8 @@ _OF_REQUESTS = frozenset({ev.RequestArrived, ev.RequestGone, ev.ServeDone})
 
 # How many models that are not ready are looked at in one round, the first in rank. Others wait for their turn there.
 ASKED_MAX = 16
+# How long what is known of answers keeps out those whose budget is shorter.
+TRY_AGAIN_S = 60.0
 # With more waiting models than this there is a crowd: their order is kept for a moment, because it takes a microsecond
 # for each of them; fewer are looked at in a round; and one more request for a model that is waited for already is
 # looked at a little later, together with others.
@@ -173,7 +175,11 @@ class Scheduler:
         if isinstance(plan, Refuse) or (isinstance(plan, Serve) and event.answer_by is None):
             return plan
         if isinstance(plan, Serve):
-            return self._too_late(event, waiter, state.slots[plan.slot].model) or plan
+            # One is let through now and then, whatever is expected: else one slow answer would lock out everybody with
+            # a budget, because nothing new would ever be learned.
+            model = state.slots[plan.slot].model
+            is_known = event.now - state.models[model].tried_at < TRY_AGAIN_S
+            return (self._too_late(event, waiter, model) if is_known else None) or plan
         if state.waitlist.depth >= state.limits.queue_depth_max:
             return Refuse(RejectCode.QUEUE_FULL, max(1.0, state.avg_wait_s or 0.0))
         # Who waits for what nobody has begun keeps the place that will begin it, however late that may be.
@@ -233,6 +239,7 @@ class Scheduler:
         if record is not None and not slot.lost:
             record.failures = 0
             record.answered(now - grant.waiter.granted_at)
+            record.tried_at = now
             record.share_s = learn(record.share_s, slot.share(now) - grant.share_from)
 
     def _take_back(self, grant: Grant, now: float) -> None:

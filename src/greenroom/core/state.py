@@ -67,6 +67,8 @@ class ModelRecord:
     # The same over many more answers, for what must not jump with the last few.
     typical_s: float = 0.0
     answers: int = 0
+    # When an answer last ended by itself, or somebody was let through who might not get one in time.
+    tried_at: float = -inf
     # How many its engine said it answers at once.
     at_once: int = 1
     # What an answer takes of its slot's time when others are served beside it.

@@ -108,7 +108,7 @@ class Queue:
         # The order of the lanes as far as it is known, when it was made, and lanes whose first has changed since.
         self.turns: list[tuple[tuple[float, ...], Lane]] = []
         self.turns_at = -inf
-        self.changed: list[Lane] = []
+        self.changed: dict[Lane, None] = {}
         self.askers = 0
         # Whether the first of a lane has left since the times below were seen.
         self.stale = False
@@ -185,7 +185,7 @@ class Queue:
         self._count(waiter, +1)
         if lane[0] is waiter:
             self._lead(waiter)
-            self.changed.append(key)
+            self.changed[key] = None
 
     def remove(self, waiter: Waiter, served_at: float | None) -> None:
         if self.preparing.pop(waiter.id, None) is not None:
@@ -199,12 +199,12 @@ class Queue:
         if lane and served_at is not None:
             # A lane that is served does not starve, however long it is: only its turn comes by age, not its length.
             lane[0].aged_from = max(lane[0].aged_from, served_at)
-        if not lane:
-            del self.lanes[key]
         self._count(waiter, -1)
         if place == 0:
             self.stale = True
-            self.changed.append(key)
+            self.changed[key] = None
+        if not lane:
+            del self.lanes[key], self.changed[key]
 
     def _count(self, waiter: Waiter, sign: int) -> None:
         self.waiting += sign
@@ -282,8 +282,7 @@ class Queue:
             self.turns_at = now
         else:
             for key in self.changed:
-                if lane := self.lanes.get(key):
-                    heappush(self.turns, (turn(lane[0]), key))
+                heappush(self.turns, (turn(self.lanes[key][0]), key))
         self.changed.clear()
 
     def __iter__(self) -> Iterator[Waiter]:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from greenroom.config.fields import NEW_SLOT_KEYS
 from greenroom.config.schema import Model
 from greenroom.core.events import Learned
 from greenroom.core.model import ModelId, MoveKind
+from greenroom.runtime.beside import beside
 from greenroom.runtime.catalog import Entry
 from greenroom.telemetry.logs import get_logger
 
@@ -35,6 +35,10 @@ WRITE_EVERY_S = 30.0
 MODELS_MAX = 10_000
 # As much as so many models can need; a larger file is not ours.
 FILE_BYTES_MAX = 16 * 1024 * 1024
+# What is written is rounded to this; no time at all would let the scheduler divide by it or wait for nothing.
+SECONDS_MIN = 0.0001
+# Longer than anything that ever ends: eleven days.
+SECONDS_MAX = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,8 @@ class LearnedTimes:
         """Write what is new, if anything is."""
         self._take()
         try:
-            self._written = await asyncio.to_thread(_write_if_new, self._path, dict(self._known), self._written)
+            known, written = dict(self._known), self._written
+            self._written = await beside(lambda: _write_if_new(self._path, known, written), "write learned times")
         except OSError as error:
             self._warn_once(error)
         else:
@@ -143,8 +148,12 @@ def _text(known: Mapping[ModelId, Remembered]) -> str:
 
 
 def _said(learned: Learned) -> dict[str, Any]:
-    moves_s = {kind.value: round(seconds, 4) for kind, seconds in learned.moves_s.items()}
-    return {"moves_s": moves_s, "service_s": None if learned.service_s is None else round(learned.service_s, 4)}
+    moves_s = {kind.value: _rounded(seconds) for kind, seconds in learned.moves_s.items()}
+    return {"moves_s": moves_s, "service_s": None if learned.service_s is None else _rounded(learned.service_s)}
+
+
+def _rounded(seconds: float) -> float:
+    return min(max(round(seconds, 4), SECONDS_MIN), SECONDS_MAX)
 
 
 def _read(path: Path) -> dict[ModelId, Remembered]:
@@ -154,7 +163,7 @@ def _read(path: Path) -> dict[ModelId, Remembered]:
             return _parsed(file.read(FILE_BYTES_MAX))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         _log.warning(
             "learned times are ignored and will be learned anew", file=str(path), error=str(error) or repr(error)
         )
@@ -174,7 +183,7 @@ def _times(said: Mapping[str, Any]) -> Learned:
 
 
 def _seconds(said: object) -> float:
-    if isinstance(said, bool) or not isinstance(said, int | float) or not 0 <= said < math.inf:
+    if isinstance(said, bool) or not isinstance(said, int | float) or not 0 < said <= SECONDS_MAX:
         raise ValueError(f"{said!r} is not a number of seconds")
     return float(said)
 

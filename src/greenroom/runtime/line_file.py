@@ -1,17 +1,19 @@
 """A file that grows by lines, written beside the loop so that no disk can stall it.
 
-Owns the file, its size and its rotation. Lines wait in a bounded buffer and are encoded and written by a thread, one
-batch at a time. What does not fit, or cannot be written, is counted and lost; nobody ever waits for it.
+Owns what waits and the rotation; the file itself is `appended.py`. Lines wait in a bounded buffer and are encoded and
+written by a thread, one batch at a time. What does not fit, or cannot be written, is counted and lost; nobody ever
+waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from greenroom.runtime.appended import Appended, set_aside
+from greenroom.runtime.beside import beside
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("recording")
@@ -22,6 +24,8 @@ WRITE_EVERY_S = 0.5
 WAITING_MAX = 50_000
 # The end of the gateway does not wait longer than this for a disk that hangs.
 CLOSE_MAX_S = 10.0
+# A file that cannot be rotated grows to so many times its size, in the hope that it soon can be; then it takes no more.
+OVERGROWN = 2
 
 Line = TypeVar("Line")
 
@@ -30,6 +34,7 @@ class LineFile(Generic[Line]):
     """`encode` makes the text of a line, without its end, in the thread. `head` begins every file.
 
     A file that has reached `bytes_max` becomes `PATH.1`, which is replaced; one that may not rotate takes no more.
+    Nothing is touched before `open`; lines put earlier wait for it.
     """
 
     def __init__(
@@ -42,7 +47,6 @@ class LineFile(Generic[Line]):
         rotates: bool,
         waiting_max: int = WAITING_MAX,
     ) -> None:
-        """Raises OSError if the file cannot be written."""
         self._path = path
         self._encode = encode
         self._head = head
@@ -57,7 +61,12 @@ class LineFile(Generic[Line]):
         self.is_full = False
         # Lines that were lost.
         self.dropped = 0
-        self._file = self._opened()
+        self._file: Appended | None = None
+
+    def open(self) -> None:
+        """Continue the file or begin it. Raises OSError if it cannot be written or is not ours."""
+        self._file = Appended(self._path, self._head)
+        self._write_soon()
 
     def put(self, line: Line, *, must: bool = False) -> bool:
         """Write this line soon. False if it is lost, unless it `must` be: a last line goes beyond every limit."""
@@ -66,8 +75,7 @@ class LineFile(Generic[Line]):
             self.dropped += 1
             return False
         self._waiting.append(line)
-        if self._timer is None and self._writing is None:
-            self._timer = asyncio.get_running_loop().call_later(WRITE_EVERY_S, self._start_writing)
+        self._write_soon()
         return True
 
     async def close(self) -> None:
@@ -85,7 +93,12 @@ class LineFile(Generic[Line]):
         finally:
             if self.dropped:
                 _log.warning("lines were lost", file=str(self._path), lines=self.dropped)
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _write_soon(self) -> None:
+        if self._waiting and self._file is not None and self._timer is None and self._writing is None:
+            self._timer = asyncio.get_running_loop().call_later(WRITE_EVERY_S, self._start_writing)
 
     def _start_writing(self) -> None:
         self._timer = None
@@ -97,57 +110,46 @@ class LineFile(Generic[Line]):
         self._writing = None
 
     async def _write_waiting(self) -> None:
-        batch, self._waiting = self._waiting, []
+        file, batch, self._waiting = self._file, self._waiting, []
+        if file is None or not batch:
+            self.dropped += len(batch)
+            return
         try:
-            await asyncio.to_thread(self._write, batch)
+            self._file = await beside(lambda: self._written(file, batch), f"write {self._path.name}")
         except asyncio.CancelledError:
             self.dropped += len(batch)
             raise
         except OSError as error:
             self.dropped += len(batch)
-            if not self._failed:
-                self._failed = True
-                _log.warning("cannot be written", file=str(self._path), error=error.strerror or str(error))
+            self._warn_once(error)
 
     # --- in the thread ----------------------------------------------------------------------------------------------
 
-    def _write(self, batch: list[Line]) -> None:
-        self._file.write("".join(f"{self._encode(line)}\n" for line in batch).encode())
-        if self._file.tell() < self._bytes_max:
-            return
+    def _written(self, file: Appended, batch: list[Line]) -> Appended:
+        """Write these lines. Returns the file for the next ones."""
+        text = "".join(f"{self._encode(line)}\n" for line in batch)
+        # No name is so odd that it could end the recording.
+        file.write(text.encode(errors="backslashreplace"))
+        if file.tell() < self._bytes_max:
+            return file
         if self._rotates:
-            self._file.close()
-            os.replace(self._path, f"{self._path}.1")
-            self._file = self._opened()
-        else:
-            self.is_full = True
+            return self._rotated(file)
+        self.is_full = True
+        return file
 
-    def _opened(self) -> _Appended:
-        return _Appended(self._path, self._head)
-
-
-class _Appended:
-    """Written without a buffer of its own, so that what was not written is known at once. For its owner's eyes only."""
-
-    def __init__(self, path: Path, head: str) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._size = os.fstat(self._fd).st_size
-        if not self._size:
-            self.write(f"{head}\n".encode())
-
-    def write(self, data: bytes) -> None:
-        """All of it or, if that cannot be, nothing: half a line would spoil the next."""
-        begin, left = self._size, memoryview(data)
+    def _rotated(self, file: Appended) -> Appended:
+        """A new file; the same one if that cannot be had now. The old one is let go of last."""
         try:
-            while left:
-                left = left[os.write(self._fd, left) :]
-        except OSError:
-            os.ftruncate(self._fd, begin)
-            raise
-        self._size += len(data)
+            set_aside(self._path, self._head)
+            new = Appended(self._path, self._head)
+        except OSError as error:
+            self._warn_once(error)
+            self.is_full = file.tell() >= OVERGROWN * self._bytes_max
+            return file
+        file.close()
+        return new
 
-    def tell(self) -> int:
-        return self._size
-
-    def close(self) -> None:
-        os.close(self._fd)
+    def _warn_once(self, error: OSError) -> None:
+        if not self._failed:
+            self._failed = True
+            _log.warning("cannot be written", file=str(self._path), error=error.strerror or str(error))

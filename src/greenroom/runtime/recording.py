@@ -10,6 +10,7 @@ would make every later one useless, so there the recording ends and says so in i
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -21,6 +22,7 @@ from typing import Any
 from greenroom.core.effects import Effects, OpOutcome, Reason, Rejection
 from greenroom.core.events import Event, Timer
 from greenroom.core.model import LeaseId, Move, MoveId, OpId, RequestId, SlotId
+from greenroom.runtime.appended import first_bytes, set_aside
 from greenroom.runtime.core_json import decode, encode
 from greenroom.runtime.line_file import WAITING_MAX, LineFile
 from greenroom.telemetry.activity import Record
@@ -34,6 +36,8 @@ ACTIVITY_BYTES_MAX = 64 * 1024 * 1024
 # About three million events. Later ones cannot be played without the first, so there is no rotation.
 EVENTS_BYTES_MAX = 1024 * 1024 * 1024
 _HEAD = '{"greenroom_events":1}'
+# With these bytes a recording goes on if it holds anything.
+_FIRST = b'{"n":1,'
 
 # The name of the effect and what it was asked with.
 Asked = tuple[str, tuple[Any, ...]]
@@ -47,9 +51,12 @@ WHOLE = "whole"
 
 class ActivityRecorder:
     def __init__(self, path: Path, *, bytes_max: int = ACTIVITY_BYTES_MAX) -> None:
-        """Rows are added to a file that is there already. Raises OSError if it cannot be written."""
         head = ",".join(ACTIVITY_COLUMNS)
         self._file: LineFile[Record] = LineFile(path, _row, head=head, bytes_max=bytes_max, rotates=True)
+
+    def open(self) -> None:
+        """Rows are added to a file of ours that is there already. Raises OSError if it cannot be written."""
+        self._file.open()
 
     def add(self, record: Record) -> None:
         """Write down a request that has ended. Those that got no answer say nothing of how long answers are."""
@@ -62,7 +69,8 @@ class ActivityRecorder:
 
 def _row(record: Record) -> str:
     text = io.StringIO()
-    lengths = (record.prompt_tokens or 0, record.completion_tokens or 0)
+    # A length that nobody counted stays empty: 0 would be read as an answer that took no time.
+    lengths = (record.prompt_tokens, record.completion_tokens)
     row = (f"{record.arrived_at:.3f}", record.model, *lengths, record.tenant, record.priority)
     csv.writer(text, lineterminator="").writerow(row)
     return text.getvalue()
@@ -84,14 +92,24 @@ class EventRecorder:
     """Give it to the gateway as its way to post, and its `watching` as the core's effects."""
 
     def __init__(self, path: Path, *, bytes_max: int = EVENTS_BYTES_MAX, waiting_max: int = WAITING_MAX) -> None:
-        """What is there already becomes PATH.1: events begin with those of a new gateway. Raises OSError."""
-        if path.exists():
-            path.replace(f"{path}.1")
+        self._path = path
         self._file: LineFile[_Numbered] = LineFile(
             path, _line, head=_HEAD, bytes_max=bytes_max, rotates=False, waiting_max=waiting_max
         )
         self._ended = False
         self._written = 0
+
+    def open(self) -> None:
+        """What is there already becomes PATH.1: events begin with those of a new gateway. Raises OSError.
+
+        One that holds no event goes, so that starts that fail one after another do not push out the last real one.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if first_bytes(self._path, _HEAD, len(_FIRST)) == _FIRST:
+                set_aside(self._path, _HEAD)
+            else:
+                self._path.unlink()
+        self._file.open()
 
     def posting(self, post: Callable[[Event], None]) -> Callable[[Event], None]:
         """The same way to post, written down. Events are handled in the order in which they are posted."""

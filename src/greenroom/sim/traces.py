@@ -3,7 +3,8 @@
 Owns the two formats. Both have a header; its names decide which it is:
 - `t, model, prompt_len, output_len` and, where known, `tenant` and `priority`: t in seconds from anywhere;
 - `TIMESTAMP, ContextTokens, GeneratedTokens`: models are drawn, the first given most often.
-Rows may stand in any order; time begins with the earliest. A row that is wrong is an error with file and line.
+Rows may stand in any order; time begins with the earliest. A length that is not known is empty, and taken as the mean
+of those that are. A row that is wrong is an error with file and line.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
 from random import Random
+from statistics import fmean
 
 from greenroom.config.schema import PRIORITY_NAMES
 from greenroom.core.model import NO_TENANT, ModelId, TenantId
@@ -25,8 +27,17 @@ from greenroom.sim.workloads import Draw, zipf
 
 ROWS_MAX = 2_000_000
 TOKENS_MAX = 100_000_000
-PRIORITY_MAX = 100
+# A whole number of more digits is wrong in every column, and is never turned into one.
+DIGITS_MAX = 12
+# Callers could once ask for less than 0, and recordings of then are still around.
+PRIORITY_MIN, PRIORITY_MAX = -100, 100
 NAME_CHARS_MAX = 256
+# Of a cell that is shown in an error.
+SHOWN_CHARS_MAX = 60
+
+# Stands for a length that the file does not say, while it is read; and what that length is if the file says none.
+UNKNOWN_LEN = -1
+USUAL_LEN = 200
 
 OWN = ("t", "model", "prompt_len", "output_len")
 OWN_OPTIONAL = ("tenant", "priority")
@@ -46,6 +57,10 @@ class _Wrong(ValueError):
     """What is wrong with a row."""
 
 
+class _OtherModel(_Wrong):
+    """It is for a model that is not configured."""
+
+
 @dataclass(frozen=True, slots=True)
 class Known:
     """What the configuration knows: its models, or those to spread a trace over that names none; their other names."""
@@ -53,45 +68,91 @@ class Known:
     models: Sequence[str]
     aliases: Mapping[str, str] = field(default_factory=dict)
     priorities: Mapping[str, int] = field(default_factory=dict)
+    # Whether rows for other models are left out; else they are wrong.
+    skips_others: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The rows in order of time, and in words what is not as the file has it."""
+
+    rows: list[Arrival]
+    remarks: tuple[str, ...] = ()
 
 
 def read_trace(path: str | Path, known: Known | None = None, seed: int = 0) -> list[Arrival]:
     """The rows in order of time. Without `known` any model is taken as it is named."""
+    return trace_of(path, known, seed).rows
+
+
+def trace_of(path: str | Path, known: Known | None = None, seed: int = 0) -> Trace:
+    """The same rows, with remarks on those left out and those completed."""
+    rows, skipped = _read(path, known, seed)
+    if not rows:
+        raise TraceError(f"{path}: there is no row in it{' for a model of the configuration' if skipped else ''}")
+    prompt_len, of_prompts = _usual("prompt_len", [row.prompt_len for row in rows])
+    output_len, of_outputs = _usual("output_len", [row.output_len for row in rows])
+    first = min(row.at for row in rows)
+    whole = [
+        row._replace(
+            at=row.at - first,
+            prompt_len=prompt_len if row.prompt_len == UNKNOWN_LEN else row.prompt_len,
+            output_len=output_len if row.output_len == UNKNOWN_LEN else row.output_len,
+        )
+        for row in rows
+    ]
+    left_out = f"{skipped:,} for models that are not in the configuration left out" if skipped else ""
+    return Trace(sorted(whole, key=lambda row: row.at), tuple(filter(None, (left_out, of_prompts, of_outputs))))
+
+
+def _usual(title: str, lengths: Sequence[int]) -> tuple[int, str]:
+    """The length that those unknown are taken to have, and the remark on it; none where all are known."""
+    known = [length for length in lengths if length != UNKNOWN_LEN]
+    if len(known) == len(lengths):
+        return USUAL_LEN, ""
+    usual, why = (round(fmean(known)), "the mean of the others") if known else (USUAL_LEN, "as none is known")
+    return usual, f"{len(lengths) - len(known):,} without {title} taken as {usual:,} tokens, {why}"
+
+
+def _read(path: str | Path, known: Known | None, seed: int) -> tuple[list[Arrival], int]:
+    """The rows as they stand, and how many were left out."""
     rows: list[Arrival] = []
+    count = 0
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            for row in _rows(file, str(path), known, seed):
-                rows.append(row)
-                if len(rows) > ROWS_MAX:
+            for count, row in enumerate(_rows(file, str(path), known, seed), start=1):
+                if count > ROWS_MAX:
                     raise TraceError(f"{path}: more than {ROWS_MAX:,} rows; give a part of it")
+                if row is not None:
+                    rows.append(row)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise TraceError(f"{path}: cannot be read: {reason}") from error
-    if not rows:
-        raise TraceError(f"{path}: there is no row in it")
-    rows.sort(key=lambda row: row.at)
-    first = rows[0].at
-    return [row._replace(at=row.at - first) for row in rows]
+    return rows, count - len(rows)
 
 
-def _rows(file: Iterator[str], name: str, known: Known | None, seed: int) -> Iterator[Arrival]:
+def _rows(file: Iterator[str], name: str, known: Known | None, seed: int) -> Iterator[Arrival | None]:
+    """None stands for a row that is left out."""
+    skips = known is not None and known.skips_others
     table = csv.reader(file, strict=True)
     try:
         header = [title.strip().lower() for title in next(table, [])]
         read = _reader(header, name, known, seed)
         for cells in table:
             if cells:
-                yield _row(read, header, cells, f"{name}:{table.line_num}")
+                yield _row(read, header, cells, f"{name}:{table.line_num}", skips)
     except csv.Error as error:
         raise TraceError(f"{name}:{table.line_num}: this is not CSV: {error}") from error
 
 
-def _row(read: Reader, header: Sequence[str], cells: Sequence[str], where: str) -> Arrival:
+def _row(read: Reader, header: Sequence[str], cells: Sequence[str], where: str, skips: bool) -> Arrival | None:
     if len(cells) != len(header):
         raise TraceError(f"{where}: {len(cells)} values where the header names {len(header)}")
     try:
         return read({title: cell.strip() for title, cell in zip(header, cells, strict=True)})
     except _Wrong as error:
+        if skips and isinstance(error, _OtherModel):
+            return None
         raise TraceError(f"{where}: {error}") from error
 
 
@@ -117,7 +178,9 @@ def _own(row: Row, known: Known | None, models: frozenset[str] | None) -> Arriva
         model = known.aliases.get(model, model)
         usual = known.priorities.get(model, usual)
         if model not in models:
-            raise _Wrong(f"there is no model {model!r} in the configuration{_nearest(model, known.models)}")
+            # Looking for the nearest is slow; nobody reads it where the row is left out.
+            near = "" if known.skips_others else _nearest(model, known.models)
+            raise _OtherModel(f"there is no model {_shown(model)} in the configuration{near}")
     return Arrival(
         _number(row, "t"),
         ModelId(model),
@@ -147,17 +210,27 @@ def _number(row: Row, title: str) -> float:
     try:
         value = float(row[title])
     except ValueError:
-        raise _Wrong(f"{title} is {row[title]!r}, not a number") from None
+        raise _Wrong(f"{title} is {_shown(row[title])}, not a number") from None
     if not isfinite(value):
-        raise _Wrong(f"{title} is {row[title]!r}, not a finite number")
+        raise _Wrong(f"{title} is {_shown(row[title])}, not a finite number")
     return value
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= SHOWN_CHARS_MAX else f"{text[:SHOWN_CHARS_MAX]!r} … ({len(text):,} characters)"
 
 
 def _tokens(row: Row, title: str) -> int:
     text = row[title]
-    if not (text.isascii() and text.isdigit() and int(text[:12]) <= TOKENS_MAX):
-        raise _Wrong(f"{title} is {text!r}, not a number of tokens")
+    if not text:
+        return UNKNOWN_LEN
+    if not (_is_whole(text) and int(text) <= TOKENS_MAX):
+        raise _Wrong(f"{title} is {_shown(text)}, not a number of tokens")
     return int(text)
+
+
+def _is_whole(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX
 
 
 def _tenant(text: str) -> TenantId:
@@ -171,8 +244,9 @@ def _priority(text: str, usual: int) -> int:
         return usual
     if text in PRIORITY_NAMES:
         return PRIORITY_NAMES[text]
-    if not (text.isascii() and text.isdigit() and int(text[:12]) <= PRIORITY_MAX):
-        raise _Wrong(f"priority is {text!r}, not {', '.join(PRIORITY_NAMES)} or 0 to {PRIORITY_MAX}")
+    if not (_is_whole(text.removeprefix("-")) and PRIORITY_MIN <= int(text) <= PRIORITY_MAX):
+        words = ", ".join(PRIORITY_NAMES)
+        raise _Wrong(f"priority is {_shown(text)}, not {words} or {PRIORITY_MIN} to {PRIORITY_MAX}")
     return int(text)
 
 
@@ -180,5 +254,5 @@ def _moment(text: str) -> float:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise _Wrong(f"TIMESTAMP is {text!r}, not a time like 2023-11-16 18:15:46.680") from None
+        raise _Wrong(f"TIMESTAMP is {_shown(text)}, not a time like 2023-11-16 18:15:46.680") from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

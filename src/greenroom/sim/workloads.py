@@ -19,6 +19,10 @@ from greenroom.sim.world import World
 # Popularity of models falls like 1 / rank^s; 1 is what public logs of many models look like.
 ZIPF_EXPONENT = 1.0
 
+# What a run is made for: as many requests as a trace may have, within some thirty years.
+ARRIVALS_MAX = 2_000_000
+SPAN_MAX_S = 1e9
+
 
 class Workload(Protocol):
     @property
@@ -95,6 +99,11 @@ class Poisson:
     seconds: float
     seed: int = 0
 
+    @property
+    def expected(self) -> float:
+        """About how many come; of a time below a second as if it were one."""
+        return self.rate * max(1.0, self.seconds)
+
     def begin(self, world: World) -> None:
         world.feed(self.arrivals())
 
@@ -116,6 +125,11 @@ class Bursty:
     seed: int = 0
     burst_s: float = 10.0
     silence_s: float = 30.0
+
+    @property
+    def expected(self) -> float:
+        """About how many come; of a time below a second as if it were one."""
+        return self.rate * max(1.0, self.seconds)
 
     def begin(self, world: World) -> None:
         world.feed(self.arrivals())
@@ -146,6 +160,11 @@ class Agents:
     seconds: float
     think_s: float = 2.0
     seed: int = 0
+
+    @property
+    def expected(self) -> float:
+        """About how many come if every answer comes at once; at least one of each agent."""
+        return self.agents * max(1.0, self.seconds / self.think_s)
 
     def begin(self, world: World) -> None:
         for number in range(self.agents):

@@ -1,8 +1,9 @@
 """Who goes first among those who wait for one model: arrival within a lane, and no class waits for ever.
 
 A lane is (tenant, priority, model). Its age counts from the arrival of its first, or from when it was last served if
-that is later. Between lanes the default policy promises that no lane is passed by one so much younger that, priorities
-made up for, a whole lift lies between them, and the time for which an order of many lanes may be kept.
+that is later. Between lanes the default policy promises that the late go first, by age, and that no other lane is
+passed by one so much younger that, priorities made up for, a whole lift lies between them; each within the time for
+which an order of many lanes may be kept.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from greenroom.core import events as ev
+from greenroom.core.default import LATE_DEADLINES
 from greenroom.core.effects import Reason, Rejection
 from greenroom.core.model import LeaseId, ModelId, Move, RequestId, SlotId, TenantId
 from greenroom.core.waitlist import TURNS_FRESH_S
@@ -127,8 +129,17 @@ class Order(Check):
     def _must_go_first(self, one: Caller, other: Caller) -> bool:
         if self._limits.policy == "fifo":
             return (one.priority, one.number) < (other.priority, other.number)
+        is_late = one.aged_from_max + self._late_s(one) + STALE_S < self._now
+        if other.aged_from + self._late_s(other) <= self._now + STALE_S:
+            # Both may be late, or the other alone: then by age.
+            return is_late and one.aged_from_max + STALE_S < other.aged_from
         lift_s = self._limits.lift_s
-        return one.aged_from_max + (one.priority + 1) * lift_s + STALE_S < other.aged_from + other.priority * lift_s
+        older = one.aged_from_max + (one.priority + 1) * lift_s + STALE_S < other.aged_from + other.priority * lift_s
+        return is_late or older
+
+    def _late_s(self, caller: Caller) -> float:
+        priority = min(max(caller.priority, 0), 2)
+        return LATE_DEADLINES[priority] * self._limits.deadlines_s[priority]
 
     # --- lanes --------------------------------------------------------------------------------------------------------
 
