@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8210
-# Many tests wait for processes; twice as many at once as there are cores keeps both busy.
+# Many tests wait for processes; twice as many at once as there are cores keep both busy where there are two.
 JOBS ?= 4
 SEEDS ?= 200
 FIRST ?= 0

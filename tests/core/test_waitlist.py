@@ -273,3 +273,18 @@ def test_whatever_comes_and_goes_the_sums_are_those_of_a_count_from_scratch(
     )
     assert [waitlist.position(one) for one in callers] == list(range(1, len(callers) + 1))
     assert set(waitlist.choosy) == {one.id for one in there.values() if len(one.candidates) > 1}
+
+
+def test_an_order_that_is_kept_notices_who_was_served_meanwhile_and_who_has_left() -> None:
+    served = dict.fromkeys((f"t{number:02}" for number in range(2 * LANES_FEW)), 0.0)
+    waiters = [waiter(number, tenant=tenant) for number, tenant in enumerate(served)]
+    queue = queue_of(*waiters)
+
+    def turn(one: Waiter) -> tuple[float, ...]:
+        return (served[one.tenant], float(one.sequence))
+
+    assert queue.first(turn, 0.0) is waiters[0]
+    served["t00"] = 5.0
+    assert queue.first(turn, 0.0) is waiters[1], "the first was charged since"
+    queue.remove(waiters[1], None)
+    assert queue.first(turn, 0.0) is waiters[2], "the next has left"
