@@ -6,7 +6,7 @@ import pytest
 
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, Tier
-from greenroom.core.scheduler import ASKED_IN_CROWD, ASKED_MAX, RANKED_MANY
+from greenroom.core.rounds import ASKED_IN_CROWD, ASKED_MAX, RANKED_MANY
 
 from .world import Fate, World, gpu, model
 
@@ -49,10 +49,11 @@ def test_one_round_asks_for_no_more_than_so_many() -> None:
     for spec in models:
         world.arrive(f"r-{spec.id}", spec.id, takes_s=0.1)
     asked: list[str] = []
-    decide_on = world.scheduler._ask_for
-    world.scheduler._ask_for = lambda queue, cast, now: (asked.append(queue.model), decide_on(queue, cast, now))[1]  # type: ignore[func-returns-value,method-assign]
-    world.scheduler._ranking.made_at = float("-inf")
-    world.scheduler._bring(world.now)
+    rounds = world.scheduler._rounds
+    decide_on = rounds._ask_for
+    rounds._ask_for = lambda queue, cast, now: (asked.append(queue.model), decide_on(queue, cast, now))[1]  # type: ignore[func-returns-value,method-assign]
+    rounds.rank_anew()
+    rounds.bring(world.now)
     assert len(asked) == ASKED_IN_CROWD + ASKED_MAX
     world.run()
     assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values()) and world.is_at_rest()

@@ -13,7 +13,7 @@ import pytest
 from greenroom.core.decide import Wait
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, ModelId, MoveKind, TenantId, Tier
-from greenroom.core.scheduler import RANKED_MANY
+from greenroom.core.rounds import RANKED_MANY
 
 from .test_order import ready
 from .world import Call, Engine, Fate, World, gpu, model

@@ -8,7 +8,8 @@ from __future__ import annotations
 from greenroom.core.decide import Join, Refuse, Swap, Wait, decide
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import LEGAL_MOVES, MoveKind, RequestId, Slot, Tier
-from greenroom.core.scheduler import ASKED_MAX, Scheduler
+from greenroom.core.rounds import ASKED_MAX
+from greenroom.core.scheduler import Scheduler
 from greenroom.core.state import State
 from greenroom.core.waitlist import WaiterKind
 

@@ -7,62 +7,38 @@ Questions (`outlook`, `explain`) change nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
 from greenroom.core import events as ev
 from greenroom.core.apply import Actions
-from greenroom.core.cast import Cast
 from greenroom.core.configuration import Configuration
 from greenroom.core.decide import Join, Plan, Refuse, Serve, Swap, Wait, decide
 from greenroom.core.effects import Effects, RejectCode, because
 from greenroom.core.explain import Explanation, explanation
 from greenroom.core.leases import Leases
-from greenroom.core.model import DeviceId, ModelId, RequestId, Slot, Tier
+from greenroom.core.model import ModelId, RequestId, Slot, Tier
 from greenroom.core.moves import Moves
 from greenroom.core.outlook import Outlook, eta_s, outlook
 from greenroom.core.policies import BUILT_IN, SWAPPERS, Swappers, make_policy
 from greenroom.core.policy import Policies
+from greenroom.core.rounds import LOOK_SOON_S, RANKED_MANY, Rounds
 from greenroom.core.stage import Stage
 from greenroom.core.state import Grant, State, learn
 from greenroom.core.timers import Timers
-from greenroom.core.waitlist import Queue, Waiter, WaiterKind
+from greenroom.core.waitlist import Waiter, WaiterKind
 
 _OF_REQUESTS = frozenset({ev.RequestArrived, ev.RequestGone, ev.ServeDone})
 
-# How many models that are not ready are looked at in one round, the first in rank. Others wait for their turn there.
-ASKED_MAX = 16
 # How long what is known of answers keeps out those whose budget is shorter.
 TRY_AGAIN_S = 60.0
-# With more waiting models than this there is a crowd: their order is kept for a moment, because it takes a microsecond
-# for each of them; fewer are looked at in a round; and one more request for a model that is waited for already is
-# looked at a little later, together with others.
-RANKED_MANY = 64
-ASKED_IN_CROWD = 4
-LOOK_SOON_S = 0.1
-RANKED_FRESH_S = 0.002  # For each of them: the more there are, the less a moment matters.
-_SWITCH = ev.Timer(ev.TimerKind.SWITCH, "")
-
-
-@dataclass(slots=True)
-class Ranking:
-    """The order in which models that are not ready come, as of some time."""
-
-    models: list[ModelId] = field(default_factory=list)
-    made_at: float = -inf
-    deadline_at: float = inf
-
-    def is_fresh(self, now: float, queues: int) -> bool:
-        return 0.0 <= now - self.made_at < queues * RANKED_FRESH_S and now < self.deadline_at
 
 
 class Scheduler:
     def __init__(self, effects: Effects, policies: Policies = BUILT_IN, swappers: Swappers = SWAPPERS) -> None:
         self.state = State(make_policy(ev.Limits()))
-        self._ranking = Ranking()
         self._stage = Stage(self.state, effects)
         self._act = Actions(self.state, effects, self._stage)
+        self._rounds = Rounds(self.state, self._stage, self._act)
         configuration = Configuration(self.state, self._stage, self._act, policies, swappers)
         moves = Moves(self.state, effects, self._stage, self._act)
         leases = Leases(self.state, self._act)
@@ -88,7 +64,7 @@ class Scheduler:
         if type(event) not in _OF_REQUESTS:
             self._settle(event.now)
         elif self.state.ask_again:
-            self._bring(event.now)
+            self._rounds.bring(event.now)
 
     # --- questions ------------------------------------------------------------------------------------------------
 
@@ -152,11 +128,11 @@ class Scheduler:
         elif isinstance(plan, Wait) and plan.why != "busy":
             state.oldest_cold = min(state.oldest_cold, now)
             if event.priority <= 0:
-                self._ranking.made_at = -inf
-            self._ask_again_at(min(plan.until, self._switch_at), now)
+                self._rounds.rank_anew()
+            self._rounds.look_again_at(min(plan.until, self._rounds.looks_at), now)
             if self._make_way(event.priority, now):
                 # First the more urgent; those who need not leave after all then go on with their own.
-                self._bring(now)
+                self._rounds.bring(now)
                 self._fill(now)
 
     def _make_way(self, priority: int, now: float) -> bool:
@@ -189,7 +165,7 @@ class Scheduler:
     def _first_plan(self, waiter: Waiter, now: float) -> Plan:
         queues, model = self.state.waitlist.queues, waiter.model
         in_crowd = len(queues) > RANKED_MANY and model in queues and len(waiter.candidates) == 1
-        if in_crowd and self._is_away(model, now) and not self.state.shutting_down:
+        if in_crowd and self._rounds.is_away(model, now) and not self.state.shutting_down:
             return Wait("crowd", model, now + LOOK_SOON_S)
         return decide(self.state, waiter, now)
 
@@ -276,7 +252,7 @@ class Scheduler:
         # A slot that stays opens nothing but its own room; one that is left idle may give way to another.
         self._act.fill(slot.model, now)
         if slot.is_idle:
-            self._bring(now)
+            self._rounds.bring(now)
 
     def _on_idle(self, slot: Slot, now: float) -> None:
         if slot.lost:
@@ -307,127 +283,16 @@ class Scheduler:
         """Start what can start, fill what has room, then see which waiting models may come."""
         state = self.state
         if state.is_settled:
-            self._rest(now)
+            self._rounds.rest(now)
             return
         self._act.start_planned(now)
         self._fill(now)
         for waiter in list(state.waitlist.choosy.values()):
             if any(state.has_room(model) for model in waiter.candidates):
                 self._act.carry_out(waiter, decide(state, waiter, now), now)
-        self._bring(now)
+        self._rounds.bring(now)
 
     def _fill(self, now: float) -> None:
         queues = self.state.waitlist.queues
         for model in [slot.model for slot in self.state.slots.values() if slot.model in queues]:
             self._act.fill(model, now)
-
-    def _rest(self, now: float) -> None:
-        """Nobody waits: nothing is to be looked at later."""
-        state = self.state
-        state.ask_again, state.oldest_cold = False, inf
-        state.kept.clear()
-        self._ask_again_at(inf, now)
-
-    def _bring(self, now: float) -> None:
-        """Ask for each waiting model that is not ready, the first in rank first, whether it may come now.
-
-        The first few are asked for in any case. Further down only those may fare better who want less than anybody that
-        had to wait for the same devices, or want others: so nobody is hidden behind those who wait for a busy device.
-        """
-        state = self.state
-        state.ask_again = False
-        state.kept.clear()
-        ranking, cast, asked, until = self._ranked(now), Cast(state, now), 0, self._ranking.deadline_at
-        few = ASKED_IN_CROWD if len(state.waitlist.queues) > RANKED_MANY else ASKED_MAX
-        least: dict[tuple[DeviceId, ...], int] = {}
-        for model in ranking:
-            queue = state.waitlist.queues.get(model)
-            if queue is None:
-                continue
-            record = state.models[model]
-            devices, mib = record.spec.devices, record.need.gpu_mib + record.need.host_mib
-            if asked >= few and mib >= least.get(devices, inf):
-                continue
-            if not self._is_away(model, now):
-                continue
-            if asked >= few + ASKED_MAX:
-                break
-            until_this, changed = self._ask_for(queue, cast, now)
-            until, asked = min(until, until_this), asked + 1
-            if changed:
-                cast = Cast(state, now)
-            else:
-                least[devices] = min(mib, least.get(devices, mib))
-        self._ask_again_at(until, now)
-
-    def _ranked(self, now: float) -> list[ModelId]:
-        """Those who are away, in the order in which they may come.
-
-        With very many the order is kept for a moment, because making it takes longer than all else.
-        """
-        state, ranking, queues = self.state, self._ranking, len(self.state.waitlist.queues)
-        if queues <= RANKED_MANY or not ranking.is_fresh(now, queues):
-            policy = state.policy
-            cold = [queue for queue in state.waitlist.queues.values() if self._is_away(queue.model, now)]
-            cold.sort(key=lambda queue: policy.rank(queue, now))
-            later = (queue.deadline_at for queue in cold if queue.deadline_at > now)
-            ranking.models, ranking.made_at = [queue.model for queue in cold], now
-            ranking.deadline_at = min(later, default=inf) if len(cold) > ASKED_IN_CROWD else inf
-            state.oldest_cold = min((queue.oldest for queue in cold), default=inf)
-        return ranking.models
-
-    def _is_away(self, model: ModelId, now: float) -> bool:
-        """Neither ready nor on its way in or out, nor pausing."""
-        record = self.state.models[model]
-        if record.pausing is not None and now < record.retry_at:
-            return False
-        return not any(
-            slot.is_serving or slot.is_going or slot.move is not None or slot.planned is not None
-            for slot in self.state.slots_of(model)
-            if slot.spec.revision == record.spec.revision and not slot.lost
-        )
-
-    def _ask_for(self, queue: Queue, cast: Cast, now: float) -> tuple[float, bool]:
-        """Decide on the first of this queue, and on the next if that one left; and on those who want it asleep.
-
-        Returns when to ask again, and whether anything has changed.
-        """
-        until, changed, first = inf, False, self._act.first_of(queue, now)
-        while first is not None:
-            plan = self._decide_on(first, None if changed else cast, now)
-            changed = changed or not isinstance(plan, Wait)
-            stays = first.id in self.state.waitlist and first.model == queue.model
-            if stays and isinstance(plan, Wait):
-                self._keep_devices(queue, plan, now)
-                until = plan.until
-            first = None if stays else self._act.first_of(queue, now)
-        for waiter in list(queue.preparing.values()):
-            plan = self._decide_on(waiter, None if changed else cast, now)
-            changed = changed or not isinstance(plan, Wait)
-            until = min(until, plan.until) if isinstance(plan, Wait) else until
-        return until, changed
-
-    def _decide_on(self, waiter: Waiter, cast: Cast | None, now: float) -> Plan:
-        plan = decide(self.state, waiter, now, cast)
-        self._act.carry_out(waiter, plan, now)
-        return plan
-
-    def _keep_devices(self, queue: Queue, plan: Wait, now: float) -> None:
-        """Who has been late for as long again, and only needs time or the end of a move, has its devices kept.
-
-        Not before: what is kept serves nobody, and smaller models could have been fitted in.
-        """
-        if 2 * queue.late_at - queue.oldest <= now and (plan.until < inf or self.state.moves):
-            self.state.kept[queue.model] = plan.on
-
-    @property
-    def _switch_at(self) -> float:
-        return self.state.timers.get(_SWITCH, inf)
-
-    def _ask_again_at(self, at: float, now: float) -> None:
-        if at == self._switch_at:
-            return
-        if at == inf:
-            self._stage.forget_timer(_SWITCH)
-        else:
-            self._stage.set_timer(_SWITCH, max(at, now), because("switch"))

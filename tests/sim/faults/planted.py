@@ -24,6 +24,7 @@ from greenroom.core.configuration import Configuration
 from greenroom.core.default import ByCost
 from greenroom.core.effects import RejectCode
 from greenroom.core.moves import Moves
+from greenroom.core.rounds import Rounds
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.stage import Stage
 from greenroom.core.timers import Timers
@@ -185,7 +186,7 @@ def overtakes_without_bound(original: Callable[..., float]) -> Any:
     return lambda slot: -inf
 
 
-@planted(Scheduler, "_bring")
+@planted(Rounds, "bring")
 def lost_wake_up(original: Callable[..., None]) -> Any:
     is_time = every(7)
     return lambda self, now: None if is_time() else original(self, now)
