@@ -158,6 +158,7 @@ def test_what_is_wrong_with_a_trace_is_told(config: str, trace: Path, capsys: py
         ("--gpus", "0"),
         ("--gpus", "4..1"),
         ("--gpus", "1..100"),
+        ("--gpus", "1..999999999999"),
         ("--gpus", "many"),
         ("--rate", "0"),
         ("--stretch", "nan"),

@@ -270,10 +270,10 @@ def _counts(text: str) -> list[int]:
     from greenroom.sim.cases import GPUS_MAX
 
     first, dots, last = text.partition("..")
-    counts = range(_count(first), _count(last) + 1) if dots else [_count(word) for word in text.split(",")]
-    if not counts or max(counts) > GPUS_MAX:
+    ends = [_count(first), _count(last)] if dots else [_count(word) for word in text.split(",")]
+    if max(ends) > GPUS_MAX or (dots and ends[0] > ends[1]):
         raise argparse.ArgumentTypeError(f"{text} is not 1 to {GPUS_MAX} GPUs, such as 2, 1..4 or 1,2,4")
-    return sorted(set(counts))
+    return list(range(ends[0], ends[1] + 1)) if dots else sorted(set(ends))
 
 
 def _sizes(text: str) -> list[int]:
