@@ -6,53 +6,84 @@ the answers that are waited for, the load, and a slot that is not full.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
 
 from scheduling_cells import Cell
-from scheduling_runs import Results, over, run_all
+from scheduling_figures import Figures
+from scheduling_runs import Results, over, run_all, stretched
 from scheduling_workloads import COLD_MODEL
+
+# Share of the time for which the slots of a sweep under load are taken, looked for in so many steps.
+UNDER_LOAD, BUSY_STEPS = 0.95, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
     cells: tuple[Cell, ...]
     settings: tuple[str, ...]
+    titles: tuple[str, ...]
+    numbers: Callable[[Figures], tuple[str, ...]]
+    is_loaded: bool = False  # its cells are stretched until they are under load
+
+
+def _cold(own: Figures) -> tuple[str, ...]:
+    cold = own.by_model[COLD_MODEL]
+    return (f"{cold.p95_s:.1f}", f"{cold.max_s:.1f}")
+
+
+def _classes(own: Figures) -> tuple[str, ...]:
+    high, normal = own.by_class["high"].p95_s, own.by_class["normal"].p95_s
+    return (f"{high:.1f}", f"{normal:.1f}", f"{high / normal:.2f}", f"{own.waits.mean_s:.1f}")
+
+
+_COLD_TITLES = ("cold p95 s", "cold max s")
 
 
 _STARVED = Sweep(
     tuple(Cell(name, 1, swap_s) for name in ("starve-rare", "starve-short") for swap_s in (0.4, 5.0, 20.0)),
     tuple(f"deadlines_s=5/{normal_s}/{2 * normal_s + 120}" for normal_s in (15, 30, 60, 120, 240)),
+    _COLD_TITLES,
+    _cold,
 )
 _BATCH = Sweep(
     tuple(Cell(name, 1, swap_s) for name in ("starve-some", "flood-cold") for swap_s in (0.4, 5.0, 20.0)),
     tuple(f"batch_swaps={swaps}" for swaps in (2, 5, 10, 20, 40)),
+    _COLD_TITLES,
+    _cold,
 )
-CURVES = {"starved": _STARVED, "batch": _BATCH}
+_CLASSES = Sweep(
+    tuple(Cell("classes", slots, swap_s) for slots in (1, 4) for swap_s in (0.4, 5.0, 20.0)),
+    tuple(
+        f"deadlines_s={high_s}/60/240;residency_swaps={residency}"
+        for residency in (2, 0)
+        for high_s in (0, 1, 5, 20, 60)
+    ),
+    ("high p95 s", "normal p95 s", "ratio", "mean s"),
+    _classes,
+    is_loaded=True,
+)
+CURVES = {"starved": _STARVED, "batch": _BATCH, "classes": _CLASSES}
 
 
 def curve_of(name: str, results: Results, seeds: int) -> list[Cell]:
     """Run a sweep; gives its cells in the order of its settings."""
     sweep = CURVES[name]
-    cells = [replace(cell, limits=setting) for cell in sweep.cells for setting in sweep.settings]
-    run_all(over(cells, ("default",), seeds) + over(sweep.cells, ("fifo",), seeds), results, name)
+    bases = stretched(list(sweep.cells), UNDER_LOAD, BUSY_STEPS) if sweep.is_loaded else sweep.cells
+    cells = [replace(cell, limits=setting) for cell in bases for setting in sweep.settings]
+    run_all(over(cells, ("default",), seeds) + over(bases, ("fifo",), seeds), results, name)
     return cells
 
 
-def show_curve(results: Results, cells: list[Cell]) -> None:
-    table = Table("cell", "cold p95 s", "cold max s", "swaps/req", "served a second", "lost to fifo", box=None)
+def show_curve(name: str, results: Results, cells: list[Cell]) -> None:
+    sweep = CURVES[name]
+    table = Table("cell", *sweep.titles, "swaps/req", "served a second", "lost to fifo", box=None)
     for cell in cells:
         own, fifo = results.median(cell, "default"), results.median(replace(cell, limits=""), "fifo")
-        cold, per_s = own.by_model[COLD_MODEL], own.served_per_s
-        lost = 1 - per_s / fifo.served_per_s
-        numbers = (
-            f"{cold.p95_s:.1f}",
-            f"{cold.max_s:.1f}",
-            f"{own.swaps_per_request:.4f}",
-            f"{per_s:.2f}",
-            f"{lost:.1%}",
-        )
-        table.add_row(cell.place, *numbers)
-    Console(width=140, highlight=False).print(table)
+        lost = 1 - own.served_per_s / fifo.served_per_s
+        shared = (f"{own.swaps_per_request:.4f}", f"{own.served_per_s:.2f}", f"{lost:.1%}")
+        table.add_row(cell.place, *sweep.numbers(own), *shared)
+    Console(width=180, highlight=False).print(table)

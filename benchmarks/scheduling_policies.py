@@ -31,7 +31,26 @@ NEVER_S = 1e9
 Future = Mapping[str, Sequence[float]]
 
 
-class StrictFirstCome(FirstCome):
+class Reference:
+    """First-come but for what a reference does otherwise. It has one rather than being one, because a compiled class
+    has no interpreted children."""
+
+    def __init__(self, limits: Limits, swapper: Swapper) -> None:
+        base = FirstCome(limits, swapper)
+        self.swapper, self.standing, self.turn = base.swapper, base.standing, base.turn
+        self._base = base
+
+    def rank(self, queue: Queue, now: float) -> Turn:
+        return self._base.rank(queue, now)
+
+    def takes_at(self, queue: Queue, resident: Resident, now: float) -> float:
+        return self._base.takes_at(queue, resident, now)
+
+    def loss(self, resident: Resident, now: float) -> float:
+        return self._base.loss(resident, now)
+
+
+class StrictFirstCome(Reference):
     """Whoever comes first goes first, whatever it costs: a busy model takes no newer request while an older one waits.
 
     Only the model whose place is taken is barred; others that are ready go on, because a slot serves its own queue.
@@ -41,7 +60,7 @@ class StrictFirstCome(FirstCome):
         return now
 
 
-class Clairvoyant(FirstCome):
+class Clairvoyant(Reference):
     """Collating FIFO that sends away whoever is asked for again last."""
 
     def __init__(self, limits: Limits, swapper: Swapper, future: Future) -> None:
@@ -55,7 +74,7 @@ class Clairvoyant(FirstCome):
         return 1.0 / max(until_s, 1e-6)
 
 
-class Oracle(FirstCome):
+class Oracle(Reference):
     """Collating FIFO that knows how long answers will be: the shortest visit for each who waits goes first."""
 
     def __init__(self, limits: Limits, swapper: Swapper, service_s: Callable[[str], float]) -> None:
