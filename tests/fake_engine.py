@@ -30,6 +30,7 @@ from typing import Any
 # Run as a program, however isolated: the folder that holds `tests` must be found.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from tests import fake_gpu
 from tests.fake_http import Connection, Gone, Reader, Request, multipart
 
 HUGE_LINE_BYTES = 2 * 1024 * 1024
@@ -83,12 +84,19 @@ class Engine:
         return await loop.create_server(self._protocol, self.switches.host, self.switches.port, reuse_address=True)
 
     async def _load(self) -> None:
+        self._take_gpu_memory(self.switches.gpu_mib)
         if self.switches.crash_at == "load" or os.path.exists(self.switches.crash_while or ""):
             await asyncio.sleep(self.switches.load_s / 2)
             self._crash()
         await asyncio.sleep(self.switches.load_s)
         self.is_ready = True
         self.journal.note("ready")
+
+    def _take_gpu_memory(self, mib: int) -> None:
+        """As much as this in all, or out of memory, as a real engine would be."""
+        if self.switches.gpu_file and not fake_gpu.take(self.switches.gpu_file, mib):
+            sys.stderr.write(f"{self.switches.name}: CUDA error: out of memory\n")
+            self._crash()
 
     def on_term(self, *_: object) -> None:
         self.journal.note("term", answering=self.answering)
@@ -186,6 +194,8 @@ class Engine:
     async def _work(self, connection: Connection, request: Request) -> None:
         if self.switches.crash_at == "request":
             self._crash()
+        if self.switches.gpu_grow_mib:
+            self._take_gpu_memory(self.switches.gpu_mib + self.switches.gpu_grow_mib)
         body = request.json()
         match request.path:
             case "/v1/chat/completions" | "/v1/completions":
@@ -385,6 +395,9 @@ def parse_switches() -> argparse.Namespace:
     parser.add_argument("--sse-weird", choices=SSE_WEIRD)
     parser.add_argument("--huge-line-bytes", type=int, default=HUGE_LINE_BYTES)
     parser.add_argument("--half-body", action="store_true", help="a JSON answer stops in its middle and never goes on")
+    parser.add_argument("--gpu-file", metavar="FILE", help="GPUs to take memory of, as a file probe describes them")
+    parser.add_argument("--gpu-mib", type=int, default=0, help="taken at load, shared evenly by the visible GPUs")
+    parser.add_argument("--gpu-grow-mib", type=int, default=0, help="taken besides at the first request")
     parser.add_argument("--lock", metavar="FILE", help="one engine at a time may hold it; `doubled` is noted otherwise")
     return parser.parse_args()
 

@@ -17,7 +17,7 @@ from .conftest import Loads
 # What the core has under one name and the configuration under several.
 DEADLINES = {"deadline_high_s", "deadline_normal_s", "deadline_low_s"}
 # What the catalog does with the models' needs before the core hears of them.
-NOT_THE_CORES = {"fit_memory"}
+NOT_THE_CORES = {"fit_memory", "keep_alive_max_s"}
 
 
 def test_without_a_word_the_core_keeps_its_own_defaults() -> None:

@@ -151,7 +151,23 @@ def test_text_that_a_start_would_take_for_a_place_to_fill_is_refused(complaints:
     ]
 
 
-@pytest.mark.parametrize("name", ["PORT", "PID", "MODEL_ID", "env.A", "1a", "a b", "a" * 65, '""'])
+def test_places_for_gpus_are_kept_for_the_start_of_a_command(loads: Loads) -> None:
+    config = loads("""\
+        models:
+          a: {cmd: "s ${PORT} ${GPUS} ${GPU_COUNT}", cmd_stop: "t ${GPUS}", env: {SPLIT: "${TENSOR_SPLIT}"}}
+        """)
+    model = config.models["a"]
+    assert (model.cmd, model.cmd_stop) == ("s ${PORT} ${GPUS} ${GPU_COUNT}", "t ${GPUS}")
+    assert model.env == {"SPLIT": "${TENSOR_SPLIT}"}
+
+
+def test_places_for_gpus_stand_nowhere_else(complaints: Complaints) -> None:
+    assert complaints("models: {q: {path: /q.gguf, args: ['${GPUS}']}}\n") == [
+        "my.yaml:1: models.q.args[0]: ${GPUS} can be used only in cmd, cmd_stop, env of a model"
+    ]
+
+
+@pytest.mark.parametrize("name", ["PORT", "PID", "GPUS", "MODEL_ID", "env.A", "1a", "a b", "a" * 65, '""'])
 def test_name_that_no_macro_can_have_is_refused(complaints: Complaints, name: str) -> None:
     (told,) = complaints(f"macros:\n  {name}: x\n")
     assert "cannot be a macro" in told or "a macro's name is made of" in told

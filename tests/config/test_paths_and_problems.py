@@ -99,6 +99,11 @@ def test_device_that_is_not_there_is_told(loads: Loads) -> None:
     assert problems(config) == ["models.a: devices: there is no gpu1 among gpus"]
 
 
+def test_gpus_chosen_behind_the_planners_back_are_told(loads: Loads) -> None:
+    config = loads("models: {a: {cmd: 'sh ${PORT}', env: {CUDA_VISIBLE_DEVICES: '1'}}}\n")
+    assert [text.partition(" wins")[0] for text in problems(config)] == ["models.a: env: CUDA_VISIBLE_DEVICES"]
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost", "a.localhost"])
 def test_loopback_needs_no_keys(host: str) -> None:
     assert open_door(Server(host=host)) is None
@@ -134,3 +139,11 @@ def test_recordings_over_each_other_or_over_the_configuration_are_refused(
 
 def test_recordings_to_files_of_their_own_are_fine(loads: Loads) -> None:
     assert loads("server: {record_activity: a, record_events: b}\n").server.record_events is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [("gone/a.csv", "there is no directory"), ("/dev/null", "is no plain file"), ("a.csv", None)]
+)
+def test_recording_that_a_start_would_refuse_is_told(loads: Loads, path: str, said: str | None) -> None:
+    found = problems(loads(f"server: {{record_events: {path}}}\n"))
+    assert (said is None and not found) or (said is not None and said in found[0] and "record_events" in found[0])

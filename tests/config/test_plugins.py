@@ -57,9 +57,9 @@ def swappers() -> Named[SwapperFactory]:
 
 
 def test_what_comes_with_greenroom_is_there(policies: Named[PolicyFactory], swappers: Named[SwapperFactory]) -> None:
-    assert (list(policies), list(swappers)) == (["default", "fifo"], ["memory"])
+    assert (list(policies), list(swappers)) == (["default", "fifo"], ["coordinator", "memory"])
     assert (policies["default"], policies["fifo"]) == (ByCost, FirstCome)
-    assert (len(policies), len(swappers)) == (2, 1)
+    assert (len(policies), len(swappers)) == (2, 2)
 
 
 def test_an_installed_policy_is_used_by_its_name(
@@ -81,7 +81,8 @@ def test_a_name_nobody_registered_is_refused_with_those_there_are(
     with pytest.raises(ConfigError) as refused:
         policies["lifo"]
     assert refused.value.message == "scheduler.policy: there is no policy 'lifo'; there are default, fifo, mine"
-    with pytest.raises(ConfigError, match=r"scheduler\.swapper: there is no swapper 'mine'; there are memory$"):
+    there_are = r"there is no swapper 'mine'; there are coordinator, memory$"
+    with pytest.raises(ConfigError, match=rf"scheduler\.swapper: {there_are}"):
         swappers["mine"]
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from greenroom.engines import gguf_header
+from greenroom.engines import gguf_header, gguf_tensors
 from greenroom.engines.gguf_header import BadModelFile, GgufHeader, is_gguf, read_header, shards
 from greenroom.errors import EngineFault
 from tests.models import tiny, tiny_embedding, tiny_reranker
@@ -62,8 +62,7 @@ def test_a_scripted_llama_says_what_it_is() -> None:
     assert (found.architecture, found.name, found.context_length) == ("llama", "alpha", 4096)
     assert not found.is_embedding and not found.is_reranking
     assert found.file_type == gguf.LlamaFileType.MOSTLY_F16
-    # Two layers, two KV heads of 32 numbers, a key and a value, two bytes each.
-    assert found.kv_bytes_per_token == 2 * 2 * 32 * 2 * 2
+    assert found.number("attention.head_count_kv") == 2 and found.number("block_count") == 2
     size = tiny("alpha").stat().st_size
     assert size * 0.9 < found.tensor_bytes < size
 
@@ -72,7 +71,6 @@ def test_encoders_are_told_from_rerankers() -> None:
     embedding, reranker = read_header(tiny_embedding()), read_header(tiny_reranker())
     assert (embedding.is_embedding, embedding.is_reranking) == (True, False)
     assert (reranker.is_embedding, reranker.is_reranking) == (False, True)
-    assert embedding.kv_bytes_per_token == 0
 
 
 def test_a_named_pooling_makes_any_model_an_embedding_model(tmp_path: Path) -> None:
@@ -81,15 +79,35 @@ def test_a_named_pooling_makes_any_model_an_embedding_model(tmp_path: Path) -> N
     assert read(tmp_path, header(key("general.architecture", STRING, text("nomic-bert")))).is_embedding
 
 
-def test_heads_may_be_stated_layer_by_layer(tmp_path: Path) -> None:
-    shape = [key(f"llama.{name}", U32, u32(n)) for name, n in (("block_count", 3), ("attention.key_length", 8))]
-    shape.append(key("llama.attention.value_length", U32, u32(4)))
+def test_numbers_may_be_stated_layer_by_layer(tmp_path: Path) -> None:
     heads = key("llama.attention.head_count_kv", ARRAY, u32(U32) + u64(3) + u32(1) + u32(0) + u32(2))
-    assert read(tmp_path, header(ARCHITECTURE, *shape, heads)).kv_bytes_per_token == 3 * (8 + 4) * 2
+    found = read(tmp_path, header(ARCHITECTURE, heads, key("llama.block_count", U32, u32(3))))
+    assert found.per_layer("attention.head_count_kv", 3) == (1, 0, 2)
+    assert found.per_layer("attention.head_count_kv", 5) == (1, 0, 2, 0, 0)
+    assert found.per_layer("block_count", 2) == (3, 3)
+    assert found.number("attention.head_count_kv") == 2 and found.number("missing", 7) == 7
+
+
+def test_weights_are_counted_by_their_place(tmp_path: Path) -> None:
+    names = ("token_embd.weight", "blk.0.attn_q.weight", "blk.2.ffn_up_exps.weight", "output_norm.weight", "v.patch")
+    tensors = b"".join(tensor(name, 8, 2, offset=number * 64) for number, name in enumerate(names))
+    content = header(ARCHITECTURE, tensors=tensors, tensor_count=len(names))
+    found = read(tmp_path, content + bytes(-len(content) % 32 + 64 * len(names))).weights
+    assert found.layers == ((64, 0), (0, 0), (0, 64))
+    assert (found.input_bytes, found.output_bytes, found.other_bytes) == (64, 64, 64)
+    assert (found.embedding_bytes, found.vocabulary, found.has_head) == (64, 2, False)
+    assert found.total_bytes == 64 * len(names)
+
+
+def test_weights_of_a_real_model_add_up_to_its_tensors() -> None:
+    found = read_header(tiny("alpha"))
+    assert found.weights.has_head and len(found.weights.layers) == 2
+    # Each tensor begins at a multiple of 32 bytes.
+    assert 0 <= found.tensor_bytes - found.weights.total_bytes < 32 * 21
 
 
 def test_every_tensor_type_of_the_format_has_its_size() -> None:
-    assert {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}.items() <= gguf_header._BLOCKS.items()
+    assert {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}.items() <= gguf_tensors.BLOCKS.items()
 
 
 def test_tensor_bytes_reach_to_the_end_of_the_last_tensor(tmp_path: Path) -> None:
@@ -166,8 +184,9 @@ def test_what_is_no_file_is_refused_without_hanging(tmp_path: Path) -> None:
 
 def test_numbers_that_no_model_has_are_not_believed(tmp_path: Path) -> None:
     huge = [key(f"llama.{name}", U64, u64(2**63)) for name in ("block_count", "attention.key_length", "context_length")]
-    found = read(tmp_path, header(ARCHITECTURE, *huge, key("llama.attention.head_count", U64, u64(2**63))))
-    assert found.kv_bytes_per_token == 0
+    found = read(tmp_path, header(ARCHITECTURE, *huge))
+    assert found.context_length == 0 and found.number("block_count") == 0
+    assert found.per_layer("attention.key_length", 3) == (0, 0, 0)
 
 
 def test_a_large_vocabulary_is_skipped_in_bounded_memory(tmp_path: Path) -> None:

@@ -3,15 +3,17 @@
 import itertools
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from greenroom.config.schema import Model
-from greenroom.core.model import Need
+from greenroom.core.model import DeviceId
 from greenroom.engines.base import Ability, Place, environment
 from greenroom.engines.llamacpp import WORKER, LlamaCppEngine
 from greenroom.engines.registry import engine_for
 from greenroom.errors import LoadFailed
+from greenroom.process.spawn import Command
 
 PLACE = Place({}, socket="/run/x.sock")
 
@@ -60,7 +62,7 @@ def test_configured_program_wins_and_must_exist(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["/" + "x" * 300 + ".gguf", "/dev/null/m.gguf", "/\0.gguf"])
 def test_file_that_cannot_even_be_looked_at_fails_its_own_load_only(path: str) -> None:
     model = Model(path=path)
-    assert LlamaCppEngine().need(model) == Need(0, 0)
+    assert LlamaCppEngine().estimate(model, 1) is None
     with pytest.raises(LoadFailed, match="there is no file"):
         LlamaCppEngine().launch("m", model, PLACE)
 
@@ -87,20 +89,6 @@ def test_model_keys_become_arguments_and_extra_ones_come_last(tmp_path: Path) ->
     assert (said["--ctx-size"], said["--n-gpu-layers"], said["--flash-attn"]) == ("2048", "7", "on")
     assert (said["--parallel"], said["--threads"], said["--ubatch-size"]) == ("3", "2", "2048")
     assert "--embedding" in argv and argv[-2:] == ("--rope-scaling", "none")
-
-
-def test_need_is_declared_or_estimated_from_the_file(tmp_path: Path) -> None:
-    engine, path = LlamaCppEngine(), str(gguf(tmp_path, mib=100))
-    assert engine.need(Model(path=path, memory_mib=77, host_memory_mib=5)) == Need(77, 5)
-    assert engine.need(Model(path=path)) == Need(111, 0)
-    assert engine.need(Model(path=path, n_gpu_layers=0)) == Need(0, 111)
-    assert engine.need(Model(path=str(tmp_path / "gone.gguf"))) == Need(0, 0)
-
-
-def test_all_parts_of_a_split_file_count(tmp_path: Path) -> None:
-    first = gguf(tmp_path, "big-00001-of-00002.gguf", mib=50)
-    gguf(tmp_path, "big-00002-of-00002.gguf", mib=50)
-    assert LlamaCppEngine().need(Model(path=str(first))) == Need(111, 0)
 
 
 def test_abilities_follow_the_mode(tmp_path: Path) -> None:
@@ -132,7 +120,109 @@ def test_engines_do_not_see_the_gateways_secrets(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     monkeypatch.setenv("GREENROOM_API_KEY", "secret")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    seen = environment(Model(cmd="serve ${PORT}", env={"MINE": "1"}))
+    seen = environment(Model(cmd="serve ${PORT}", env={"MINE": "1"}), PLACE)
     assert "secret" not in seen.values()
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["MINE"]) == ("1", "1")
     assert "PATH" in seen
+
+
+# --- on which GPUs --------------------------------------------------------------------------------------------------
+
+ONE = DeviceId("GPU-a")
+TWO = DeviceId("GPU-b")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def on(*gpus: DeviceId, **claim: int) -> Place:
+    """A place with these GPUs; `claim` is MiB by the last letter of their names."""
+    return Place({DeviceId(f"GPU-{name}"): mib for name, mib in claim.items()}, port=21_007, gpus=gpus)
+
+
+def llama(folder: Path, place: Place, **keys: Any) -> Command:
+    return LlamaCppEngine().launch("m", Model(path=str(gguf(folder)), **keys), place).command
+
+
+def command(place: Place, cmd: str = "serve ${PORT}", **keys: Any) -> Command:
+    model = Model(cmd=cmd, **keys)
+    return engine_for(model).launch("m", model, place).command
+
+
+def test_engine_sees_the_gpus_it_was_given_by_id_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VISIBLE, "7")
+    assert llama(tmp_path, on(ONE, TWO, a=4, b=5)).env[VISIBLE] == "GPU-a,GPU-b"
+    assert command(on(TWO, b=5)).env[VISIBLE] == "GPU-b"
+
+
+def test_gpu_that_is_a_budget_in_the_configuration_is_known_by_its_number(tmp_path: Path) -> None:
+    place = Place({DeviceId("gpu1"): 5}, port=21_007, gpus=(DeviceId("gpu1"),))
+    assert command(place).env[VISIBLE] == "1"
+
+
+def test_engine_that_was_given_no_gpu_sees_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, "7")
+    assert command(on()).env[VISIBLE] == ""
+    llama_on_host = llama(tmp_path, on())
+    assert llama_on_host.env[VISIBLE] == ""
+    assert "--n-gpu-layers 0 --no-op-offload" in " ".join(llama_on_host.argv)
+
+
+def test_nothing_is_said_about_gpus_where_there_are_none_to_plan_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VISIBLE, "7")
+    assert llama(tmp_path, PLACE).env[VISIBLE] == "7"
+    assert "--n-gpu-layers" not in llama(tmp_path, PLACE).argv
+
+
+def test_device_cpu_hides_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, "7")
+    for place in (PLACE, on()):
+        started = llama(tmp_path, place, device="cpu", n_gpu_layers=5)
+        assert started.env[VISIBLE] == ""
+        assert dict(itertools.pairwise(started.argv))["--n-gpu-layers"] == "0"
+    assert command(Place({}, port=1), device="cpu").env[VISIBLE] == ""
+
+
+def test_operator_has_the_last_word_on_visible_gpus() -> None:
+    assert command(on(ONE, a=5), env={VISIBLE: "1"}).env[VISIBLE] == "1"
+
+
+def test_llama_cpp_is_split_in_proportion_to_its_claim(tmp_path: Path) -> None:
+    said = dict(itertools.pairwise(llama(tmp_path, on(ONE, TWO, a=12_000, b=8_000)).argv))
+    assert (said["--split-mode"], said["--tensor-split"]) == ("layer", "12000,8000")
+    assert "--tensor-split" not in llama(tmp_path, on(ONE, a=12_000)).argv
+    assert "--tensor-split" not in llama(tmp_path, on(ONE, TWO)).argv, "nothing was claimed, so it may choose"
+
+
+def test_types_of_the_kv_cache_are_said(tmp_path: Path) -> None:
+    said = dict(itertools.pairwise(llama(tmp_path, PLACE, cache_type_k="q8_0", cache_type_v="q4_0").argv))
+    assert (said["--cache-type-k"], said["--cache-type-v"]) == ("q8_0", "q4_0")
+
+
+def test_command_is_told_its_gpus_where_it_asks() -> None:
+    cmd = "vllm serve --tensor-parallel-size ${GPU_COUNT} --port ${PORT} --split ${TENSOR_SPLIT} --on ${GPUS}"
+    started = command(on(ONE, TWO, a=3, b=1), cmd, cmd_stop="free ${GPUS}", env={"SHARES": "${TENSOR_SPLIT}"})
+    said = dict(itertools.pairwise(started.argv))
+    assert (said["--tensor-parallel-size"], said["--split"], said["--on"]) == ("2", "3,1", "GPU-a,GPU-b")
+    assert started.stop_argv == ("free", "GPU-a,GPU-b") and started.env["SHARES"] == "3,1"
+
+
+def test_command_told_of_no_gpu_hears_zero() -> None:
+    assert command(Place({}, port=1), "serve ${PORT} ${GPU_COUNT} x${GPUS}").argv == ("serve", "1", "0", "x")
+
+
+@pytest.mark.parametrize(
+    ("keys", "can"),
+    [
+        ({"cmd": "serve ${PORT}"}, False),
+        ({"cmd": "serve ${PORT} --tensor-parallel-size ${GPU_COUNT}"}, True),
+        ({"cmd": ["serve", "${PORT}", "--gpus=${GPUS}"]}, True),
+        ({"cmd": "serve ${PORT}", "env": {"SPLIT": "${TENSOR_SPLIT}"}}, True),
+        ({"path": "/m.gguf"}, True),
+    ],
+)
+def test_command_can_be_split_only_if_it_asks_for_its_gpus(keys: dict[str, Any], can: bool) -> None:
+    model = Model(**keys)
+    assert engine_for(model).can_split(model) is can

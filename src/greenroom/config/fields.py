@@ -13,6 +13,8 @@ LLAMACPP_KEYS = frozenset(
         "program",
         "python",
         "ctx_size",
+        "cache_type_k",
+        "cache_type_v",
         "n_gpu_layers",
         "flash_attn",
         "parallel",
@@ -28,6 +30,9 @@ COMMAND_KEYS = frozenset({"cmd", "cmd_stop", "check_endpoint", "listener"})
 
 PORT_KEYS = frozenset({"cmd", "cmd_stop", "env", "args"})
 PID_KEYS = frozenset({"cmd_stop"})
+# The GPUs a command gets, how many they are, and in what proportion it shall use them.
+GPU_HOLES = ("GPUS", "GPU_COUNT", "TENSOR_SPLIT")
+GPU_KEYS = frozenset({"cmd", "cmd_stop", "env"})
 
 # --- what a reload does with a changed key of a model ---------------------------------------------------------------
 
@@ -44,6 +49,8 @@ NEW_SLOT_KEYS = frozenset(
         "cwd",
         "memory_mib",
         "host_memory_mib",
+        "gpu_memory_budget_mib",
+        "device",
         "devices",
         "concurrency",
     }
@@ -62,6 +69,7 @@ LABEL_KEYS = frozenset(
         "strip_params",
         "set_params",
         "priority",
+        "category",
         "ttl_s",
         "pinned",
         "preload",
@@ -103,8 +111,12 @@ AT_ONCE_KEYS = frozenset(
         "scheduler.tenant_weights",
         "scheduler.backoff_s",
         "scheduler.backoff_max_s",
+        "scheduler.keep_alive_max_s",
         "scheduler.fit_memory",
         "scheduler.company",
+        "stay_warm.llm_s",
+        "stay_warm.vision_s",
+        "stay_warm.diffusion_s",
         "log.level",
         "log.format",
     }
@@ -132,6 +144,15 @@ RESTART_KEYS = frozenset(
         "server.record_activity",
         "server.record_events",
         "gpus",
+        "memory.probe",
+        "memory.file",
+        "memory.look_every_s",
+        "memory.gpu_margin_mib",
+        "memory.green_room_mib",
+        "leases.store",
+        "leases.host",
+        "leases.ttl_s",
+        "leases.wait_max_s",
         "host.memory_mib",
         "host.margin_mib",
         "ports.first",

@@ -46,10 +46,16 @@ Count = Annotated[int, Field(ge=1, le=COUNT_MAX), NotBool]
 CountFromZero = Annotated[int, Field(ge=0, le=COUNT_MAX), NotBool]
 Seconds = Annotated[float, Field(ge=0, le=SECONDS_MAX), NotBool]
 SecondsAboveZero = Annotated[float, Field(gt=0, le=SECONDS_MAX), NotBool]
+# A look costs a millisecond or two; looking less often than every five seconds is looking too late.
+LookSeconds = Annotated[float, Field(ge=0.1, le=5), NotBool]
+# Shorter than a second would be lost by one slow answer of the store.
+LeaseSeconds = Annotated[float, Field(ge=1, le=3_600), NotBool]
 LiftSeconds = Annotated[float, Field(ge=0.001, le=SECONDS_MAX), NotBool]
 # Each slot remembers that many times.
 Overtakes = Annotated[int, Field(ge=0, le=10_000), NotBool]
 FactorFromZero = Annotated[float, Field(ge=0, le=1_000), NotBool]
+# As callers can send one in a header.
+TenantName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[ -~]+$")]
 # From a thousandth to a thousand times the share of somebody who is not named.
 TenantWeight = Annotated[float, Field(ge=0.001, le=1_000), NotBool]
 Mib = Annotated[int, Field(ge=0, le=MIB_MAX), NotBool]

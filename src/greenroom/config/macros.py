@@ -2,7 +2,8 @@
 
 Owns every `${…}` of the file. Works on the tree after YAML, so that nothing in a value can change the shape of the
 file, and that comments are left alone. Keys are never expanded. Each macro sees only those defined before it, so there
-are no cycles. `${PORT}` and `${PID}` stay as they are where a start can fill them, and are refused everywhere else.
+are no cycles. `${PORT}`, `${PID}` and those of GPUs stay as they are where a start can fill them, and are refused
+everywhere else.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from greenroom.config.fields import PID_KEYS, PORT_KEYS
+from greenroom.config.fields import GPU_HOLES, GPU_KEYS, PID_KEYS, PORT_KEYS
 from greenroom.config.reader import Value
 from greenroom.config.report import Problem, Where
 
@@ -21,7 +22,9 @@ EXPANDED_CHARS_MAX = 8 * 1024 * 1024
 # What a value counts besides its characters, so that many short ones are bounded too.
 VALUE_CHARS = 32
 
-HOLES = ("MODEL_ID", "PORT", "PID")
+# What a start fills, and the keys in which it looks.
+AT_START = {"PORT": PORT_KEYS, "PID": PID_KEYS, **dict.fromkeys(GPU_HOLES, GPU_KEYS)}
+HOLES = ("MODEL_ID", *AT_START)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 # An escape, a complete reference, or the beginning of one that is never closed.
 _TOKEN = re.compile(r"\$\$\{|\$\{([^{}\n]*)\}|\$\{")
@@ -30,7 +33,7 @@ _ENV = "env."
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A place that is filled where the text is used (MODEL_ID) or when the engine starts (PORT, PID)."""
+    """A place that is filled where the text is used (MODEL_ID) or when the engine starts (PORT, PID, GPUS …)."""
 
     name: str
 
@@ -184,7 +187,7 @@ class _Expansion:
         in_model = where[0] == "models" and len(where) > 2
         if name == "MODEL_ID" and in_model:
             return str(where[1])
-        allowed = {"PORT": PORT_KEYS, "PID": PID_KEYS}.get(name, frozenset[str]())
+        allowed = AT_START.get(name, frozenset[str]())
         if not (in_model and where[2] in allowed):
             place = f"only in {', '.join(sorted(allowed))} of a model" if allowed else "only inside a model"
             self.problems.append(Problem(where, f"{kept} can be used {place}"))
@@ -194,7 +197,7 @@ class _Expansion:
         """A start could not tell an escaped ${PORT} from a real one, so there may be none where it looks."""
         if where[0] != "models" or len(where) < 3 or where[2] not in PORT_KEYS:
             return
-        for name in ("PORT", "PID"):
+        for name in AT_START:
             if text.count(f"${{{name}}}") > sum(piece == Hole(name) for piece in template.pieces):
                 self.problems.append(Problem(where, f"${{{name}}} is filled at the start and cannot be escaped here"))
 

@@ -23,8 +23,10 @@ def resolved(config: Config, folder: Path) -> Config:
         key: _absolute(path, folder) for key in _SERVER_KEYS if (path := getattr(config.server, key)) is not None
     }
     server = config.server.model_copy(update=records)
-    state_dir = _absolute(config.state_dir, folder)
-    return config.model_copy(update={"server": server, "models": models, "state_dir": state_dir})
+    memory, state_dir = config.memory, _absolute(config.state_dir, folder)
+    if memory.file is not None:
+        memory = memory.model_copy(update={"file": _absolute(memory.file, folder)})
+    return config.model_copy(update={"server": server, "memory": memory, "models": models, "state_dir": state_dir})
 
 
 def _model(model: Model, folder: Path) -> Model:

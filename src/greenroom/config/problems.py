@@ -27,6 +27,7 @@ def problems(config: Config) -> list[str]:
     found += [text for name, model in config.models.items() for text in _misplaced(name, model, config)]
     found += _too_much_pinned(config)
     found += _kept_out(config)
+    found += _unwritable_recordings(config.server)
     found += [text] if (text := open_door(config.server)) else []
     return found
 
@@ -43,6 +44,18 @@ def clashing_recordings(server: Server, file: Path) -> Iterator[Problem]:
         if clash := next((name for name in written if name in taken), None):
             yield Problem(("server", key), f"{clash} {taken[clash]}; record to another file")
         taken |= dict.fromkeys(written, f"is used by server.{key}")
+
+
+def _unwritable_recordings(server: Server) -> Iterator[str]:
+    """What a start would be refused for, as far as it can be seen without writing anything."""
+    for key in ("record_activity", "record_events"):
+        path: str | None = getattr(server, key)
+        if path is None:
+            continue
+        if not os.path.isdir(os.path.dirname(path)):
+            yield f"server.{key}: there is no directory {os.path.dirname(path)}"
+        elif os.path.exists(path) and not os.path.isfile(path):
+            yield f"server.{key}: {path} is no plain file"
 
 
 def open_door(server: Server) -> str | None:
@@ -91,6 +104,8 @@ def _misplaced(name: str, model: Model, config: Config) -> Iterator[str]:
     known = {"host", *(f"gpu{number}" for number in range(len(config.gpus)))}
     if config.gpus and (strange := [device for device in model.devices if device not in known]):
         yield f"models.{name}: devices: there is no {', '.join(strange)} among gpus"
+    if "CUDA_VISIBLE_DEVICES" in model.env:
+        yield f"models.{name}: env: CUDA_VISIBLE_DEVICES wins over the GPUs planned for it; say devices instead"
     budget = budget_mib(config)
     if budget is not None and model.memory_mib is not None and model.memory_mib > budget:
         yield f"models.{name}: memory_mib: {model.memory_mib:,} MiB can never fit into the budget of {budget:,} MiB"

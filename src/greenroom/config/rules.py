@@ -16,7 +16,7 @@ from greenroom.config.fields import COMMAND_KEYS, LLAMACPP_KEYS
 from greenroom.config.report import Problem
 
 if TYPE_CHECKING:
-    from greenroom.config.schema import ApiKey, Config, Model, Ports, Scheduler
+    from greenroom.config.schema import ApiKey, Config, Leases, Model, Ports, Scheduler
 
 NO_CHECK = "none"
 
@@ -45,6 +45,8 @@ def of_model(model: Model) -> Iterator[Problem]:
         yield Problem((), "engine llamacpp needs path")
     if model.engine == "command":
         yield from _command(model)
+    if model.device == "cpu" and any(device != "host" for device in model.devices):
+        yield Problem(("devices",), "names a GPU, but device: cpu keeps it on the host")
 
 
 def of_api_key(key: ApiKey) -> Iterator[Problem]:
@@ -62,6 +64,11 @@ def of_scheduler(scheduler: Scheduler) -> Iterator[Problem]:
         yield Problem(("fit_memory",), "may only be false with company; nothing else says who may be ready together")
 
 
+def of_leases(leases: Leases) -> Iterator[Problem]:
+    if leases.store is not None and not leases.store.startswith(("redis://", "rediss://", "unix://")):
+        yield Problem(("store",), "must begin with redis://, rediss:// or unix://")
+
+
 def of_ports(ports: Ports) -> Iterator[Problem]:
     if ports.first > ports.last:
         yield Problem(("first",), f"may not be more than last ({ports.last})")
@@ -71,6 +78,15 @@ def of_config(config: Config) -> Iterator[Problem]:
     yield from names.clashes((name, model.aliases) for name, model in config.models.items())
     yield from _equal_api_keys(config)
     yield from _company(config)
+    yield from _memory(config)
+
+
+def _memory(config: Config) -> Iterator[Problem]:
+    memory = config.memory
+    if (memory.probe == "file") != (memory.file is not None):
+        yield Problem(("memory", "file"), "goes with probe: file, and only with it")
+    if config.gpus and memory.probe in ("nvml", "file"):
+        yield Problem(("gpus",), f"are simulated and cannot be had beside memory.probe: {memory.probe}")
 
 
 def _company(config: Config) -> Iterator[Problem]:

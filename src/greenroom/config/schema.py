@@ -20,7 +20,9 @@ from greenroom.config.kinds import (
     EnginePort,
     FactorFromZero,
     HeaderName,
+    LeaseSeconds,
     LiftSeconds,
+    LookSeconds,
     Mib,
     MibAboveZero,
     ModelId,
@@ -30,10 +32,13 @@ from greenroom.config.kinds import (
     Port,
     Seconds,
     SecondsAboveZero,
+    TenantName,
     TenantWeight,
 )
 from greenroom.config.names import RESERVED_IDS as RESERVED_IDS
 from greenroom.config.report import break_on
+
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
 PRIORITY_NAMES = {"high": 0, "normal": 1, "low": 2}
 
@@ -214,12 +219,14 @@ class Scheduler(Section):
     """The same for low priority."""
     recency_s: SecondsAboveZero = 600
     """How long ago requests still count, to a third, for how likely a model is to be asked for again."""
-    tenant_weights: dict[str, TenantWeight] = {}
+    tenant_weights: dict[TenantName, TenantWeight] = {}
     """Shares between tenants who wait for the same model; 1 for those who are not named."""
     backoff_s: SecondsAboveZero = 5
     """Pause after a first failed load; doubled with each further one."""
     backoff_max_s: SecondsAboveZero = 300
     """Longest pause between failed loads."""
+    keep_alive_max_s: Seconds | None = None
+    """The longest `keep_alive` a caller gets; -1, which is for ever, becomes this too. No bound when not given."""
     fit_memory: bool = True
     """Whether models have to fit into memory together; false: company alone says who may be ready at once."""
     company: Company | None = None
@@ -238,6 +245,50 @@ class Gpu(Section):
     """Its memory."""
     margin_mib: Mib = 512
     """Memory that is never planned with, for drivers and contexts."""
+
+
+class Memory(Section):
+    """How memory is seen: where the figures of GPUs come from, and what is kept free."""
+
+    probe: Literal["auto", "nvml", "file", "none"] = "auto"
+    """nvml: NVIDIA's own figures; file: GPUs that a file describes; none: no GPUs; auto: nvml where it works."""
+    file: str | None = None
+    """probe file: a JSON file that describes GPUs and what others use of them, read at every look."""
+    look_every_s: LookSeconds = 5
+    """GPUs are looked at this often, besides whenever something has happened."""
+    gpu_margin_mib: Mib = 512
+    """Memory of each GPU that is never planned with, for drivers and contexts."""
+    green_room_mib: Mib | None = None
+    """Host memory for models that are asleep; what models may use of the host when not given."""
+
+
+class StayWarm(Section):
+    """How long a model stays ready without a request, by its category, where neither it nor its caller says."""
+
+    llm_s: Seconds = 300
+    """Language models, and whatever has no category of its own; 0 = for ever, as for the others."""
+    vision_s: Seconds = 60
+    """Models that look at images."""
+    diffusion_s: Seconds = 900
+    """Models that make images; they take longest to load."""
+
+
+class Leases(Section):
+    """Memory for other programs, and who else may use these GPUs."""
+
+    store: str | None = None
+    """redis://… or rediss://… where several gateways or hosts share GPUs; kept by this gateway when not given."""
+    host: Name | None = None
+    """The name of this machine in that store; its own name when not given."""
+    ttl_s: LeaseSeconds = 30
+    """A holder that is not heard of for this long has lost its lease."""
+    wait_max_s: Seconds = 3_600
+    """The longest that a lease may be waited for."""
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        break_on(rules.of_leases(self))
+        return self
 
 
 class Host(Section):
@@ -280,7 +331,9 @@ class Model(Section):
     path: str | None = None
     """llamacpp: the model file; relative paths start at the folder of the configuration file."""
     cmd: str | tuple[str, ...] | None = None
-    """command: the program and its arguments, split like a shell would, never run by one; ${PORT} is a free port."""
+    """command: the program and its arguments, split like a shell would, never run by one. ${PORT} is a free port;
+    ${GPUS}, ${GPU_COUNT} and ${TENSOR_SPLIT} are its GPUs, how many, and the MiB on each: where none of these stands it
+    is never spread over several."""
     cmd_stop: str | tuple[str, ...] | None = None
     """command: a program that stops the engine, instead of SIGTERM; ${PID} and ${PORT} are replaced."""
     check_endpoint: str = "/health"
@@ -297,6 +350,10 @@ class Model(Section):
     """llamacpp: Python interpreter for the embedded build; the gateway's own when not given."""
     ctx_size: CountFromZero = 4096
     """llamacpp: context length in tokens; 0 takes the model's own."""
+    cache_type_k: CacheType = "f16"
+    """llamacpp: how the keys of the KV cache are kept."""
+    cache_type_v: CacheType = "f16"
+    """llamacpp: how its values are kept; anything but f16, bf16 and f32 needs flash attention."""
     n_gpu_layers: Annotated[int, Field(ge=-1, le=COUNT_MAX), NotBool] = -1
     """llamacpp: layers on the GPU; -1 puts all there if there is one."""
     flash_attn: Literal["auto", "on", "off"] = "auto"
@@ -331,14 +388,20 @@ class Model(Section):
     """Memory it needs when ready, on a GPU or, without GPUs, on the host; estimated from the file when not given."""
     host_memory_mib: Mib = 0
     """Host memory it needs besides, when it is on a GPU."""
+    gpu_memory_budget_mib: MibAboveZero | None = None
+    """At most so much GPU memory is planned for it, whatever is estimated or was measured."""
+    device: Literal["auto", "cpu"] = "auto"
+    """cpu: it runs on the host alone, also where there are GPUs."""
     devices: tuple[str, ...] = ()
-    """Devices it must be placed on (gpu0, gpu1, host); any when not given."""
+    """Devices it must be placed on (gpu0, gpu1 or a GPU's UUID; host); any when not given."""
     concurrency: Count | None = None
     """Requests it answers at once; further ones wait. The engine's own number when not given."""
     priority: Literal["high", "normal", "low"] | Annotated[int, Field(ge=0, le=100), NotBool] = "normal"
     """Priority of its requests when they name none; lower numbers go first (high 0, normal 1, low 2)."""
-    ttl_s: Seconds = 0
-    """Unload after this long without a request; 0 = never."""
+    category: Literal["llm", "vision", "diffusion"] = "llm"
+    """What kind of model it is: how long it stays warm depends on it, see stay_warm."""
+    ttl_s: Seconds | None = None
+    """Unload after this long without a request, unless its caller said keep_alive; 0 = never; else see stay_warm."""
     pinned: bool = False
     """Never evicted and never unloaded for being idle."""
     preload: bool = False
@@ -370,7 +433,10 @@ class Config(Section):
     server: Server = Server()
     scheduler: Scheduler = Scheduler()
     gpus: tuple[Gpu, ...] = ()
-    """Simulated GPUs, gpu0, gpu1 …; none: the host's memory is the budget."""
+    """Simulated GPUs, gpu0, gpu1 …, instead of those that memory.probe finds; a budget without hardware."""
+    memory: Memory = Memory()
+    stay_warm: StayWarm = StayWarm()
+    leases: Leases = Leases()
     host: Host = Host()
     ports: Ports = Ports()
     log: Log = Log()

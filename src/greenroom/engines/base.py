@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from greenroom.config.gpu_names import cuda_name
 from greenroom.config.schema import Model
-from greenroom.core.model import Claim, Need
+from greenroom.core.model import Claim, DeviceId
+from greenroom.engines.estimate import Estimate
 from greenroom.engines.usage import Usage
 from greenroom.process.spawn import Command
 
@@ -22,6 +24,8 @@ INHERITED = frozenset(
         *("SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"),
     )
 )
+# Which GPUs a program sees, and in which order.
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "ROCR_", "HIP_", "HSA_", "GGML_", "LLAMA_")
 
 
@@ -48,11 +52,20 @@ class Ability(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an engine shall listen, and what it may use where."""
+    """Where an engine shall listen, and what it may use where.
+
+    `gpus` are those it may see, in the order in which it shall count them; None: this machine has none to plan with.
+    """
 
     claim: Claim
     port: int | None = None
     socket: str | None = None
+    gpus: tuple[DeviceId, ...] | None = None
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How much of it shall lie on each of its GPUs, in their order; equal parts where nothing was claimed."""
+        return tuple(self.claim.get(gpu, 1) for gpu in self.gpus or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +81,20 @@ class Engine(Protocol):
     listens: Listens
     usage_source: UsageSource
     sizes_itself: bool
-    can_split: bool
 
-    def need(self, model: Model) -> Need:
-        """What it will need when ready. Reads file sizes; called before the scheduler hears of the model."""
+    def can_split(self, model: Model) -> bool:
+        """Whether it can be spread over several GPUs."""
+        ...
+
+    def estimate(self, model: Model, gpus: int) -> Estimate | None:
+        """What it will take when ready on so many GPUs, 0 for the host; None when it has nothing to go by.
+
+        Reads headers of files, and never raises: a file that is missing or bad fails its own load.
+        """
+        ...
+
+    def identity(self, model: Model) -> tuple[str, str]:
+        """Which files it would serve, and which program of which version would; each a short text."""
         ...
 
     def concurrency(self, model: Model) -> int:
@@ -91,9 +114,13 @@ class Engine(Protocol):
         ...
 
 
-def environment(model: Model, **extra: str) -> dict[str, str]:
-    """The engine's whole environment: the harmless part of ours, then what the operator gave, then ours for it."""
+def environment(model: Model, place: Place) -> dict[str, str]:
+    """The engine's whole environment: the harmless part of ours, the GPUs it may see, then what the operator gave."""
     kept = {
         name: value for name, value in os.environ.items() if name in INHERITED or name.startswith(INHERITED_PREFIXES)
     }
-    return kept | model.env | extra
+    gpus = () if model.device == "cpu" else place.gpus
+    if gpus is not None:
+        # By id: programs number GPUs in more than one order. Empty, not absent, where it shall see none.
+        kept[GPUS_VARIABLE] = ",".join(cuda_name(gpu) for gpu in gpus)
+    return kept | model.env

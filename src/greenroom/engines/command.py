@@ -1,11 +1,16 @@
-"""Any program that listens on a port. What it needs is declared by the operator; how it is started is `cmd`."""
+"""Any program that listens on a port. How it is started is `cmd`; what it needs is declared, measured, or guessed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from greenroom.config.commands import words
+from greenroom.config.fields import GPU_HOLES
 from greenroom.config.schema import Model
-from greenroom.core.model import Need
 from greenroom.engines.base import Ability, Launch, Listens, Place, UsageSource, environment
+from greenroom.engines.estimate import Estimate
+from greenroom.engines.estimate_command import estimate_command, files_of_command
+from greenroom.engines.identity import file_identity, program_identity
 from greenroom.engines.usage import Usage, from_usage
 from greenroom.process.spawn import Command
 
@@ -18,20 +23,29 @@ class CommandEngine:
     listens = Listens.PORT
     usage_source = UsageSource.ASK
     sizes_itself = False
-    can_split = False
 
-    def need(self, model: Model) -> Need:
-        return Need(model.memory_mib or 0, model.host_memory_mib)
+    def can_split(self, model: Model) -> bool:
+        """A program that does not ask which GPUs it gets could not be told to use several."""
+        assert model.cmd is not None
+        texts = (*words(model.cmd), *model.env.values())
+        return any(f"${{{hole}}}" in text for hole in GPU_HOLES for text in texts)
+
+    def estimate(self, model: Model, gpus: int) -> Estimate | None:
+        return estimate_command(words(model.cmd or ()), gpus)
+
+    def identity(self, model: Model) -> tuple[str, str]:
+        said = words(model.cmd or ())
+        return file_identity(files_of_command(said)), program_identity(said)
 
     def concurrency(self, model: Model) -> int:
         return model.concurrency or CONCURRENCY
 
     def launch(self, model_id: str, model: Model, place: Place) -> Launch:
-        port = str(place.port)
         assert model.cmd is not None, "the configuration refuses a command without cmd"
-        env = {name: value.replace("${PORT}", port) for name, value in environment(model).items()}
-        stop = tuple(word.replace("${PORT}", port) for word in words(model.cmd_stop)) if model.cmd_stop else None
-        argv = tuple(word.replace("${PORT}", port) for word in words(model.cmd))
+        said = _said(place)
+        env = {name: _filled(value, said) for name, value in environment(model, place).items()}
+        stop = tuple(_filled(word, said) for word in words(model.cmd_stop)) if model.cmd_stop else None
+        argv = tuple(_filled(word, said) for word in words(model.cmd))
         check = None if model.check_endpoint == "none" else model.check_endpoint
         return Launch(Command(argv, env, model.cwd, stop), check)
 
@@ -40,3 +54,20 @@ class CommandEngine:
 
     def usage(self, tail: bytes, *, stream: bool) -> Usage | None:
         return from_usage(tail)
+
+
+def _said(place: Place) -> dict[str, str]:
+    """What each placeholder stands for at this start."""
+    gpus = place.gpus or ()
+    return {
+        "PORT": str(place.port),
+        "GPUS": ",".join(gpus),
+        "GPU_COUNT": str(len(gpus)),
+        "TENSOR_SPLIT": ",".join(map(str, place.shares)),
+    }
+
+
+def _filled(text: str, said: Mapping[str, str]) -> str:
+    for hole, value in said.items():
+        text = text.replace(f"${{{hole}}}", value)
+    return text

@@ -8,15 +8,17 @@ found in it, and knows one error only, `BadModelFile`. Read `read_header` first;
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from greenroom.engines.gguf_tensors import LAYERS_MAX, Weights, WeightsSum, tensor_bytes
 from greenroom.errors import LoadFailed
 
 MAGIC: Final = b"GGUF"
@@ -35,9 +37,8 @@ ALIGNMENT_DEFAULT: Final = 32
 ALIGNMENT_MAX: Final = 65_536
 # Tensors beyond this are no model's; it keeps the arithmetic in the size of real numbers.
 TENSOR_BYTES_MAX: Final = 2**50
-# More layers, and more KV cache for a token, than any model has; numbers beyond them are no guide.
-LAYERS_MAX: Final = 4_096
-KV_BYTES_PER_TOKEN_MAX: Final = 2**30
+# What models say of themselves; numbers beyond it are no guide, and keep the arithmetic small.
+NUMBER_MAX: Final = 2**40
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _SCALARS: Final = {number: struct.Struct("<" + code) for number, code in enumerate("BbHhIif?")} | {
@@ -45,19 +46,8 @@ _SCALARS: Final = {number: struct.Struct("<" + code) for number, code in enumera
 }
 _STRING, _ARRAY = 8, 9
 
-# Bytes of a tensor: (elements in a block, bytes of a block) by the number of its type.
-# fmt: off
-_BLOCKS: Final = {
-    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40),
-    10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66),
-    17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136),
-    24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54),
-    35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18),
-}
-# fmt: on
-
 # Architectures that only ever give vectors. Others do when their file names a pooling.
-_ENCODERS: Final = re.compile(r"bert|embed|t5encoder")
+ENCODERS: Final = re.compile(r"bert|embed|t5encoder")
 _POOLING_NONE, _POOLING_RANK = 0, 4
 _SHARD: Final = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -81,8 +71,21 @@ class GgufHeader:
     shard_count: int
     is_embedding: bool
     is_reranking: bool
-    # Bytes of KV cache for one token of context at 16 bits, over all layers; 0 when it cannot be told.
-    kv_bytes_per_token: int
+    # The same by place: layers, input, output. Of this file alone if there are several.
+    weights: Weights
+    # All whole numbers it states of its architecture, by key without that prefix; several where they are per layer.
+    numbers: Mapping[str, int | tuple[int, ...]]
+
+    def number(self, key: str, default: int = 0) -> int:
+        """A whole number that is not negative; the largest of several."""
+        return _number(self.numbers, key) if key in self.numbers else default
+
+    def per_layer(self, key: str, layers: int, default: int = 0) -> tuple[int, ...]:
+        """A number for each layer, whether the file states one for all or a list; what a list lacks is 0."""
+        value = self.numbers.get(key, default)
+        if isinstance(value, int):
+            return (_bounded(value),) * layers
+        return tuple(_bounded(number) for number in (*value, *(0,) * layers)[:layers])
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -106,6 +109,19 @@ def read_header(path: str | Path) -> GgufHeader:
             return _facts(Cursor(file.fileno(), path), os.fstat(file.fileno()).st_size)
     except (OSError, ValueError) as reason:
         raise BadModelFile(f"{path} cannot be read: {getattr(reason, 'strerror', None) or reason}.") from reason
+
+
+def read_weights(paths: Iterable[Path]) -> Weights:
+    """The weights of all files of one model together. Raises BadModelFile if one is missing or not complete."""
+    total = WeightsSum()
+    for path in paths:
+        try:
+            with _regular_file(path) as file:
+                cursor = Cursor(file.fileno(), path)
+                _walk(cursor, os.fstat(file.fileno()).st_size, total)
+        except (OSError, ValueError) as reason:
+            raise BadModelFile(f"{path} cannot be read: {getattr(reason, 'strerror', None) or reason}.") from reason
+    return total.take()
 
 
 def shards(path: Path, header: GgufHeader) -> tuple[Path, ...]:
@@ -219,16 +235,23 @@ class Cursor:
 
 
 def _facts(cursor: Cursor, file_bytes: int) -> GgufHeader:
+    total = WeightsSum()
+    values, end = _walk(cursor, file_bytes, total)
+    return _header(cursor, values, end, total.take())
+
+
+def _walk(cursor: Cursor, file_bytes: int, total: WeightsSum) -> tuple[dict[str, Value], int]:
+    """The values, and where the last tensor ends, counted from the first; what tensors there are is added up."""
     tensor_count, key_count = _preamble(cursor)
     values = dict(_key_values(cursor, key_count))
-    tensor_bytes = _tensor_bytes(cursor, tensor_count)
+    end = _add_tensors(cursor, tensor_count, total)
     alignment = _number(values, "general.alignment") or ALIGNMENT_DEFAULT
     if alignment > ALIGNMENT_MAX or alignment & (alignment - 1):
         raise cursor.bad(f"its alignment is {alignment}")
-    needed = -(-cursor.at // alignment) * alignment + tensor_bytes
+    needed = -(-cursor.at // alignment) * alignment + end
     if tensor_count and file_bytes < needed:
         raise cursor.bad(f"it has {file_bytes:,} bytes of {needed:,}; perhaps the copy or download was cut short")
-    return _header(cursor, values, tensor_bytes)
+    return values, end
 
 
 def _preamble(cursor: Cursor) -> tuple[int, int]:
@@ -250,26 +273,23 @@ def _key_values(cursor: Cursor, count: int) -> Iterator[tuple[str, Value]]:
             yield key, value
 
 
-def _tensor_bytes(cursor: Cursor, count: int) -> int:
+def _add_tensors(cursor: Cursor, count: int, total: WeightsSum) -> int:
     """Where the last tensor ends, counted from the first."""
     end = 0
     for _ in range(count):
-        cursor.text()
-        dimensions = cursor.u32()
+        name, dimensions = cursor.text(), cursor.u32()
         if dimensions > DIMENSIONS_MAX:
             raise cursor.bad(f"a tensor has {dimensions} dimensions")
-        elements = 1
-        for _ in range(dimensions):
-            elements *= cursor.u64()
-        # A type newer than this table counts as nothing: the next tensor's place still tells where it ends.
-        block, block_bytes = _BLOCKS.get(cursor.u32(), (1, 0))
-        end = max(end, cursor.u64() + elements // block * block_bytes)
+        shape = [cursor.u64() for _ in range(dimensions)]
+        size = tensor_bytes(math.prod(shape), cursor.u32())
+        end = max(end, cursor.u64() + size)
         if end > TENSOR_BYTES_MAX:
             raise cursor.bad("a tensor lies beyond any file's end")
+        total.add(name, shape, size)
     return end
 
 
-def _header(cursor: Cursor, values: Mapping[str, Value], tensor_bytes: int) -> GgufHeader:
+def _header(cursor: Cursor, values: Mapping[str, Value], end: int, weights: Weights) -> GgufHeader:
     architecture = values.get("general.architecture")
     if not isinstance(architecture, str) or not architecture:
         raise cursor.bad("it does not say its architecture")
@@ -280,37 +300,33 @@ def _header(cursor: Cursor, values: Mapping[str, Value], tensor_bytes: int) -> G
         name=name if isinstance(name, str) else "",
         context_length=_number(values, f"{architecture}.context_length"),
         file_type=file_type if isinstance(file_type, int) else None,
-        tensor_bytes=tensor_bytes,
+        tensor_bytes=end,
         shard_count=max(1, _number(values, "split.count")),
         is_embedding=pooling != _POOLING_RANK
-        and (pooling not in (None, _POOLING_NONE) or _ENCODERS.search(architecture) is not None),
+        and (pooling not in (None, _POOLING_NONE) or ENCODERS.search(architecture) is not None),
         is_reranking=pooling == _POOLING_RANK,
-        kv_bytes_per_token=_kv_bytes_per_token(values, architecture),
+        weights=weights,
+        numbers=dict(_numbers(values, architecture)),
     )
 
 
-def _kv_bytes_per_token(values: Mapping[str, Value], architecture: str) -> int:
-    """Two vectors a layer and KV head, at two bytes a number. Some models state their KV heads layer by layer."""
-    if _ENCODERS.search(architecture):
-        # They read a text once and remember nothing.
-        return 0
-    layers = min(_number(values, f"{architecture}.block_count"), LAYERS_MAX)
-    heads = _number(values, f"{architecture}.attention.head_count")
-    head_size = _number(values, f"{architecture}.embedding_length") // heads if heads else 0
-    key = _number(values, f"{architecture}.attention.key_length") or head_size
-    value = _number(values, f"{architecture}.attention.value_length") or head_size
-    stated = values.get(f"{architecture}.attention.head_count_kv")
-    kv_heads = sum(stated) if isinstance(stated, tuple) else layers * (stated if isinstance(stated, int) else heads)
-    total = max(0, kv_heads) * (key + value) * 2
-    return total if total <= KV_BYTES_PER_TOKEN_MAX else 0
+def _numbers(values: Mapping[str, Value], architecture: str) -> Iterator[tuple[str, int | tuple[int, ...]]]:
+    prefix = architecture + "."
+    for key, value in values.items():
+        if key.startswith(prefix) and isinstance(value, int | tuple):
+            yield key.removeprefix(prefix), value
 
 
-def _number(values: Mapping[str, Value], key: str) -> int:
+def _number(values: Mapping[str, int | tuple[int, ...]] | Mapping[str, Value], key: str) -> int:
     """A whole number that is not negative; the largest of several; 0 for anything else."""
     value = values.get(key, 0)
     if isinstance(value, tuple):
         value = max(value, default=0)
-    return max(0, value) if isinstance(value, int) else 0
+    return _bounded(value) if isinstance(value, int) else 0
+
+
+def _bounded(number: int) -> int:
+    return number if 0 < number <= NUMBER_MAX else 0
 
 
 def _regular_file(path: Path) -> io.FileIO:

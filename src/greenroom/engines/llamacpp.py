@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
 
 from greenroom.config.schema import Model
-from greenroom.core.model import Need
 from greenroom.engines.base import Ability, Launch, Listens, Place, UsageSource, environment
+from greenroom.engines.estimate import Estimate
+from greenroom.engines.estimate_gguf import estimate_gguf, files_of
+from greenroom.engines.identity import embedded_identity, file_identity, program_identity
+from greenroom.engines.llama_options import of_model
 from greenroom.engines.usage import Usage, from_timings, from_usage
 from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command
 
-# Weights as they lie in the file, plus KV cache and compute buffers; a declared memory_mib is better.
-FILE_SIZE_FACTOR = 1.1
 WORKER = Path(__file__).parent.parent / "workers" / "llamacpp_server.py"
 # Prompt caches in host memory beyond the slots' own would be memory nobody planned with.
 CACHE_RAM_MIB = 0
 # A batch for inputs that must fit one, when the model's own context length is used.
 BATCH = 8192
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-_MIB = 1024 * 1024
 
 
 class LlamaCppEngine:
@@ -36,13 +34,18 @@ class LlamaCppEngine:
     listens = Listens.SOCKET
     usage_source = UsageSource.TIMINGS
     sizes_itself = False
-    can_split = True
 
-    def need(self, model: Model) -> Need:
-        mib = model.memory_mib if model.memory_mib is not None else _estimate_mib(model)
-        if model.n_gpu_layers == 0:
-            return Need(0, mib + model.host_memory_mib)
-        return Need(mib, model.host_memory_mib)
+    def can_split(self, model: Model) -> bool:
+        return True
+
+    def estimate(self, model: Model, gpus: int) -> Estimate | None:
+        # The embedded build keeps room for what is sampled; of a binary we do not know, so for a whole batch.
+        return estimate_gguf(of_model(model), gpus, logits_all=_binary(model) is not None)
+
+    def identity(self, model: Model) -> tuple[str, str]:
+        binary = _binary(model)
+        program = embedded_identity(model.python) if binary is None else program_identity((binary,))
+        return file_identity(files_of(of_model(model))), program
 
     def concurrency(self, model: Model) -> int:
         return model.concurrency or model.parallel
@@ -52,7 +55,7 @@ class LlamaCppEngine:
         if not os.path.isfile(model.path or ""):
             raise LoadFailed(f"{model_id}: there is no file {model.path}. Correct `path` in the configuration.")
         argv = (*_program(model), *_arguments(model_id, model, place))
-        return Launch(Command(argv, environment(model), model.cwd), "/health")
+        return Launch(Command(argv, environment(model, place), model.cwd), "/health")
 
     def abilities(self, model: Model) -> frozenset[Ability] | None:
         if model.embedding:
@@ -66,15 +69,19 @@ class LlamaCppEngine:
         return from_timings(tail) or from_usage(tail)
 
 
+def _binary(model: Model) -> str | None:
+    """The llama-server to run, the operator's or the one on PATH; None for the embedded build."""
+    if model.program is not None:
+        return shutil.which(model.program)
+    return shutil.which("llama-server") if model.python is None else None
+
+
 def _program(model: Model) -> tuple[str, ...]:
     """What to run: the operator's binary, the one on PATH, or the embedded build."""
-    if model.program is not None:
-        found = shutil.which(model.program)
-        if found is None:
-            raise LoadFailed(f"program {model.program} is not there or cannot be run.")
-        return (found,)
-    if model.python is None and (binary := shutil.which("llama-server")):
+    if (binary := _binary(model)) is not None:
         return (binary,)
+    if model.program is not None:
+        raise LoadFailed(f"program {model.program} is not there or cannot be run.")
     if model.python is None and importlib.util.find_spec("xllamacpp") is None:
         raise LoadFailed("llama.cpp is not here. Put llama-server on PATH or `pip install 'greenroom[llamacpp]'`.")
     return (model.python or sys.executable, str(WORKER))
@@ -85,8 +92,8 @@ def _arguments(model_id: str, model: Model, place: Place) -> list[str]:
     argv += ["--port", str(place.port or 0)]
     argv += ["--ctx-size", str(model.ctx_size), "--parallel", str(model.parallel), "--kv-unified"]
     argv += ["--flash-attn", model.flash_attn, "--cache-ram", str(CACHE_RAM_MIB), "--no-webui"]
-    if model.n_gpu_layers >= 0:
-        argv += ["--n-gpu-layers", str(model.n_gpu_layers)]
+    argv += ["--cache-type-k", model.cache_type_k, "--cache-type-v", model.cache_type_v]
+    argv += _on_devices(model, place)
     if model.threads is not None:
         argv += ["--threads", str(model.threads)]
     if model.embedding or model.reranking:
@@ -96,23 +103,13 @@ def _arguments(model_id: str, model: Model, place: Place) -> list[str]:
     return [*argv, *model.args]
 
 
-def _estimate_mib(model: Model) -> int:
-    """From the file's size, all parts of a split one together; nothing when it is not there."""
-    total = sum(_size(part) for part in _parts(Path(model.path or "")))
-    return int(total * FILE_SIZE_FACTOR / _MIB) + 1 if total else 0
-
-
-def _size(path: Path) -> int:
-    """A file that is missing or may not be looked at has none: its own load will say so."""
-    try:
-        return os.path.getsize(path) if os.path.isfile(path) else 0
-    except OSError:
-        return 0
-
-
-def _parts(path: Path) -> list[Path]:
-    match = _PART.search(path.name)
-    if match is None:
-        return [path]
-    stem, count = path.name[: match.start()], int(match[2])
-    return [path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, min(count, 1000) + 1)]
+def _on_devices(model: Model, place: Place) -> list[str]:
+    """Which devices it uses, and how much of it lies on each."""
+    if model.device == "cpu" or place.gpus == ():
+        # Even without layers on it a GPU would be used for large batches.
+        return ["--n-gpu-layers", "0", "--no-op-offload"]
+    argv = ["--n-gpu-layers", str(model.n_gpu_layers)] if model.n_gpu_layers >= 0 else []
+    # What was claimed nowhere is llama.cpp's own to spread, by what it finds free.
+    if len(place.gpus or ()) > 1 and place.claim:
+        argv += ["--split-mode", "layer", "--tensor-split", ",".join(map(str, place.shares))]
+    return argv

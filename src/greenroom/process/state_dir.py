@@ -23,7 +23,10 @@ UNIX_PATH_BYTES_MAX = 107
 SOCKET_NAME_BYTES_MAX = 32
 _PRIVATE = 0o700
 # What is in a state directory that was opened before. The temporary name of the id begins with a dot.
-_OURS = frozenset({"lock", "id", "run", "learned.json", "learned.new"})
+_KEPT = ("learned", "needs", "leases")
+_OURS = frozenset(
+    {"lock", "id", "run", "leases.jsonl", *(f"{name}.{kind}" for name in _KEPT for kind in ("json", "new"))}
+)
 # What a file system puts into its own top directory.
 _NOBODYS = frozenset({"lost+found"})
 _ID = re.compile(r"[0-9a-f]{16}")

@@ -1,0 +1,56 @@
+"""What a model is expected to need, part by part, before it was ever measured.
+
+Owns the words in which engines answer. Never reads a file: `estimate_gguf.py` and `estimate_hf.py` do. A figure is made
+of parts so that a person can see where it comes from, and so that it can be compared with what an engine says it took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from greenroom.core.model import Need
+
+MIB: Final = 1024 * 1024
+
+# Where a figure comes from, best first: the file's headers, its size, its name.
+GGUF: Final = "gguf"
+SAFETENSORS: Final = "safetensors"
+FILE_SIZE: Final = "file size"
+NAME: Final = "name"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One reason for memory: `weights`, `KV cache`, `recurrent state`, `compute buffers`, `context` …"""
+
+    what: str
+    gpu_mib: int
+    host_mib: int
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The parts together, and what they were made from."""
+
+    parts: tuple[Part, ...]
+    source: str
+
+    @property
+    def need(self) -> Need:
+        return Need(sum(part.gpu_mib for part in self.parts), sum(part.host_mib for part in self.parts))
+
+
+def mib(size_bytes: float) -> int:
+    """So many bytes in MiB, rounded up: what is begun is needed."""
+    return -int(-size_bytes // MIB)
+
+
+def part(what: str, gpu_bytes: float = 0, host_bytes: float = 0) -> Part:
+    return Part(what, mib(gpu_bytes), mib(host_bytes))
+
+
+def known(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Only those that need anything."""
+    return tuple(one for one in parts if one.gpu_mib or one.host_mib)

@@ -1,0 +1,107 @@
+"""Who a process would be: the file, the program and the arguments by which a measured figure is recognised.
+
+Owns three short texts, hashes all of them: secrets in arguments and environments do not come through. Never starts
+anything: a program is recognised by its file, which another version replaces. What cannot be looked at counts as not
+there, because its own load will say so.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import stat
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from greenroom.config.fields import NEW_SLOT_KEYS
+from greenroom.config.schema import Model
+
+# Enough of a model's file to tell one header from another of the same size and time.
+HEAD_BYTES: Final = 64 * 1024
+# Files of a folder, and words of a command, that are looked at. The largest models have some hundred files.
+FILES_MAX: Final = 2_000
+WORDS_MAX: Final = 256
+# The same file is asked for by every model that uses it, and again at every reload.
+CACHE_MAX: Final = 1_024
+# Keys that change where it runs, how it is reached or what was said about it, but not what it takes.
+_BESIDE: Final = frozenset(
+    (
+        *("path", "memory_mib", "host_memory_mib", "gpu_memory_budget_mib", "devices", "concurrency"),
+        *("check_endpoint", "listener", "cmd_stop", "program", "python"),
+    )
+)
+_PROGRAM_ENDINGS: Final = (".py", ".pyz", ".sh", ".so", ".js", ".jar")
+_EMBEDDED: Final = "xllamacpp"
+_PACKAGES: Final = Path(sysconfig.get_path("platlib"))
+
+
+def file_identity(paths: Iterable[Path]) -> str:
+    """The same for the same contents, wherever they lie: sizes, times and first bytes. Empty when none is there."""
+    seen = [part for path in paths for part in _looked_at(path)]
+    return _hash(seen) if seen else ""
+
+
+def program_identity(words: Sequence[str]) -> str:
+    """The program, and the scripts and libraries named with it: another version is another file."""
+    found = [shutil.which(word) or word for word in words[:1]]
+    named = (word for word in words[1:WORDS_MAX] if _is_program(word))
+    return _hash([_stamp(Path(word)) for word in (*found, *named) if os.path.isfile(word)])
+
+
+def _is_program(word: str) -> bool:
+    """Not every file that is named: logs and such change all the time and say nothing about memory."""
+    return word.endswith(_PROGRAM_ENDINGS) or os.access(word, os.X_OK)
+
+
+def embedded_identity(python: str | None) -> str:
+    """The embedded llama.cpp of an interpreter, by the name of the folder its package was installed with."""
+    if python is None:
+        homes = [_PACKAGES]
+    else:
+        homes = list(Path(shutil.which(python) or python).parent.parent.glob("lib/python*/site-packages"))
+    return _hash([_EMBEDDED, *sorted(one.name for home in homes for one in home.glob(f"{_EMBEDDED}-*.dist-info"))])
+
+
+def arguments_identity(model: Model) -> str:
+    """The same for configurations whose process takes the same memory."""
+    said = {key: getattr(model, key) for key in sorted(NEW_SLOT_KEYS - _BESIDE)}
+    return _hash([json.dumps(said, sort_keys=True, default=str)])
+
+
+def _looked_at(path: Path) -> list[str]:
+    """A folder is what lies in it."""
+    try:
+        if not stat.S_ISDIR(path.stat().st_mode):
+            return [_stamp(path), _head(str(path), path.stat().st_mtime_ns)]
+        inside = sorted(one for one in path.iterdir() if one.is_file())[:FILES_MAX]
+        return [f"{one.name} {_stamp(one)}" for one in inside]
+    except (OSError, ValueError):
+        return []
+
+
+def _stamp(path: Path) -> str:
+    try:
+        seen = path.stat()
+    except (OSError, ValueError):
+        return ""
+    return f"{seen.st_size} {seen.st_mtime_ns}"
+
+
+@functools.lru_cache(maxsize=CACHE_MAX)
+def _head(path: str, changed_ns: int) -> str:
+    """A hash of the first bytes. A FIFO in a model's place must not hang the gateway."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        return _hash([os.read(descriptor, HEAD_BYTES).hex()]) if is_file else ""
+    finally:
+        os.close(descriptor)
+
+
+def _hash(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:32]

@@ -1,0 +1,69 @@
+"""Whose memory it is: a look at the GPUs, shared out between our slots, leases, and strangers.
+
+Pure arithmetic. Who a process belongs to is found out elsewhere and handed in. Where processes cannot be seen, what is
+used beyond all that was declared is a stranger's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from greenroom.core.model import Claim, DeviceId
+from greenroom.memory.probe import GpuReading, Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Somebody who was given memory: a slot, or whoever holds a lease.
+
+    `roots` are pids: they and all below them are his. `held` is what he was last seen to use, or his claim if that was
+    never measured. A `hidden` one runs where his processes cannot be told from strangers' (a container of a daemon).
+    """
+
+    held: Claim
+    roots: frozenset[int] = frozenset()
+    hidden: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    foreign_mib: Mapping[DeviceId, int] = field(default_factory=dict)
+    seen: Mapping[str, Claim] = field(default_factory=dict)  # By owner; only devices where his processes were seen.
+    strangers: Mapping[DeviceId, Mapping[int, int]] = field(default_factory=dict)  # MiB by pid.
+    unseen: frozenset[DeviceId] = frozenset()  # Devices whose processes cannot be seen.
+
+
+def attribute(reading: Reading, owners: Mapping[str, Owner], owner_of: Mapping[int, str]) -> Attribution:
+    """`owner_of` says whose a process is; those it does not name are strangers."""
+    foreign: dict[DeviceId, int] = {}
+    strangers: dict[DeviceId, Mapping[int, int]] = {}
+    seen: dict[str, dict[DeviceId, int]] = {owner: {} for owner in owners}
+    for gpu in reading.gpus:
+        device = DeviceId(gpu.uuid)
+        if gpu.processes is None:
+            foreign[device] = max(0, gpu.used_mib - sum(owner.held.get(device, 0) for owner in owners.values()))
+            continue
+        ours = {pid: owner_of[pid] for pid in gpu.processes if owner_of.get(pid) in owners}
+        for pid, owner in ours.items():
+            seen[owner][device] = seen[owner].get(device, 0) + gpu.processes[pid]
+        strangers[device] = {pid: mib for pid, mib in gpu.processes.items() if pid not in ours}
+        foreign[device] = _foreign_mib(gpu, sum(strangers[device].values()), _hidden_mib(device, owners, seen))
+    unseen = frozenset(DeviceId(gpu.uuid) for gpu in reading.gpus if gpu.processes is None)
+    return Attribution(foreign, {owner: _sorted(claim) for owner, claim in seen.items()}, strangers, unseen)
+
+
+def _foreign_mib(gpu: GpuReading, strangers_mib: int, hidden_mib: int) -> int:
+    """What no process of ours explains is a stranger's too: one in another container, or one that is just ending."""
+    assert gpu.processes is not None
+    ours_mib = sum(gpu.processes.values()) - strangers_mib
+    return max(0, max(strangers_mib, gpu.used_mib - ours_mib) - hidden_mib)
+
+
+def _hidden_mib(device: DeviceId, owners: Mapping[str, Owner], seen: Mapping[str, Claim]) -> int:
+    """What owners hold here whose processes look like strangers': it must not count twice."""
+    return sum(owner.held.get(device, 0) for name, owner in owners.items() if owner.hidden and device not in seen[name])
+
+
+def _sorted(claim: Claim) -> Claim:
+    return {device: claim[device] for device in sorted(claim)}

@@ -1,0 +1,1 @@
+"""Leases: claims on GPU memory that are written down, held by a slot or by any other program."""

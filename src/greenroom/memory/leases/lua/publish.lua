@@ -1,0 +1,40 @@
+-- A gateway's heartbeat: how much of each device may be planned with, and what freeing memory there would cost it. It
+-- hears for whom it is to make room, which of its leases are to leave, and whether anything changed.
+local is_different = false
+for device, mib in pairs(arg.devices) do
+  if redis.call('HGET', USABLE, device) ~= digits(mib) then
+    redis.call('HSET', USABLE, device, digits(mib))
+    is_different = true
+  end
+end
+if is_different then
+  usable = nil
+  changed()
+end
+redis.call('HSET', GATEWAYS, arg.gateway, cjson.encode({ seen = now, prices = arg.prices }))
+local heads = promote()
+give_turns(heads, living_gateways())
+local make_room = {}
+for _, head in ipairs(heads) do
+  if head.lease.turn == arg.gateway then
+    -- Others wait on the devices that are left out here, and come first there.
+    head.lease.devices = head.where.devices
+    make_room[head.lease.id] = head.lease
+  end
+end
+local recalls, flat = {}, redis.call('HGETALL', RECALLED)
+for number = 1, #flat, 2 do
+  if flat[number + 1] == arg.gateway then
+    recalls[flat[number]] = true
+  end
+end
+local version = redis.call('HGET', META, 'version')
+local grace_left_ms = math.max(0, arg.birth_grace_ms - now)
+return cjson.encode({
+  make_room = make_room,
+  recalls = recalls,
+  version = version,
+  grace_left_ms = grace_left_ms,
+  now = now,
+  last = digits(last),
+})
