@@ -6,7 +6,7 @@ import pytest
 
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, Tier
-from greenroom.core.rounds import ASKED_IN_CROWD, ASKED_MAX, RANKED_MANY
+from greenroom.core.rounds import ASKED_IN_CROWD, ASKED_MAX, CROWD_ROUND_S, RANKED_IN_CROWD, RANKED_MANY
 
 from .world import Fate, World, gpu, model
 
@@ -40,23 +40,65 @@ def test_in_a_crowd_a_small_model_is_not_hidden_behind_large_ones() -> None:
     assert small.fate is Fate.SERVED and world.tier("held") is Tier.READY
 
 
-def test_one_round_asks_for_no_more_than_so_many() -> None:
-    """Each wants a little less than the one before, so each might fare better; but a round must end."""
-    models = [model(f"m{number}", 7_500 - number) for number in range(RANKED_MANY + 40)]
-    world = World([model("held", 7_900), *models], devices=(gpu(0, 8_000),), plays=True)
+def crowd(*sizes_mib: int) -> World:
+    """Somebody waits for each of these models, on a device that is taken for half a minute."""
+    models = [model(f"m{number:03}", mib) for number, mib in enumerate(sizes_mib)]
+    world = World([model("held", 7_900), *models], devices=(gpu(0, 8_000),))
     world.arrive("hold", "held", takes_s=30.0)
     world.run(6.0)
     for spec in models:
         world.arrive(f"r-{spec.id}", spec.id, takes_s=0.1)
+    return world
+
+
+def test_one_round_asks_for_no_more_than_so_many_and_for_everybody_in_turn() -> None:
+    """Each wants a little less than the one before, so each might fare better; but a round must end."""
+    world = crowd(*(7_500 - number for number in range(RANKED_MANY + 16)))
     asked: list[str] = []
     rounds = world.scheduler._rounds
     decide_on = rounds._ask_for
     rounds._ask_for = lambda queue, cast, now: (asked.append(queue.model), decide_on(queue, cast, now))[1]  # type: ignore[func-returns-value,method-assign]
-    rounds.rank_anew()
-    rounds.bring(world.now)
-    assert len(asked) == ASKED_IN_CROWD + ASKED_MAX
+    ever: set[str] = set()
+    for _ in range(2 * (RANKED_MANY + 16) // RANKED_IN_CROWD):
+        asked.clear()
+        rounds.bring(world.now)
+        assert len(asked) <= ASKED_IN_CROWD + ASKED_MAX
+        ever.update(asked)
+    assert len(ever) == RANKED_MANY + 16
     world.run()
     assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values()) and world.is_at_rest()
+
+
+@pytest.mark.parametrize("models", [RANKED_MANY + 16, 2 * RANKED_MANY + 32])
+def test_a_round_ranks_no_more_than_so_many_however_many_wait(models: int) -> None:
+    world = crowd(*[7_000] * models)
+    ranked: list[str] = []
+    policy = world.scheduler.state.policy
+    rank = policy.rank
+    policy.rank = lambda queue, now: (ranked.append(queue.model), rank(queue, now))[1]  # type: ignore[func-returns-value,method-assign]
+    for _ in range(models // RANKED_IN_CROWD):
+        before = len(ranked)
+        world.scheduler._rounds.bring(world.now)
+        assert len(ranked) - before <= 2 * RANKED_IN_CROWD
+    assert len(set(ranked)) == models, "each of them was ranked in turn"
+
+
+def test_in_a_crowd_there_is_a_round_soon_so_that_no_rank_grows_old() -> None:
+    world = crowd(*[7_000] * (RANKED_MANY + 16))
+    world.scheduler._rounds.bring(world.now)
+    assert world.scheduler._rounds.looks_at <= world.now + CROWD_ROUND_S
+
+
+def test_in_a_crowd_the_urgent_go_before_all_who_are_not_late() -> None:
+    world = crowd(*[7_000] * (RANKED_MANY + 16))
+    world.run(world.now + 20.0)
+    urgent = world.arrive("urgent", f"m{RANKED_MANY + 15:03}", takes_s=1.0, priority=0)
+    world.run(world.now + 30.0)
+    assert urgent.fate is Fate.SERVED
+    granted = [
+        call.candidates for call in world.calls_by_id.values() if call.grants and call.granted_at <= urgent.granted_at
+    ]
+    assert set(granted) == {("held",), urgent.candidates}
 
 
 def test_whoever_leaves_or_comes_in_a_crowd_disturbs_nobody() -> None:

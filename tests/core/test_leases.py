@@ -5,11 +5,11 @@ from __future__ import annotations
 from greenroom.core import events as ev
 from greenroom.core.effects import RejectCode
 from greenroom.core.leases import model_of
-from greenroom.core.model import DeviceId, LeaseId, MoveKind, Need, RequestId
+from greenroom.core.model import NO_TENANT, DeviceId, LeaseId, MoveKind, Need, Outcome, RequestId
 
 from .test_memory import victims
 from .test_order import ready
-from .world import Fate, World, gpu, model
+from .world import Call, Fate, World, gpu, host, model
 
 GPU1 = DeviceId("gpu1")
 
@@ -47,12 +47,70 @@ def test_a_lease_waits_for_a_busy_model_and_keeps_its_place() -> None:
     assert lease.fate is Fate.GRANTED
 
 
-def test_a_lease_on_named_devices_may_be_split_over_them() -> None:
+def claims_of(world: World) -> list[dict[DeviceId, int]]:
+    return [dict(slot.claim) for slot in world.scheduler.state.slots.values() if slot.lease is not None]
+
+
+def test_a_lease_is_held_on_one_gpu_where_it_fits_or_where_it_was_asked_for() -> None:
     world = World([], devices=(gpu(0, 8_000), gpu(1, 8_000)))
-    world.ask_lease("one", 3_000, devices=(GPU1,))
-    world.ask_lease("wide", 12_000)
-    claims = [dict(slot.claim) for slot in world.scheduler.state.slots.values()]
-    assert claims == [{GPU1: 3_000}, {DeviceId("gpu0"): 7_385, GPU1: 4_616}]
+    world.ask_lease("named", 3_000, devices=(GPU1,))
+    world.ask_lease("any", 5_000)
+    assert claims_of(world) == [{GPU1: 3_000}, {GPU1: 5_000}]
+    assert world.ask_lease("wide", 12_000).fate is Fate.REJECTED, "a program is not split over GPUs behind its back"
+
+
+def test_a_lease_over_several_gpus_has_its_memory_on_each_of_them() -> None:
+    world = World([], devices=(gpu(0, 8_000), gpu(1, 6_000), gpu(2, 8_000), gpu(3, 8_000)))
+    world.ask_lease("first", 7_000, devices=(DeviceId("gpu2"),))
+    world.ask_lease("pair", 7_000, gpus=2)
+    assert claims_of(world)[1] == {DeviceId("gpu0"): 7_000, DeviceId("gpu3"): 7_000}
+    assert list(claims_of(world)[1]) == sorted(claims_of(world)[1])
+
+
+def test_a_lease_over_several_gpus_waits_for_all_of_them_and_takes_none_meanwhile() -> None:
+    world = World([model("a", 6_000, devices=(GPU1,)), model("b", 8_000)], devices=(gpu(0, 8_000), gpu(1, 8_000)))
+    ready(world, "a")
+    world.arrive("running", "a")
+    world.ask_lease("pair", 4_000, gpus=2, within_s=20.0)
+    assert world.fate("pair") is Fate.WAITING and not world.scheduler.state.ledger.promises
+    ready(world, "b")
+    world.finish("running")
+    world.run()
+    assert world.fate("pair") is Fate.GRANTED and sorted(victims(world)) == ["a", "b"]
+    assert claims_of(world) == [{DeviceId("gpu0"): 4_000, GPU1: 4_000}]
+
+
+def test_a_lease_over_more_gpus_than_can_hold_it_is_refused_with_numbers() -> None:
+    world = World([], devices=(gpu(0, 8_000), gpu(1, 5_000)))
+    for name, gpus, free_mib, capacity_mib in [("two", 2, 5_000, 5_000), ("three", 3, 0, 0)]:
+        rejection = world.ask_lease(name, 6_000, gpus=gpus).rejection
+        assert rejection is not None and rejection.code is RejectCode.TOO_LARGE
+        assert (rejection.needs_mib, rejection.free_mib, rejection.capacity_mib) == (6_000, free_mib, capacity_mib)
+    bare = World([], devices=(host(64_000),))
+    assert bare.ask_lease("pair", 1_000, gpus=2).fate is Fate.REJECTED, "the host is not two GPUs"
+
+
+def test_of_very_many_gpus_the_freest_are_looked_at() -> None:
+    devices = tuple(gpu(number, 8_000) for number in range(20))
+    world = World([], devices=devices)
+    for number in range(10):
+        world.ask_lease(f"l{number}", 7_000, devices=(DeviceId(f"gpu{number}"),))
+    world.ask_lease("half", 4_000, gpus=10)
+    assert world.fate("half") is Fate.GRANTED
+    assert set(claims_of(world)[-1]) == {DeviceId(f"gpu{number}") for number in range(10, 20)}
+
+
+def test_a_lease_that_has_waited_elsewhere_keeps_its_place() -> None:
+    world = World([model("a", 6_000)], plays=False)
+    world.arrive("r", "a")
+    world.end_move(world.moves[-1].id, Outcome.DONE)
+    world.run(10.0)
+    world.ask_lease("here", 6_000)
+    world.calls_by_id["there"] = Call("there", 99, (), 1, NO_TENANT, None, is_lease=True)
+    world.post(ev.LeaseAsked(world.now, LeaseId("there"), Need(6_000), waits_since=world.now - 100.0))
+    world.finish("r")
+    world.end_move(world.moves[-1].id, Outcome.DONE)
+    assert (world.fate("there"), world.fate("here")) == (Fate.GRANTED, Fate.WAITING)
 
 
 def test_a_lease_that_can_never_fit_is_rejected_and_forgotten() -> None:

@@ -19,7 +19,20 @@ from greenroom.core.company.groups import Group
 from greenroom.core.company.matrix import Matrix
 from greenroom.core.decide import Refuse, Serve
 from greenroom.core.events import Limits, Timer, TimerKind
-from greenroom.core.model import Device, DeviceId, ModelId, MoveId, MoveKind, Need, Outcome, RequestId, TenantId, Tier
+from greenroom.core.model import (
+    Device,
+    DeviceId,
+    LeaseId,
+    ModelId,
+    MoveId,
+    MoveKind,
+    Need,
+    OtherLease,
+    Outcome,
+    RequestId,
+    TenantId,
+    Tier,
+)
 from greenroom.core.waitlist import WaiterKind
 
 from .world import HOST, Call, Fate, World, gpu, host, model, picture
@@ -53,6 +66,13 @@ names = st.sampled_from(NAMES)
 priorities = st.sampled_from([0, 1, 1, 1, 2])
 patience = st.sampled_from([None, None, 3.0, 30.0])
 policies = st.sampled_from(["default", "default", "fifo"])
+swappers = st.sampled_from(["memory", "memory", "coordinator"])
+green_rooms = st.sampled_from([None, 0, 3_000, 7_000])
+keep_alives = st.sampled_from([None, None, 0.0, -1.0, 7.0])
+OTHERS = (
+    OtherLease(LeaseId("x-1"), "finetune", {DeviceId("gpu0"): 3_000}),
+    OtherLease(LeaseId("x-2"), "render", {DeviceId("gpu0"): 1_000, DeviceId("gpu1"): 6_000}, 2, True),
+)
 rules = st.sampled_from(RULES)
 
 
@@ -63,10 +83,10 @@ class AnythingMayHappen(RuleBasedStateMachine):
         self.world = World(plays=False)
         self.ends_abruptly = False
 
-    @initialize(ends_abruptly=st.booleans(), policy=policies, company=rules)
-    def begin(self, ends_abruptly: bool, policy: str, company: Rules | None) -> None:
+    @initialize(ends_abruptly=st.booleans(), policy=policies, company=rules, green_room_mib=green_rooms)
+    def begin(self, ends_abruptly: bool, policy: str, company: Rules | None, green_room_mib: int | None) -> None:
         self.ends_abruptly = ends_abruptly
-        limits = replace(LIMITS, policy=policy, company=company)
+        limits = replace(LIMITS, policy=policy, company=company, green_room_mib=green_room_mib)
         self.world = World(MODELS, DEVICES, limits, plays=False)
 
     def _next(self, letter: str) -> str:
@@ -86,6 +106,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
         within_s=patience,
         patient=st.booleans(),
         budget_s=patience,
+        keep_alive_s=keep_alives,
     )
     def a_request_arrives(
         self,
@@ -95,6 +116,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
         within_s: float | None,
         patient: bool,
         budget_s: float | None,
+        keep_alive_s: float | None,
     ) -> None:
         name = self._next("r")
         self.world.arrive(
@@ -105,6 +127,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
             within_s=within_s,
             patient=patient,
             budget_s=budget_s,
+            keep_alive_s=keep_alive_s,
         )
 
     @rule(name=names, times=st.integers(2, 6))
@@ -186,9 +209,21 @@ class AnythingMayHappen(RuleBasedStateMachine):
         priority=priorities,
         preemptible=st.booleans(),
         within_s=patience,
+        gpus=st.sampled_from([1, 1, 2, 3]),
     )
-    def a_lease_is_asked_for(self, gpu_mib: int, priority: int, preemptible: bool, within_s: float | None) -> None:
-        self.world.ask_lease(self._next("l"), gpu_mib, priority=priority, preemptible=preemptible, within_s=within_s)
+    def a_lease_is_asked_for(
+        self, gpu_mib: int, priority: int, preemptible: bool, within_s: float | None, gpus: int
+    ) -> None:
+        name = self._next("l")
+        self.world.ask_lease(name, gpu_mib, priority=priority, preemptible=preemptible, within_s=within_s, gpus=gpus)
+
+    @rule(leases=st.lists(st.sampled_from(OTHERS), max_size=2, unique_by=lambda lease: lease.id))
+    def other_gateways_hold_memory(self, leases: list[OtherLease]) -> None:
+        self.world.memory({}, leases=tuple(leases))
+
+    @rule(name=names, gpu_mib=st.sampled_from([0, 1_500, 5_000, 9_000]))
+    def a_need_is_measured(self, name: ModelId, gpu_mib: int) -> None:
+        self.world.config(needs={name: Need(gpu_mib)})
 
     @precondition(lambda self: self._calls(Fate.WAITING, Fate.GRANTED, leases=True))
     @rule(data=st.data())
@@ -231,9 +266,18 @@ class AnythingMayHappen(RuleBasedStateMachine):
     def devices_change(self, capacity_mib: int, there: bool) -> None:
         self.world.config(devices=(gpu(0, capacity_mib, 500), *([gpu(1, 6_000, 500)] if there else []), host(10_000)))
 
-    @rule(policy=policies, company=rules, overtakes_max=st.integers(0, 3))
-    def the_policy_changes(self, policy: str, company: Rules | None, overtakes_max: int) -> None:
-        self.world.config(limits=replace(LIMITS, policy=policy, company=company, overtakes_max=overtakes_max))
+    @rule(
+        policy=policies,
+        swapper=swappers,
+        company=rules,
+        overtakes_max=st.integers(0, 3),
+        green_room_mib=green_rooms,
+    )
+    def the_policy_changes(
+        self, policy: str, swapper: str, company: Rules | None, overtakes_max: int, green_room_mib: int | None
+    ) -> None:
+        limits = replace(LIMITS, policy=policy, swapper=swapper, company=company, overtakes_max=overtakes_max)
+        self.world.config(limits=replace(limits, green_room_mib=green_room_mib))
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -262,7 +306,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
         assert not self.world.scheduler.state.accounts._active
 
     def _faults_stop(self) -> None:
-        self.world.memory({HOST: 0, DeviceId("gpu0"): 0, DeviceId("gpu1"): 0})
+        self.world.memory({HOST: 0, DeviceId("gpu0"): 0, DeviceId("gpu1"): 0}, leases=())
         # Rules about company may keep somebody out for ever beside one who is pinned.
         self.world.config(devices=DEVICES, limits=LIMITS)
 

@@ -117,7 +117,7 @@ def test_a_need_is_not_raised_beyond_what_there_could_be() -> None:
     world.outcome_of = lambda move: Outcome.NO_MEMORY if len(world.moves) < 2 else Outcome.DONE
     world.arrive("r", "a", takes_s=0.0)
     world.run()
-    assert world.fate("r") is Fate.SERVED and world.moves[-1].claim == {GPU0: 7_000}
+    assert world.fate("r") is Fate.SERVED and world.moves[-1].claim == {GPU0: 8_000}
 
 
 def test_a_need_on_the_host_is_raised_too() -> None:

@@ -32,6 +32,7 @@ from greenroom.core.model import (
     MoveKind,
     Need,
     OpId,
+    OtherLease,
     Outcome,
     RequestId,
     SlotId,
@@ -131,6 +132,8 @@ class Place:
     model: ModelId
     tier: Tier = Tier.COLD
     holds: dict[DeviceId, int] = field(default_factory=dict)
+    # What it held before the move that is under way.
+    held: dict[DeviceId, int] = field(default_factory=dict)
     move: Move | None = None
     fell: bool = False
 
@@ -174,6 +177,7 @@ class World(Recorder):
         self.specs: dict[ModelId, ModelSpec] = {}
         self.devices: dict[DeviceId, Device] = {}
         self.foreign: dict[DeviceId, int] = {}
+        self.others: tuple[OtherLease, ...] = ()
         self.engines: dict[str, Engine] = {}
         self.outcome_of: Callable[[Move], Outcome] = lambda move: Outcome.DONE
         self.told_to_leave: set[ModelId] = set()
@@ -196,6 +200,7 @@ class World(Recorder):
         devices: tuple[Device, ...] | None = None,
         limits: Limits | None = None,
         learned: Mapping[ModelId, ev.Learned] | None = None,
+        needs: Mapping[ModelId, Need] | None = None,
     ) -> None:
         for spec in models:
             old = self.specs.get(spec.id)
@@ -207,7 +212,7 @@ class World(Recorder):
         if devices is not None:
             self.devices = {device.id: device for device in devices}
         gone = tuple(ModelId(name) for name in removed)
-        self.post(ev.ConfigChanged(self.now, models, gone, devices, limits, learned))
+        self.post(ev.ConfigChanged(self.now, models, gone, devices, limits, learned, needs))
 
     def arrive(
         self,
@@ -219,6 +224,7 @@ class World(Recorder):
         within_s: float | None = None,
         patient: bool = True,
         budget_s: float | None = None,
+        keep_alive_s: float | None = None,
     ) -> Call:
         """A request comes. It takes that long once granted; None: until `finish`."""
         wanted = tuple(ModelId(candidate) for candidate in candidates)
@@ -227,16 +233,19 @@ class World(Recorder):
         self.calls_by_id[name] = call
         give_up_at = None if within_s is None else self.now + within_s
         answer_by = None if budget_s is None else self.now + budget_s
-        self.post(self.arrival(call, give_up_at, patient, answer_by))
+        self.post(self.arrival(call, give_up_at, patient, answer_by, keep_alive_s))
         return call
 
     def arrival(
-        self, call: Call, give_up_at: float | None = None, patient: bool = True, answer_by: float | None = None
+        self,
+        call: Call,
+        give_up_at: float | None = None,
+        patient: bool = True,
+        answer_by: float | None = None,
+        keep_alive_s: float | None = None,
     ) -> ev.RequestArrived:
-        request = RequestId(call.id)
-        return ev.RequestArrived(
-            self.now, request, call.candidates, call.priority, call.tenant, give_up_at, patient, answer_by
-        )
+        request, who = RequestId(call.id), (call.candidates, call.priority, call.tenant)
+        return ev.RequestArrived(self.now, request, *who, give_up_at, patient, answer_by, keep_alive_s)
 
     def asking(self, name: str, *candidates: str, priority: int = 1, tenant: str = NO_TENANT) -> ev.RequestArrived:
         """A request that might come now, for questions about it."""
@@ -282,12 +291,22 @@ class World(Recorder):
         preemptible: bool = False,
         within_s: float | None = None,
         devices: tuple[DeviceId, ...] = (),
+        gpus: int = 1,
     ) -> Call:
         call = Call(name, next(self._numbers), (), priority, NO_TENANT, None, is_lease=True)
         self.calls_by_id[name] = call
         give_up_at = None if within_s is None else self.now + within_s
         self.post(
-            ev.LeaseAsked(self.now, LeaseId(name), Need(gpu_mib), priority, devices, preemptible, give_up_at=give_up_at)
+            ev.LeaseAsked(
+                self.now,
+                LeaseId(name),
+                Need(gpu_mib),
+                priority,
+                devices,
+                preemptible,
+                give_up_at=give_up_at,
+                gpus=gpus,
+            )
         )
         return call
 
@@ -305,11 +324,16 @@ class World(Recorder):
         move = self.moving.pop(move_id)
         place, engine = self.places[move.slot], self._engine(move.model)
         place.move = None
-        told = outcome
+        told, fell = outcome, place.fell
         if place.fell and outcome is Outcome.DONE:
             # The process died during the move; whoever carried it out has not noticed.
             outcome = Outcome.FAILED
         place.fell = False
+        if told is Outcome.NO_LEASE and move.kind not in ARRIVING and not fell:
+            # Nobody has touched it.
+            place.holds = place.held
+            self.post(ev.MoveDone(self.now, move_id, told))
+            return
         # What did not arrive leaves nothing behind, except that who slept still sleeps.
         arrived = LEGAL_MOVES[move.kind][1] if outcome is Outcome.DONE else place.tier
         place.tier = Tier.COLD if move.kind is MoveKind.UNLOAD else arrived
@@ -336,14 +360,19 @@ class World(Recorder):
         self.post(ev.SlotsLost(self.now, slots, left_in, "crash"))
 
     def memory(
-        self, foreign_mib: Mapping[DeviceId, int], seen: Mapping[SlotId, Mapping[DeviceId, int]] | None = None
+        self,
+        foreign_mib: Mapping[DeviceId, int],
+        seen: Mapping[SlotId, Mapping[DeviceId, int]] | None = None,
+        leases: tuple[OtherLease, ...] | None = None,
     ) -> None:
         self.foreign.update(foreign_mib)
+        if leases is not None:
+            self.others = leases
         for slot, figures in (seen or {}).items():
             for device, mib in figures.items():
                 holds = self.places[slot].holds
                 holds[device] = max(mib, holds.get(device, 0))
-        self.post(ev.MemoryChanged(self.now, foreign_mib, seen))
+        self.post(ev.MemoryChanged(self.now, foreign_mib, seen, leases))
 
     def shut_down(self, drain_s: float) -> None:
         self.told_to_leave.update(self.specs)
@@ -435,6 +464,7 @@ class World(Recorder):
         assert place.move is None, f"{move.slot} moves already"
         sources, _ = LEGAL_MOVES[move.kind]
         assert place.tier in sources, f"{move.slot} is {place.tier} and is to {move.kind}"
+        place.held = place.holds
         if move.kind in ARRIVING or move.kind is MoveKind.SLEEP:
             during = {on: max(place.holds.get(on, 0), move.claim.get(on, 0)) for on in {*place.holds, *move.claim}}
             self._judge_memory(move.slot, place.holds, during)
@@ -454,7 +484,8 @@ class World(Recorder):
                 continue
             others = sum(place.holds.get(device, 0) for other, place in self.places.items() if other != slot)
             usable = self.devices[device].capacity_mib - self.devices[device].margin_mib
-            assert others + mib + self.foreign.get(device, 0) <= usable, f"{slot} does not fit {device}"
+            outside = self.foreign.get(device, 0) + sum(lease.claim.get(device, 0) for lease in self.others)
+            assert others + mib + outside <= usable, f"{slot} does not fit {device}"
 
     def _judge_leaving(self, move: Move, reason: Reason) -> None:
         running = [call.id for call in self.calls_by_id.values() if call.slot == move.slot]

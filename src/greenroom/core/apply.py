@@ -46,8 +46,8 @@ class Actions:
             self.serve(waiter, self._state.slots[plan.slot], now)
             return
         match plan:
-            case Join(_, model) | Wait(_, model):
-                self._keep_waiting(waiter, model)
+            case Join() | Wait():
+                self._keep_waiting(waiter, plan.model)
             case Swap():
                 self._keep_waiting(waiter, plan.model)
                 self._swap(waiter, plan, now)
@@ -108,6 +108,8 @@ class Actions:
             state.avg_wait_s or 0.0,
             plan.needs_mib,
             plan.free_mib,
+            plan.capacity_mib,
+            plan.held_by,
         )
 
     def reject_waiters(self, model: ModelId, refusal: Refuse) -> None:
@@ -125,6 +127,7 @@ class Actions:
         """Nothing is left of this lease: neither its record nor what it holds or was promised."""
         state = self._state
         del state.models[model]
+        self._stage.forget_timer(Timer(TimerKind.RETRY, model))
         for slot in list(state.slots_of(model)):
             for request in slot.in_flight:
                 del state.grants[request]
@@ -174,6 +177,8 @@ class Actions:
         slot.in_flight[request] = None
         slot.last_used = now
         slot.last_priority = waiter.priority
+        if waiter.keep_alive_s is not None:
+            slot.keep_alive_s = waiter.keep_alive_s
         waiter.granted_at = now
         state.counters.grants += 1
         if waiter.kind is WaiterKind.REQUEST:
@@ -200,6 +205,8 @@ class Actions:
         state = self._state
         slot = state.slots[plan.wakes] if plan.wakes is not None else self._new_slot(waiter, plan)
         state.kept.pop(plan.model, None)
+        # First of all: where it sleeps now there may be a place for those who leave for it.
+        self._stage.plan(slot, plan.kind)
         for victim in plan.evict:
             facts = {"loss": round(victim.loss, 4), "idle_s": round(now - victim.last_used, 1)}
             why = because("evicted", model=victim.model, for_model=plan.model, for_request=str(waiter.id), **facts)
@@ -208,7 +215,6 @@ class Actions:
         slot.last_used = now
         slot.caused_by = waiter.tenant if waiter.kind is WaiterKind.REQUEST else None
         state.counters.swaps += 1
-        self._stage.plan(slot, plan.kind)
         self._start(slot, now)
 
     def _new_slot(self, waiter: Waiter, plan: Swap) -> Slot:

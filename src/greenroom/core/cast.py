@@ -1,16 +1,31 @@
 """Who is on stage, as a policy and a swapper see it: residents with what leaving would give and cost.
 
-Owns the translation from slots to residents. Made anew for each decision, because
+Owns the translation from slots to residents, and where a model could come. Made anew for each decision, because
 everything in it may change.
 """
 
 from __future__ import annotations
 
-from math import exp, inf, log
+from dataclasses import dataclass
+from math import inf, log
 
-from greenroom.core.model import Claim, DeviceId, MoveKind, Slot, Tier
+from greenroom.core import green_room, placement
+from greenroom.core.model import Claim, DeviceId, MoveKind, Slot, SlotId, Tier
 from greenroom.core.state import ModelRecord, State
 from greenroom.core.swapper import Resident
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A place where a model could be: its claim there when ready, and what its move wants beyond what it holds."""
+
+    claim: Claim
+    wants: Claim
+    on: frozenset[DeviceId]  # where it wants any
+
+
+def way_to(claim: Claim, wants: Claim) -> Way:
+    return Way(claim, wants, frozenset(device for device, mib in wants.items() if mib > 0))
 
 
 class Cast:
@@ -21,6 +36,17 @@ class Cast:
         self._now = now
         self._made: dict[bool, list[Resident]] = {}
         self._room_mib: dict[DeviceId, int] | None = None
+        self._most_mib: dict[DeviceId, int] | None = None
+        self._may_fall_asleep: bool | None = None
+        self._ways: dict[placement.Shape, list[Way]] = {}
+        # Those who cannot sleep are the same whether they may or not.
+        self._sleepless: dict[SlotId, Resident] = {}
+
+    def after_swap(self) -> Cast:
+        """The cast after a swap was ordered at this moment: whom it does not concern is as before."""
+        after = Cast(self._state, self._now)
+        after._sleepless = self._sleepless
+        return after
 
     @property
     def room_mib(self) -> dict[DeviceId, int]:
@@ -28,18 +54,49 @@ class Cast:
             self._room_mib = self._state.room_mib()
         return self._room_mib
 
+    @property
+    def most_mib(self) -> dict[DeviceId, int]:
+        if self._most_mib is None:
+            self._most_mib = self._state.most_mib(None)
+        return self._most_mib
+
+    def ways(self, record: ModelRecord) -> list[Way]:
+        """Every place where a model that is cold can ever be; none if it is too large. Many models are alike."""
+        shape = placement.shape(record.spec, record.need)
+        if shape not in self._ways:
+            state, most = self._state, self.most_mib
+            likely = state.likely_mib(most) if record.spec.can_split else most
+            claims = placement.options(record.spec, record.need, state.devices, self.room_mib, most, likely)
+            self._ways[shape] = [way_to(claim, claim) for claim in claims]
+        return self._ways[shape]
+
     def residents(self, may_sleep: bool, but: Slot | None) -> list[Resident]:
-        """Everybody but one who holds memory, or will, and is not about to give it back."""
+        """Everybody but one, who is to wake, who holds memory, or will, and is not about to give it back."""
+        if may_sleep and but is not None and self._state.limits.green_room_mib is not None:
+            # In the green room there will be the place of the one who wakes: this differs from one to the other.
+            return [_resident(self._state, slot, self._now, may_sleep, but) for slot in self._stay() if slot is not but]
         if may_sleep not in self._made:
-            stay = [slot for slot in self._state.slots.values() if not slot.is_going and not slot.lost]
-            self._made[may_sleep] = [_resident(self._state, slot, self._now, may_sleep) for slot in stay]
+            self._made[may_sleep] = [self._resident(slot, may_sleep) for slot in self._stay()]
         made = self._made[may_sleep]
         return made if but is None else [resident for resident in made if resident.slot != but.id]
 
+    def _stay(self) -> list[Slot]:
+        return [slot for slot in self._state.slots.values() if slot.leaving_to is None and not slot.lost]
 
-def rate_of(record: ModelRecord, recency_s: float, now: float) -> float:
-    """Requests a second, those of long ago counting less."""
-    return record.heat * exp(min(0.0, record.heat_at - now) / recency_s) / recency_s
+    @property
+    def may_fall_asleep(self) -> bool:
+        """Whether anybody would leave to the green room."""
+        if self._may_fall_asleep is None:
+            self._may_fall_asleep = any(one.leaves_to is Tier.ASLEEP for one in self.residents(True, None))
+        return self._may_fall_asleep
+
+    def _resident(self, slot: Slot, may_sleep: bool) -> Resident:
+        if slot.can_sleep or slot.move is not None or slot.planned is not None:
+            return _resident(self._state, slot, self._now, may_sleep)
+        known = self._sleepless.get(slot.id)
+        if known is None:
+            known = self._sleepless[slot.id] = _resident(self._state, slot, self._now, may_sleep)
+        return known
 
 
 def drain_s(record: ModelRecord, answers: int) -> float:
@@ -47,32 +104,40 @@ def drain_s(record: ModelRecord, answers: int) -> float:
     return record.typical_s * (1.0 + log(max(1, answers)))
 
 
-def _resident(state: State, slot: Slot, now: float, may_sleep: bool) -> Resident:
+def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot | None = None) -> Resident:
     # As it will be when it leaves: only where the green room has room for it.
     could_sleep = may_sleep and slot.tier is Tier.READY and slot.can_sleep
-    sleeps = could_sleep and state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
-    held, record = state.ledger.held_by(slot.id), state.models.get(slot.model)
-    stuck = slot.spec.pinned or slot.move is not None or slot.planned is not None
+    fits = could_sleep and state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
+    sleeps = fits and green_room.has_place(state, slot, now, wakes)
+    model, lease, spec = slot.spec.id, slot.lease, slot.spec
+    held, record = state.ledger.held_by(slot.id), state.models.get(model)
+    stuck = spec.pinned or slot.move is not None or slot.planned is not None
+    rate = reload_s = ends_s = 0.0
+    if record is not None:
+        rate = record.rate(state.limits.recency_s, now)
+        reload_s = record.move_s(MoveKind.WAKE if sleeps else MoveKind.LOAD)
+        ends_s = drain_s(record, len(slot.in_flight))
+    # By place, not by name: this is what a round does most.
     resident = Resident(
-        slot=slot.id,
-        model=slot.model,
-        gives_mib=_given(held, slot.claim_asleep) if sleeps else held,
-        leaves_to=Tier.ASLEEP if sleeps else Tier.COLD,
-        priority=slot.last_priority,
-        last_used=slot.last_used,
+        slot.id,
+        model,
+        _given(held, slot.claim_asleep) if sleeps else held,
+        Tier.ASLEEP if sleeps else Tier.COLD,
+        slot.last_priority,
+        slot.last_used,
         # The holder of a lease is asked rather than waited for.
-        is_busy=slot.lease is None and not slot.is_idle,
-        is_fixed=stuck,
-        cannot_leave=stuck,
-        on_stage=slot.lease is None and (slot.tier is Tier.READY or slot.is_arriving),
-        ready_since=slot.ready_since,
-        stays_until=slot.stays_until,
-        batch_until=slot.batch_until,
-        queue=state.waitlist.queues.get(slot.model),
-        rate=0.0 if record is None else rate_of(record, state.limits.recency_s, now),
-        reload_s=0.0 if record is None else record.move_s(MoveKind.WAKE if sleeps else MoveKind.LOAD),
-        drain_s=0.0 if record is None else drain_s(record, len(slot.in_flight)),
-        passed_since=_passed_since(slot),
+        lease is None and bool(slot.in_flight),
+        stuck,
+        stuck,
+        lease is None and (slot.tier is Tier.READY or slot.is_arriving),
+        slot.ready_since,
+        slot.stays_until,
+        slot.batch_until,
+        state.waitlist.queues.get(model),
+        rate,
+        reload_s,
+        ends_s,
+        _passed_since(slot),
     )
     resident.loss = state.policy.loss(resident, now)
     return resident

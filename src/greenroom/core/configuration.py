@@ -11,7 +11,7 @@ from greenroom.core.apply import Actions, wish_for
 from greenroom.core.decide import Refuse
 from greenroom.core.effects import RejectCode, because
 from greenroom.core.events import ConfigChanged, Limits, Timer, TimerKind
-from greenroom.core.model import ModelId, ModelSpec, Tier
+from greenroom.core.model import ModelId, ModelSpec, Need, Tier
 from greenroom.core.policies import Swappers, make_policy
 from greenroom.core.policy import Policies
 from greenroom.core.stage import Stage
@@ -28,6 +28,7 @@ class Configuration:
 
     def changed(self, event: ConfigChanged) -> None:
         state = self._state
+        state.trim_again = True
         if event.limits is not None:
             self._take_over(event.limits)
         if event.devices is not None:
@@ -36,11 +37,20 @@ class Configuration:
             self._remove(model, event.now)
         for spec in event.models:
             self._put(spec, event.now)
+        for model, need in (event.needs or {}).items():
+            self._set_need(model, need)
         for model, learned in (event.learned or {}).items():
             if record := state.models.get(model):
                 record.learned_s.update(learned.moves_s)
                 if learned.service_s is not None and record.service_s is None:
                     record.answered(learned.service_s)
+
+    def _set_need(self, model: ModelId, need: Need) -> None:
+        """What its next load is planned with. What is there keeps its claim."""
+        record = self._state.models.get(model)
+        if record is not None and not record.is_lease:
+            record.need = need
+            self._state.price_queue(model)
 
     def _take_over(self, limits: Limits) -> None:
         """Another policy, or the same with other numbers. Who waits keeps waiting, by the new rules."""

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
-from greenroom.core import placement
-from greenroom.core.cast import Cast
+from greenroom.core import green_room, placement
+from greenroom.core.cast import Cast, Way, way_to
 from greenroom.core.effects import RejectCode
 from greenroom.core.model import (
     Claim,
@@ -18,10 +18,10 @@ from greenroom.core.model import (
     ModelId,
     ModelSpec,
     MoveKind,
+    Need,
     Outcome,
     Slot,
     SlotId,
-    Tier,
 )
 from greenroom.core.state import ModelRecord, State
 from greenroom.core.swapper import Eviction, Resident, Target
@@ -73,6 +73,8 @@ class Refuse:
     retry_after_s: float | None = None
     needs_mib: int = 0
     free_mib: int = 0
+    capacity_mib: int = 0
+    held_by: tuple[str, ...] = ()
 
 
 Plan = Serve | Join | Wait | Swap | Refuse
@@ -150,37 +152,46 @@ def _decide_pause(state: State, waiter: Waiter, record: ModelRecord, now: float)
 def _decide_swap(
     state: State, waiter: Waiter, record: ModelRecord, asleep: Slot | None, cast: Cast, now: float
 ) -> Plan:
-    spec, room, most = record.spec, cast.room_mib, state.most_mib(asleep)
+    spec, most = record.spec, cast.most_mib if asleep is None else state.most_mib(asleep)
     kind = _kind(waiter, spec, asleep)
-    ways = _ways(state, record, kind, asleep, room, most)
+    ways = _ways(state, record, kind, asleep, cast, most)
     if not ways and asleep is not None:
         # It can never wake where it sleeps: bring it elsewhere, as if it were cold.
         return _decide_swap(state, waiter, record, None, cast, now)
     if not ways:
-        need = spec.need_asleep if kind is MoveKind.PREPARE and spec.need_asleep is not None else record.need
-        return Refuse(RejectCode.TOO_LARGE, None, *placement.shortfall(spec, need, state.devices, most))
-    open_ways = [way for way in ways if not state.keepers(_takes_on(way), spec.id)]
+        if kind is MoveKind.PREPARE and spec.need_asleep is not None:
+            within = green_room.within(state, most)
+            return refusal(state, RejectCode.TOO_LARGE, None, spec, spec.need_asleep, within)
+        return refusal(state, RejectCode.TOO_LARGE, None, spec, record.need, most)
+    if state.store_is_down and all(way.on for way in ways):
+        # Who waits already may wait on; others can ask somebody else.
+        waits = waiter.id in state.waitlist
+        return Wait("store_down", spec.id) if waits else Refuse(RejectCode.STORE_DOWN, state.limits.replan_s)
+    open_ways = [way for way in ways if not state.keepers(way.on, spec.id)]
     if not open_ways:
-        return Wait("kept_for_others", spec.id, behind=state.keepers(_takes_on(ways[0]), spec.id))
+        return Wait("kept_for_others", spec.id, behind=state.keepers(ways[0].on, spec.id))
+    if kind is MoveKind.PREPARE and not green_room.can_take(state, open_ways[0].wants):
+        return Wait("green_room", spec.id)
     on_stage = kind is not MoveKind.PREPARE and not record.is_lease
     target = Target(spec.id, tuple(way.wants for way in open_ways), waiter.priority, on_stage)
     eviction, until = _eviction(state, waiter, target, asleep, cast, now)
     if eviction is None:
-        return Wait("no_room", spec.id, until, frozenset().union(*map(_takes_on, open_ways)))
+        return Wait("no_room", spec.id, until, frozenset().union(*(way.on for way in open_ways)))
     way = open_ways[target.options.index(eviction.claim)]
     return Swap(spec.id, kind, way.claim, eviction.victims, asleep.id if asleep is not None else None)
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """A place where a model could be: its claim there when ready, and what its move wants beyond what it holds."""
-
-    claim: Claim
-    wants: Claim
-
-
-def _takes_on(way: Way) -> frozenset[DeviceId]:
-    return frozenset(device for device, mib in way.wants.items() if mib > 0)
+def refusal(
+    state: State,
+    code: RejectCode,
+    retry_after_s: float | None,
+    spec: ModelSpec,
+    need: Need,
+    mib: Mapping[DeviceId, int],
+) -> Refuse:
+    """A refusal for want of memory, with the numbers: what is needed, what there is of it, and who else holds some."""
+    figures = placement.shortfall(spec, need, state.devices, mib)
+    return Refuse(code, retry_after_s, *figures, held_by=state.holders(spec.devices))
 
 
 def _kind(waiter: Waiter, spec: ModelSpec, asleep: Slot | None) -> MoveKind:
@@ -195,19 +206,20 @@ def _ways(
     record: ModelRecord,
     kind: MoveKind,
     asleep: Slot | None,
-    room: Mapping[DeviceId, int],
+    cast: Cast,
     most: Mapping[DeviceId, int],
 ) -> list[Way]:
     """Every place where it can ever be; none if it is too large."""
     if asleep is not None:
         during = asleep.needs_for(kind)
         held = state.ledger.held_by(asleep.id)
-        return [Way(asleep.claim, _less(during, held))] if _fits(during, most) else []
-    claims = placement.options(record.spec, record.need, state.devices, room, most)
+        return [way_to(asleep.claim, _less(during, held))] if _fits(during, most) else []
+    ways = cast.ways(record)
     if kind is MoveKind.LOAD:
-        return [Way(claim, claim) for claim in claims]
-    ways = [Way(claim, state.asleep_at(record.spec, claim)) for claim in claims]
-    return [way for way in ways if _fits(way.wants, most)]
+        return ways
+    ways = [way_to(way.claim, state.asleep_at(record.spec, way.claim)) for way in ways]
+    within = green_room.within(state, most)
+    return [way for way in ways if _fits(way.wants, within)]
 
 
 def _fits(claim: Claim, most: Mapping[DeviceId, int]) -> bool:
@@ -226,7 +238,7 @@ def _eviction(
     asleep = cast.residents(may_sleep=True, but=but)
     until = _fix(state, waiter, queue, asleep, now)
     found = swapper.eviction_for(target, asleep, room)
-    if (found is not None and not found.is_blocked) or not any(one.leaves_to is Tier.ASLEEP for one in asleep):
+    if (found is not None and not found.is_blocked) or not cast.may_fall_asleep:
         return found, until
     cold = cast.residents(may_sleep=False, but=but)
     until_cold = _fix(state, waiter, queue, cold, now)
@@ -247,12 +259,18 @@ def _queue(state: State, waiter: Waiter, model: ModelId) -> Queue:
 
 def _fix(state: State, waiter: Waiter, queue: Queue, there: list[Resident], now: float) -> float:
     """Fix those who may not be asked to leave for this queue; return when the next of them may be."""
-    until = inf
+    until, takes_at = inf, state.policy.takes_at
+    by_policy = waiter.kind is WaiterKind.REQUEST
     for resident in there:
-        at = inf if resident.cannot_leave else _askable_at(state, waiter, queue, resident, now)
+        if resident.cannot_leave:
+            at = inf
+        elif by_policy and resident.on_stage:
+            at = takes_at(queue, resident, now)
+        else:
+            at = _askable_at(state, waiter, queue, resident, now)
         resident.is_fixed = at > now
-        if at > now:
-            until = min(until, at)
+        if now < at < until:
+            until = at
     return until
 
 

@@ -56,6 +56,9 @@ class Rejection:
     avg_wait_s: float = 0.0
     needs_mib: int = 0
     free_mib: int = 0
+    capacity_mib: int = 0
+    # Who holds memory there through other gateways.
+    held_by: tuple[str, ...] = ()
 
 
 class OpOutcome(Enum):

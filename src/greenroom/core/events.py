@@ -22,6 +22,7 @@ from greenroom.core.model import (
     MoveKind,
     Need,
     OpId,
+    OtherLease,
     Outcome,
     RequestId,
     SlotId,
@@ -66,6 +67,7 @@ class Limits:
     backoff_max_s: float = 300.0
     replan_s: float = 1.0  # Pause before asking again for a lease that was refused or a store that was down.
     need_raise: float = 1.25  # How much more a model is given after it ran out of memory at load.
+    green_room_mib: int | None = None  # Host memory for all sleeping slots together; None: what the host has.
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,11 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanged:
-    """The first event carries everything; later ones carry what is new, changed or gone."""
+    """The first event carries everything; later ones carry what is new, changed or gone.
+
+    `needs` are figures that were measured or remembered. They count from a model's next load on: what is there keeps
+    its claim.
+    """
 
     now: float
     models: tuple[ModelSpec, ...] = ()
@@ -86,6 +92,7 @@ class ConfigChanged:
     devices: tuple[Device, ...] | None = None
     limits: Limits | None = None
     learned: Mapping[ModelId, Learned] | None = None
+    needs: Mapping[ModelId, Need] | None = None
 
 
 # Two are made for every request, so they are not frozen: that alone would take a microsecond. Nobody changes them.
@@ -94,6 +101,8 @@ class RequestArrived:
     """`give_up_at` is when waiting no longer helps; `patient` callers are not refused for a long estimate.
 
     `answer_by` is the caller's budget: the whole answer must have ended by then, or is not worth beginning.
+    `keep_alive_s` is how long the slot that serves it stays afterwards: 0 leaves when idle, -1 sets no idle timer, None
+    says nothing.
     """
 
     now: float
@@ -104,6 +113,7 @@ class RequestArrived:
     give_up_at: float | None = None
     patient: bool = True
     answer_by: float | None = None
+    keep_alive_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +166,26 @@ class SlotsLost:
 
 @dataclass(frozen=True, slots=True)
 class MemoryChanged:
-    """What processes nobody declared use, per device; devices not named keep their last figure."""
+    """What processes nobody declared use, per device; devices not named keep their last figure.
+
+    `leases` are all that are held through other gateways; None leaves them as they were told last. `store_is_down` says
+    that no memory can be granted at present, because who grants it does not answer; None leaves that as it was.
+    """
 
     now: float
     foreign_mib: Mapping[DeviceId, int]
     seen: Mapping[SlotId, Claim] | None = None
+    leases: tuple[OtherLease, ...] | None = None
+    store_is_down: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseAsked:
-    """Another program wants memory. Planned like a load; answered by `grant` or `reject` under the lease's id."""
+    """Another program wants memory. Planned like a load; answered by `grant` or `reject` under the lease's id.
+
+    `need.gpu_mib` is wanted on each of `gpus` different GPUs, all or nothing. `waits_since` is for who waited elsewhere
+    before.
+    """
 
     now: float
     lease: LeaseId
@@ -175,6 +195,8 @@ class LeaseAsked:
     preemptible: bool = False
     grace_s: float = 30.0
     give_up_at: float | None = None
+    gpus: int = 1
+    waits_since: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from greenroom.core.decide import Plan, Refuse, Serve, Swap, Wait
-from greenroom.core.model import ModelId, SlotId, Tier
+from greenroom.core.model import DeviceId, ModelId, OtherLease, SlotId, Tier
 from greenroom.core.outlook import eta_s
 from greenroom.core.state import State
 from greenroom.core.swapper import Resident
@@ -26,24 +26,36 @@ class Victim:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`position` is the place among those who wait; 0 if it would not wait."""
+    """`position` is the place among those who wait; 0 if it would not wait.
+
+    `held` are leases of other gateways where it would have to wait for memory, or has none.
+    """
 
     plan: Plan
     position: int
     eta_s: float | None
     behind: tuple[ModelId, ...] = ()
     evict: tuple[Victim, ...] = ()
+    held: tuple[OtherLease, ...] = ()
 
 
 def explanation(state: State, waiter: Waiter, plan: Plan, now: float) -> Explanation:
     if isinstance(plan, Serve):
         return Explanation(plan, 0, 0.0)
     if isinstance(plan, Refuse):
-        return Explanation(plan, 0, None)
+        return Explanation(plan, 0, None, held=_held(state, plan))
     estimate_s = eta_s(state, waiter, plan.model, now)
     behind = plan.behind if isinstance(plan, Wait) and plan.behind else _before(state, waiter, plan.model)
     evict = tuple(_victim(one, waiter, now) for one in plan.evict) if isinstance(plan, Swap) else ()
-    return Explanation(plan, state.waitlist.position(waiter), estimate_s, behind, evict)
+    return Explanation(plan, state.waitlist.position(waiter), estimate_s, behind, evict, _held(state, plan))
+
+
+def _held(state: State, plan: Plan) -> tuple[OtherLease, ...]:
+    """Of a refusal all whom it names; else those on the devices on which it waits for memory."""
+    if isinstance(plan, Refuse):
+        return tuple(lease for lease in state.ledger.others if lease.holder in plan.held_by)
+    on: frozenset[DeviceId] = plan.on if isinstance(plan, Wait) else frozenset()
+    return tuple(lease for lease in state.ledger.others if not on.isdisjoint(lease.claim))
 
 
 def _before(state: State, waiter: Waiter, model: ModelId) -> tuple[ModelId, ...]:

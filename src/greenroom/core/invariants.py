@@ -5,6 +5,7 @@ Raises AssertionError naming the property. Used by tests and by the simulator; c
 
 from __future__ import annotations
 
+from greenroom.core import green_room
 from greenroom.core.decide import Join, Refuse, Swap, Wait, decide
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import LEGAL_MOVES, MoveKind, RequestId, Slot, Tier
@@ -20,10 +21,13 @@ def check(scheduler: Scheduler, now: float | None = None) -> None:
     _grants_and_slots_agree(state)
     _moves_and_slots_agree(state)
     _memory_is_held_for_every_slot(state)
+    _free_memory_is_what_nobody_has(state)
     _nobody_waits_and_is_served(state)
     _tables_hold_only_what_is_there(state)
     for slot in state.slots.values():
         _slot_is_sane(slot)
+        _idle_slot_is_looked_at(slot)
+    assert not green_room.excess(state, 0.0), f"{green_room.excess(state, 0.0)} should have left the green room"
     if now is not None:
         _nobody_waits_for_nothing(state, now)
 
@@ -49,6 +53,18 @@ def _memory_is_held_for_every_slot(state: State) -> None:
     assert set(state.ledger.holdings) == there, f"ledger holds {set(state.ledger.holdings)} but slots are {there}"
     planned = {slot.id for slot in state.slots.values() if slot.planned is not None}
     assert set(state.ledger.promises) == planned, f"promised {set(state.ledger.promises)} but planned {planned}"
+
+
+def _free_memory_is_what_nobody_has(state: State) -> None:
+    """The sums that the ledger keeps are those of a count from scratch."""
+    ledger = state.ledger
+    for device, free_mib in ledger.free_mib(frozenset()).items():
+        taken_mib = sum(
+            max(ledger.held_by(slot).get(device, 0), ledger.promises.get(slot, {}).get(device, 0))
+            for slot in {*ledger.holdings, *ledger.promises}
+        )
+        counted_mib = ledger.usable_mib(device) - taken_mib
+        assert free_mib == counted_mib, f"{device} has {counted_mib} MiB left and not {free_mib}"
 
 
 def _nobody_waits_and_is_served(state: State) -> None:
@@ -104,6 +120,12 @@ def _nobody_waits_for_nothing(state: State, now: float) -> None:
         bad_news_later = is_bad_news and (state.moves or state.ledger.promises)
         later = bad_news_later or (isinstance(plan, Swap) and looked_at)
         assert later or isinstance(plan, Wait | Join), f"{head.id} waits though it could have {plan}"
+
+
+def _idle_slot_is_looked_at(slot: Slot) -> None:
+    if slot.is_serving and slot.is_idle and slot.idle_s is not None:
+        due = slot.last_used + slot.idle_s
+        assert slot.looked_at is not None and slot.looked_at <= due, f"{slot.id} is idle and nobody looks in time"
 
 
 def _slot_is_sane(slot: Slot) -> None:

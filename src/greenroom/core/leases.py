@@ -37,7 +37,7 @@ class Leases:
             model,
             (model,),
             event.priority,
-            event.now,
+            event.now if event.waits_since is None else event.waits_since,
             give_up_at=event.give_up_at,
         )
         self._act.carry_out(waiter, decide(state, waiter, event.now), event.now)
@@ -57,7 +57,7 @@ def _spec(event: LeaseAsked, model: ModelId) -> ModelSpec:
         model,
         need=event.need,
         devices=event.devices,
-        can_split=True,
+        gpus=max(1, event.gpus),
         priority=event.priority,
         grace_s=event.grace_s,
         pinned=not event.preemptible,

@@ -1,7 +1,7 @@
 """Memory arithmetic per device: who holds what, what is promised, what strangers use.
 
-free = usable − Σ max(claim, seen, promise) − foreign. Owns no policy and knows no models: it answers what fits. A
-device that is no longer there has no memory, so that what was placed on it can still leave.
+free = usable − Σ max(claim, seen, promise) − foreign − leases of other gateways. Owns no policy and knows no models: it
+answers what fits. A device that is no longer there has no memory, so that what was placed on it can still leave.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from greenroom.core.model import NO_CLAIM, Claim, Device, DeviceId, SlotId, larger
+from greenroom.core.model import NO_CLAIM, Claim, Device, DeviceId, OtherLease, SlotId, larger
 
 
 @dataclass(slots=True)
@@ -27,7 +27,12 @@ class Ledger:
     def __init__(self) -> None:
         self.devices: dict[DeviceId, Device] = {}
         self.foreign: dict[DeviceId, int] = {}
+        # Leases held through other gateways, and what they take together.
+        self.others: tuple[OtherLease, ...] = ()
+        self._others_mib: dict[DeviceId, int] = {}
         self.holdings: dict[SlotId, Holding] = {}
+        # The sums of all holdings, kept because every decision asks for them.
+        self._held_mib: dict[DeviceId, int] = {}
         # Reservations: counted in plans, not yet in use. A sleeping slot that is to wake holds and is promised memory.
         self.promises: dict[SlotId, Claim] = {}
 
@@ -38,6 +43,13 @@ class Ledger:
         for device in sorted(foreign_mib):
             self.foreign[device] = foreign_mib[device]
 
+    def set_others(self, leases: Iterable[OtherLease]) -> None:
+        self.others = tuple(sorted(leases, key=lambda lease: lease.id))
+        self._others_mib = {}
+        for lease in self.others:
+            for device, mib in lease.claim.items():
+                self._others_mib[device] = self._others_mib.get(device, 0) + mib
+
     def promise(self, slot: SlotId, claim: Claim) -> None:
         self.promises[slot] = claim
 
@@ -47,15 +59,28 @@ class Ledger:
     def hold(self, slot: SlotId, claim: Claim, seen: Claim = NO_CLAIM) -> None:
         """This slot now holds that, and is promised nothing any more."""
         self.unpromise(slot)
+        self._count(slot, -1)
         self.holdings[slot] = Holding(claim, seen)
+        self._count(slot, +1)
 
     def observe(self, slot: SlotId, seen: Claim) -> None:
         if holding := self.holdings.get(slot):
+            self._count(slot, -1)
             holding.seen = seen
+            self._count(slot, +1)
 
     def release(self, slot: SlotId) -> None:
         self.unpromise(slot)
+        self._count(slot, -1)
         self.holdings.pop(slot, None)
+
+    def _count(self, slot: SlotId, sign: int) -> None:
+        for device, mib in self.held_by(slot).items():
+            self._held_mib[device] = self._held_mib.get(device, 0) + sign * mib
+
+    def seen_of(self, slot: SlotId) -> Claim:
+        holding = self.holdings.get(slot)
+        return NO_CLAIM if holding is None else holding.seen
 
     def held_by(self, slot: SlotId) -> Claim:
         """What this slot really takes now, promises left out."""
@@ -66,27 +91,31 @@ class Ledger:
 
     def usable_mib(self, device: DeviceId) -> int:
         there = self.devices.get(device)
-        return 0 if there is None else there.usable_mib - self.foreign.get(device, 0)
+        return 0 if there is None else there.usable_mib - self.outside_mib(device)
+
+    def outside_mib(self, device: DeviceId) -> int:
+        """What nobody here can give back: strangers' use and leases of other gateways."""
+        return self.foreign.get(device, 0) + self._others_mib.get(device, 0)
 
     def free_mib(self, without: frozenset[SlotId]) -> dict[DeviceId, int]:
         """What plans may still use per device, promises kept, as if the slots in `without` had left."""
         free = {device: self.usable_mib(device) for device in self.devices}
-        taken = {slot: self.held_by(slot) for slot in self.holdings}
+        for device, mib in self._held_mib.items():
+            free[device] = free.get(device, 0) - mib
+        for slot in without:
+            for device, mib in self.held_by(slot).items():
+                free[device] += mib
         for slot, promised in self.promises.items():
-            taken[slot] = larger(taken.get(slot, NO_CLAIM), promised)
-        for slot, claim in taken.items():
             if slot not in without:
-                for device, mib in claim.items():
-                    free[device] = free.get(device, 0) - mib
+                held = self.held_by(slot)
+                for device, mib in promised.items():
+                    free[device] = free.get(device, 0) - max(0, mib - held.get(device, 0))
         return free
 
     def can_start(self, slot: SlotId, claim: Claim) -> bool:
         """Whether this claim fits beside what is really held now. What the slot holds already is not asked for."""
-        own = self.held_by(slot)
+        own, held = self.held_by(slot), self._held_mib
         return all(
-            mib <= own.get(device, 0) or self._held_mib(device) - own.get(device, 0) + mib <= self.usable_mib(device)
+            mib <= own.get(device, 0) or held.get(device, 0) - own.get(device, 0) + mib <= self.usable_mib(device)
             for device, mib in claim.items()
         )
-
-    def _held_mib(self, device: DeviceId) -> int:
-        return sum(holding.on(device) for holding in self.holdings.values())

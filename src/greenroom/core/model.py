@@ -101,6 +101,10 @@ class Need:
     gpu_mib: int = 0
     host_mib: int = 0
 
+    def or_more(self, other: Need) -> Need:
+        """On each side the larger of the two."""
+        return Need(max(self.gpu_mib, other.gpu_mib), max(self.host_mib, other.host_mib))
+
     def raised(self, factor: float) -> Need:
         return Need(*(int(mib * factor) + 1 if mib else 0 for mib in (self.gpu_mib, self.host_mib)))
 
@@ -122,11 +126,15 @@ class ModelSpec:
     grace_s: float = 30.0
     pinned: bool = False
     preload: bool = False
+    gpus: int = 1  # More: its need on each of so many different GPUs, all or nothing. Only leases ask for that.
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An order to change a slot's tier. `claim` says what the slot may use where once it has arrived."""
+    """An order to change a slot's tier. `claim` says what the slot may use where once it has arrived.
+
+    `makes_room_for` is the slot for whose sake this one leaves, if it leaves for another's.
+    """
 
     id: MoveId
     kind: MoveKind
@@ -135,6 +143,18 @@ class Move:
     revision: int
     claim: Claim
     started: float
+    makes_room_for: SlotId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OtherLease:
+    """Memory held through another gateway. It is not ours to take back; `claim` is what it takes, seen use included."""
+
+    id: LeaseId
+    holder: str
+    claim: Claim
+    priority: int = 1
+    preemptible: bool = False
 
 
 # In-flight counts before the engine has said how many it takes at once.
@@ -168,6 +188,8 @@ class Slot:
     shared_at: float = 0.0
     # When its idleness will be looked at next. Beside the timer, because every answer asks for it.
     looked_at: float | None = None
+    # What the latest request that spoke of it said: seconds to stay when idle, or -1; None leaves it to the model.
+    keep_alive_s: float | None = None
     last_priority: int = 1
     # A leaving slot takes no further requests and moves to `leaving_to` when it is idle.
     leaving_to: Tier | None = None
@@ -197,6 +219,15 @@ class Slot:
     @property
     def has_room(self) -> bool:
         return len(self.in_flight) < self.concurrency
+
+    @property
+    def idle_s(self) -> float | None:
+        """How long it stays when nobody asks for it; None: until its place is needed."""
+        if self.spec.pinned:
+            return None
+        if self.keep_alive_s is not None:
+            return self.keep_alive_s if self.keep_alive_s >= 0.0 else None
+        return self.spec.ttl_s if self.spec.ttl_s > 0.0 else None
 
     def share(self, now: float) -> float:
         """The clock by which its answers share its time."""

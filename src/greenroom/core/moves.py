@@ -9,11 +9,11 @@ from math import inf
 
 from greenroom.core.apply import Actions
 from greenroom.core.cast import drain_s
-from greenroom.core.decide import Refuse, decide
+from greenroom.core.decide import Refuse, decide, refusal
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, because
 from greenroom.core.events import MoveAsked, MoveDone, SlotsLost, Timer, TimerKind
 from greenroom.core.model import ARRIVING, LEGAL_MOVES, Move, MoveKind, Outcome, Slot, Tier
-from greenroom.core.placement import options
+from greenroom.core.placement import bounded
 from greenroom.core.stage import Stage
 from greenroom.core.state import LeavingOp, ModelRecord, State, learn
 from greenroom.core.waitlist import Waiter, WaiterKind
@@ -80,15 +80,17 @@ class Moves:
         if slot is None or slot.move is None:
             self._state.counters.ignored += 1
             return
-        outcome = Outcome.FAILED if slot.fell and event.outcome is Outcome.DONE else event.outcome
-        move, slot.move, slot.fell = slot.move, None, False
-        if move.kind is MoveKind.UNLOAD:
+        fell, move, slot.move, slot.fell = slot.fell, slot.move, None, False
+        outcome = Outcome.FAILED if fell and event.outcome is Outcome.DONE else event.outcome
+        if move.kind not in ARRIVING and outcome is Outcome.NO_LEASE and not fell:
+            self._refused_room(slot, event.now)
+        elif move.kind is MoveKind.UNLOAD:
             self._stage.remove(slot)
         elif outcome is Outcome.DONE:
             self._arrived(slot, move, event)
         elif move.kind is MoveKind.SLEEP:
-            # Whatever went wrong, what is left of it must not keep its memory.
-            slot.leaving_to = Tier.COLD
+            # Whatever went wrong, what is left of it must not keep its memory, whoever it was to make room for.
+            slot.leaving_to, slot.leaving_for = Tier.COLD, None
             self._stage.go_on_leaving(slot, because("sleep_failed", model=slot.model), event.now)
         else:
             self._setback(slot, outcome, event.now)
@@ -97,6 +99,8 @@ class Moves:
         slot.tier = LEGAL_MOVES[move.kind][1]
         self._state.ledger.hold(slot.id, move.claim, event.seen or {})
         slot.last_used = event.now
+        # Before it had arrived in the green room nothing could make it leave again.
+        self._state.trim_again = True
         if record := self._state.record_of(slot):
             record.learned_s[move.kind] = learn(record.learned_s.get(move.kind), event.now - move.started)
             if move.kind in ARRIVING:
@@ -120,6 +124,8 @@ class Moves:
             record.at_once = slot.concurrency
         swap_s = took_s if record is None else record.move_s(move.kind)
         slot.ready_since = now
+        # What was said of its last stay does not hold for this one.
+        slot.keep_alive_s = None
         slot.stays_until = now + state.limits.residency_swaps * swap_s
         slot.batch_until = now + self._batch_s(slot, record, swap_s)
         state.avg_swap_s = learn(state.avg_swap_s, took_s)
@@ -129,6 +135,19 @@ class Moves:
         waiting = self._state.waitlist.count(slot.model)
         ends_s = 0.0 if record is None else drain_s(record, min(slot.concurrency, waiting))
         return self._state.limits.batch_swaps * (swap_s + ends_s)
+
+    def _refused_room(self, slot: Slot, now: float) -> None:
+        """The store has no lease for whom this slot was to leave, and it was not touched. That one asks again later."""
+        newcomer = self._state.slots.get(slot.leaving_for) if slot.leaving_for is not None else None
+        if slot.leaving_for is None:
+            # It leaves for its own sake, to which no store can object.
+            self._stage.go_on_leaving(slot, because("leaving", model=slot.model), now)
+            return
+        self._stage.stay(slot)
+        if newcomer is not None and newcomer.planned is not None:
+            # What is planned is of the model as it is now: a changed one calls its plans off.
+            self._stage.call_off(newcomer)
+            self._pause(self._state.models[newcomer.model], Outcome.NO_LEASE, now)
 
     def _setback(self, slot: Slot, outcome: Outcome, now: float) -> None:
         """A load, wake or prepare that did not arrive. One that was told to go has not failed."""
@@ -143,7 +162,13 @@ class Moves:
             self._raise_need(record)
         else:
             self._count_failure(record, now)
-            self._act.reject_waiters(slot.model, Refuse(RejectCode.LOAD_FAILED, record.retry_at - now))
+            self._act.reject_waiters(slot.model, self._load_failed(record, outcome, now))
+
+    def _load_failed(self, record: ModelRecord, outcome: Outcome, now: float) -> Refuse:
+        state, retry_after_s = self._state, record.retry_at - now
+        if outcome is not Outcome.NO_MEMORY:
+            return Refuse(RejectCode.LOAD_FAILED, retry_after_s)
+        return refusal(state, RejectCode.LOAD_FAILED, retry_after_s, record.spec, record.need, state.room_mib())
 
     def _after_setback(self, slot: Slot, outcome: Outcome, now: float) -> None:
         """What is left of the slot: nothing, or its sleeping copy, which does not survive a wake that went wrong."""
@@ -151,6 +176,7 @@ class Moves:
             self._stage.remove(slot)
             return
         self._state.ledger.hold(slot.id, slot.claim_asleep)
+        self._state.trim_again = True
         if outcome in (Outcome.FAILED, Outcome.NO_MEMORY):
             slot.leaving_to = Tier.COLD
         if slot.is_going:
@@ -166,8 +192,7 @@ class Moves:
         """Give it more room next time, but not more than there could ever be."""
         state, raised = self._state, record.need.raised(self._state.limits.need_raise)
         most = state.most_mib(None)
-        if options(record.spec, raised, state.devices, most, most):
-            record.need = raised
+        record.need = bounded(record.spec, raised, state.devices, most).or_more(record.need)
 
     def _count_failure(self, record: ModelRecord, now: float) -> None:
         limits = self._state.limits
@@ -201,6 +226,7 @@ class Moves:
             # If it was going it is busy, and goes on when its last answer has been told to have ended.
             slot.tier = Tier.ASLEEP
             self._state.ledger.hold(slot.id, slot.claim_asleep)
+            self._state.trim_again = True
         else:
             self._stage.remove(slot)
         if record is not None and not was_going:

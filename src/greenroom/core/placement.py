@@ -1,34 +1,76 @@
 """Which devices: where a need could go, as claims. Best fit and eviction are chosen by the swapper from these options.
 
-Owns the rule that a machine without GPUs uses its host's memory, the split over several GPUs, and where a slot sleeps.
+Owns the rule that a machine without GPUs uses its host's memory, the split over several GPUs, the same need on each of
+several, and where a slot sleeps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations, islice
 
 from greenroom.core.model import Claim, Device, DeviceId, DeviceKind, ModelSpec, Need
 
 Mib = Mapping[DeviceId, int]
+Shape = tuple[tuple[DeviceId, ...], int, bool, int, int]
+
+# How many sets of GPUs are looked at for who wants several: all of them with 8 GPUs; with more, those that are freest.
+SETS_MAX = 100
 
 
-def options(spec: ModelSpec, need: Need, devices: Sequence[Device], free_mib: Mib, most_mib: Mib) -> list[Claim]:
-    """Every claim that could hold this need if all who may leave had left (`most_mib`); empty when none could."""
+def shape(spec: ModelSpec, need: Need) -> Shape:
+    """All that `options` goes by of a model: those of the same shape have the same options."""
+    return (spec.devices, spec.gpus, spec.can_split, need.gpu_mib, need.host_mib)
+
+
+def options(
+    spec: ModelSpec,
+    need: Need,
+    devices: Sequence[Device],
+    free_mib: Mib,
+    most_mib: Mib,
+    likely_mib: Mib | None = None,
+) -> list[Claim]:
+    """Every claim that could hold this need if all who may leave had left (`most_mib`); empty when none could.
+
+    `likely_mib` is the same without what strangers and holders of leases have now, who leave when they like.
+    """
     gpus, host = _gpus(spec, devices), _host(devices)
     if not gpus:
         # 1. No GPU: everything on the host, unless the operator named GPUs that are not there.
-        elsewhere = bool(spec.devices) and (host is None or host.id not in spec.devices)
+        elsewhere = spec.gpus > 1 or (bool(spec.devices) and (host is None or host.id not in spec.devices))
         return [] if elsewhere else _holding([_claim({}, host, need.gpu_mib + need.host_mib)], most_mib)
-    # 2. On one GPU, if one can hold it and the operator did not name several.
+    if spec.gpus > 1:
+        # 2. On each of several, all or nothing.
+        return _on_several(spec, need, gpus, host, free_mib, most_mib)
+    # 3. On one GPU, if one can hold it and the operator did not name several.
     fitting = _holding([_claim({gpu.id: need.gpu_mib}, host, need.host_mib) for gpu in gpus], most_mib)
     if not spec.can_split or (fitting and len(spec.devices) <= 1):
         return fitting
-    # 3. Split over all that may be used, by what is free if that is enough, else by what could become free.
-    enough = sum(max(0, free_mib.get(gpu.id, 0)) for gpu in gpus) >= need.gpu_mib
-    weights = {gpu.id: max(0, (free_mib if enough else most_mib).get(gpu.id, 0)) for gpu in gpus}
+    # 4. Split over all that may be used, by what is free if that is enough, else by what could become free: by what is
+    #    likely to, or by what could at the very most.
+    if (split := _split(need, gpus, host, free_mib)) is not None:
+        return _holding([split], most_mib)
+    splits = [_split(need, gpus, host, mib) for mib in (likely_mib or most_mib, most_mib)]
+    return _holding([split for split in splits if split is not None], most_mib)
+
+
+def _on_several(
+    spec: ModelSpec, need: Need, gpus: Sequence[Device], host: Device | None, free_mib: Mib, most_mib: Mib
+) -> list[Claim]:
+    able = [gpu for gpu in gpus if need.gpu_mib <= most_mib.get(gpu.id, 0)]
+    able.sort(key=lambda gpu: (-free_mib.get(gpu.id, 0), gpu.id))
+    sets = islice(combinations(able, spec.gpus), SETS_MAX)
+    claims = [_claim({gpu.id: need.gpu_mib for gpu in chosen}, host, need.host_mib) for chosen in sets]
+    return _holding(claims, most_mib)
+
+
+def _split(need: Need, gpus: Sequence[Device], host: Device | None, mib: Mib) -> Claim | None:
+    """In proportion to this memory; None if all of it together is not enough."""
+    weights = {gpu.id: max(0, mib.get(gpu.id, 0)) for gpu in gpus}
     if sum(weights.values()) < need.gpu_mib:
-        return []
-    return _holding([_claim(_shares(need.gpu_mib, weights), host, need.host_mib)], most_mib)
+        return None
+    return _claim(_shares(need.gpu_mib, weights), host, need.host_mib)
 
 
 def asleep(need: Need, claim: Claim, devices: Sequence[Device]) -> Claim:
@@ -41,15 +83,38 @@ def asleep(need: Need, claim: Claim, devices: Sequence[Device]) -> Claim:
     return _claim(_shares(need.gpu_mib, weights), _host(devices), need.host_mib)
 
 
-def shortfall(spec: ModelSpec, need: Need, devices: Sequence[Device], most_mib: Mib) -> tuple[int, int]:
-    """What is needed and what there could be at most, on the kind of device that is too small."""
+def shortfall(spec: ModelSpec, need: Need, devices: Sequence[Device], mib: Mib) -> tuple[int, int, int]:
+    """What is needed, how much of this memory there is for it, and of all memory; where it is too small."""
+    all_mib = {device.id: device.usable_mib for device in devices}
     gpus, host = _gpus(spec, devices), _host(devices)
-    on_host = max(0, most_mib.get(host.id, 0)) if host is not None else 0
     if not gpus:
-        return need.gpu_mib + need.host_mib, 0 if spec.devices else on_host
-    each = [max(0, most_mib.get(gpu.id, 0)) for gpu in gpus]
-    on_gpus = sum(each) if spec.can_split else max(each)
-    return (need.gpu_mib, on_gpus) if need.gpu_mib > on_gpus else (need.host_mib, on_host)
+        nowhere = bool(spec.devices) or spec.gpus > 1
+        on_host = (0, 0) if nowhere else (_on_host(host, mib), _on_host(host, all_mib))
+        return (need.gpu_mib + need.host_mib, *on_host)
+    on_gpus = _on_gpus(spec, gpus, mib)
+    if need.gpu_mib > on_gpus or need.host_mib <= _on_host(host, mib):
+        return need.gpu_mib, on_gpus, _on_gpus(spec, gpus, all_mib)
+    return need.host_mib, _on_host(host, mib), _on_host(host, all_mib)
+
+
+def _on_gpus(spec: ModelSpec, gpus: Sequence[Device], mib: Mib) -> int:
+    """On all of them together if it can be split, else on the best, or on the last of as many as are wanted."""
+    each = sorted((max(0, mib.get(gpu.id, 0)) for gpu in gpus), reverse=True)
+    if spec.can_split:
+        return sum(each)
+    return each[spec.gpus - 1] if spec.gpus <= len(each) else 0
+
+
+def _on_host(host: Device | None, mib: Mib) -> int:
+    return 0 if host is None else max(0, mib.get(host.id, 0))
+
+
+def bounded(spec: ModelSpec, need: Need, devices: Sequence[Device], most_mib: Mib) -> Need:
+    """As much of this need as there could ever be."""
+    gpus, host_mib = _gpus(spec, devices), _on_host(_host(devices), most_mib)
+    on_host = min(need.host_mib, host_mib)
+    gpu_mib = _on_gpus(spec, gpus, most_mib) if gpus else host_mib - on_host
+    return Need(min(need.gpu_mib, gpu_mib), on_host)
 
 
 def _gpus(spec: ModelSpec, devices: Sequence[Device]) -> list[Device]:

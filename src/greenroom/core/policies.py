@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from greenroom.core.company import Company, company_under
+from greenroom.core.coordinator import Coordinator
 from greenroom.core.default import ByCost
 from greenroom.core.events import Limits
 from greenroom.core.fifo import FirstCome
@@ -16,7 +17,7 @@ SwapperFactory = Callable[[Company | None], Swapper]
 Swappers = Mapping[str, SwapperFactory]
 
 BUILT_IN: Mapping[str, PolicyFactory] = {"default": ByCost, "fifo": FirstCome}
-SWAPPERS: Mapping[str, SwapperFactory] = {"memory": ByMemory}
+SWAPPERS: Mapping[str, SwapperFactory] = {"memory": ByMemory, "coordinator": Coordinator}
 
 
 def make_policy(limits: Limits, policies: Policies = BUILT_IN, swappers: Swappers = SWAPPERS) -> Policy:

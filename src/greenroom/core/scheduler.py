@@ -16,7 +16,7 @@ from greenroom.core.decide import Join, Plan, Refuse, Serve, Swap, Wait, decide
 from greenroom.core.effects import Effects, RejectCode, because
 from greenroom.core.explain import Explanation, explanation
 from greenroom.core.leases import Leases
-from greenroom.core.model import ModelId, RequestId, Slot, Tier
+from greenroom.core.model import ModelId, Need, RequestId, Slot, Tier
 from greenroom.core.moves import Moves
 from greenroom.core.outlook import Outlook, eta_s, outlook
 from greenroom.core.policies import BUILT_IN, SWAPPERS, Swappers, make_policy
@@ -65,6 +65,8 @@ class Scheduler:
             self._settle(event.now)
         elif self.state.ask_again:
             self._rounds.bring(event.now)
+        if self.state.trim_again:
+            self._stage.trim(event.now)
 
     # --- questions ------------------------------------------------------------------------------------------------
 
@@ -79,6 +81,10 @@ class Scheduler:
             for model, record in self.state.models.items()
             if not record.is_lease and (record.learned_s or record.service_s is not None)
         }
+
+    def needs(self) -> dict[ModelId, Need]:
+        """What each model's next load is planned with; more than it was given if it ran out of memory."""
+        return {model: record.need for model, record in self.state.models.items() if not record.is_lease}
 
     def explain(self, arrival: ev.RequestArrived) -> Plan:
         """What would happen if this request came now. Nothing changes."""
@@ -106,6 +112,7 @@ class Scheduler:
             event.tenant,
             give_up_at,
             event.answer_by,
+            keep_alive_s=event.keep_alive_s,
         )
 
     def _on_request_arrived(self, event: ev.RequestArrived) -> None:
@@ -127,8 +134,6 @@ class Scheduler:
             self._settle(now)
         elif isinstance(plan, Wait) and plan.why != "busy":
             state.oldest_cold = min(state.oldest_cold, now)
-            if event.priority <= 0:
-                self._rounds.rank_anew()
             self._rounds.look_again_at(min(plan.until, self._rounds.looks_at), now)
             if self._make_way(event.priority, now):
                 # First the more urgent; those who need not leave after all then go on with their own.
@@ -268,6 +273,10 @@ class Scheduler:
         self.state.ledger.set_foreign(event.foreign_mib)
         for slot, seen in (event.seen or {}).items():
             self.state.ledger.observe(slot, seen)
+        if event.leases is not None:
+            self.state.ledger.set_others(event.leases)
+        if event.store_is_down is not None:
+            self.state.store_is_down = event.store_is_down
 
     def _on_shutdown_asked(self, event: ev.ShutdownAsked) -> None:
         self.state.shutting_down = True
@@ -293,6 +302,8 @@ class Scheduler:
         self._rounds.bring(now)
 
     def _fill(self, now: float) -> None:
+        """Those who ask only that the model be there need no room."""
         queues = self.state.waitlist.queues
-        for model in [slot.model for slot in self.state.slots.values() if slot.model in queues]:
+        there = [slot for slot in self.state.slots.values() if slot.spec.id in queues and slot.is_serving]
+        for model in [slot.model for slot in there if slot.has_room or queues[slot.model].askers]:
             self._act.fill(model, now)

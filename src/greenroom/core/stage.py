@@ -6,6 +6,7 @@ A swap is sequenced here: victims leave, the newcomer is promised their memory, 
 
 from __future__ import annotations
 
+from greenroom.core import green_room
 from greenroom.core.effects import Effects, OpOutcome, Reason, because
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import (
@@ -40,10 +41,10 @@ class Stage:
             self._effects.set_timer(timer, None, because("over"))
 
     def watch_idle(self, slot: Slot) -> None:
-        """Have a look when its ttl may be over. An earlier look is kept: it will see the later use and look again."""
-        spec = slot.spec
-        if spec.ttl_s > 0 and not spec.pinned and slot.is_serving and slot.is_idle:
-            at = slot.last_used + spec.ttl_s
+        """Have a look when it may have been idle for long enough. An earlier look is kept: it sees the later use."""
+        idle_s = slot.idle_s
+        if idle_s is not None and slot.is_serving and slot.is_idle:
+            at = slot.last_used + idle_s
             if slot.looked_at is None or at < slot.looked_at:
                 slot.looked_at = at
                 self.set_timer(Timer(TimerKind.IDLE, slot.id), at, because("ttl", model=slot.model))
@@ -91,15 +92,18 @@ class Stage:
                 other.leaving_to = other.leaving_for = None
 
     def _may_start(self, slot: Slot, kind: MoveKind) -> bool:
-        return self._state.ledger.can_start(slot.id, slot.needs_for(kind)) and not self._must_wait_its_turn(slot)
+        state = self._state
+        if kind is MoveKind.PREPARE and not green_room.can_take(state, slot.claim_asleep):
+            return False
+        return state.ledger.can_start(slot.id, slot.needs_for(kind)) and not self._must_wait_its_turn(slot)
 
     def _must_wait_its_turn(self, slot: Slot) -> bool:
         """Engines that size themselves by free memory must not see it change under them."""
-        gpus = self._gpus(slot)
-        for other in self._state.slots.values():
-            if other is slot or other.move is None or gpus.isdisjoint(self._gpus(other)):
+        for other in self._state.moves.values():
+            if other is slot or other.move is None:
                 continue
-            if slot.spec.sizes_itself or (other.spec.sizes_itself and other.move.kind in ARRIVING):
+            sees_it = slot.spec.sizes_itself or (other.spec.sizes_itself and other.move.kind in ARRIVING)
+            if sees_it and not self._gpus(slot).isdisjoint(self._gpus(other)):
                 return True
         return False
 
@@ -118,6 +122,7 @@ class Stage:
         """Take the promise back. What was not there yet is gone."""
         slot.planned = None
         self._state.ledger.unpromise(slot.id)
+        self._state.trim_again = True
         if slot.tier is Tier.COLD:
             self.remove(slot)
 
@@ -128,8 +133,9 @@ class Stage:
         arrives = {MoveKind.UNLOAD: NO_CLAIM, MoveKind.SLEEP: slot.claim_asleep, MoveKind.PREPARE: slot.claim_asleep}
         claim = arrives.get(kind, slot.claim)
         move_id = MoveId(f"m{state.next_number()}")
-        slot.move = Move(move_id, kind, slot.id, slot.model, slot.spec.revision, claim, now)
+        slot.move = Move(move_id, kind, slot.id, slot.model, slot.spec.revision, claim, now, slot.leaving_for)
         state.moves[move_id] = slot
+        state.trim_again = True
         self._effects.move(slot.move, reason)
 
     # --- going ----------------------------------------------------------------------------------------------------
@@ -156,6 +162,9 @@ class Stage:
         was_going = slot.is_going
         if slot.leaving_to is not Tier.COLD:
             slot.leaving_to = to
+        if grace_s is not None:
+            # Whoever sets a limit wants it gone for good, whoever else it makes room for.
+            slot.leaving_for = None
         self.forget_idle(slot)
         if not slot.is_idle:
             self._cut_after(slot, grace_s, reason, now)
@@ -174,19 +183,31 @@ class Stage:
             slot.leaving_to = slot.leaving_for = None
             self._tell_leaving_ops(slot)
             return
-        if slot.leaving_to is Tier.ASLEEP and not self._may_sleep(slot):
+        if slot.leaving_to is Tier.ASLEEP and not self._may_sleep(slot, now):
             slot.leaving_to = Tier.COLD
         kind = MoveKind.SLEEP if slot.leaving_to is Tier.ASLEEP else MoveKind.UNLOAD
         self._start(slot, kind, reason, now)
 
-    def _may_sleep(self, slot: Slot) -> bool:
-        return slot.can_sleep and self._state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
+    def _may_sleep(self, slot: Slot, now: float) -> bool:
+        fits = slot.can_sleep and self._state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
+        return fits and green_room.has_place(self._state, slot, now)
+
+    def stay(self, slot: Slot) -> None:
+        """It was to leave and was not touched: it is again what it was."""
+        ledger, claim = self._state.ledger, slot.claim if slot.tier is Tier.READY else slot.claim_asleep
+        ledger.hold(slot.id, claim, ledger.seen_of(slot.id))
+        slot.leaving_to = slot.leaving_for = None
+        self.watch_idle(slot)
+
+    def trim(self, now: float) -> None:
+        """Make those leave the green room for whom there is no place any more."""
+        self._state.trim_again = False
+        for slot in green_room.excess(self._state, now):
+            self.leave(slot, Tier.COLD, None, because("green_room", model=slot.model), now)
 
     def _cut_after(self, slot: Slot, grace_s: float | None, reason: Reason, now: float) -> None:
         if grace_s is None:
             return
-        # Whoever sets a limit wants it gone for good, whoever else it makes room for.
-        slot.leaving_for = None
         timer, at = Timer(TimerKind.GRACE, slot.id), now + grace_s
         if grace_s <= 0:
             self.cut_all(slot, reason)

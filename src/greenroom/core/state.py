@@ -99,6 +99,10 @@ class ModelRecord:
         self.heat = 1.0 + self.heat * exp(min(0.0, self.heat_at - now) / recency_s)
         self.heat_at = now
 
+    def rate(self, recency_s: float, now: float) -> float:
+        """Requests a second, those of long ago counting less."""
+        return self.heat * exp(min(0.0, self.heat_at - now) / recency_s) / recency_s
+
     def move_s(self, kind: MoveKind) -> float:
         """How long this move takes, by experience or by size."""
         if (learned := self.learned_s.get(kind)) is not None:
@@ -156,11 +160,15 @@ class State:
         self.kept: dict[ModelId, frozenset[DeviceId]] = {}
         # Something has changed that may let a waiting model come.
         self.ask_again = False
+        # Somebody has gone to sleep or stays asleep: the green room may be too full.
+        self.trim_again = False
         self.leaving_ops: dict[OpId, LeavingOp] = {}
         self.timers: dict[Timer, float] = {}
         self.avg_wait_s: float | None = None
         self.avg_swap_s: float | None = None
         self.shutting_down = False
+        # Nobody can be granted memory that he has not got: whoever grants it does not answer.
+        self.store_is_down = False
         self.counters = Counters()
         self._sequence = 0
 
@@ -200,6 +208,7 @@ class State:
         queue = self.waitlist.queues.get(model)
         if queue is not None and model in self.models:
             self.price(queue)
+            self.waitlist.altered[model] = None
 
     def price(self, queue: Queue) -> None:
         queue.swap_s = self.swap_s(queue.model)
@@ -233,6 +242,11 @@ class State:
         """What a slot of this model placed there holds when asleep; nothing if it cannot sleep."""
         return NO_CLAIM if spec.need_asleep is None else placement.asleep(spec.need_asleep, claim, self.devices)
 
+    def holders(self, on: tuple[DeviceId, ...] = ()) -> tuple[str, ...]:
+        """Who holds memory through other gateways, on these devices or on any."""
+        held = [lease.holder for lease in self.ledger.others if not on or not lease.claim.keys().isdisjoint(on)]
+        return tuple(dict.fromkeys(held))
+
     def room_mib(self) -> dict[DeviceId, int]:
         """Free memory per device with promises kept and with everyone who is already going gone."""
         going = [slot for slot in self.slots.values() if slot.is_going]
@@ -249,6 +263,14 @@ class State:
             if slot.spec.pinned and slot.lease is None and slot is not but and not slot.is_going and not slot.lost:
                 _take(most, slot.claim if slot.planned or slot.move else self.ledger.held_by(slot.id))
         return most
+
+    def likely_mib(self, most: dict[DeviceId, int]) -> dict[DeviceId, int]:
+        """The same without what strangers and holders of leases have now: they leave when they like."""
+        likely = {device: mib - self.ledger.outside_mib(device) for device, mib in most.items()}
+        for slot in self.slots.values():
+            if slot.lease is not None:
+                _take(likely, self.ledger.held_by(slot.id))
+        return likely
 
 
 def _take(room: dict[DeviceId, int], claim: Claim) -> None:

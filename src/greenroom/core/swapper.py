@@ -6,7 +6,7 @@ rules about company (groups, matrix) are a constraint on top of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
@@ -92,10 +92,19 @@ class ByMemory:
         must = self._must_leave(target, residents)
         if must is None:
             return None
+        willing = [resident for resident in residents if not resident.is_fixed and resident not in must]
+        # Where somebody who falls asleep would take memory.
+        beds = {
+            device
+            for resident in residents
+            if resident.leaves_to is Tier.ASLEEP
+            for device, mib in resident.gives_mib.items()
+            if mib < 0
+        }
         found = [
             (_badness(victims, target, claim, room_mib), Eviction(claim, victims))
             for claim in target.options
-            if (victims := _victims(target, claim, residents, must, room_mib)) is not None
+            if (victims := _victims(target, claim, willing, beds, must, room_mib)) is not None
         ]
         return min(found, key=lambda pair: pair[0])[1] if found else None
 
@@ -128,7 +137,8 @@ def _badness(
 def _victims(
     target: Target,
     claim: Claim,
-    residents: Sequence[Resident],
+    willing: Sequence[Resident],
+    beds: Set[DeviceId],
     must: tuple[Resident, ...],
     room_mib: Mapping[DeviceId, int],
 ) -> tuple[Resident, ...] | None:
@@ -138,19 +148,11 @@ def _victims(
         _give(lacking, resident)
     if not any(mib > 0 for mib in lacking.values()):
         return must
+    if not willing:
+        return None
     # Where memory lacks, or will when somebody falls asleep there.
-    short = [
-        device
-        for device, mib in lacking.items()
-        if mib > 0 or any(resident.gives_mib.get(device, 0) < 0 for resident in residents)
-    ]
-    useful = [
-        resident
-        for resident in residents
-        if not resident.is_fixed
-        and resident not in must
-        and any(resident.gives_mib.get(device, 0) > 0 for device in short)
-    ]
+    short = [device for device, mib in lacking.items() if mib > 0 or device in beds]
+    useful = [one for one in willing if any(one.gives_mib.get(device, 0) > 0 for device in short)]
     for level in sorted({_level(resident, target) for resident in useful}):
         allowed = [resident for resident in useful if _level(resident, target) <= level]
         if (chosen := _cheapest(allowed, lacking)) is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import inf
 
 from greenroom.core.apply import Actions
-from greenroom.core.decide import Refuse
+from greenroom.core.decide import Refuse, refusal
 from greenroom.core.effects import RejectCode, because
 from greenroom.core.events import TimerFired, TimerKind
 from greenroom.core.model import ModelId, RequestId, Slot, SlotId, Tier
@@ -50,8 +50,14 @@ class Timers:
                 self._idle(self._state.slots[SlotId(subject)], now)
 
     def _expire(self, waiter_id: str, now: float) -> None:
-        waiter = self._state.waitlist[waiter_id]
-        self._act.refuse(waiter, Refuse(RejectCode.EXPIRED, eta_s(self._state, waiter, waiter.model, now)))
+        state, waiter = self._state, self._state.waitlist[waiter_id]
+        record, eta = state.models[waiter.model], eta_s(state, waiter, waiter.model, now)
+        if any(slot.is_serving or slot.is_arriving for slot in state.slots_of(waiter.model)):
+            self._act.refuse(waiter, Refuse(RejectCode.EXPIRED, eta))
+        else:
+            # It has waited for memory: say how much.
+            free = state.ledger.free_mib(frozenset())
+            self._act.refuse(waiter, refusal(state, RejectCode.EXPIRED, eta, record.spec, record.need, free))
 
     def _retry(self, model: ModelId, now: float) -> None:
         record = self._state.models[model]
@@ -60,11 +66,11 @@ class Timers:
             self._act.preload(model, now)
 
     def _idle(self, slot: Slot, now: float) -> None:
-        spec, slot.looked_at = slot.spec, None
-        if not slot.is_serving or not slot.is_idle or spec.ttl_s <= 0 or spec.pinned:
+        idle_s, slot.looked_at = slot.idle_s, None
+        if not slot.is_serving or not slot.is_idle or idle_s is None:
             return
-        if slot.last_used + spec.ttl_s > now:
+        if slot.last_used + idle_s > now:
             self._stage.watch_idle(slot)
         else:
-            why = because("ttl", model=slot.model, ttl_s=spec.ttl_s)
+            why = because("ttl", model=slot.model, ttl_s=idle_s)
             self._stage.leave(slot, Tier.ASLEEP if slot.can_sleep else Tier.COLD, 0.0, why, now)

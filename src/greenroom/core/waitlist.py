@@ -8,69 +8,27 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import Enum
-from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 
-from greenroom.core.model import NO_TENANT, LeaseId, ModelId, MoveKind, OpId, RequestId, TenantId
-
-
-class WaiterKind(Enum):
-    REQUEST = "request"
-    OP = "op"
-    PRELOAD = "preload"
-    LEASE = "lease"
-
-
-ASKING = (WaiterKind.OP, WaiterKind.PRELOAD)
-
-
-@dataclass(slots=True, eq=False)
-class Waiter:
-    """One that waits. `model` is the queue it stands in; `candidates` are those it may be moved to."""
-
-    id: RequestId | OpId | LeaseId
-    kind: WaiterKind
-    sequence: int  # Counts arrivals; unique.
-    model: ModelId
-    candidates: tuple[ModelId, ...]
-    priority: int
-    arrived: float
-    tenant: TenantId = NO_TENANT
-    give_up_at: float | None = None
-    answer_by: float | None = None
-    wants: MoveKind = MoveKind.LOAD
-    # Age counts from here: its arrival, or when the one before it in its lane was served.
-    aged_from: float = 0.0
-    came_back: bool = False
-    granted_at: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.aged_from = self.arrived
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What a policy says of a priority once and for all.
-
-    Its weight in a queue's waiting; after how long it insists; after how long it goes before all who have not waited so
-    long; and how much waiting lifts it by one class.
-    """
-
-    weight: float
-    deadline_s: float
-    late_s: float
-    lift_s: float
-
+from greenroom.core.kept_order import KeptOrder, Least
+from greenroom.core.model import ModelId, MoveKind, TenantId
+from greenroom.core.waiter import ASKING
+from greenroom.core.waiter import Standing as Standing
+from greenroom.core.waiter import Waiter as Waiter
+from greenroom.core.waiter import WaiterKind as WaiterKind
 
 # The kind's word, not the kind: lanes are compared where turns are equal.
 Lane = tuple[str, int, TenantId]
 
 # With more lanes than these their order is kept; with fewer it is as quick to look at each.
 LANES_FEW = 8
+# What is remembered of firsts that have left is forgotten when there is so much of it.
+FIRSTS_PER_LANE = 4
 # How long an order of lanes is good enough: age lifts by the minute.
 TURNS_FRESH_S = 1.0
+# Then all of them are looked at again; with more than these only so many at each turn, until all have been.
+LANES_MANY = 64
+LANES_LOOKED_AT = 8
 
 
 class Queue:
@@ -78,11 +36,14 @@ class Queue:
 
     __slots__ = (
         "_ages",
+        "_ages_from",
+        "_arrivals",
         "_deadline_at",
         "_late_at",
         "_lift_at",
         "_oldest",
         "_standing",
+        "_unseen",
         "askers",
         "at_once",
         "changed",
@@ -95,6 +56,7 @@ class Queue:
         "tenants",
         "turns",
         "turns_at",
+        "turns_left",
         "waiting",
         "weight",
     )
@@ -105,13 +67,19 @@ class Queue:
         self.lanes: dict[Lane, list[Waiter]] = {}
         # Operators who want it asleep stand apart: they hold up nobody, and nobody holds them up.
         self.preparing: dict[str, Waiter] = {}
-        # The order of the lanes as far as it is known, when it was made, and lanes whose first has changed since.
-        self.turns: list[tuple[tuple[float, ...], Lane]] = []
+        # The order of the lanes as far as it is known, since when, how many have yet to be looked at again, and lanes
+        # whose first has changed since.
+        self.turns: KeptOrder[Lane] = KeptOrder()
         self.turns_at = -inf
+        self.turns_left = 0
         self.changed: dict[Lane, None] = {}
         self.askers = 0
-        # Whether the first of a lane has left since the times below were seen.
+        # Whether the first of a lane has left since the times below were seen. With many lanes: when their firsts came
+        # and since when they age, by priority, and the lanes whose first is not among them yet.
         self.stale = False
+        self._arrivals: Least[Lane] | None = None
+        self._ages_from: Least[Lane] | None = None
+        self._unseen: dict[Lane, None] = {}
         self.tenants: dict[TenantId, int] = {}
         self.waiting = 0
         self.weight = 0.0
@@ -185,7 +153,7 @@ class Queue:
         self._count(waiter, +1)
         if lane[0] is waiter:
             self._lead(waiter)
-            self.changed[key] = None
+            self.changed[key] = self._unseen[key] = None
 
     def remove(self, waiter: Waiter, served_at: float | None) -> None:
         if self.preparing.pop(waiter.id, None) is not None:
@@ -202,9 +170,9 @@ class Queue:
         self._count(waiter, -1)
         if place == 0:
             self.stale = True
-            self.changed[key] = None
+            self.changed[key] = self._unseen[key] = None
         if not lane:
-            del self.lanes[key], self.changed[key]
+            del self.lanes[key], self.changed[key], self._unseen[key]
 
     def _count(self, waiter: Waiter, sign: int) -> None:
         self.waiting += sign
@@ -231,11 +199,37 @@ class Queue:
         self._lift_at = min(self._lift_at, waiter.aged_from + waiter.priority * standing.lift_s)
 
     def _look(self) -> None:
-        """See the first of every lane again, after one of them has left."""
+        """See the first of every lane again, after one of them has left; with many lanes only what has changed."""
         self.stale = False
         self._deadline_at = self._late_at = self._oldest = self._lift_at = inf
-        for lane in self.lanes.values():
-            self._lead(lane[0])
+        if len(self.lanes) <= LANES_FEW:
+            self._arrivals = self._ages_from = None
+            for lane in self.lanes.values():
+                self._lead(lane[0])
+            return
+        arrivals, ages_from = self._seen_firsts()
+        lanes = self.lanes
+        for priority, arrived in arrivals.of_groups(lambda at, key: key in lanes and lanes[key][0].arrived == at):
+            standing = self._standing(priority)
+            self._deadline_at = min(self._deadline_at, arrived + standing.deadline_s)
+            self._late_at = min(self._late_at, arrived + standing.late_s)
+            self._oldest = min(self._oldest, arrived)
+        for priority, aged_from in ages_from.of_groups(lambda at, key: key in lanes and lanes[key][0].aged_from == at):
+            self._lift_at = min(self._lift_at, aged_from + priority * self._standing(priority).lift_s)
+
+    def _seen_firsts(self) -> tuple[Least[Lane], Least[Lane]]:
+        """When the first of each lane came and since when it ages, as of now."""
+        arrivals, ages_from, changed = self._arrivals, self._ages_from, self._unseen
+        if arrivals is None or ages_from is None or len(arrivals) > FIRSTS_PER_LANE * len(self.lanes):
+            arrivals, ages_from, changed = Least(), Least(), dict.fromkeys(self.lanes)
+            self._arrivals, self._ages_from = arrivals, ages_from
+        for key in changed:
+            first = self.lanes[key][0]
+            if first.kind is not WaiterKind.PRELOAD:
+                arrivals.put(first.priority, first.arrived, key)
+                ages_from.put(first.priority, first.aged_from, key)
+        self._unseen.clear()
+        return arrivals, ages_from
 
     def ahead_of(self, waiter: Waiter) -> int:
         """How many are likely to go before this one: those before it in its lane, and as many in each other lane."""
@@ -260,30 +254,38 @@ class Queue:
         if not self.lanes:
             return None
         if len(self.lanes) <= LANES_FEW:
-            self.turns_at = -inf
+            self.turns.clear()
             self.changed.clear()
-            return min((lane[0] for lane in self.lanes.values()), key=turn)
+            firsts = [lane[0] for lane in self.lanes.values()]
+            return min(firsts, key=turn) if len(firsts) > 1 else firsts[0]
         self._arrange(turn, now)
         while True:
-            known, key = self.turns[0]
+            known, key = self.turns.first
             lane = self.lanes.get(key)
             if lane is None:
-                heappop(self.turns)
+                self.turns.drop(key)
             elif (current := turn(lane[0])) > known:
-                heapreplace(self.turns, (current, key))
+                self.turns.put(key, current)
             else:
                 return lane[0]
 
     def _arrange(self, turn: Callable[[Waiter], tuple[float, ...]], now: float) -> None:
-        """Order the lanes anew after a while, because turns also come by age; until then only what has changed."""
-        if now - self.turns_at >= TURNS_FRESH_S or now < self.turns_at:
-            self.turns = [(turn(lane[0]), key) for key, lane in self.lanes.items()]
-            heapify(self.turns)
-            self.turns_at = now
-        else:
-            for key in self.changed:
-                heappush(self.turns, (turn(self.lanes[key][0]), key))
+        """See what has changed; after a while all of them again, some at a time, because turns also come by age."""
+        lanes, turns = self.lanes, self.turns
+        if not turns:
+            self.turns_at, self.turns_left, self.changed = now, 0, dict.fromkeys(lanes)
+        for key in self.changed:
+            turns.put(key, turn(lanes[key][0]))
         self.changed.clear()
+        if not self.turns_left and not 0.0 <= now - self.turns_at < TURNS_FRESH_S:
+            self.turns_at, self.turns_left = now, len(turns)
+        some = self.turns_left if len(turns) <= LANES_MANY else min(self.turns_left, LANES_LOOKED_AT)
+        self.turns_left -= some
+        for key in turns.longest_unseen(some):
+            if key in lanes:
+                turns.put(key, turn(lanes[key][0]))
+            else:
+                turns.drop(key)
 
     def __iter__(self) -> Iterator[Waiter]:
         """In the order they came."""
@@ -296,6 +298,8 @@ class Waitlist:
         self.standing = standing
         self._waiters: dict[str, Waiter] = {}
         self.queues: dict[ModelId, Queue] = {}
+        # Models whose queues have changed, or what bringing them takes, since somebody ranked them.
+        self.altered: dict[ModelId, None] = {}
         # Those who named several models: they are few, and looked at whenever one of these has room.
         self.choosy: dict[str, Waiter] = {}
         # Callers only: operators and preloads are not counted as queue depth and are not given positions.
@@ -327,6 +331,7 @@ class Waitlist:
         if queue is None:
             queue = self.queues[waiter.model] = Queue(waiter.model, self.standing)
         queue.add(waiter)
+        self.altered[waiter.model] = None
         if len(waiter.candidates) > 1:
             self.choosy[waiter.id] = waiter
         if waiter.kind is WaiterKind.REQUEST:
@@ -340,6 +345,7 @@ class Waitlist:
         queue.remove(waiter, served_at)
         if not queue.waiting:
             del self.queues[waiter.model]
+            self.altered.pop(waiter.model, None)
         self.choosy.pop(waiter_id, None)
         if waiter.kind is WaiterKind.REQUEST:
             del self._callers[bisect_left(self._callers, _place(waiter))]
@@ -349,7 +355,7 @@ class Waitlist:
         """Another policy judges priorities in another way."""
         self.standing = standing
         waiters, self._waiters = self._waiters, {}
-        self.queues, self.choosy, self._callers = {}, {}, []
+        self.queues, self.altered, self.choosy, self._callers = {}, {}, {}, []
         for waiter in waiters.values():
             self.add(waiter)
 

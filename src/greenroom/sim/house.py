@@ -17,6 +17,7 @@ from greenroom.core.model import (
     ModelId,
     Move,
     MoveKind,
+    OtherLease,
     Outcome,
     SlotId,
     Tier,
@@ -25,11 +26,15 @@ from greenroom.core.model import (
 from greenroom.sim.meters import Meters
 from greenroom.sim.records import Call, Place, Violation
 
+LEAVING = (MoveKind.SLEEP, MoveKind.UNLOAD)
+
 
 class House:
     def __init__(self) -> None:
         self.devices: dict[DeviceId, Device] = {}
         self.foreign_mib: dict[DeviceId, int] = {}
+        # What is held through other gateways.
+        self.others_mib: dict[DeviceId, int] = {}
         # What all places hold together, kept beside them so that judging an order costs nothing.
         self.held_mib: dict[DeviceId, int] = {}
         self.places: dict[SlotId, Place] = {}
@@ -43,6 +48,12 @@ class House:
 
     def set_foreign(self, foreign_mib: Mapping[DeviceId, int]) -> None:
         self.foreign_mib.update(foreign_mib)
+
+    def set_others(self, leases: Iterable[OtherLease]) -> None:
+        self.others_mib = {}
+        for lease in leases:
+            for device, mib in lease.claim.items():
+                self.others_mib[device] = self.others_mib.get(device, 0) + mib
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -58,13 +69,15 @@ class House:
         """The same for memory that must be free, by all the scheduler was told. Raises Violation if it is not."""
         for device, mib in claim.items():
             more = mib - place.holds.get(device, 0)
-            if more > 0 and self.held_mib[device] + more > self._usable_mib(device):
+            if more > 0 and self.held_mib[device] + more > self.usable_mib(device):
                 raise Violation(f"{place.id} ({place.model}) takes {mib} MiB of {device}, which is not free")
         self.hold(place, claim)
 
-    def _usable_mib(self, device: DeviceId) -> int:
+    def usable_mib(self, device: DeviceId) -> int:
+        """What is left to places by all that was told of strangers and of other gateways."""
         there = self.devices.get(device)
-        return 0 if there is None else there.usable_mib - self.foreign_mib.get(device, 0)
+        outside_mib = self.foreign_mib.get(device, 0) + self.others_mib.get(device, 0)
+        return 0 if there is None else there.usable_mib - outside_mib
 
     def drop(self, place: Place) -> None:
         self.hold(place, NO_CLAIM)
@@ -81,8 +94,9 @@ class House:
             raise Violation(f"{place.id} is to {move.kind.value} while it still has to {place.move.kind.value}")
         if place.tier not in LEGAL_MOVES[move.kind][0]:
             raise Violation(f"{place.id} is {place.tier.value} and is to {move.kind.value}")
-        if move.kind is MoveKind.UNLOAD or move.kind is MoveKind.SLEEP:
+        if move.kind in LEAVING:
             _leaves_nobody(place)
+        place.held = place.holds
         if move.kind is not MoveKind.UNLOAD:
             self.take(place, larger(place.holds, move.claim))
         place.move = move
@@ -98,8 +112,11 @@ class House:
         self.meters.move_ended(place, now)
         # Whoever carried the move out may not have noticed that the process died meanwhile.
         is_done = outcome is Outcome.DONE and not place.fell
+        is_untouched = move.kind in LEAVING and outcome is Outcome.NO_LEASE and not place.fell
         place.move, place.fell = None, False
-        if move.kind is MoveKind.UNLOAD:
+        if is_untouched:
+            self.hold(place, place.held)
+        elif move.kind is MoveKind.UNLOAD:
             place.tier = Tier.COLD
         elif is_done:
             self._arrive(place, move, seen)

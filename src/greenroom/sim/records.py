@@ -109,6 +109,7 @@ class Place:
         "asleep_claim",
         "concurrency",
         "fell",
+        "held",
         "holds",
         "id",
         "model",
@@ -125,6 +126,8 @@ class Place:
         self.revision = revision
         self.tier = Tier.COLD
         self.holds: Claim = NO_CLAIM
+        # What it held before the move that is under way.
+        self.held: Claim = NO_CLAIM
         self.ready_claim: Claim = NO_CLAIM
         self.asleep_claim: Claim = NO_CLAIM
         self.move: Move | None = None

@@ -17,6 +17,7 @@ from greenroom.core.model import (
     MoveKind,
     Need,
     OpId,
+    OtherLease,
     RequestId,
     TenantId,
 )
@@ -109,6 +110,7 @@ class World(Player):
         on_end: Callable[[Call], None] | None = None,
         patience_s: float | None = None,
         budget_s: float | None = None,
+        keep_alive_s: float | None = None,
     ) -> Call:
         """A request comes now."""
         number = self._next_number()
@@ -121,7 +123,14 @@ class World(Player):
         answer_by = None if budget_s is None else told + budget_s
         self.post(
             ev.RequestArrived(
-                told, RequestId(call.id), candidates, priority, tenant, give_up_at=give_up_at, answer_by=answer_by
+                told,
+                RequestId(call.id),
+                candidates,
+                priority,
+                tenant,
+                give_up_at=give_up_at,
+                answer_by=answer_by,
+                keep_alive_s=keep_alive_s,
             )
         )
         return call
@@ -135,6 +144,7 @@ class World(Player):
         devices: Sequence[Device] | None = None,
         limits: ev.Limits | None = None,
         learned: Mapping[ModelId, ev.Learned] | None = None,
+        needs: Mapping[ModelId, Need] | None = None,
     ) -> None:
         for model in models:
             self._put(model)
@@ -144,7 +154,7 @@ class World(Player):
             self.house.set_devices(devices)
         specs = tuple(model.spec for model in models)
         told_devices = None if devices is None else tuple(devices)
-        self.post(ev.ConfigChanged(self.clock.told, specs, tuple(removed), told_devices, limits, learned))
+        self.post(ev.ConfigChanged(self.clock.told, specs, tuple(removed), told_devices, limits, learned, needs))
 
     def _put(self, model: SimModel) -> None:
         spec = model.spec
@@ -159,6 +169,11 @@ class World(Player):
         """Processes nobody declared now use so much."""
         self.house.set_foreign(foreign_mib)
         self.post(ev.MemoryChanged(self.clock.told, foreign_mib))
+
+    def change_others(self, leases: Sequence[OtherLease]) -> None:
+        """These, and no others, are held through other gateways now."""
+        self.house.set_others(leases)
+        self.post(ev.MemoryChanged(self.clock.told, {}, leases=tuple(leases)))
 
     def ask_move(
         self, kind: MoveKind, model: ModelId, evict: tuple[ModelId, ...] = (), grace_s: float | None = None
@@ -177,6 +192,7 @@ class World(Player):
         preemptible: bool = False,
         grace_s: float = 30.0,
         patience_s: float | None = None,
+        gpus: int = 1,
     ) -> LeaseId:
         """Another program wants memory."""
         number = self._next_number()
@@ -186,7 +202,7 @@ class World(Player):
         )
         told = self.clock.told
         give_up_at = None if patience_s is None else told + patience_s
-        self.post(ev.LeaseAsked(told, lease, need, priority, devices, preemptible, grace_s, give_up_at))
+        self.post(ev.LeaseAsked(told, lease, need, priority, devices, preemptible, grace_s, give_up_at, gpus))
         return lease
 
     def shut_down(self, drain_s: float) -> None:

@@ -18,7 +18,7 @@ from math import inf
 from multiprocessing import get_context
 from typing import Any
 
-from greenroom.core import cast, events, fairness, ledger, model, state
+from greenroom.core import cast, coordinator, events, fairness, ledger, model, placement, state
 from greenroom.core.apply import Actions
 from greenroom.core.configuration import Configuration
 from greenroom.core.default import ByCost
@@ -298,6 +298,53 @@ def promise_leaked(original: Callable[..., None]) -> Any:
         self._state.ledger.promise(slot.id, promised)
 
     return unplan
+
+
+@planted(ledger.Ledger, "set_others")
+def other_gateways_ignored(original: Callable[..., None]) -> Any:
+    return nothing
+
+
+@planted(Moves, "_refused_room")
+def untouched_victim_forgotten(original: Callable[..., None]) -> Any:
+    return lambda self, slot, now: self._stage.remove(slot)
+
+
+@planted(placement, "_on_several")
+def lease_without_all_its_gpus(original: Callable[..., Any]) -> Any:
+    def on_several(spec: model.ModelSpec, *more: Any) -> Any:
+        return original(replace(spec, gpus=spec.gpus - 1), *more)
+
+    return on_several
+
+
+@planted(Configuration, "_set_need")
+def measured_need_ignored(original: Callable[..., None]) -> Any:
+    return nothing
+
+
+@planted(Stage, "trim")
+def green_room_without_bound(original: Callable[..., None]) -> Any:
+    return nothing
+
+
+@planted(Actions, "_grant")
+def keep_alive_ignored(original: Callable[..., None]) -> Any:
+    def grant(self: Actions, waiter: Any, slot: model.Slot, now: float) -> None:
+        waiter.keep_alive_s = None
+        original(self, waiter, slot, now)
+
+    return grant
+
+
+@planted(model.Slot, "idle_s")
+def stay_cut_short(original: Any) -> Any:
+    return property(lambda slot: None if slot.spec.pinned else abs(slot.keep_alive_s or slot.spec.ttl_s) or None)
+
+
+@planted(coordinator, "_may_go")
+def coordinator_disturbs_the_urgent(original: Callable[..., bool]) -> Any:
+    return lambda resident, target: not resident.is_fixed and not resident.is_busy
 
 
 # --- setbacks and timers ----------------------------------------------------------------------------------------------

@@ -9,5 +9,6 @@ ONCE_FAILED: dict[int, str] = {
     28: "granted out of order in its lane; the same repair as for 41 mended it",
     178: "granted out of order in its lane; the same repair as for 41 mended it",
     114: "a wish became late, stood before the request behind it and, since it makes nobody leave, held it up for ever",
+    14: "a victim whose sleep had failed was taken for untouched when the store refused room to whom it left for",
     45: "a back-off that was over came back when the clock was set back; planted.py can bring it back",
 }

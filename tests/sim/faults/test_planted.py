@@ -13,8 +13,17 @@ from greenroom.sim.chaos.play import Failure, Play, Played, play
 from greenroom.sim.chaos.scene import Scene, draw_scene
 from tests.sim.faults.planted import BUGS, bug, found
 
-# One for each way of finding them: the world, a table, a count, an order, a share.
-SAMPLE = ("one_too_many_at_once", "forgotten_timer", "stranded_counter", "order_swapped", "service_not_charged")
+# One for each way of finding them: the world, a table, a count, an order, a share, a bound, a claim, a stay.
+SAMPLE = (
+    "one_too_many_at_once",
+    "forgotten_timer",
+    "stranded_counter",
+    "order_swapped",
+    "service_not_charged",
+    "green_room_without_bound",
+    "lease_without_all_its_gpus",
+    "keep_alive_ignored",
+)
 SEEDS = range(6)
 
 
@@ -45,7 +54,7 @@ def test_each_promise_about_waiting_is_judged_by_its_own_checker(
 
 
 def test_there_are_enough_planted_bugs_and_each_replaces_something() -> None:
-    assert len(BUGS) >= 25
+    assert len(BUGS) >= 33
     for name, one in BUGS.items():
         original = one.owner.__dict__[one.attribute]
         with bug(name):

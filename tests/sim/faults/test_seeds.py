@@ -20,7 +20,20 @@ FAULTS_MIN = 20_000
 # A minute and a half on two idle cores; a loaded machine may take much longer.
 PATIENCE_S = 1_800
 # These judge only where there is something to judge, so it is worth seeing that there was.
-JUDGES = ("Order", "PinnedStay", "Reasons", "Invariants", "FairShares", "WaitingBound", "Overtakes")
+JUDGES = (
+    "Order",
+    "PinnedStay",
+    "Reasons",
+    "Invariants",
+    "FairShares",
+    "WaitingBound",
+    "Overtakes",
+    "IdleGo",
+    "GreenRoom",
+    "LeasesWhole",
+    "Needs",
+    "CoordinatorRules",
+)
 
 
 @pytest.mark.timeout(PATIENCE_S)

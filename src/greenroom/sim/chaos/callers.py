@@ -67,6 +67,7 @@ class Callers:
             int(self._priorities.one(random)),
             patience_s=self._drawn(crowd.impatient, 4.0),
             budget_s=self._drawn(crowd.budgeted, 6.0),
+            keep_alive_s=random.choice(crowd.stays_s) if random.random() < crowd.keeping else None,
         )
         if random.random() < crowd.leaving:
             # At once, while its model loads, or in the middle of the answer.

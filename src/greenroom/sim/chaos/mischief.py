@@ -28,6 +28,7 @@ COMING = (
     "crashes_while_loading",
 )
 GOING = ("leaving_fails", "leaving_hangs")
+MAKING_ROOM = (*GOING, "room_refused", "room_refused")
 ANSWERS = ("client_goes", "lost_early", "crash", "out_of_memory_at_run", "answer_hangs", "crash_leaves_copy")
 
 
@@ -59,7 +60,8 @@ class Mischief:
             return usual._replace(outcome=Outcome.STORE_DOWN, took_s=0.05)
         if self._is_over or self._random.random() >= self._odds.move:
             return usual
-        kind = self._random.choice(COMING if comes else GOING)
+        leaving = GOING if move.makes_room_for is None else MAKING_ROOM
+        kind = self._random.choice(COMING if comes else leaving)
         self._tally.count(kind)
         return self._fate(kind, move, usual)
 
@@ -70,7 +72,7 @@ class Mischief:
                 return usual._replace(outcome=Outcome.FAILED, took_s=part_s)
             case "out_of_memory_at_load":
                 return usual._replace(outcome=Outcome.NO_MEMORY, took_s=part_s)
-            case "lease_lost":
+            case "lease_lost" | "room_refused":
                 return usual._replace(outcome=Outcome.NO_LEASE, took_s=part_s)
             case "store_down":
                 return usual._replace(outcome=Outcome.STORE_DOWN, took_s=part_s)

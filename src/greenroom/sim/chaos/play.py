@@ -15,7 +15,7 @@ from greenroom.sim.chaos.callers import Callers
 from greenroom.sim.chaos.checks import checks_for
 from greenroom.sim.chaos.mischief import HANG_MAX_S, Mischief
 from greenroom.sim.chaos.panel import Panel
-from greenroom.sim.chaos.scene import Scene, draw_scene
+from greenroom.sim.chaos.scene import STAY_MAX_S, Scene, draw_scene, draws_stay
 from greenroom.sim.chaos.tally import Tally
 from greenroom.sim.chaos.turmoil import Turmoil
 from greenroom.sim.records import Violation
@@ -179,6 +179,9 @@ class Play:
         limits = world.scheduler.state.limits
         service_s = max((usual.service_s(10_000, 2_000) for usual in manners), default=0.0)
         turn_s = swap_s * (2.0 + limits.residency_swaps + limits.batch_swaps) + service_s
+        if not draws_stay(limits):
+            # Somebody more urgent may be waited for until it leaves by itself.
+            turn_s += STAY_MAX_S
         return limits.deadlines_s[2] + limits.backoff_max_s + turn_s * (2 + len(world.calls))
 
     def _failure(self, problem: Exception) -> Failure:

@@ -18,6 +18,8 @@ from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpe
 from greenroom.sim.setting import Manners, SimConfig, SimModel
 
 HOST = DeviceId("host")
+# The longest that any model stays when nobody asks for it, unless it stays for good.
+STAY_MAX_S = 30.0
 TENANTS = tuple(TenantId(name) for name in ("ada", "bert", "cleo", "dora", "emil"))
 
 
@@ -43,6 +45,9 @@ class Crowd:
     budgeted: float = 0.0
     impatient: float = 0.0
     choosy: float = 0.0
+    # How many say how long the model should stay for them, and what they say.
+    keeping: float = 0.0
+    stays_s: tuple[float, ...] = (0.0,)
     # Closed loops: this many callers of each tenant ask again as soon as they were answered.
     loops: int = 0
 
@@ -87,6 +92,10 @@ def _storm(seed: int, random: Random) -> Scene:
     if rules is None:
         models = tuple(_with_pins(random, model, biggest) for model in models)
     policy = "fifo" if random.random() < 0.15 else "default"
+    # The coordinator's rules let the urgent keep the others out for as long as they stay: so nobody stays for ever.
+    if random.random() < 0.15:
+        limits = replace(limits, swapper="coordinator")
+        models = tuple(relabelled(model, ttl_s=model.spec.ttl_s or 5.0) for model in models)
     config = SimConfig(
         models,
         devices,
@@ -102,7 +111,7 @@ def _storm(seed: int, random: Random) -> Scene:
         turmoil_rate=random.choice((0.02, 0.1, 0.2)),
         shuts_down=random.random() < 0.1,
     )
-    return Scene(seed, Kind.STORM, config, _crowd(random, models), odds)
+    return Scene(seed, Kind.STORM, config, _crowd(random, models, limits), odds)
 
 
 def _devices(random: Random) -> tuple[Device, ...]:
@@ -176,6 +185,7 @@ def draw_limits(random: Random) -> Limits:
         backoff_s=random.choice((0.5, 5.0)),
         backoff_max_s=random.choice((2.0, 20.0)),
         replan_s=random.choice((0.2, 1.0)),
+        green_room_mib=random.choice((None, None, 0, 1_000, 3_000, 10_000)),
     )
 
 
@@ -196,7 +206,12 @@ def draw_rules(random: Random, models: list[ModelId]) -> Rules | None:
     return Matrix((("one", " & ".join(one)), ("other", " | ".join(other)), ("both", f"{models[0]} & {models[-1]}")))
 
 
-def _crowd(random: Random, models: tuple[SimModel, ...]) -> Crowd:
+def draws_stay(limits: Limits) -> bool:
+    """Whether models may stay for good without keeping anybody out for good."""
+    return limits.swapper != "coordinator"
+
+
+def _crowd(random: Random, models: tuple[SimModel, ...], limits: Limits) -> Crowd:
     tenants = TENANTS[: random.randint(1, len(TENANTS))]
     names = [model.spec.id for model in models]
     random.shuffle(names)
@@ -215,6 +230,8 @@ def _crowd(random: Random, models: tuple[SimModel, ...]) -> Crowd:
         budgeted=random.choice((0.0, 0.1)),
         impatient=random.choice((0.0, 0.1)),
         choosy=random.choice((0.0, 0.0, 0.02)),
+        keeping=random.choice((0.0, 0.05, 0.5)),
+        stays_s=(0.0, 0.5, 4.0, STAY_MAX_S, *((-1.0,) if draws_stay(limits) else ())),
     )
 
 

@@ -1,4 +1,4 @@
-"""What happens at times of its own: strangers' memory, changed configurations, operators, leases, crashes, the clock.
+"""What happens at times of its own: memory of strangers and other gateways, configurations, operators, leases, crashes.
 
 Owns the timed faults of a storm and what must be put right before the liveness phase.
 """
@@ -16,13 +16,14 @@ from greenroom.core.model import (
     MoveId,
     MoveKind,
     Need,
+    OtherLease,
     Outcome,
     RequestId,
     SlotId,
     Tier,
 )
 from greenroom.sim.chaos.mischief import Mischief
-from greenroom.sim.chaos.scene import Scene, draw_limits, draw_manners
+from greenroom.sim.chaos.scene import Scene, draw_limits, draw_manners, draws_stay
 from greenroom.sim.chaos.tally import Tally
 from greenroom.sim.setting import SimModel
 from greenroom.sim.world import World
@@ -43,8 +44,11 @@ class Turmoil:
         self._is_over = False
         # Revisions only grow, also of a model that was removed and comes back.
         self._revision = 1
+        self._others = 0
         self._kinds = (
             self.foreign_memory,
+            self.other_gateways,
+            self.need_measured,
             self.clock_steps,
             self.operator_moves,
             self.operator_moves,
@@ -70,6 +74,7 @@ class Turmoil:
             world.end_lease(lease)
         world.change_config(devices=self._scene.config.devices)
         world.change_memory(dict.fromkeys((device.id for device in self._scene.config.devices), 0))
+        world.change_others(())
 
     def _strike(self, world: World) -> None:
         if self._is_over:
@@ -87,6 +92,24 @@ class Turmoil:
         world.change_memory({device.id: int(device.capacity_mib * random.choice((0.0, 0.2, 0.6)))})
         # Strangers leave again before long.
         world.after(AWAY_MAX_S * random.random(), lambda world: world.change_memory({device.id: 0}))
+
+    def other_gateways(self, world: World) -> None:
+        """They hold more, less or nothing any more; what they hold they give back before long."""
+        random, self._others = self._random, self._others + 1
+        number = self._others
+        leases = [self._lease_elsewhere(place) for place in range(random.choice((0, 1, 2)))]
+        world.change_others(leases)
+        world.after(AWAY_MAX_S * random.random(), lambda world: self._others_leave(world, number))
+
+    def _lease_elsewhere(self, place: int) -> OtherLease:
+        random = self._random
+        devices = random.sample(self._scene.config.devices, random.randint(1, len(self._scene.config.devices)))
+        claim = {device.id: int(device.capacity_mib * random.choice((0.1, 0.5))) for device in devices}
+        return OtherLease(LeaseId(f"x{place}"), "elsewhere", claim, random.choice((0, 1, 2)), random.random() < 0.5)
+
+    def _others_leave(self, world: World, number: int) -> None:
+        if number == self._others:
+            world.change_others(())
 
     def clock_steps(self, world: World) -> None:
         world.step_clock(self._random.uniform(-CLOCK_STEP_MAX_S, CLOCK_STEP_MAX_S))
@@ -115,6 +138,18 @@ class Turmoil:
         ]
         world.post(self._random.choice(words))
 
+    def need_measured(self, world: World) -> None:
+        """A model was seen to use somewhat more or less than it was thought to."""
+        if model := self._any(world):
+            need, factor = model.spec.need, self._random.choice((0.7, 0.9, 1.05, 1.1))
+            # Never so much that it fits nowhere any more.
+            gpu_mib = min(int(need.gpu_mib * factor), max(need.gpu_mib, self._largest_mib()))
+            world.change_config(needs={model.spec.id: Need(gpu_mib, need.host_mib)})
+
+    def _largest_mib(self) -> int:
+        gpus = [device for device in self._scene.config.devices if device.kind is DeviceKind.GPU]
+        return min(device.usable_mib for device in gpus) // 2
+
     # --- people -------------------------------------------------------------------------------------------------------
 
     def operator_moves(self, world: World) -> None:
@@ -139,6 +174,7 @@ class Turmoil:
             preemptible=random.random() < 0.6,
             grace_s=5.0 * random.random(),
             patience_s=10.0 if random.random() < 0.5 else None,
+            gpus=random.choice((1, 1, 2, 3)),
         )
         world.after(LEASE_MAX_S * random.random(), lambda world: world.end_lease(lease))
 
@@ -159,7 +195,8 @@ class Turmoil:
 
     def new_revision(self, world: World) -> None:
         if model := self._any(world):
-            spec = replace(model.spec, revision=self._next_revision(), ttl_s=self._random.choice((0.0, 5.0)))
+            ttl_s = self._random.choice((0.0 if draws_stay(self._scene.config.limits) else 1.0, 5.0))
+            spec = replace(model.spec, revision=self._next_revision(), ttl_s=ttl_s)
             world.change_config([SimModel(spec, draw_manners(self._random))])
 
     def relabelled(self, world: World) -> None:
@@ -167,7 +204,7 @@ class Turmoil:
         if model := self._any(world):
             spec = replace(
                 model.spec,
-                ttl_s=self._random.choice((0.0, 2.0, 20.0)),
+                ttl_s=self._random.choice((0.0 if draws_stay(self._scene.config.limits) else 1.0, 2.0, 20.0)),
                 concurrency=self._random.choice((model.spec.concurrency, 1, 4)),
                 preload=self._random.random() < 0.2,
                 grace_s=self._random.choice((0.0, 10.0)),
@@ -182,8 +219,8 @@ class Turmoil:
 
     def other_limits(self, world: World) -> None:
         policy = self._random.choice(("default", "default", "fifo"))
-        limits = replace(draw_limits(self._random), policy=policy, company=self._scene.config.limits.company)
-        world.change_config(limits=limits)
+        drawn, now = draw_limits(self._random), self._scene.config.limits
+        world.change_config(limits=replace(drawn, policy=policy, company=now.company, swapper=now.swapper))
 
     def other_devices(self, world: World) -> None:
         """A GPU is gone or smaller; it comes back before long."""

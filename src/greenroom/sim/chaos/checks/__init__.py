@@ -6,6 +6,7 @@ from greenroom.sim.chaos.checks.dues import IdleGo, Patience
 from greenroom.sim.chaos.checks.ends import Ends, Operators
 from greenroom.sim.chaos.checks.fairness import FairShares
 from greenroom.sim.chaos.checks.in_flight import BusyStay, InFlight
+from greenroom.sim.chaos.checks.memory import CoordinatorRules, GreenRoom, LeasesWhole, Needs
 from greenroom.sim.chaos.checks.order import Order
 from greenroom.sim.chaos.checks.reasons import Reasons
 from greenroom.sim.chaos.checks.slots import Memory, NoReturn, OneMove, PinnedStay, Revisions
@@ -33,6 +34,10 @@ def _everywhere(scene: Scene) -> list[Check]:
         PinnedStay(),
         Patience(),
         IdleGo(),
+        GreenRoom(),
+        LeasesWhole(),
+        Needs(),
+        CoordinatorRules(),
         Reasons(),
         Timers(),
         Invariants(),

@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 from greenroom.core import events as ev
 from greenroom.core.effects import Reason, Rejection
 from greenroom.core.model import (
+    ARRIVING,
     LEGAL_MOVES,
     LeaseId,
     ModelId,
@@ -26,6 +27,7 @@ from greenroom.sim.chaos.panel import Check
 from greenroom.sim.records import Violation
 
 GRACE_S = 1.0
+ROUNDING_S = 1e-6
 
 
 class Dues:
@@ -111,15 +113,23 @@ class Patience(Check):
 
 
 class IdleGo(Check):
-    """A model with a ttl goes when it was idle for so long."""
+    """A slot goes when it was idle for as long as the latest request that spoke of it said, or else as its model says.
+
+    And it does not go for that reason before.
+    """
 
     def __init__(self) -> None:
+        self.judged = 0
+        self._said: dict[str, float] = {}
+        self._keep_alive: dict[SlotId, float] = {}
         self._specs: dict[ModelId, ModelSpec] = {}
         self._moves: dict[MoveId, Move] = {}
         self._ready: dict[SlotId, ModelId] = {}
         self._busy: dict[SlotId, set[str]] = {}
         self._slot_of: dict[str, SlotId] = {}
         self._idle_since: dict[SlotId, float] = {}
+        # Those that came on stage and have not been seen to leave it.
+        self._was_ready: set[SlotId] = set()
         self._now = 0.0
         self._dues = Dues()
 
@@ -132,21 +142,50 @@ class IdleGo(Check):
         for slot in self._ready:
             self._watch(slot)
 
+    def tell(self, event: ev.Event) -> None:
+        self._now = event.now
+
+    def request_arrived(self, event: ev.RequestArrived) -> None:
+        if event.keep_alive_s is not None:
+            self._said[event.request] = event.keep_alive_s
+
     def move(self, move: Move, reason: Reason) -> None:
+        if reason.why == "ttl":
+            self._judge(move.slot)
         self._moves[move.id] = move
         self._dues.drop(move.slot)
         self._ready.pop(move.slot, None)
 
+    def _judge(self, slot: SlotId) -> None:
+        self.judged += 1
+        stay_s = self._stay_s(slot)
+        if stay_s is None or self._idle_since[slot] + stay_s > self._now + ROUNDING_S:
+            raise Violation(f"{slot} leaves though it may stay for {stay_s} s from {self._idle_since[slot]} on")
+
     def move_done(self, event: ev.MoveDone) -> None:
         move = self._moves.pop(event.move, None)
-        if move is not None and event.outcome is Outcome.DONE and LEGAL_MOVES[move.kind][1] is Tier.READY:
+        if move is None:
+            return
+        if event.outcome is Outcome.DONE and LEGAL_MOVES[move.kind][1] is Tier.READY:
+            self._keep_alive.pop(move.slot, None)
+            self._come(move, event.now)
+        elif event.outcome is not Outcome.NO_LEASE or move.kind in ARRIVING:
+            self._was_ready.discard(move.slot)
+        elif move.slot in self._was_ready:
+            # Nobody has touched it. It may have to leave for other reasons, and then goes on.
             self._ready[move.slot] = move.model
-            self._idle_since[move.slot] = event.now
             self._watch(move.slot)
+
+    def _come(self, move: Move, now: float) -> None:
+        self._ready[move.slot] = move.model
+        self._was_ready.add(move.slot)
+        self._idle_since[move.slot] = now
+        self._watch(move.slot)
 
     def slots_lost(self, event: ev.SlotsLost) -> None:
         for slot in event.slots:
             self._ready.pop(slot, None)
+            self._was_ready.discard(slot)
             self._dues.drop(slot)
             # One that falls while it moves does not arrive, whatever is said of its move.
             for move in [one for one in self._moves.values() if one.slot == slot]:
@@ -156,6 +195,8 @@ class IdleGo(Check):
         self._slot_of[request] = slot
         self._busy.setdefault(slot, set()).add(request)
         self._dues.drop(slot)
+        if request in self._said:
+            self._keep_alive[slot] = self._said[request]
 
     def serve_done(self, event: ev.ServeDone) -> None:
         self._end(event.request, event.now)
@@ -178,11 +219,20 @@ class IdleGo(Check):
         model = self._ready.get(slot)
         if model is None or slot in self._busy:
             return
-        spec = self._specs.get(model)
-        if spec is None or spec.ttl_s <= 0 or spec.pinned:
+        stay_s = self._stay_s(slot)
+        if stay_s is None:
             self._dues.drop(slot)
         else:
-            self._dues.set(slot, self._idle_since[slot] + spec.ttl_s)
+            self._dues.set(slot, self._idle_since[slot] + stay_s)
+
+    def _stay_s(self, slot: SlotId) -> float | None:
+        """None: for ever."""
+        spec = self._specs.get(self._ready.get(slot, ModelId("")))
+        if spec is None or spec.pinned:
+            return None
+        if (said := self._keep_alive.get(slot)) is not None:
+            return None if said < 0 else said
+        return spec.ttl_s or None
 
     def settled(self, event: ev.Event) -> None:
         if (late := self._dues.overdue(event.now)) is not None:

@@ -57,8 +57,7 @@ class Memory(Check):
         own = house.places.get(move.slot)
         for device, mib in move.claim.items():
             more = mib - (own.holds.get(device, 0) if own is not None else 0)
-            there = house.devices.get(device)
-            usable = 0 if there is None else there.usable_mib - house.foreign_mib.get(device, 0)
+            usable = house.usable_mib(device)
             held = sum(place.holds.get(device, 0) for place in house.places.values())
             if more > 0 and held + more > usable:
                 raise Violation(f"{move.slot} takes {more} MiB more of {device}: {held} of {usable} are held")

@@ -1,0 +1,128 @@
+"""The swapper with few rules: who is idle, neither pinned nor more urgent leaves, the least urgent and oldest first."""
+
+from __future__ import annotations
+
+import pytest
+
+from greenroom.core.company.groups import Group
+from greenroom.core.events import Limits
+from greenroom.core.model import DeviceId, ModelId, MoveKind, Need
+
+from .test_memory import victims
+from .test_order import ready
+from .world import Fate, World, gpu, host, model
+
+LIMITS = Limits(swapper="coordinator")
+GPU0, GPU1 = DeviceId("gpu0"), DeviceId("gpu1")
+
+
+def used(world: World, **priorities: int) -> None:
+    for name, priority in priorities.items():
+        world.arrive(f"warm {name}", name, takes_s=0.0, priority=priority)
+        world.run(10.0)
+
+
+@pytest.mark.parametrize(
+    ("priorities", "leaves"),
+    [({"a": 1, "b": 2, "c": 3}, ["c"]), ({"a": 1, "b": 1, "c": 1}, ["a"]), ({"a": 0, "b": 1, "c": 0}, ["b"])],
+    ids=["the least urgent", "the least recently used", "equals but not more urgent ones"],
+)
+def test_the_least_urgent_leaves_first_and_then_the_least_recently_used(
+    priorities: dict[str, int], leaves: list[str]
+) -> None:
+    world = World([model(name, 2_500) for name in "abc"] + [model("new", 2_500)], limits=LIMITS)
+    used(world, **priorities)
+    world.arrive("r", "new", takes_s=0.0)
+    world.run()
+    assert victims(world) == leaves and world.fate("r") is Fate.SERVED
+
+
+def test_they_leave_in_turn_until_there_is_room() -> None:
+    world = World([model("a", 1_000), model("b", 1_000), model("c", 6_000), model("new", 6_000)], limits=LIMITS)
+    used(world, a=1, b=1, c=1)
+    world.arrive("r", "new", takes_s=0.0)
+    world.run()
+    assert victims(world) == ["a", "b", "c"], "it looks at no costs: the oldest go, though the last alone would do"
+
+
+def test_more_urgent_ones_are_left_alone_until_they_go_by_themselves() -> None:
+    world = World([model("a", 6_000, ttl_s=50.0), model("new", 6_000)], limits=LIMITS)
+    used(world, a=0)
+    world.arrive("r", "new", takes_s=0.0)
+    world.run(30.0)
+    assert world.fate("r") is Fate.WAITING and not victims(world)
+    world.run(60.0)
+    assert world.fate("r") is Fate.SERVED and world.kinds() == ["load a", "unload a", "load new"]
+
+
+def test_busy_and_pinned_ones_are_left_alone() -> None:
+    world = World(
+        [model("a", 4_000, pinned=True), model("b", 2_000), model("c", 2_000), model("n", 2_000)], limits=LIMITS
+    )
+    used(world, a=9, b=9, c=1)
+    world.arrive("running", "b", priority=9)
+    world.arrive("r", "n", takes_s=0.0)
+    world.run()
+    assert victims(world) == ["c"]
+
+
+def test_nobody_leaves_where_that_would_not_help() -> None:
+    world = World(
+        [model("a", 4_000, devices=(GPU0,)), model("b", 6_000, devices=(GPU1,)), model("n", 7_000, devices=(GPU1,))],
+        (gpu(0, 8_000), gpu(1, 8_000)),
+        LIMITS,
+    )
+    used(world, a=9, b=1)
+    world.arrive("r", "n", takes_s=0.0)
+    world.run()
+    assert victims(world) == ["b"]
+
+
+def test_of_two_gpus_the_tighter_fit_then_where_fewer_leave_then_whose_turn_it_is() -> None:
+    world = World([model("a", 7_000), model("b", 3_000), model("c", 2_000)], (gpu(0, 8_000), gpu(1, 4_000)), LIMITS)
+    used(world, a=1, b=1)
+    assert [dict(move.claim) for move in world.moves] == [{GPU0: 7_000}, {GPU1: 3_000}], "nobody leaves: tighter"
+    used(world, c=1)
+    assert victims(world) == ["a"], "one leaves in either case: the least recently used"
+    world.arrive("r", "a", takes_s=0.0)
+    world.run()
+    assert victims(world) == ["a", "c"]
+
+
+def test_sleepers_count_as_idle_and_who_falls_asleep_gives_less() -> None:
+    world = World(
+        [model("a", 6_000, asleep=Need(1_000, 2_000)), model("b", 8_000)], (gpu(0, 8_000), host(8_000)), LIMITS
+    )
+    ready(world, "a")
+    world.ask("o", MoveKind.SLEEP, "a")
+    world.run(5.0)
+    world.arrive("r", "b", takes_s=0.0)
+    world.run()
+    assert world.kinds("a") == ["load a", "sleep a", "unload a"] and world.fate("r") is Fate.SERVED
+
+
+def test_rules_about_company_hold_as_everywhere() -> None:
+    rules = (Group("turns", (ModelId("a"), ModelId("b")), exclusive=False),)
+    world = World([model("a", 1_000), model("b", 1_000)], limits=Limits(swapper="coordinator", company=rules))
+    used(world, a=1)
+    world.arrive("urgent", "b", takes_s=0.0)
+    world.run(20.0)
+    assert victims(world) == ["a"] and world.fate("urgent") is Fate.SERVED
+    world.arrive("running", "b", priority=0)
+    world.arrive("r", "a", takes_s=0.0)
+    world.run(20.0)
+    assert world.fate("r") is Fate.WAITING, "b is busy and more urgent"
+    world.finish("running")
+    world.run(200.0)
+    assert world.fate("r") is Fate.WAITING
+
+
+def test_who_may_not_be_asked_yet_blocks_the_rules_about_company() -> None:
+    rules = (Group("turns", (ModelId("a"), ModelId("b")), exclusive=False),)
+    world = World(
+        [model("a", 1_000, pinned=True), model("b", 1_000)], limits=Limits(swapper="coordinator", company=rules)
+    )
+    used(world, a=1)
+    world.arrive("r", "b", takes_s=0.0)
+    world.run(20.0)
+    assert world.fate("r") is Fate.WAITING

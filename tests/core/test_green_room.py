@@ -1,0 +1,228 @@
+"""The green room: how much host memory may sleep, and who leaves it for whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from greenroom.core.effects import OpOutcome
+from greenroom.core.events import Limits
+from greenroom.core.model import ModelSpec, MoveKind, Need, Outcome, Tier
+
+from .test_order import ready
+from .world import HOST, Fate, World, gpu, host, model
+
+DEVICES = (gpu(0, 8_000), host(64_000))
+LIMITS = Limits(green_room_mib=5_000)
+
+
+def sleeper(name: str, mib: int = 2_000, **more: object) -> ModelSpec:
+    return model(name, 2_000, asleep=Need(0, mib), **more)
+
+
+def asleep(world: World, *names: str) -> None:
+    """These have been asked for and were then sent to sleep, in this order."""
+    for name in names:
+        ready(world, name)
+        world.ask(f"sleep {name}", MoveKind.SLEEP, name)
+        world.run(5.0)
+
+
+def tiers(world: World, names: str) -> str:
+    return "".join(world.tier(name).value[0] for name in names)
+
+
+def test_without_a_limit_the_hosts_memory_is_the_limit() -> None:
+    world = World([sleeper(name, 30_000) for name in "abc"], DEVICES)
+    asleep(world, "a", "b", "c")
+    assert tiers(world, "abc") == "aac"
+
+
+def test_whoever_goes_to_sleep_makes_the_least_valuable_leave() -> None:
+    world = World([sleeper(name) for name in "abc"], DEVICES, LIMITS)
+    asleep(world, "a", "b", "c")
+    assert tiers(world, "abc") == "caa"
+    assert world.reasons[world.moves[-1].id].why == "green_room"
+
+
+def test_the_least_valuable_is_unloaded_rather_than_put_to_sleep() -> None:
+    world = World([sleeper(name) for name in "abc"], DEVICES, LIMITS)
+    for number in range(9):
+        world.arrive(f"a{number}", "a", takes_s=0.0)
+        world.arrive(f"b{number}", "b", takes_s=0.0)
+    world.run(20.0)
+    asleep(world, "a", "b", "c")
+    assert tiers(world, "abc") == "aac" and world.ops["sleep c"] is OpOutcome.FAILED
+    assert world.kinds("c") == ["load c", "unload c"]
+
+
+def test_size_counts_and_as_few_leave_as_are_needed() -> None:
+    world = World([sleeper("large", 4_000), sleeper("small", 1_000), sleeper("new", 3_000)], DEVICES, LIMITS)
+    asleep(world, "large", "small", "new")
+    assert [world.tier(name) for name in ("large", "small", "new")] == [Tier.COLD, Tier.ASLEEP, Tier.ASLEEP]
+
+
+def test_what_is_larger_than_the_green_room_never_sleeps() -> None:
+    world = World([sleeper("a", 6_000)], DEVICES, LIMITS)
+    asleep(world, "a")
+    assert world.tier("a") is Tier.COLD
+    world.ask("o", MoveKind.PREPARE, "a")
+    assert world.ops["o"] is OpOutcome.TOO_LARGE
+
+
+def test_what_takes_no_host_memory_always_may() -> None:
+    world = World([model("a", 2_000, asleep=Need(100)), sleeper("b")], DEVICES, replace(LIMITS, green_room_mib=0))
+    asleep(world, "a", "b")
+    assert tiers(world, "ab") == "ac"
+    world.config(limits=replace(LIMITS, green_room_mib=0))
+    world.ask("o", MoveKind.PREPARE, "a")
+    world.run(5.0)
+    assert world.tier("a") is Tier.ASLEEP and world.ops["o"] is OpOutcome.DONE
+
+
+def test_a_swap_counts_with_what_the_green_room_takes() -> None:
+    """Who cannot sleep goes cold and gives all it has."""
+    world = World([model("old", 6_000, asleep=Need(3_000, 6_000)), model("new", 5_000)], DEVICES, LIMITS)
+    ready(world, "old")
+    world.arrive("r", "new", takes_s=0.0)
+    world.run(20.0)
+    assert world.kinds("old") == ["load old", "unload old"] and world.fate("r") is Fate.SERVED
+
+
+def test_an_operators_choice_comes_whatever_it_is_worth() -> None:
+    world = World([sleeper(name) for name in "abc"], DEVICES, LIMITS)
+    asleep(world, "a", "b")
+    world.ask("o", MoveKind.PREPARE, "c")
+    world.run(10.0)
+    assert tiers(world, "abc") == "caa" and world.ops["o"] is OpOutcome.DONE
+
+
+def test_who_is_about_to_wake_no_longer_counts() -> None:
+    world = World([sleeper("a", 4_000), sleeper("b", 4_000)], DEVICES, LIMITS)
+    asleep(world, "a")
+    world.plays = False
+    world.arrive("r", "a")
+    world.ask("o", MoveKind.PREPARE, "b")
+    assert world.kinds()[-2:] == ["wake a", "prepare b"]
+
+
+def test_one_who_wakes_and_one_who_sleeps_for_it_change_places() -> None:
+    world = World(
+        [model("a", 6_000, asleep=Need(0, 4_000)), model("b", 6_000, asleep=Need(0, 4_000))],
+        DEVICES,
+        LIMITS,
+    )
+    asleep(world, "a")
+    ready(world, "b")
+    world.arrive("r", "a", takes_s=0.0)
+    world.run(10.0)
+    assert tiers(world, "ab") == "ra" and world.kinds("b") == ["load b", "sleep b"]
+
+
+def test_two_choices_that_do_not_fit_together_come_one_after_the_other() -> None:
+    world = World([sleeper("a", 4_000), sleeper("b", 4_000)], DEVICES, LIMITS, plays=False)
+    world.ask("o", MoveKind.PREPARE, "a")
+    world.ask("p", MoveKind.PREPARE, "b")
+    assert world.kinds() == ["prepare a"]
+    world.end_move(world.moves[0].id, Outcome.DONE)
+    assert world.kinds() == ["prepare a", "prepare b", "unload a"]
+
+
+def test_a_choice_that_has_to_wait_for_memory_finds_its_place_taken() -> None:
+    """Its place in the green room was free when it was planned, and is not when its memory is."""
+    world = World(
+        [
+            sleeper("a", 4_000),
+            model("b", 2_000, host_mib=30_000, asleep=Need(0, 4_000)),
+            model("c", 2_000, host_mib=30_000),
+        ],
+        (gpu(0, 8_000), host(32_000)),
+        LIMITS,
+        plays=False,
+    )
+    world.arrive("r", "c")
+    world.end_move(world.moves[-1].id, Outcome.DONE)
+    world.finish("r")
+    world.ask("o", MoveKind.PREPARE, "b")
+    assert world.kinds() == ["load c", "unload c"]
+    world.ask("p", MoveKind.PREPARE, "a")
+    world.end_move(world.moves[1].id, Outcome.DONE)
+    moved = world.kinds()[2:]
+    for _ in range(3):
+        while world.moving:
+            world.end_move(next(iter(world.moving)), Outcome.DONE)
+    assert moved and world.ops == {"o": OpOutcome.DONE, "p": OpOutcome.DONE}
+
+
+def test_pinned_sleepers_stay_and_what_they_leave_is_all_there_is() -> None:
+    world = World([sleeper("a", 3_000, pinned=True), sleeper("b", 3_000)], DEVICES, LIMITS)
+    asleep(world, "a", "b")
+    assert tiers(world, "ab") == "ac"
+    rejection = world.scheduler
+    world.ask("o", MoveKind.PREPARE, "b")
+    assert world.ops["o"] is OpOutcome.TOO_LARGE and rejection is world.scheduler
+
+
+@pytest.mark.parametrize("limit_mib", [4_000, 2_000, 0])
+def test_a_lower_limit_makes_sleepers_leave_at_once(limit_mib: int) -> None:
+    world = World([sleeper(name) for name in "ab"], DEVICES, LIMITS)
+    asleep(world, "a", "b")
+    world.config(limits=replace(LIMITS, green_room_mib=limit_mib))
+    world.run(5.0)
+    assert tiers(world, "ab") == {4_000: "aa", 2_000: "ca", 0: "cc"}[limit_mib]
+
+
+def test_a_crash_that_leaves_a_copy_is_trimmed_too() -> None:
+    world = World([sleeper(name, 3_000) for name in "ab"], DEVICES, LIMITS)
+    asleep(world, "a")
+    ready(world, "b")
+    world.lose(world.slot_of("b"), left_in=Tier.ASLEEP)
+    world.run(5.0)
+    assert tiers(world, "ab") == "ca"
+
+
+def test_a_wake_that_is_refused_is_trimmed_again() -> None:
+    world = World([sleeper(name, 3_000) for name in "ab"], DEVICES, replace(LIMITS, green_room_mib=6_000))
+    asleep(world, "a", "b")
+    world.plays = False
+    world.arrive("r", "a")
+    world.config(limits=replace(LIMITS, green_room_mib=0))
+    assert world.kinds()[-2:] == ["wake a", "unload b"], "who wakes cannot leave"
+    world.go("r")
+    world.end_move(next(move.id for move in world.moves if move.kind is MoveKind.WAKE), Outcome.NO_LEASE)
+    assert world.kinds()[-1] == "unload a"
+
+
+def test_one_for_whom_there_is_no_place_any_more_when_it_has_fallen_asleep_leaves() -> None:
+    world = World([sleeper("a", 3_000)], DEVICES, LIMITS)
+    ready(world, "a")
+    world.plays = False
+    world.ask("o", MoveKind.SLEEP, "a")
+    world.config(limits=replace(LIMITS, green_room_mib=0))
+    assert world.kinds()[-1] == "sleep a"
+    world.end_move(world.moves[-1].id, Outcome.DONE)
+    assert world.kinds()[-1] == "unload a"
+
+
+def test_a_machine_whose_host_is_gone_has_no_green_room_to_keep() -> None:
+    world = World([sleeper("a", 4_000)], DEVICES, LIMITS)
+    asleep(world, "a")
+    world.config(devices=(gpu(0, 8_000),), limits=replace(LIMITS, green_room_mib=0))
+    assert world.tier("a") is Tier.ASLEEP
+    world.config(devices=DEVICES)
+    world.run(5.0)
+    assert world.tier("a") is Tier.COLD and world.devices[HOST].capacity_mib == 64_000
+
+
+def test_a_sleeper_of_a_model_that_is_gone_is_worth_nothing() -> None:
+    world = World([sleeper(name, 2_000) for name in "ab"], DEVICES, LIMITS, plays=False)
+    for name in "ab":
+        world.arrive(name, name)
+        world.end_move(world.moves[-1].id, Outcome.DONE)
+        world.finish(name)
+    world.ask("o", MoveKind.SLEEP, "a")
+    world.config(removed=("a",))
+    world.end_move(world.moves[-1].id, Outcome.DONE)
+    world.ask("p", MoveKind.SLEEP, "b")
+    assert world.kinds()[-2:] == ["unload a", "sleep b"]

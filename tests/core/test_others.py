@@ -1,0 +1,448 @@
+"""What others have a say in: strangers' memory, leases of other gateways, a store that refuses, measured needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from greenroom.core import events as ev
+from greenroom.core.decide import Wait
+from greenroom.core.effects import RejectCode, Rejection
+from greenroom.core.events import Limits, Timer, TimerKind
+from greenroom.core.ledger import Holding
+from greenroom.core.model import DeviceId, LeaseId, ModelId, MoveId, MoveKind, Need, OtherLease, Outcome, Tier
+
+from .test_memory import victims
+from .test_order import ready
+from .world import Fate, World, gpu, host, model
+
+GPU0, GPU1 = DeviceId("gpu0"), DeviceId("gpu1")
+
+
+def other(mib: int, on: DeviceId = GPU0, holder: str = "finetune", name: str = "l-1") -> OtherLease:
+    return OtherLease(LeaseId(name), holder, {on: mib}, priority=2, preemptible=True)
+
+
+def rejection_of(world: World, name: str) -> Rejection:
+    rejection = world.calls_by_id[name].rejection
+    assert rejection is not None
+    return rejection
+
+
+# --- strangers --------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_leaves_because_strangers_use_more_than_is_free() -> None:
+    world = World([model(name, 2_500) for name in "abc"])
+    ready(world, "a", "b", "c")
+    for foreign_mib in (500, 8_000, 3_000, 30_000):
+        world.memory({GPU0: foreign_mib})
+        world.run(60.0)
+    assert world.kinds() == ["load a", "load b", "load c"]
+    world.arrive("r", "a", takes_s=0.0)
+    assert world.fate("r") is Fate.GRANTED, "what is there goes on serving"
+
+
+def test_nobody_leaves_for_a_newcomer_that_would_not_fit_even_then() -> None:
+    world = World([model(name, 2_500) for name in "abc"] + [model("new", 4_000)])
+    ready(world, "a", "b", "c")
+    world.memory({GPU0: 5_000})
+    world.arrive("r", "new", takes_s=0.0)
+    world.run(600.0)
+    assert not victims(world) and world.fate("r") is Fate.WAITING
+    world.memory({GPU0: 0})
+    world.run(60.0)
+    assert world.fate("r") is Fate.SERVED and len(victims(world)) == 2
+
+
+def test_who_leaves_for_a_newcomer_makes_up_for_strangers_too() -> None:
+    world = World([model(name, 2_500) for name in "abc"] + [model("new", 2_000)])
+    ready(world, "a", "b", "c")
+    world.memory({GPU0: 2_500})
+    world.arrive("r", "new", takes_s=0.0)
+    world.run(60.0)
+    assert world.fate("r") is Fate.SERVED and len(victims(world)) == 2
+
+
+def test_a_split_goes_round_what_strangers_hold_for_long() -> None:
+    world = World(
+        [model("small", 3_000, devices=(GPU0,)), model("wide", 10_000, can_split=True)],
+        (gpu(0, 8_000), gpu(1, 8_000)),
+    )
+    ready(world, "small")
+    world.memory({GPU1: 4_000})
+    world.arrive("r", "wide", takes_s=0.0)
+    world.run(60.0)
+    assert world.fate("r") is Fate.SERVED and victims(world) == ["small"]
+    assert world.moves[-1].claim == {GPU0: 6_667, GPU1: 3_334}
+
+
+def test_a_split_goes_round_what_programs_hold_by_lease() -> None:
+    world = World([model("wide", 10_000, can_split=True), model("small", 1_000)], (gpu(0, 8_000), gpu(1, 8_000)))
+    world.ask_lease("train", 4_000, devices=(GPU1,))
+    ready(world, "small")
+    world.arrive("r", "wide", takes_s=0.0)
+    world.run(60.0)
+    assert world.fate("r") is Fate.SERVED
+
+
+# --- other gateways ---------------------------------------------------------------------------------------------------
+
+
+def test_leases_of_other_gateways_are_taken_memory_until_they_are_told_to_be_gone() -> None:
+    world = World([model("a", 6_000)])
+    world.memory({}, leases=(other(4_000),))
+    world.arrive("r", "a", takes_s=0.0)
+    world.memory({GPU0: 0})
+    world.run(60.0)
+    assert world.fate("r") is Fate.WAITING, "nothing said of them leaves them as they were"
+    world.memory({}, leases=())
+    world.run(60.0)
+    assert world.fate("r") is Fate.SERVED
+
+
+def test_strangers_and_leases_of_others_add_up() -> None:
+    world = World([model("a", 3_000), model("b", 3_000)], (gpu(0, 8_000), gpu(1, 8_000)))
+    world.memory({GPU0: 3_000}, leases=(other(2_000), other(1_000, name="l-0"), other(4_000, GPU1, name="l-2")))
+    ready(world, "a")
+    assert world.moves[0].claim == {GPU1: 3_000}
+    world.arrive("r", "b", takes_s=0.0)
+    world.run(60.0)
+    assert victims(world) == ["a"]
+
+
+def test_who_gave_up_waiting_for_memory_is_told_how_much_and_who_has_it() -> None:
+    world = World([model("a", 6_000), model("b", 1_000)], (gpu(0, 8_000, 500), gpu(1, 8_000, 500)))
+    world.memory({}, leases=(other(5_000), other(500, name="l-2"), other(6_500, GPU1, "render", "l-3")))
+    world.arrive("r", "a", within_s=5.0)
+    world.ask_lease("train", 7_000, within_s=5.0, devices=(GPU1,))
+    world.run(10.0)
+    numbers = [(said.needs_mib, said.free_mib, said.capacity_mib, said.held_by) for said in map_said(world)]
+    assert numbers == [(6_000, 2_000, 7_500, ("finetune", "render")), (7_000, 1_000, 7_500, ("render",))]
+
+
+def map_said(world: World) -> list[Rejection]:
+    return [rejection_of(world, name) for name in ("r", "train")]
+
+
+def test_who_gave_up_waiting_for_an_answer_is_not_told_of_memory() -> None:
+    world = World([model("a", 6_000)])
+    ready(world, "a")
+    world.arrive("running", "a")
+    world.arrive("r", "a", within_s=5.0)
+    world.run(10.0)
+    said = rejection_of(world, "r")
+    assert (said.code, said.needs_mib, said.held_by) == (RejectCode.EXPIRED, 0, ())
+
+
+def test_an_explanation_names_those_who_hold_what_is_waited_for() -> None:
+    world = World(
+        [model("a", 6_000, devices=(GPU0,)), model("big", 9_000), model("b", 1_000)], (gpu(0, 8_000), gpu(1, 8_000))
+    )
+    mine, elsewhere = other(4_000), other(1_000, GPU1, "render", "l-2")
+    world.memory({}, leases=(elsewhere, mine))
+    waits = world.scheduler.explanation(world.asking("r", "a"))
+    assert isinstance(waits.plan, Wait) and waits.held == (mine,)
+    refused = world.scheduler.explanation(world.asking("r", "big"))
+    assert refused.held == (mine, elsewhere)
+    assert world.scheduler.explanation(world.asking("r", "b")).held == ()
+
+
+# --- a store that does not answer ---------------------------------------------------------------------------------
+
+
+def store(world: World, is_down: bool) -> None:
+    world.post(ev.MemoryChanged(world.now, {}, store_is_down=is_down))
+
+
+def test_while_the_store_is_down_those_who_wait_wait_and_newcomers_are_refused() -> None:
+    world = World([model("a", 6_000), model("b", 6_000), model("remote", 0)])
+    ready(world, "a")
+    world.arrive("running", "a")
+    world.arrive("waits", "b", takes_s=0.0)
+    store(world, is_down=True)
+    world.finish("running")
+    world.arrive("late", "b")
+    assert world.fate("waits") is Fate.WAITING and world.code("late") is RejectCode.STORE_DOWN
+    assert world.ask_lease("train", 1_000).fate is Fate.REJECTED
+    world.memory({GPU0: 0})
+    world.run(5.0)
+    assert world.kinds() == ["load a"], "a word that says nothing of the store leaves it as it was"
+    store(world, is_down=False)
+    world.run(60.0)
+    assert world.fate("waits") is Fate.SERVED
+
+
+def test_while_the_store_is_down_what_is_ready_or_needs_no_memory_serves() -> None:
+    world = World([model("a", 6_000), model("remote", 0)])
+    ready(world, "a")
+    store(world, is_down=True)
+    assert world.arrive("r", "a", takes_s=0.0).fate is Fate.GRANTED
+    world.arrive("far", "remote", takes_s=0.0)
+    world.run(10.0)
+    assert world.fate("far") is Fate.SERVED
+
+
+# --- a store that refuses ---------------------------------------------------------------------------------------------
+
+
+def evicting(kind: MoveKind = MoveKind.UNLOAD, limits: Limits | None = None) -> tuple[World, MoveId]:
+    """`old` has begun to leave for `new`."""
+    asleep = Need(0, 2_000) if kind is MoveKind.SLEEP else None
+    specs = [model("old", 6_000, asleep=asleep, ttl_s=600.0), model("new", 6_000)]
+    world = World(specs, (gpu(0, 8_000), host(8_000)), limits)
+    ready(world, "old")
+    world.plays = False
+    world.arrive("r", "new")
+    assert world.moves[-1].kind is kind and world.moves[-1].makes_room_for is not None
+    return world, world.moves[-1].id
+
+
+@pytest.mark.parametrize("kind", [MoveKind.UNLOAD, MoveKind.SLEEP])
+def test_a_victim_stays_when_the_store_has_no_lease_for_whom_it_was_to_leave(kind: MoveKind) -> None:
+    world, move = evicting(kind)
+    held = dict(world.scheduler.state.ledger.held_by(world.slot_of("old")))
+    world.arrive("again", "old")
+    world.end_move(move, Outcome.NO_LEASE)
+    assert world.fate("again") is Fate.GRANTED and world.fate("r") is Fate.WAITING
+    state = world.scheduler.state
+    assert not state.ledger.promises and len(state.slots) == 1
+    assert set(state.ledger.held_by(world.slot_of("old"))) <= set(held)
+    assert state.ledger.held_by(world.slot_of("old")) == {GPU0: 6_000}
+
+
+def test_the_newcomer_asks_again_a_little_later() -> None:
+    world, move = evicting(limits=Limits(replan_s=3.0))
+    world.end_move(move, Outcome.NO_LEASE)
+    assert world.timers[Timer(TimerKind.RETRY, "new")] == pytest.approx(world.now + 3.0)
+    world.run(2.0)
+    assert not world.moving
+    world.run(2.0)
+    assert world.kinds()[-1] == "unload old"
+    world.end_move(world.moves[-1].id, Outcome.DONE)
+    assert world.kinds()[-1] == "load new"
+
+
+def test_an_idle_victim_that_stays_is_looked_at_when_its_time_is_over() -> None:
+    world, move = evicting()
+    world.end_move(move, Outcome.NO_LEASE)
+    assert Timer(TimerKind.IDLE, world.slot_of("old")) in world.timers
+
+
+def test_of_two_victims_each_is_told_for_itself() -> None:
+    world = World([model("a", 4_000), model("b", 4_000), model("new", 8_000)])
+    ready(world, "a", "b")
+    world.plays = False
+    world.arrive("r", "new")
+    first, second = world.moves[-2:]
+    assert first.makes_room_for == second.makes_room_for is not None
+    world.end_move(first.id, Outcome.NO_LEASE)
+    world.end_move(second.id, Outcome.NO_LEASE)
+    assert world.tier("a") is world.tier("b") is Tier.READY and world.fate("r") is Fate.WAITING
+
+
+def test_a_lease_whose_room_was_refused_asks_again_and_leaves_nothing_behind() -> None:
+    world = World([model("old", 6_000)])
+    ready(world, "old")
+    world.plays = False
+    world.ask_lease("train", 6_000)
+    world.end_move(world.moves[-1].id, Outcome.NO_LEASE)
+    assert world.fate("train") is Fate.WAITING and world.tier("old") is Tier.READY
+    world.run(2.0)
+    assert world.kinds()[-1] == "unload old"
+    world.end_move(world.moves[-1].id, Outcome.NO_LEASE)
+    world.end_lease("train")
+    assert not world.timers and not world.scheduler.state.waitlist
+
+
+def test_a_sleeper_that_was_not_touched_sleeps_on() -> None:
+    specs = [model("old", 6_000, asleep=Need(2_500, 2_000)), model("new", 6_000)]
+    world = World(specs, (gpu(0, 8_000), host(8_000)))
+    ready(world, "old")
+    world.ask("o", MoveKind.SLEEP, "old")
+    world.run(5.0)
+    world.plays = False
+    world.arrive("r", "new")
+    world.end_move(world.moves[-1].id, Outcome.NO_LEASE)
+    assert world.tier("old") is Tier.ASLEEP and world.kinds()[-1] == "unload old"
+
+
+@pytest.mark.parametrize("how", ["asked", "removed"])
+def test_one_that_is_to_leave_anyway_leaves_whatever_the_store_says(how: str) -> None:
+    world, move = evicting()
+    if how == "asked":
+        world.ask("o", MoveKind.UNLOAD, "old")
+    else:
+        world.config(removed=("old",))
+    world.end_move(move, Outcome.NO_LEASE)
+    assert world.kinds()[-2:] == ["unload old", "unload old"] and world.moves[-1].makes_room_for is None
+    world.end_move(world.moves[-1].id, Outcome.DONE)
+    assert world.kinds()[-1] == "load new"
+
+
+def test_a_victim_whose_sleep_failed_leaves_whatever_the_store_says() -> None:
+    world, move = evicting(MoveKind.SLEEP)
+    world.end_move(move, Outcome.FAILED)
+    assert world.moves[-1].kind is MoveKind.UNLOAD and world.moves[-1].makes_room_for is None
+    world.end_move(world.moves[-1].id, Outcome.NO_LEASE)
+    world.end_move(world.moves[-1].id, Outcome.DONE)
+    assert world.kinds()[-3:] == ["unload old", "unload old", "load new"]
+
+
+def test_a_victim_that_fell_meanwhile_is_gone() -> None:
+    world, move = evicting()
+    world.lose(world.slot_of("old"))
+    world.end_move(move, Outcome.NO_LEASE)
+    assert world.tier("old") is Tier.COLD and world.kinds()[-1] == "load new"
+
+
+def test_a_store_that_refuses_one_that_leaves_by_itself_is_not_listened_to() -> None:
+    world = World([model("a", ttl_s=5.0)], plays=False)
+    world.arrive("r", "a", keep_alive_s=0.0)
+    world.end_move(world.moves[-1].id, Outcome.DONE)
+    world.finish("r")
+    world.run(1.0)
+    assert world.moves[-1].makes_room_for is None
+    world.end_move(world.moves[-1].id, Outcome.NO_LEASE)
+    assert world.kinds() == ["load a", "unload a", "unload a"]
+
+
+def test_a_refusal_for_one_who_no_longer_comes_changes_nothing_else() -> None:
+    world, move = evicting()
+    world.config(removed=("new",))
+    world.end_move(move, Outcome.NO_LEASE)
+    assert world.tier("old") is Tier.READY and world.code("r") is RejectCode.REMOVED
+    assert Timer(TimerKind.RETRY, "new") not in world.timers
+
+
+def test_a_refusal_for_an_earlier_revision_does_not_make_the_new_one_pause() -> None:
+    world, move = evicting()
+    world.config(model("new", 6_000, revision=2))
+    world.end_move(move, Outcome.NO_LEASE)
+    assert Timer(TimerKind.RETRY, "new") not in world.timers
+
+
+# --- needs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_measured_need_counts_from_the_next_load_on() -> None:
+    world = World([model("a", 4_000), model("b", 4_000)])
+    ready(world, "a")
+    world.config(needs={ModelId("a"): Need(5_000), ModelId("nobody"): Need(1)})
+    assert world.scheduler.needs() == {"a": Need(5_000), "b": Need(4_000)}
+    ready(world, "b")
+    assert not victims(world), "what is there keeps its claim"
+    world.ask("o", MoveKind.UNLOAD, "a")
+    world.run(5.0)
+    world.ask("p", MoveKind.LOAD, "a")
+    world.run(10.0)
+    assert world.moves[-1].claim == {GPU0: 5_000} and victims(world) == ["b"]
+
+
+def test_needs_are_not_for_leases() -> None:
+    world = World([])
+    world.ask_lease("train", 1_000)
+    name = next(iter(world.scheduler.state.models))
+    world.config(needs={name: Need(5_000)})
+    assert world.scheduler.needs() == {} and world.scheduler.state.models[name].need == Need(1_000)
+
+
+def test_a_need_that_changes_while_it_is_waited_for_changes_what_bringing_it_takes() -> None:
+    world = World([model("a", 1_000), model("old", 8_000)], plays=False)
+    world.arrive("warm", "old")
+    world.end_move(world.moves[-1].id, Outcome.DONE)
+    world.arrive("r", "a")
+    before = world.scheduler.state.waitlist.queues[ModelId("a")].swap_s
+    world.config(needs={ModelId("a"): Need(6_000)})
+    assert world.scheduler.state.waitlist.queues[ModelId("a")].swap_s > before
+
+
+def test_a_need_raised_for_want_of_memory_is_told_to_be_remembered() -> None:
+    world = World([model("a", 4_000, host_mib=100)], (gpu(0, 8_000), host(1_000)))
+    world.outcome_of = lambda move: Outcome.NO_MEMORY if len(world.moves) < 2 else Outcome.DONE
+    world.arrive("r", "a", takes_s=0.0)
+    world.run()
+    assert world.fate("r") is Fate.SERVED and world.scheduler.needs() == {"a": Need(5_001, 126)}
+
+
+def test_without_gpus_a_need_is_raised_as_far_as_the_host_goes() -> None:
+    world = World([model("a", 3_000, host_mib=500)], (host(4_000),))
+    world.outcome_of = lambda move: Outcome.NO_MEMORY if len(world.moves) < 2 else Outcome.DONE
+    world.arrive("r", "a", takes_s=0.0)
+    world.run()
+    assert world.fate("r") is Fate.SERVED and world.scheduler.needs() == {"a": Need(3_374, 626)}
+
+
+def test_running_out_of_memory_twice_fails_with_the_numbers() -> None:
+    world = World([model("a", 4_000), model("b", 2_000)], (gpu(0, 8_000, 500), gpu(1, 4_000, 500)))
+    ready(world, "b")
+    world.memory({GPU0: 100}, leases=(other(200),))
+    world.outcome_of = lambda move: Outcome.NO_MEMORY
+    world.arrive("r", "a", takes_s=0.0)
+    world.run(60.0)
+    said = rejection_of(world, "r")
+    assert said.code is RejectCode.LOAD_FAILED and world.kinds("a") == ["load a", "load a"]
+    assert (said.needs_mib, said.capacity_mib, said.held_by) == (5_001, 7_500, ("finetune",))
+    assert said.free_mib == 7_200
+
+
+def test_a_load_that_fails_otherwise_says_nothing_of_memory() -> None:
+    world = World([model("a", 4_000)])
+    world.outcome_of = lambda move: Outcome.FAILED
+    world.arrive("r", "a", takes_s=0.0)
+    world.run(30.0)
+    said = rejection_of(world, "r")
+    assert (said.code, said.needs_mib, said.capacity_mib) == (RejectCode.LOAD_FAILED, 0, 0)
+
+
+def test_what_a_holder_takes_is_the_larger_of_its_claim_and_what_was_seen() -> None:
+    holding = Holding({GPU0: 2_000, GPU1: 500}, {GPU0: 2_500})
+    assert [holding.on(device) for device in (GPU0, GPU1, DeviceId("gpu2"))] == [2_500, 500, 0]
+
+
+def test_a_memory_event_without_leases_is_what_it_was() -> None:
+    assert ev.MemoryChanged(0.0, {}).leases is None
+
+
+# --- a store that is down -----------------------------------------------------------------------------------------------
+
+
+def outage(world: World, is_down: bool) -> None:
+    world.post(ev.MemoryChanged(world.now, {}, store_is_down=is_down))
+
+
+def test_while_the_store_is_down_who_needs_a_load_is_refused_at_once_and_who_waits_waits_on() -> None:
+    world = World([model("a", 4_000), model("b", 4_000), model("c", 4_000)], plays=False)
+    world.arrive("there", "a")
+    world.end_move(world.moves[-1].id, Outcome.DONE)
+    world.arrive("waits", "b")
+    world.end_move(world.moves[-1].id, Outcome.STORE_DOWN)
+    outage(world, True)
+    world.run(20.0)
+    for name in ("b", "c"):
+        world.arrive(f"new-{name}", name)
+        assert world.code(f"new-{name}") is RejectCode.STORE_DOWN
+    world.run(20.0)
+    assert world.kinds() == ["load a", "load b"], "nothing is tried meanwhile"
+    assert world.fate("waits") is Fate.WAITING and world.fate("there") is Fate.GRANTED
+    outage(world, False)
+    assert world.kinds() == ["load a", "load b", "load b"]
+    world.end_move(world.moves[-1].id, Outcome.DONE)
+    assert world.fate("waits") is Fate.GRANTED
+
+
+def test_while_the_store_is_down_what_takes_no_memory_is_loaded() -> None:
+    world = World([model("a", 0)])
+    outage(world, True)
+    world.arrive("r", "a", takes_s=0.0)
+    world.run(20.0)
+    assert world.fate("r") is Fate.SERVED
+
+
+def test_who_waited_elsewhere_before_is_as_old_as_it_says() -> None:
+    world = World([model("a", 6_000)], plays=False)
+    world.arrive("r", "a")
+    world.end_move(world.moves[-1].id, Outcome.DONE)
+    world.now = 100.0
+    world.post(ev.LeaseAsked(world.now, LeaseId("l"), Need(6_000), waits_since=40.0))
+    (waiter,) = list(world.scheduler.state.waitlist)
+    assert (waiter.arrived, waiter.aged_from) == (40.0, 40.0)

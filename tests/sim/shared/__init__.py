@@ -1,0 +1,1 @@
+"""Gateways that share GPUs, in virtual time: the real sharing, the real scheduler and the real scripts, with faults."""
