@@ -13,9 +13,9 @@ STAMP := $(VENV)/.ready-$(shell cksum pyproject.toml | cut -d' ' -f1)
 # The compiled build has an environment of its own, so that no machine code ever lies beside the sources.
 COMPILED := .venv-compiled
 
-.PHONY: setup serve test check format compiled test-compiled bench soak sim clean
+.PHONY: setup redis serve test check format compiled test-compiled bench soak sim clean
 
-setup: $(STAMP)
+setup: $(STAMP) redis
 
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,7 +23,19 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@rm -f $(VENV)/.ready-* && touch $@
 
-serve: setup            ## serve the demo models on http://$(HOST):$(PORT)
+# Tests run a real Redis and set its clock. Both come from the system; where we cannot install them, say what to type.
+REDIS := redis-server libfaketime
+redis:
+	@if { command -v redis-server || command -v valkey-server; } >/dev/null && \
+	  find /usr/lib /usr/lib64 -name libfaketime.so.1 2>/dev/null | grep -q .; then exit; fi; \
+	if test $$(id -u) = 0; then as=; elif sudo -n true 2>/dev/null; then as='sudo -n'; else as=no; fi; \
+	if test "$$as" = no || ! command -v apt-get >/dev/null; then \
+	  echo "tests of leases will fail; as root: apt-get install $(REDIS)"; exit; fi; \
+	echo "installing $(REDIS) for the tests"; export DEBIAN_FRONTEND=noninteractive; \
+	{ $$as apt-get update -qq && $$as apt-get install -y -qq --no-install-recommends $(REDIS) >/dev/null; } || \
+	  echo "that failed, and tests of leases will; as root: apt-get install $(REDIS)"
+
+serve: $(STAMP)         ## serve the demo models on http://$(HOST):$(PORT)
 	@$(BIN)/greenroom demo --host $(HOST) --port $(PORT)
 
 test: check             ## everything that must hold, in about five minutes on two cores
@@ -63,7 +75,7 @@ bench: setup            ## CPU per request and per chunk of both builds, beside 
 	  $(BIN)/python benchmarks/gateway.py --compiled $(COMPILED)/bin/python; \
 	else echo "no C compiler: only the pure build is measured"; $(BIN)/python benchmarks/gateway.py; fi
 
-soak: setup             ## long fault runs: 300 kills of the gateway under load
+soak: setup             ## long fault runs: 300 kills of the gateway under load; GREENROOM_HISTORY_S=300 of leases
 	@$(BIN)/python -m pytest -m soak --timeout 7200
 
 sim: setup              ## fault simulation on all cores: make sim SEEDS=1000 [FIRST=200]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,18 @@ from greenroom.config.diff import Changes, diff, refuse_restart
 from greenroom.config.limits import limits_of
 from greenroom.config.problems import open_door
 from greenroom.config.schema import Config, Server
-from greenroom.core.events import ConfigChanged, ShutdownAsked
-from greenroom.core.model import ModelId
+from greenroom.core.events import ConfigChanged, Event, ShutdownAsked
+from greenroom.core.model import DeviceId, DeviceKind, ModelId
 from greenroom.core.scheduler import Scheduler
-from greenroom.errors import ConfigError
-from greenroom.memory.devices import devices
+from greenroom.errors import ConfigError, ProbeFailed
+from greenroom.memory.book import NeedBook
+from greenroom.memory.devices import DeviceNames, devices
+from greenroom.memory.leases.holder import holder_of
+from greenroom.memory.leases.shared import SharedStore
+from greenroom.memory.probe import Probe, Reading
+from greenroom.memory.probes import open_probe
+from greenroom.memory.simulated import NoProbe
+from greenroom.memory.visible import order_warning
 from greenroom.process import orphans
 from greenroom.process.ports import PortRange
 from greenroom.process.state_dir import StateDir
@@ -29,17 +37,27 @@ from greenroom.proxy.edge import Edge
 from greenroom.proxy.hosts import HostRule
 from greenroom.proxy.limits import KIB, MIB, EdgeLimits
 from greenroom.runtime import build
+from greenroom.runtime.beside import beside
 from greenroom.runtime.catalog import Catalog
 from greenroom.runtime.effects import AsyncEffects
 from greenroom.runtime.learned import LearnedTimes
+from greenroom.runtime.lease_log import LeaseLog
+from greenroom.runtime.leasing import Leasing
 from greenroom.runtime.loop import SchedulerLoop
+from greenroom.runtime.memory_owners import MemoryOwners
+from greenroom.runtime.memory_watch import MemoryWatch
 from greenroom.runtime.mover import Mover
+from greenroom.runtime.needs import Needs, warn
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.operations import Operations
 from greenroom.runtime.recording import ActivityRecorder, EventRecorder
 from greenroom.runtime.rejections import Rejections
+from greenroom.runtime.shared_leasing import SharedLeasing
+from greenroom.runtime.sharing import Sharing
+from greenroom.runtime.slot_memory import SlotMemory
 from greenroom.runtime.slots import Slots
 from greenroom.runtime.tickets import Desk
+from greenroom.runtime.whole_file import replace_file
 from greenroom.server.asgi import AsgiBridge
 from greenroom.server.ask import AskReader
 from greenroom.server.front import FrontDoor
@@ -68,8 +86,15 @@ class App:
     """One gateway. `start` it, wait for `closed`, or `reload` and `shut_down` it."""
 
     def __init__(
-        self, config: Config, path: Path | None, state_dir: StateDir, reread: Callable[[], Config] | None = None
+        self,
+        config: Config,
+        path: Path | None,
+        state_dir: StateDir,
+        reread: Callable[[], Config] | None,
+        probe: Probe,
+        seen: Reading,
     ) -> None:
+        """`seen` is the probe's first look."""
         self.config = config
         self.path = path
         self._reread = reread
@@ -89,11 +114,24 @@ class App:
         self.observer = Observer(self.hub, self.metrics)
         self.effects = AsyncEffects(self.slots, self.observer, self.clock)
         self._wire_scheduler(config.server)
+        self._wire_memory(probe, seen)
+        self._wire_leases(config)
         self.desk = Desk(self.post, self.clock)
         ports = PortRange(config.ports.first, config.ports.last)
-        self.mover = Mover(self.catalog, self.slots, state_dir, ports, self.observer, self.post, self.clock)
-        rejections = Rejections(self.mover.failures, lambda: self.is_draining)
-        self.effects.connect(self.post, self.mover, self.desk.open, rejections)
+        self.mover = Mover(
+            self.catalog,
+            self.slots,
+            state_dir,
+            ports,
+            self.observer,
+            self._post_and_look,
+            self.clock,
+            self.slot_memory,
+            None if self.sharing is None else self.sharing.slots,
+        )
+        rejections = Rejections(self.mover.failures, lambda: self.is_draining, self._is_ready, self._is_whole)
+        leases = self._own_leases if self.sharing is None else self.sharing.room
+        self.effects.connect(self.post, self.mover, self.desk.open, rejections, leases)
         self.operations = Operations(self.effects, self.mover, self.post, self.clock)
         self.learned = LearnedTimes(state_dir.path, self.loop.scheduler.learned, self.catalog)
         self._wire_server(config.server)
@@ -106,10 +144,78 @@ class App:
         self.loop = SchedulerLoop(Scheduler(effects, plugins.POLICIES, plugins.SWAPPERS_BY_NAME))
         self.post = self.loop.post if recorder is None else recorder.posting(self.loop.post)
 
+    def _wire_memory(self, probe: Probe, seen: Reading) -> None:
+        self.device_names = DeviceNames(seen.gpus)
+        self.catalog.device_of = self._device_of
+        state, run = self.loop.scheduler.state, self._state_dir.identity("")
+        owners = MemoryOwners(state, self.slots, lambda: self._own_leases.owners(), run)
+        every_s = self.config.memory.look_every_s
+        self.memory_watch = MemoryWatch(probe, owners, self.post, self.clock, every_s, seen)
+        kinds = {DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus}
+        self.needs = self.catalog.needs = Needs(NeedBook(self._state_dir.path, replace_file, warn), kinds)
+        self.slot_memory = SlotMemory(state, self.catalog, self.needs, self.memory_watch, self.post, self.clock)
+
+    def _wire_leases(self, config: Config) -> None:
+        """Kept by this gateway itself, or in a store that it shares with others."""
+        self.sharing: Sharing | None = None
+        self._own_leases = Leasing(
+            self._post_and_look,
+            self.clock,
+            LeaseLog(self._state_dir.path),
+            wait_max_s=config.leases.wait_max_s,
+            claim_of=lambda slot: self.loop.scheduler.state.slots[slot].claim,
+            free_mib=self._free_mib,
+            device_named=self.device_names.id_of,
+            room_for=self.memory_watch.room_for,
+            tell=self.hub.publish,
+        )
+        self.leasing: Leasing | SharedLeasing = self._own_leases
+        if config.leases.store is not None:
+            self._share(config, config.leases.store)
+
+    def _share(self, config: Config, url: str) -> None:
+        store = _shared_store(config, url)
+        self.sharing = Sharing(
+            store,
+            f"{self._state_dir.id}.{self._state_dir.run}",
+            self.loop.scheduler.state,
+            self._post_and_look,
+            self.clock,
+            ttl_s=config.leases.ttl_s,
+            holder=holder_of(os.getpid()),
+            reading=lambda: self.memory_watch.last.reading,
+            look=self.memory_watch.look_now,
+            nudge=self.memory_watch.nudge,
+            tell=self.hub.publish,
+        )
+        self.leasing = SharedLeasing(
+            store,
+            wait_max_s=config.leases.wait_max_s,
+            device_named=self.device_names.id_of,
+            room_for=self.memory_watch.room_for,
+        )
+
+    def _device_of(self, name: str) -> DeviceId:
+        """What an operator calls a device. One that is not there keeps its name; nothing will ever fit on it."""
+        device = self.device_names.id_of(name)
+        if device is None:
+            _log.warning("there is no such device", name=name, devices=[gpu.uuid for gpu in self.device_names.gpus])
+        return device or DeviceId(name)
+
+    def _post_and_look(self, event: Event) -> None:
+        """Moves, lost engines and leases change what is used: memory is looked at soon after."""
+        self.post(event)
+        self.memory_watch.nudge()
+
     def _wire_server(self, server: Server) -> None:
         self.tenants = Tenants()
         self._activity_file = ActivityRecorder(Path(server.record_activity)) if server.record_activity else None
-        reader = AskReader(self.catalog, self.tenants, lambda: self.settings.heartbeat)
+        reader = AskReader(
+            self.catalog,
+            self.tenants,
+            lambda: self.settings.heartbeat,
+            lambda: self.config.scheduler.keep_alive_max_s,
+        )
         self.inference = Inference(
             reader,
             self.loop,
@@ -131,6 +237,22 @@ class App:
         self.door.keys = Keys(server.api_keys)
         self.door.hosts = HostRule((server.host, *server.allowed_hosts), server.allowed_origins)
 
+    def _free_mib(self) -> dict[str, int]:
+        """What leases can be given now: on each GPU, or on the host where there is none."""
+        ledger = self.loop.scheduler.state.ledger
+        gpus = [one.id for one in ledger.devices.values() if one.kind is DeviceKind.GPU] or list(ledger.devices)
+        free = ledger.free_mib(frozenset())
+        return {str(device): max(0, free[device]) for device in gpus}
+
+    def _is_ready(self, model: ModelId) -> bool:
+        return any(slot.is_serving for slot in self.loop.scheduler.state.slots_of(model))
+
+    def _is_whole(self, model: ModelId) -> bool:
+        """Whether there are several GPUs and this model can be put on one of them only."""
+        state = self.loop.scheduler.state
+        gpus = sum(device.kind is DeviceKind.GPU for device in state.ledger.devices.values())
+        return gpus > 1 and model in state.models and not state.models[model].spec.can_split
+
     # --- start ----------------------------------------------------------------------------------------------------
 
     @classmethod
@@ -145,12 +267,16 @@ class App:
         try:
             if ended := await orphans.sweep(state_dir.prefix, spare=frozenset()):
                 _log.warning("ended what an earlier run left", processes=ended)
-            app = cls(config, path, state_dir, reread)
+            probe, seen = await _first_look(config)
+            app = cls(config, path, state_dir, reread, probe, seen)
             await app._open(config.server)
         except BaseException:
             state_dir.close()
             raise
         app._begin()
+        if app.sharing is not None:
+            await app.sharing.open()
+        _log.info("serving", address=app.edge.addresses[0], models=len(app.catalog), build=build.NAME)
         return app
 
     async def _open(self, server: Server) -> None:
@@ -168,21 +294,23 @@ class App:
 
     def _begin(self) -> None:
         specs = self.catalog.fill(self.config)
-        self.post(
-            ConfigChanged(
-                self.clock(),
-                models=specs,
-                devices=devices(self.config),
-                limits=limits_of(self.config),
-                learned=self.learned.recall(spec.id for spec in specs),
-            )
-        )
+        # Leases of an earlier run come before any model: their memory is in use.
+        known = devices(self.config, self.memory_watch.last.reading)
+        self.post(ConfigChanged(self.clock(), devices=known, limits=limits_of(self.config)))
+        if self.sharing is None:
+            self._own_leases.restore()
+        else:
+            self.sharing.begin()
+        # And what strangers use is known before anything is loaded beside them.
+        self.memory_watch.tell_first()
+        learned = self.learned.recall(spec.id for spec in specs)
+        self.post(ConfigChanged(self.clock(), models=specs, learned=learned))
         self.learned.start()
+        self.memory_watch.start()
         # Everything made so far stays, and requests leave no cycles: the collector has little to find and, with its
         # usual thresholds, would take a quarter of the time of a request.
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
-        _log.info("serving", address=self.edge.addresses[0], models=len(self.catalog), build=build.NAME)
 
     # --- reload ---------------------------------------------------------------------------------------------------
 
@@ -243,9 +371,11 @@ class App:
         state = self.loop.scheduler.state
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.server.drain_s + STOP_MAX_S):
-                await self.loop.until(lambda: not state.slots)
+                await self.loop.until(lambda: all(slot.lease is not None for slot in state.slots.values()))
                 await self.inference.finished()
                 await self.mover.cleared_up()
+        if self.sharing is not None:
+            await self.sharing.close()
         # Streams of events and logs end by themselves once nothing more will be said.
         self.hub.close()
         await asyncio.sleep(0)
@@ -253,6 +383,7 @@ class App:
         await self.edge.close()
         self.inference.vigil.close()
         self.effects.close()
+        await self.memory_watch.close()
         # One turn of the loop for last bytes on their way out.
         await asyncio.sleep(0.05)
         self.edge.abort()
@@ -262,10 +393,33 @@ class App:
 
     async def _write_last(self) -> None:
         """What was learned and what is being recorded; a disk that hangs does not keep us."""
-        files = [file for file in (self.learned, self._activity_file, self._events_file) if file is not None]
+        files = (self.learned, self.needs, self._own_leases, self._activity_file, self._events_file)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WRITE_MAX_S):
-                await asyncio.gather(*(file.close() for file in files))
+                await asyncio.gather(*(file.close() for file in files if file is not None))
+
+
+def _shared_store(config: Config, url: str) -> SharedStore:
+    """Raises ConfigError where the client of such a store is not installed."""
+    try:
+        # Only where it is used: it takes a while to import.
+        from greenroom.memory.leases.redis_store import RedisStore
+    except ImportError as error:
+        raise ConfigError("leases.store needs the client of Redis: pip install 'greenroom[redis]'.") from error
+    return RedisStore(url, config.leases.host or os.uname().nodename, ttl_s=config.leases.ttl_s)
+
+
+async def _first_look(config: Config) -> tuple[Probe, Reading]:
+    """The probe that the configuration asks for. Raises ConfigError if it does not work here."""
+    try:
+        probe, seen = await beside(lambda: open_probe(config), "first look at memory")
+    except ProbeFailed as error:
+        raise ConfigError(f"memory.probe: {config.memory.probe} does not work here. {error.message}") from error
+    if isinstance(probe, NoProbe):
+        _log.info("no GPUs are used", why=probe.why)
+    if warning := order_warning(seen.gpus, os.environ):
+        _log.warning(warning)
+    return probe, seen
 
 
 def _refuse_open_door(config: Config) -> None:

@@ -230,3 +230,48 @@ class StateDirBusy(GreenroomError):
 
     status = 409
     code = "state_dir_busy"
+
+
+class ProbeFailed(GreenroomError):
+    """The memory of GPUs could not be looked at: no driver, no permission, a file that cannot be read."""
+
+    status = 503
+    code = "probe_failed"
+
+
+class LeaseDenied(Overload):
+    """The memory is not to be had in the time there was. `beside` holds the numbers."""
+
+    code = "lease_denied"
+
+
+class LeaseTooLarge(LeaseDenied):
+    """So much memory can never be had on these devices, however long one waits."""
+
+    final = True
+
+
+class LeaseLost(ClientFault):
+    """The lease is not the holder's any more: it was not heard of in time, or another has it."""
+
+    status = 409
+    code = "lease_lost"
+
+
+class LeaseUnknown(LeaseLost):
+    """Nothing is known of such a lease: it never was, or it is long over."""
+
+    status = 404
+    code = "lease_unknown"
+    type = "not_found_error"
+
+
+class StoreDown(LeaseStoreUnavailable):
+    """The lease store does not answer, or cannot write at present."""
+
+
+class OutOfMemory(LoadFailed):
+    """The engine ran out of memory while loading. `memory` beside the code has the numbers."""
+
+    status = 507
+    code = "model_out_of_memory"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.cli.main import main
+from tests import fake_gpu
 
 GOOD = """
 gpus: [{memory_mib: 8192}]
@@ -89,7 +90,7 @@ def test_json_of_a_wrong_file_lists_its_problems(good: Path, capsys: pytest.Capt
     assert result["ok"] is False and len(result["problems"]) == 2
 
 
-@pytest.mark.parametrize(("key", "known"), [("policy", "default, fifo"), ("swapper", "memory")])
+@pytest.mark.parametrize(("key", "known"), [("policy", "default, fifo"), ("swapper", "coordinator, memory")])
 def test_a_policy_or_swapper_that_is_not_there_is_told(
     good: Path, key: str, known: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,3 +105,16 @@ def test_a_policy_or_swapper_that_is_not_there_is_told(
 def test_the_schema_is_printed_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--schema"]) == 0
     assert "models" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_gpus_that_are_seen_are_the_budget(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_gpu.describe(good.parent / "gpus.json", fake_gpu.gpu("GPU-a", 24_000))
+    good.write_text("memory: {probe: file, file: gpus.json}\n")
+    assert main(["check", str(good)]) == 0
+    assert "budget: GPU-a 24,000 MiB, host" in capsys.readouterr().out
+
+
+def test_a_probe_that_does_not_work_here_is_warned_of(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good.write_text("memory: {probe: file, file: none.json}\n")
+    assert main(["check", str(good)]) == 0
+    assert "warning: memory.probe: file does not work here" in capsys.readouterr().out

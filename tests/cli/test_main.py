@@ -24,7 +24,7 @@ HEAVY = {"asyncio", "fastapi", "http.client", "pydantic", "rich", "uvloop", "yam
 
 def test_the_commands_are_those_the_guide_names() -> None:
     names = {command.NAME for command in COMMANDS}
-    wanted = "serve demo check ps load unload logs chat explain reload key simulate"
+    wanted = "serve demo check ps gpus load unload logs chat explain estimate reload key simulate lease leases"
     assert names == set(wanted.split())
 
 

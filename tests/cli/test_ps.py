@@ -49,6 +49,11 @@ LOADING = model("minilm", waiting=2, moving={"kind": "load", "since_s": 1.0, "et
 FAILED = model("broken", retry_in_s=20.0, last_error={"code": "model_load_failed", "message": "no"})
 
 
+def test_it_is_told_when_an_idle_model_leaves() -> None:
+    (row,) = ps.rows(status(model("smollm2", tier="ready", last_used_s_ago=2.0, unload_in_s=42.0)))
+    assert row[-1] == "leaves in 42s"
+
+
 def test_a_pipe_gets_one_stable_line_for_each_model(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     gateway.on("GET", "/api/v1/status", answer(status(READY, LOADING, FAILED)))
     assert main(["ps"]) == 0

@@ -109,7 +109,9 @@ async def test_llama_cpp_that_runs_out_of_memory_fails_the_load(tmp_path: Path) 
     program.chmod(0o755)
     model = tiny(tiny_model("alpha"), program=str(program), load_timeout_s=NEVER_S) | {"ctx_size": 4_000_000}
     async with gateway(tmp_path, {"alpha": model}, **LONG_BACKOFF) as app:
-        assert_failed(await chat(app, "alpha"), "insufficient memory")
+        answer = await chat(app, "alpha")
+        assert (answer.status, answer.error["code"]) == (507, "model_out_of_memory")
+        assert "insufficient memory" in answer.error["details"] or "allocate" in answer.error["details"]
 
 
 # --- after a failure ------------------------------------------------------------------------------------------------

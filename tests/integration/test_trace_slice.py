@@ -126,7 +126,8 @@ def simulated_swaps(recording: Recording, trace: Path, service_s: float) -> int:
         prefill_tokens_per_s=1e9,
         tokens_per_s=tokens / service_s,
     )
-    models = tuple(SimModel(spec, manners) for spec in first.models)
+    specs = next(event.models for event in recording.events if isinstance(event, ConfigChanged) and event.models)
+    models = tuple(SimModel(spec, manners) for spec in specs)
     config = SimConfig(models, first.devices, first.limits, first.limits.policy, knows_times=False)
     return simulate(config, Recorded(rows)).swaps
 

@@ -9,6 +9,7 @@ from greenroom.errors import (
     GreenroomError,
     LoadFailed,
     ModelLoading,
+    OutOfMemory,
     QueueFull,
     ShuttingDown,
     TooLarge,
@@ -19,8 +20,20 @@ from greenroom.runtime.rejections import RETRY_AFTER_MAX_S, Rejections
 M = ModelId("qwen")
 
 
-def error(code: RejectCode, **numbers: float) -> GreenroomError:
-    return Rejections({}, lambda: False).error_for(Rejection(code, M, **numbers))  # type: ignore[arg-type]
+def rejections(
+    *,
+    failed: GreenroomError | None = None,
+    is_draining: bool = False,
+    is_ready: bool = False,
+    is_whole: bool = False,
+) -> Rejections:
+    return Rejections(
+        {M: failed} if failed else {}, lambda: is_draining, lambda model: is_ready, lambda model: is_whole
+    )
+
+
+def error(code: RejectCode, *, is_ready: bool = False, **numbers: float) -> GreenroomError:
+    return rejections(is_ready=is_ready).error_for(Rejection(code, M, **numbers))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("code", list(RejectCode))
@@ -41,10 +54,37 @@ def test_too_large_tells_need_and_room() -> None:
     assert "41,000" in said.message and "23,920" in said.message
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_engine_that_cannot_be_spread_over_gpus_says_so(is_whole: bool) -> None:
+    said = rejections(is_whole=is_whole).error_for(Rejection(RejectCode.TOO_LARGE, M, needs_mib=5, free_mib=3))
+    assert ("cannot be spread over several GPUs" in said.message) is is_whole
+
+
+def test_who_holds_memory_elsewhere_is_named() -> None:
+    rejection = Rejection(RejectCode.TOO_LARGE, M, needs_mib=5, free_mib=3, capacity_mib=8_000, held_by=("lab", "ci"))
+    said = rejections().error_for(rejection)
+    assert "at most 3 of 8,000 MiB can be made free; lab, ci hold some." in said.message
+    assert said.beside == {"memory": {"needs_mib": 5, "free_mib": 3, "capacity_mib": 8_000}}
+
+
+def test_who_waited_for_memory_hears_how_much() -> None:
+    said = error(RejectCode.EXPIRED, retry_after_s=9.0, needs_mib=6_000, free_mib=2_000, capacity_mib=8_000)
+    assert "needs 6,000 MiB, and 2,000 of 8,000 MiB are free" in said.message
+    assert said.beside["loading"]["state"] == "loading"
+    assert said.beside["memory"] == {"needs_mib": 6_000, "free_mib": 2_000, "capacity_mib": 8_000}
+
+
 def test_failed_load_carries_the_engines_last_lines() -> None:
-    failures = {M: LoadFailed("qwen could not be loaded: boom.", details="line 1\nline 2")}
-    said = Rejections(failures, lambda: False).error_for(Rejection(RejectCode.LOAD_FAILED, M, retry_after_s=40.0))
-    assert (said.message, said.details, said.retry_after_s) == (failures[M].message, "line 1\nline 2", 40.0)
+    failed = LoadFailed("qwen could not be loaded: boom.", details="line 1\nline 2")
+    said = rejections(failed=failed).error_for(Rejection(RejectCode.LOAD_FAILED, M, retry_after_s=40.0))
+    assert (said.message, said.details, said.retry_after_s) == (failed.message, "line 1\nline 2", 40.0)
+
+
+def test_load_that_ran_out_of_memory_keeps_its_numbers() -> None:
+    failed = OutOfMemory("qwen ran out of memory.", details="x", beside={"memory": {"gpu0": {"given_mib": 5}}})
+    said = rejections(failed=failed).error_for(Rejection(RejectCode.LOAD_FAILED, M, retry_after_s=40.0))
+    assert isinstance(said, OutOfMemory)
+    assert (said.status, said.details, said.retry_after_s, said.beside) == (507, "x", 40.0, failed.beside)
 
 
 def test_nobody_is_sent_away_for_long() -> None:
@@ -56,17 +96,21 @@ def test_nobody_is_sent_away_for_long() -> None:
 
 def test_cut_says_whether_it_was_the_shutdown_or_an_unload() -> None:
     over = because("grace_over", model="qwen")
-    assert isinstance(Rejections({}, lambda: True).error_for_cut(over), ShuttingDown)
-    assert isinstance(Rejections({}, lambda: False).error_for_cut(over), Unloaded)
+    assert isinstance(rejections(is_draining=True).error_for_cut(over), ShuttingDown)
+    assert isinstance(rejections().error_for_cut(over), Unloaded)
 
 
 @pytest.mark.parametrize("is_draining", [True, False])
 def test_answer_cut_for_its_callers_budget_says_so(is_draining: bool) -> None:
-    said = Rejections({}, lambda: is_draining).error_for_cut(because("budget"))
+    said = rejections(is_draining=is_draining).error_for_cut(because("budget"))
     assert isinstance(said, BudgetPassed) and said.status == 504
 
 
-def test_ready_model_that_takes_too_long_is_not_said_to_load() -> None:
-    said = error(RejectCode.EXPIRED, retry_after_s=0.0)
-    assert "is ready" in said.message
-    assert said.beside["loading"] == {"state": "ready", "eta_s": 0.0}
+@pytest.mark.parametrize(
+    ("is_ready", "eta_s", "says"),
+    [(True, 0.0, "cannot give this answer"), (True, 7.2, "busy"), (False, 7.2, "goes on loading")],
+)
+def test_only_a_model_that_loads_is_said_to_load(is_ready: bool, eta_s: float, says: str) -> None:
+    said = error(RejectCode.EXPIRED, is_ready=is_ready, retry_after_s=eta_s)
+    assert says in said.message
+    assert said.beside["loading"] == {"state": "ready" if is_ready else "loading", "eta_s": eta_s}

@@ -32,15 +32,19 @@ from greenroom.core.model import (
 )
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.waitlist import Waiter, WaiterKind
-from greenroom.errors import GreenroomError
+from greenroom.errors import GreenroomError, LeaseLost, LeaseUnknown
+from greenroom.memory.leases.records import Lease, LeaseAsk
+from greenroom.memory.probe import Reading
 from greenroom.proxy.limits import EdgeStats
 from greenroom.runtime.catalog import Catalog
+from greenroom.runtime.memory_watch import Look
 from greenroom.runtime.slots import LiveSlot, Slots
 from greenroom.server.asgi import Application
 from greenroom.server.management import make_management
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
+from tests.memory.readings import gpu, reading
 
 GPU = DeviceId("gpu0")
 # The clock stands still unless a test moves it.
@@ -102,6 +106,81 @@ class FakeListening:
     stats: EdgeStats = field(default_factory=lambda: EdgeStats(accepted=7))
 
 
+@dataclass
+class FakeWatch:
+    """One look, which a test puts there; looking again is only counted."""
+
+    last: Look = field(default_factory=lambda: Look(NOW, reading(gpu("gpu0", total_mib=8192))))
+    kind: str = "simulated"
+    failure: str | None = None
+    sees_pids: bool = True
+    looks: int = 0
+
+    async def look_now(self) -> Reading:
+        self.looks += 1
+        return self.last.reading
+
+
+@dataclass
+class FakeLeasing:
+    """Keeps what is asked for, at once and for ever; says no, or says nothing, where a test wants that."""
+
+    lists_slots: bool = False
+    asked: list[LeaseAsk] = field(default_factory=list)
+    held: dict[str, Lease] = field(default_factory=dict)
+    error: Exception | None = None
+    may_answer: asyncio.Event | None = None
+    given_up: int = 0
+
+    async def acquire(self, ask: LeaseAsk) -> Lease:
+        self.asked.append(ask)
+        if self.error is not None:
+            raise self.error
+        if self.may_answer is not None:
+            try:
+                await self.may_answer.wait()
+            except asyncio.CancelledError:
+                self.given_up += 1
+                raise
+        claim = {"gpu0": ask.mib}
+        lease = Lease(
+            ask.id, ask.name, 7, claim, 1, ask.preemptible, "held", ask.ttl_s, ask.ttl_s, None, ask.holder, "program"
+        )
+        self.held[ask.id] = lease
+        return lease
+
+    async def renew(self, id: str, token: int) -> Lease:
+        lease = await self.find(id)
+        if token != lease.token:
+            raise LeaseLost(f"The lease {id} was granted anew.")
+        return lease
+
+    async def release(self, id: str, token: int | None = None) -> None:
+        if id in self.held and token in (None, self.held[id].token):
+            del self.held[id]
+
+    async def leases(self) -> list[Lease]:
+        return list(self.held.values())
+
+    async def find(self, id: str) -> Lease:
+        if id not in self.held:
+            raise LeaseUnknown(f"There is no lease {id}.")
+        return self.held[id]
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class FakeStore:
+    """A store that is shared with others, as a test wants it."""
+
+    failure: str | None = None
+    since: float = 0.0
+    grace_left_s: float = 0.0
+    slots_without_lease: int = 0
+
+
 class FakeGateway:
     def __init__(self, models: Mapping[str, Model] | None = None, **server: Any) -> None:
         self.config = Config(models=dict(models or {}), server=Server(**server))
@@ -115,6 +194,8 @@ class FakeGateway:
         self.state = self.loop.scheduler.state
         self.operations, self.mover = FakeOrders(), FakeFailures()
         self.observer, self.edge = FakeDecided(), FakeListening()
+        self.memory_watch, self.leasing = FakeWatch(), FakeLeasing()
+        self.sharing: FakeStore | None = None
         self.changes = Changes((), (), (), (), (), ())
         self.reload_error: Exception | None = None
         device = Device(GPU, DeviceKind.GPU, 8192, 512)

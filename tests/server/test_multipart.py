@@ -289,6 +289,7 @@ def test_part_that_two_parsers_could_read_differently_is_refused(head: bytes) ->
         ((MODEL, part("x_client_id", b"a\nb")), "x_client_id"),
         ((MODEL, part("x_budget_s", b"soon")), "x_budget_s"),
         ((MODEL, part("x_budget_s", b"nan")), "x_budget_s"),
+        ((MODEL, part("x_budget_s", b"1_0")), "x_budget_s"),
         ((MODEL, part("stream", b"true"), part("stream", b"false")), "stream"),
     ],
 )

@@ -11,7 +11,7 @@ from greenroom.errors import LoadFailed
 from greenroom.server.snapshot import WAITING_SHOWN_MAX
 from greenroom.server.views import RequestView
 from greenroom.telemetry.activity import Record
-from tests.server.management_rig import GPU, NOW, Client, FakeGateway, model
+from tests.server.management_rig import GPU, NOW, Client, FakeGateway, FakeStore, model
 
 A = ModelId("a")
 
@@ -33,7 +33,13 @@ async def test_health_is_ok_while_something_can_be_served() -> None:
     gateway.now += 12.34
     answer = await client.get("/health")
     assert answer.status == 200
-    assert answer.json == {"status": "healthy", "uptime": 12, "modelsLoaded": 1, "queueDepth": 1}
+    assert answer.json == {
+        "status": "healthy",
+        "leaseStore": None,
+        "uptime": 12,
+        "modelsLoaded": 1,
+        "queueDepth": 1,
+    }
 
 
 async def test_health_is_ok_without_any_models() -> None:
@@ -67,6 +73,35 @@ async def test_health_says_that_the_queue_is_full() -> None:
     gateway.add_waiter("a", 2)
     answer = await client.get("/health")
     assert (answer.status, answer.json["status"], answer.json["queueDepth"]) == (503, "saturated", 2)
+
+
+async def test_a_shared_store_that_is_down_is_told_and_matters_where_nothing_is_loaded() -> None:
+    gateway = FakeGateway({"a": model()})
+    gateway.sharing = FakeStore(since=NOW - 3)
+    client = Client(gateway)
+    assert (await client.get("/health")).json["leaseStore"] == "up"
+    assert "greenroom_lease_store_up 1.0" in (await client.get("/metrics")).body.decode()
+    gateway.sharing.failure, gateway.sharing.slots_without_lease = "it cannot be reached", 2
+    health = await client.get("/health")
+    assert (health.status, health.json["status"], health.json["leaseStore"]) == (503, "failed", "down")
+    gateway.add_slot("a", Tier.READY)
+    health = await client.get("/health")
+    assert (health.status, health.json["status"], health.json["leaseStore"]) == (200, "healthy", "down")
+    assert (await client.get("/api/v1/status")).json["lease_store"] == {
+        "up": False,
+        "since_s": 3.0,
+        "why": "it cannot be reached",
+        "grace_left_s": 0.0,
+        "slots_without_lease": 2,
+    }
+    text = (await client.get("/metrics")).body.decode()
+    assert "greenroom_lease_store_up 0.0" in text and "greenroom_slots_without_lease 2.0" in text
+
+
+async def test_without_a_shared_store_nothing_is_told_of_one() -> None:
+    client = Client(FakeGateway())
+    assert (await client.get("/api/v1/status")).json["lease_store"] is None
+    assert "\ngreenroom_lease_store_up " not in (await client.get("/metrics")).body.decode()
 
 
 # --- metrics --------------------------------------------------------------------------------------------------------
@@ -157,6 +192,17 @@ async def test_status_of_a_model_that_is_ready() -> None:
         "concurrency": 4,
         "last_used_s_ago": 7.5,
         "memory": {"gpu0": 100},
+        "need": {
+            "gpu_mib": 100,
+            "host_mib": 0,
+            "source": "declared",
+            "measured_gpu_mib": None,
+            "measured_host_mib": None,
+            "estimated_gpu_mib": None,
+            "estimated_host_mib": None,
+            "estimate_error": None,
+        },
+        "unload_in_s": None,
         "moving": None,
         "failures": 0,
         "retry_in_s": None,

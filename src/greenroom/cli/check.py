@@ -13,6 +13,8 @@ from greenroom.errors import ConfigError
 if TYPE_CHECKING:
     from greenroom.config.loader import Loaded
     from greenroom.config.schema import Config, Model
+    from greenroom.memory.probe import Reading
+    from greenroom.runtime.needs import Needs
 
 NAME = "check"
 HELP = "Say everything that is wrong with a configuration file, and what it would serve."
@@ -49,44 +51,65 @@ def run(args: argparse.Namespace) -> int:
 
 def summary(loaded: Loaded) -> dict[str, Any]:
     """What the file would serve, and on what."""
+    from greenroom.core.model import DeviceId
     from greenroom.memory.devices import devices
+    from greenroom.runtime.needs import Needs
 
-    models = [_model(name, model) for name, model in loaded.config.models.items()]
+    seen, blind = _look(loaded.config)
+    needs = Needs(gpus={DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus})
+    models = [_model(name, model, needs) for name, model in loaded.config.models.items()]
     return {
         "ok": True,
         "file": str(loaded.path),
-        "warnings": [*loaded.warnings, *_too_large(models, loaded.config)],
+        "warnings": [*loaded.warnings, *blind, *_too_large(models, loaded.config)],
         "models": models,
         "devices": [
             {"id": device.id, "capacity_mib": device.capacity_mib, "margin_mib": device.margin_mib}
-            for device in devices(loaded.config)
+            for device in devices(loaded.config, seen)
         ],
     }
 
 
+def _look(config: Config) -> tuple[Reading, list[str]]:
+    """The GPUs there are; and what to say if they cannot be seen, with which `serve` would not start."""
+    from greenroom.errors import ProbeFailed
+    from greenroom.memory.probes import open_probe
+    from greenroom.memory.simulated import NoProbe
+
+    try:
+        probe, seen = open_probe(config)
+    except ProbeFailed as error:
+        return NoProbe().look(), [f"memory.probe: {config.memory.probe} does not work here. {error.message}"]
+    probe.close()
+    return seen, []
+
+
 def _too_large(models: Sequence[Mapping[str, Any]], config: Config) -> list[str]:
-    """Models whose files alone say that they can never fit; needs that are given were compared by the loader."""
+    """Models whose files or names say that they can never fit; needs that are given were compared by the loader."""
     from greenroom.config.problems import budget_mib
 
     budget = budget_mib(config)
     return [
-        f"models.{model['id']}: its file says about {model['memory_mib']:,} MiB, which can never fit into the budget "
-        f"of {budget:,} MiB; give memory_mib if it needs less"
+        f"models.{model['id']}: its {_origin(model)} says about {model['memory_mib']:,} MiB, which can never fit into "
+        f"the budget of {budget:,} MiB; give memory_mib if it needs less"
         for model in models
         if budget is not None and model["estimated"] and model["memory_mib"] > budget
     ]
 
 
-def _model(name: str, model: Model) -> dict[str, Any]:
+def _model(name: str, model: Model, needs: Needs) -> dict[str, Any]:
+    from greenroom.core.model import ModelId
     from greenroom.engines.registry import engine_for
+    from greenroom.runtime.needs import Subject
 
     engine = engine_for(model)
-    need = engine.need(model)
+    need, source = needs.need_of(Subject(ModelId(name), model, engine))
     return {
         "id": name,
         "engine": engine.name,
         "memory_mib": need.gpu_mib + need.host_mib,
         "estimated": model.memory_mib is None,
+        "source": source,
         "pinned": model.pinned,
         "preload": model.preload,
     }
@@ -105,8 +128,12 @@ def _say(result: Mapping[str, Any], as_json: bool) -> None:
     screen.hint(f"serve it: greenroom serve --config {result['file']}")
 
 
+def _origin(model: Mapping[str, Any]) -> str:
+    return "name" if model["source"] == "name" else "file"
+
+
 def _row(model: Mapping[str, Any]) -> Sequence[str]:
-    notes = ["estimated from its file"] if model["estimated"] and model["memory_mib"] else []
+    notes = [f"estimated from its {_origin(model)}"] if model["estimated"] and model["memory_mib"] else []
     notes += [word for word in ("pinned", "preload") if model[word]]
     memory = str(model["memory_mib"]) if model["memory_mib"] else "-"
     return (model["id"], model["engine"], memory, ", ".join(notes) or "-")

@@ -14,7 +14,25 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from greenroom import __version__
-from greenroom.cli import chat, check, demo, explain, key, load, logs, ps, reload, screen, serve, simulate, unload
+from greenroom.cli import (
+    chat,
+    check,
+    demo,
+    estimate,
+    explain,
+    gpus,
+    key,
+    lease,
+    leases,
+    load,
+    logs,
+    ps,
+    reload,
+    screen,
+    serve,
+    simulate,
+    unload,
+)
 from greenroom.cli.failures import CommandFailed, Exit
 from greenroom.errors import GreenroomError
 
@@ -31,8 +49,8 @@ class Command(Protocol):
 
 
 COMMANDS: Final[tuple[Command, ...]] = (
-    *(serve, demo, check, ps, load, unload, logs, chat),
-    *(explain, reload, key, simulate),
+    *(serve, demo, check, ps, gpus, load, unload, logs, chat),
+    *(explain, estimate, reload, key, simulate, lease, leases),
 )
 
 EPILOG: Final = """\

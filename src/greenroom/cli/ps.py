@@ -84,6 +84,8 @@ def _notes(model: Status) -> list[str]:
         notes.append(f"about {screen.seconds(moving['eta_s'])} to go")
     if model.get("pinned"):
         notes.append("pinned")
+    if model.get("unload_in_s") is not None:
+        notes.append(f"leaves in {screen.seconds(model['unload_in_s'])}")
     if model.get("last_error"):
         again = f", again in {screen.seconds(model['retry_in_s'])}" if model.get("retry_in_s") else ""
         notes.append(f"failed{again}: greenroom logs {model['id']}")

@@ -143,12 +143,17 @@ def _table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
     if any(refused):
         shown.append(("refused", [str(count) for count in refused]))
     for title, name in (("p50", "p50_s"), ("p95", "p95_s"), ("mean", "mean_s"), ("max", "max_s")):
-        shown.append((title, [f"{getattr(result.stats.waits, name):.1f}s" for result in results]))
+        shown.append((title, [_waited(result.stats.waits, name) for result in results]))
     shown.append(("swaps", [str(result.stats.swaps) for result in results]))
     shown.append(("busy", [f"{result.stats.busy:.0%}" for result in results]))
     if any(len(result.stats.by_tenant) > 1 for result in results):
         shown.append(("fair", [f"{result.stats.jain:.2f}" for result in results]))
     return [title for title, _ in shown], [list(row) for row in zip(*(cells for _, cells in shown), strict=True)]
+
+
+def _waited(waits: Waits, name: str) -> str:
+    """Where nobody was served nobody waited, which is not the same as no time at all."""
+    return f"{getattr(waits, name):.1f}s" if waits.count else "-"
 
 
 # --- JSON and HTML ----------------------------------------------------------------------------------------------------

@@ -14,9 +14,11 @@ from greenroom.cli.failures import CommandFailed, WrongUsage
 from greenroom.config import plugins
 from greenroom.config.limits import limits_of
 from greenroom.config.schema import PRIORITY_NAMES, Config, Model
+from greenroom.config.warmth import ttl_s_of
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need
 from greenroom.engines.registry import engine_for
 from greenroom.memory.devices import devices
+from greenroom.runtime.needs import Needs, Subject
 from greenroom.sim.setting import Manners, SimConfig, SimModel
 from greenroom.sim.traces import Known, trace_of
 from greenroom.sim.workloads import ARRIVALS_MAX, SPAN_MAX_S, Agents, Bursty, Mix, Poisson, Recorded, zipf
@@ -43,11 +45,12 @@ class Prepared:
 def prepare(config: Config, args: argparse.Namespace) -> Prepared:
     if not config.models:
         raise CommandFailed("there is no model in the configuration")
-    fits_memory = config.scheduler.fit_memory
-    models = tuple(_sim_model(name, model, fits_memory, args) for name, model in config.models.items())
+    there = _devices(config, args)
+    needs = Needs(gpus={device.id: "simulated" for device in there if device.kind is DeviceKind.GPU})
+    models = tuple(_sim_model(name, model, config, args, needs) for name, model in config.models.items())
     base = SimConfig(
         models,
-        _devices(config, args),
+        there,
         limits_of(config),
         jitter=args.jitter,
         patience_s=args.patience_s,
@@ -66,9 +69,9 @@ def sizeless(config: Config, base: SimConfig) -> list[str]:
     return [model.spec.id for model in base.models if not (model.spec.need.gpu_mib or model.spec.need.host_mib)]
 
 
-def _sim_model(name: str, model: Model, fits_memory: bool, args: argparse.Namespace) -> SimModel:
+def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace, needs: Needs) -> SimModel:
     engine = engine_for(model)
-    need = engine.need(model)
+    need, _ = needs.need_of(Subject(ModelId(name), model, engine))
     mib, concurrency = need.gpu_mib + need.host_mib, args.concurrency or engine.concurrency(model)
     manners = Manners(
         load_s=START_S + mib / READ_MIB_PER_S if args.load_s is None else args.load_s,
@@ -80,13 +83,13 @@ def _sim_model(name: str, model: Model, fits_memory: bool, args: argparse.Namesp
     spec = ModelSpec(
         ModelId(name),
         # Where rules about company stand alone, models take no room; to load them takes as long as ever.
-        need=need if fits_memory else Need(),
+        need=need if config.scheduler.fit_memory else Need(),
         devices=tuple(DeviceId(device) for device in model.devices),
-        can_split=engine.can_split,
+        can_split=engine.can_split(model),
         sizes_itself=engine.sizes_itself,
         concurrency=concurrency,
         priority=_priority(model),
-        ttl_s=model.ttl_s,
+        ttl_s=ttl_s_of(model, config.stay_warm),
         pinned=model.pinned,
         preload=model.preload,
     )

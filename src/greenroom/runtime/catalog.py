@@ -6,14 +6,16 @@ entry for as long as a slot holds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from greenroom.config.diff import Changes
-from greenroom.config.schema import PRIORITY_NAMES, Config, Model
+from greenroom.config.schema import PRIORITY_NAMES, Config, Model, StayWarm
+from greenroom.config.warmth import ttl_s_of
 from greenroom.core.model import DeviceId, ModelId, ModelSpec, Need
 from greenroom.engines.base import Ability, Engine
 from greenroom.engines.registry import engine_for
+from greenroom.runtime.needs import Needs, Subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +29,41 @@ class Entry:
     abilities: frozenset[Ability] | None
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What is said for all models and goes into each entry."""
+
+    fits_memory: bool
+    stay_warm: StayWarm
+
+    @staticmethod
+    def of(config: Config) -> Shared:
+        return Shared(config.scheduler.fit_memory, config.stay_warm)
+
+
 class Catalog:
-    def __init__(self) -> None:
+    """`needs` says what each model will take; it reads headers of files where a configuration is taken in."""
+
+    def __init__(self, needs: Needs | None = None) -> None:
+        self.needs = needs or Needs()
         self._entries: dict[ModelId, Entry] = {}
         self._names: dict[str, Entry] = {}
         # Revisions only grow, also over a removal, so that a slot of an old one is never taken for a new one.
         self._revisions: dict[ModelId, int] = {}
-        self._fits = True
+        self._shared = Shared(fits_memory=True, stay_warm=StayWarm())
+        # What operators call devices becomes the scheduler's ids.
+        self.device_of: Callable[[str], DeviceId] = DeviceId
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def fits_memory(self) -> bool:
+        """Whether models have to fit into memory together."""
+        return self._shared.fits_memory
 
     def find(self, name: str) -> Entry | None:
         """The model with this id or alias."""
@@ -55,55 +79,54 @@ class Catalog:
 
     def fill(self, config: Config) -> tuple[ModelSpec, ...]:
         """Take in the first configuration."""
-        self._fits = config.scheduler.fit_memory
-        self._replace(
-            {ModelId(name): _entry(ModelId(name), 1, model, self._fits) for name, model in config.models.items()}
-        )
+        self._shared = shared = Shared.of(config)
+        names = {ModelId(name): model for name, model in config.models.items()}
+        self._replace({model_id: self._entry(model_id, 1, model, shared) for model_id, model in names.items()})
         return tuple(entry.spec for entry in self)
 
     def change(self, config: Config, changes: Changes) -> tuple[ModelSpec, ...]:
         """Take in a later one: only what changed gets a new entry. Returns the new specs."""
         fresh: dict[ModelId, Entry] = {}
-        fits, same_fit = config.scheduler.fit_memory, config.scheduler.fit_memory == self._fits
+        shared, before = Shared.of(config), self._shared
         for name, model in config.models.items():
             model_id = ModelId(name)
             old = self._entries.get(model_id)
-            if same_fit and old is not None and name not in (*changes.changed, *changes.relabelled):
+            if shared == before and old is not None and name not in (*changes.changed, *changes.relabelled):
                 fresh[model_id] = old
                 continue
             is_new = old is None or name in changes.changed
             revision = self._revisions.get(model_id, 0) + (1 if is_new else 0)
-            fresh[model_id] = _entry(model_id, revision, model, fits)
-        self._fits = fits
+            fresh[model_id] = self._entry(model_id, revision, model, shared)
+        self._shared = shared
         new = tuple(entry.spec for model_id, entry in fresh.items() if self._entries.get(model_id) is not entry)
         self._replace(fresh)
         return new
+
+    def _entry(self, model_id: ModelId, revision: int, model: Model, shared: Shared) -> Entry:
+        engine = engine_for(model)
+        spec = ModelSpec(
+            id=model_id,
+            revision=revision,
+            # Where rules about company stand alone, models take no room.
+            need=self.needs.need_of(Subject(model_id, model, engine))[0] if shared.fits_memory else Need(),
+            # Two names may mean one device.
+            devices=tuple(dict.fromkeys(self.device_of(device) for device in model.devices)),
+            can_split=engine.can_split(model),
+            sizes_itself=engine.sizes_itself,
+            concurrency=engine.concurrency(model),
+            priority=priority_number(model.priority),
+            ttl_s=ttl_s_of(model, shared.stay_warm),
+            grace_s=model.grace_s,
+            pinned=model.pinned,
+            preload=model.preload,
+        )
+        return Entry(model_id, model, engine, spec, engine.abilities(model))
 
     def _replace(self, entries: dict[ModelId, Entry]) -> None:
         self._entries = entries
         self._names = {name: entry for entry in entries.values() for name in (entry.id, *entry.config.aliases)}
         for entry in entries.values():
             self._revisions[entry.id] = entry.spec.revision
-
-
-def _entry(model_id: ModelId, revision: int, model: Model, fits_memory: bool) -> Entry:
-    engine = engine_for(model)
-    spec = ModelSpec(
-        id=model_id,
-        revision=revision,
-        # Where rules about company stand alone, models take no room.
-        need=engine.need(model) if fits_memory else Need(),
-        devices=tuple(DeviceId(device) for device in model.devices),
-        can_split=engine.can_split,
-        sizes_itself=engine.sizes_itself,
-        concurrency=engine.concurrency(model),
-        priority=priority_number(model.priority),
-        ttl_s=model.ttl_s,
-        grace_s=model.grace_s,
-        pinned=model.pinned,
-        preload=model.preload,
-    )
-    return Entry(model_id, model, engine, spec, engine.abilities(model))
 
 
 def priority_number(priority: str | int) -> int:

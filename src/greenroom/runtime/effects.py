@@ -1,12 +1,14 @@
 """The scheduler's effects, carried out for real. The simulator has the other implementation.
 
-Owns timers and the hand-over of grants and rejections to tickets. Each effect is logged and told with its reason.
+Owns timers and the hand-over of grants and rejections to tickets and leases. Each effect is logged and told with its
+reason.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 from greenroom.core.effects import OpOutcome, Reason, Rejection
 from greenroom.core.events import Event, Timer, TimerFired
@@ -16,6 +18,16 @@ from greenroom.runtime.observer import Observer
 from greenroom.runtime.rejections import Rejections
 from greenroom.runtime.slots import Slots
 from greenroom.runtime.tickets import Ticket
+
+
+class Leases(Protocol):
+    """Who asked the scheduler for memory without being a model."""
+
+    def granted(self, lease: LeaseId, slot: SlotId) -> None: ...
+
+    def rejected(self, lease: LeaseId, rejection: Rejection) -> None: ...
+
+    def recalled(self, lease: LeaseId, deadline: float) -> None: ...
 
 
 class AsyncEffects:
@@ -29,19 +41,33 @@ class AsyncEffects:
         self.operations: dict[OpId, asyncio.Future[OpOutcome]] = {}
 
     def connect(
-        self, post: Callable[[Event], None], mover: Mover, tickets: dict[str, Ticket], rejections: Rejections
+        self,
+        post: Callable[[Event], None],
+        mover: Mover,
+        tickets: dict[str, Ticket],
+        rejections: Rejections,
+        leases: Leases,
     ) -> None:
         self._post = post
         self._mover = mover
         self._tickets = tickets
         self._rejections = rejections
+        self._leases = leases
 
     def grant(self, request: RequestId | LeaseId, slot: SlotId, reason: Reason) -> None:
-        self._tickets[request].grant(self._slots.live[slot], self._clock())
+        ticket = self._tickets.get(request)
+        if ticket is None:
+            self._leases.granted(LeaseId(request), slot)
+        else:
+            ticket.grant(self._slots.live[slot], self._clock())
 
     def reject(self, request: RequestId | LeaseId, rejection: Rejection, reason: Reason) -> None:
         self._observer.rejected(request, rejection, reason)
-        self._tickets[request].reject(self._rejections.error_for(rejection))
+        ticket = self._tickets.get(request)
+        if ticket is None:
+            self._leases.rejected(LeaseId(request), rejection)
+        else:
+            ticket.reject(self._rejections.error_for(rejection))
 
     def cut(self, request: RequestId, reason: Reason) -> None:
         ticket = self._tickets[request]
@@ -63,6 +89,7 @@ class AsyncEffects:
 
     def recall(self, lease: LeaseId, deadline: float, reason: Reason) -> None:
         self._observer.recalled(lease, deadline, reason)
+        self._leases.recalled(lease, deadline)
 
     def set_timer(self, timer: Timer, at: float | None, reason: Reason) -> None:
         if pending := self._timers.pop(timer, None):

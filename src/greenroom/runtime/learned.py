@@ -8,10 +8,8 @@ warning and nothing else.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from greenroom.core.events import Learned
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.runtime.beside import beside
 from greenroom.runtime.catalog import Entry
+from greenroom.runtime.whole_file import replace_file
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("learned")
@@ -192,20 +191,5 @@ def _write_if_new(path: Path, known: Mapping[ModelId, Remembered], written: str)
     """Make sure that the file says this. Returns its text."""
     text = _text(known)
     if text != written:
-        _replace(path, text)
+        replace_file(path, text)
     return text
-
-
-def _replace(path: Path, text: str) -> None:
-    """Whole or not at all, also if the machine stops meanwhile."""
-    draft = path.with_suffix(".new")
-    try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise

@@ -10,16 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from greenroom.core.events import Event, MoveDone, SlotsLost
-from greenroom.core.model import ModelId, Move, MoveId, MoveKind, Outcome, SlotId, Tier
+from greenroom.core.model import Claim, ModelId, Move, MoveId, MoveKind, Outcome, SlotId, Tier
 from greenroom.engines.base import Launch, Listens, Place
-from greenroom.errors import GreenroomError, LoadFailed
+from greenroom.errors import GreenroomError, LoadFailed, OutOfMemory, StoreDown
 from greenroom.process.ports import PortRange, is_ours, listener_pids
 from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.process.state_dir import StateDir
 from greenroom.proxy.upstream import Address, Pool
 from greenroom.runtime.catalog import Catalog, Entry
+from greenroom.runtime.evidence import Evidence
+from greenroom.runtime.grants import Alone, Grants, NoGrant
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.ready import until_ready
+from greenroom.runtime.slot_memory import Held, SlotMemory
 from greenroom.runtime.slots import LiveSlot, Slots
 from greenroom.telemetry.logs import get_logger
 
@@ -35,6 +38,10 @@ class PortTaken(LoadFailed):
     """Somebody else answers on the port that was meant for the engine."""
 
 
+class Outdated(Exception):
+    """The model has another revision by now; nobody wants this one any more."""
+
+
 class Mover:
     def __init__(
         self,
@@ -45,7 +52,10 @@ class Mover:
         observer: Observer,
         post: Callable[[Event], None],
         clock: Callable[[], float],
+        memory: SlotMemory,
+        grants: Grants | None = None,
     ) -> None:
+        """`grants` is asked where GPUs are shared with other gateways."""
         self._observer = observer
         self._catalog = catalog
         self._slots = slots
@@ -53,11 +63,13 @@ class Mover:
         self._ports = ports
         self._post = post
         self._clock = clock
-        self._tasks: dict[MoveId, asyncio.Task[Outcome]] = {}
+        self._memory = memory
+        self._grants = grants or Alone()
+        self._tasks: dict[MoveId, asyncio.Task[Claim | None]] = {}
         self._aborted: set[MoveId] = set()
         self._ports_in_use: dict[SlotId, int] = {}
         # What engines that crashed left of their trees, being ended by their keepers.
-        self._remains: set[asyncio.Task[Exit]] = set()
+        self._remains: set[asyncio.Task[None]] = set()
         # Why the last load of a model failed; the scheduler knows only that it did.
         self.failures: dict[ModelId, GreenroomError] = {}
 
@@ -84,87 +96,127 @@ class Mover:
         while self._remains:
             await asyncio.wait(self._remains)
 
-    def _ended(self, move: Move, task: asyncio.Task[Outcome], began: float) -> None:
+    def _ended(self, move: Move, task: asyncio.Task[Claim | None], began: float) -> None:
         del self._tasks[move.id]
         self._aborted.discard(move.id)
-        outcome = Outcome.FAILED
+        seen: Claim | None = None
         if task.cancelled():
             outcome = Outcome.ABORTED
         elif (error := task.exception()) is None:
-            outcome = task.result()
-        elif isinstance(error, GreenroomError):
-            self._remember_failure(move, error)
+            outcome, seen = Outcome.DONE, task.result()
         else:
-            _log.error("move broke", model=move.model, kind=move.kind.value, error=repr(error))
-            self._remember_failure(move, LoadFailed(f"{move.model} could not be moved: {error!r}"))
+            outcome = self._setback(move, error)
         self._observer.moved(move, outcome, round(self._clock() - began, 3))
-        self._post(MoveDone(self._clock(), move.id, outcome))
+        self._tell(move, MoveDone(self._clock(), move.id, outcome, seen))
 
-    async def _carry_out(self, move: Move) -> Outcome:
+    def _setback(self, move: Move, error: BaseException) -> Outcome:
+        """What went wrong is kept for those who are told that it did."""
+        if isinstance(error, Outdated):
+            return Outcome.ABORTED
+        if isinstance(error, NoGrant | StoreDown):
+            _log.info("no grant", model=move.model, slot=move.slot, kind=move.kind.value, why=str(error))
+            return Outcome.STORE_DOWN if isinstance(error, StoreDown) else Outcome.NO_LEASE
+        if not isinstance(error, GreenroomError):
+            _log.error("move broke", model=move.model, kind=move.kind.value, error=repr(error))
+            error = LoadFailed(f"{move.model} could not be moved: {error!r}")
+        self.failures[move.model] = error
+        _log.warning("load failed", model=move.model, slot=move.slot, error=error.message)
+        return Outcome.NO_MEMORY if isinstance(error, OutOfMemory) else Outcome.FAILED
+
+    def _tell(self, move: Move, done: MoveDone) -> None:
+        """What it needs at least must be known when a retry is planned; what was raised then is kept afterwards."""
+        entry = self._catalog.revision(move.model, move.revision)
+        ran_out = done.outcome is Outcome.NO_MEMORY
+        if entry is not None and ran_out:
+            self._memory.running_out(move, entry)
+        self._post(done)
+        if entry is not None and ran_out:
+            self._memory.ran_out(move, entry)
+        elif entry is not None and done.outcome is Outcome.DONE and move.kind is MoveKind.LOAD:
+            self._memory.remember(move.slot, entry)
+
+    async def _carry_out(self, move: Move) -> Claim | None:
+        """Returns what the slot was seen to use when it had arrived."""
         if move.kind is MoveKind.UNLOAD:
             await self._unload(move)
-            return Outcome.DONE
+            return None
         assert move.kind is MoveKind.LOAD, "no engine here can sleep"
         entry = self._catalog.revision(move.model, move.revision)
         if entry is None:
-            return Outcome.ABORTED
-        await self._load(move, entry)
+            raise Outdated(f"{move.model} has changed since this load was decided.")
+        seen = await self._load(move, entry)
         self.failures.pop(move.model, None)
-        return Outcome.DONE
-
-    def _remember_failure(self, move: Move, error: GreenroomError) -> None:
-        self.failures[move.model] = error
-        _log.warning("load failed", model=move.model, slot=move.slot, error=error.message)
+        return seen
 
     # --- load -----------------------------------------------------------------------------------------------------
 
-    async def _load(self, move: Move, entry: Entry) -> None:
-        """Start the engine and wait until it answers. Raises LoadFailed; leaves nothing behind when it does."""
+    async def _load(self, move: Move, entry: Entry) -> Claim | None:
+        """Start the engine and wait until it answers. Raises LoadFailed, NoGrant or StoreDown, and leaves nothing."""
         # What a crashed engine held, memory above all, is free only when its last process has ended.
         await self.cleared_up()
-        for attempt in range(1, PORT_TRIES + 1):
+        try:
+            await self._grants.enter(move)
+            await self._check_room(move)
+            await self._grants.confirm(move.slot)
+            return await self._load_granted(move, entry)
+        except BaseException:
+            await self._grants.leave(move.slot)
+            raise
+
+    async def _check_room(self, move: Move) -> None:
+        """Who lost this memory, or gave it back on paper, may still use it."""
+        if missing := await self._memory.lacks(move.claim):
+            said = " ".join(f"{device}={mib}" for device, mib in missing.items())
+            raise NoGrant(f"memory is free on paper only, missing_mib: {said}")
+
+    async def _load_granted(self, move: Move, entry: Entry) -> Claim | None:
+        for attempt in range(1, PORT_TRIES):
             try:
-                await self._load_once(move, entry, attempt)
-                return
+                return await self._load_once(move, entry, attempt)
             except PortTaken as error:
                 _log.warning("port taken", model=move.model, attempt=attempt, error=error.message)
-                if attempt == PORT_TRIES:
-                    raise
+        return await self._load_once(move, entry, PORT_TRIES)
 
-    async def _load_once(self, move: Move, entry: Entry, attempt: int) -> None:
+    async def _load_once(self, move: Move, entry: Entry, attempt: int) -> Claim | None:
         place = self._place(move, entry)
         try:
-            child = await self._ready_child(move, entry, place, attempt)
+            child, seen = await self._ready_child(move, entry, place, attempt)
         except BaseException:
             self._give_back(move.slot, place.socket)
             raise
         live = LiveSlot(move.slot, entry, child, Pool(_address(place)), place.socket)
         self._slots.live[move.slot] = live
         child.on_exit(lambda exit: self._on_exit(live, exit))
+        return seen
 
-    async def _ready_child(self, move: Move, entry: Entry, place: Place, attempt: int) -> Child:
+    async def _ready_child(self, move: Move, entry: Entry, place: Place, attempt: int) -> tuple[Child, Claim | None]:
         launch = entry.engine.launch(move.model, entry.config, place)
-        log = self._slots.log(move.model)
+        evidence = Evidence(self._slots.log(move.model))
         identity = self._state_dir.identity(f"{move.slot}.{attempt}")
         try:
-            child = await spawn(launch.command, identity=identity, log=log)
+            child = await spawn(launch.command, identity=identity, log=evidence.log)
         except LoadFailed as error:
             raise LoadFailed(f"{entry.id} could not be loaded: {error.message}.", details=error.details) from error
         try:
             await self._until_ready(child, launch, place, entry)
-        except BaseException:
-            # Also when this move was aborted: the tree must be gone before the move has ended.
+            return child, await self._memory.look(move.slot)
+        except BaseException as error:
+            # Also when this move was aborted: the tree and its memory must be gone before the move has ended.
+            held = self._memory.held_by(move.slot)
             await child.stop(entry.config.stop_timeout_s)
+            await self._memory.back(move.slot, held)
+            if isinstance(error, LoadFailed) and (complaint := evidence.of_no_memory(child)):
+                raise self._memory.shortage(move, entry, complaint, error.details or "") from error
             raise
-        return child
 
     def _place(self, move: Move, entry: Entry) -> Place:
+        gpus = self._memory.gpus_for(entry, move.claim)
         if entry.engine.listens is Listens.SOCKET:
             # A name of its own for every slot, and slots are never used again: no leftover can be in the way.
-            return Place(move.claim, socket=str(self._state_dir.run_dir / f"{move.slot}.sock"))
+            return Place(move.claim, socket=str(self._state_dir.run_dir / f"{move.slot}.sock"), gpus=gpus)
         port = self._ports.pick(set(self._ports_in_use.values()))
         self._ports_in_use[move.slot] = port
-        return Place(move.claim, port=port)
+        return Place(move.claim, port=port, gpus=gpus)
 
     async def _until_ready(self, child: Child, launch: Launch, place: Place, entry: Entry) -> None:
         """The process is watched, not only the port: a dying engine may still answer."""
@@ -214,12 +266,22 @@ class Mover:
 
     async def _unload(self, move: Move) -> None:
         """Cut our connections first: llama.cpp was seen to hang in TERM while a stream was open."""
+        if move.slot in self._slots.live:
+            # Untouched until it is certain that somebody will have its place.
+            await self._grants.make_way(move)
         live = self._slots.live.pop(move.slot, None)
         if live is None:
             return
         live.pool.close()
-        await live.child.stop(self._stop_timeout_s(live))
+        await self._end(live, self._memory.held_by(live.id))
         self._give_back(move.slot, live.socket)
+
+    async def _end(self, live: LiveSlot, held: Held) -> None:
+        """Its processes, then its memory: what was not given back yet cannot be given to another."""
+        await live.child.stop(self._stop_timeout_s(live))
+        self._memory.remember(live.id, live.entry)
+        await self._memory.back(live.id, held)
+        await self._grants.leave(live.id)
 
     def _stop_timeout_s(self, live: LiveSlot) -> float:
         """What the configuration says now: a reload may have changed it for an engine that runs already."""
@@ -237,8 +299,9 @@ class Mover:
         live.pool.close()
 
     def _end_remains(self, live: LiveSlot) -> None:
-        stopping = live.child.stop(self._stop_timeout_s(live))
-        task = asyncio.get_running_loop().create_task(stopping, name=f"remains {live.id}")
+        # What it held is asked now: the scheduler, once it hears of the loss, counts it as free.
+        ending = self._end(live, self._memory.held_by(live.id))
+        task = asyncio.get_running_loop().create_task(ending, name=f"remains {live.id}")
         self._remains.add(task)
         task.add_done_callback(self._remains.discard)
 

@@ -14,6 +14,7 @@ from greenroom.errors import (
     LoadFailed,
     ModelLoading,
     ModelNotFound,
+    OutOfMemory,
     QueueFull,
     ShuttingDown,
     TooLarge,
@@ -27,11 +28,22 @@ BUDGET = "budget"
 
 
 class Rejections:
-    """`is_draining` tells whether the gateway is on its way out, whatever a single answer was cut for."""
+    """`is_draining` tells whether the gateway is on its way out, `is_ready` whether a model serves, though busy.
 
-    def __init__(self, failures: Mapping[ModelId, GreenroomError], is_draining: Callable[[], bool]) -> None:
+    `is_whole` tells whether there are several GPUs and a model's engine can be put on one of them only.
+    """
+
+    def __init__(
+        self,
+        failures: Mapping[ModelId, GreenroomError],
+        is_draining: Callable[[], bool],
+        is_ready: Callable[[ModelId], bool],
+        is_whole: Callable[[ModelId], bool],
+    ) -> None:
         self._failures = failures
         self._is_draining = is_draining
+        self._is_ready = is_ready
+        self._is_whole = is_whole
 
     def error_for(self, rejection: Rejection) -> GreenroomError:
         model, retry_s = rejection.model, _bounded(rejection.retry_after_s)
@@ -43,11 +55,11 @@ class Rejections:
             case RejectCode.LOAD_FAILED:
                 return self._load_failed(model, retry_s)
             case RejectCode.TOO_LARGE:
-                return _too_large(rejection)
+                return _too_large(rejection, self._is_whole(model))
             case RejectCode.UNLOADED:
                 return Unloaded(f"{model} was unloaded by an operator; ask again to load it.", retry_after_s=1.0)
             case RejectCode.EXPIRED:
-                return _loading(rejection, retry_s)
+                return _late(rejection, retry_s, self._is_ready(model))
             case RejectCode.SHUTTING_DOWN:
                 return ShuttingDown("The gateway is shutting down; ask again when it is back.", retry_after_s=5.0)
             case RejectCode.LOST:
@@ -68,7 +80,8 @@ class Rejections:
         cause = self._failures.get(model)
         if cause is None:
             return LoadFailed(f"{model} could not be loaded.", retry_after_s=retry_s)
-        return LoadFailed(cause.message, details=cause.details, retry_after_s=retry_s)
+        kind = OutOfMemory if isinstance(cause, OutOfMemory) else LoadFailed
+        return kind(cause.message, details=cause.details, retry_after_s=retry_s, beside=cause.beside)
 
 
 def _bounded(retry_s: float | None) -> float | None:
@@ -84,18 +97,41 @@ def _queue_full(rejection: Rejection, retry_s: float | None) -> QueueFull:
     )
 
 
-def _too_large(rejection: Rejection) -> TooLarge:
+def _too_large(rejection: Rejection, is_whole: bool) -> TooLarge:
+    whole = " Its engine cannot be spread over several GPUs." if is_whole else ""
+    of = f" of {rejection.capacity_mib:,}" if rejection.capacity_mib else ""
     return TooLarge(
-        f"{rejection.model} needs {rejection.needs_mib:,} MiB; at most {rejection.free_mib:,} MiB can be made free. "
-        "Lower ctx_size or memory_mib, unpin a model, or give it more devices."
+        f"{rejection.model} needs {rejection.needs_mib:,} MiB; at most {rejection.free_mib:,}{of} MiB can be made free"
+        f"{_held(rejection)}.{whole} Lower ctx_size or memory_mib, unpin a model, or give it more devices.",
+        beside=_numbers(rejection),
     )
 
 
-def _loading(rejection: Rejection, retry_s: float | None) -> ModelLoading:
+def _held(rejection: Rejection) -> str:
+    """Who else has memory there, through other gateways."""
+    return f"; {', '.join(rejection.held_by)} hold some" if rejection.held_by else ""
+
+
+def _numbers(rejection: Rejection) -> dict[str, dict[str, int]]:
+    named = {"needs_mib": rejection.needs_mib, "free_mib": rejection.free_mib, "capacity_mib": rejection.capacity_mib}
+    return {"memory": named} if rejection.needs_mib else {}
+
+
+def _late(rejection: Rejection, retry_s: float | None, is_ready: bool) -> ModelLoading:
+    """Nobody may be told that a model goes on loading which is there and only has too much to do."""
     eta_s = rejection.retry_after_s
-    if eta_s == 0.0:
-        message = f"{rejection.model} is ready, but cannot give this answer in the time there is for it."
-    else:
+    if not is_ready and rejection.needs_mib:
+        message = (
+            f"{rejection.model} waits for memory: it needs {rejection.needs_mib:,} MiB, and {rejection.free_mib:,} of "
+            f"{rejection.capacity_mib:,} MiB are free{_held(rejection)}. Ask again, or unload another model."
+        )
+    elif not is_ready:
         message = f"{rejection.model} is not ready yet; it goes on loading. Ask again."
-    state = {"state": "ready" if eta_s == 0.0 else "loading", "eta_s": None if eta_s is None else round(eta_s, 1)}
-    return ModelLoading(message, retry_after_s=retry_s or 10.0, beside={"loading": state})
+    elif eta_s:
+        message = (
+            f"{rejection.model} is ready, but busy: this answer could begin in about {eta_s:.0f} s, too late for it."
+        )
+    else:
+        message = f"{rejection.model} is ready, but cannot give this answer in the time there is for it."
+    state = {"state": "ready" if is_ready else "loading", "eta_s": None if eta_s is None else round(eta_s, 1)}
+    return ModelLoading(message, retry_after_s=retry_s or 10.0, beside={"loading": state, **_numbers(rejection)})

@@ -16,6 +16,7 @@ def arrival(
     tenant: TenantId,
     patient: bool,
     budget_s: float | None,
+    keep_alive_s: float | None = None,
 ) -> RequestArrived:
     """A `patient` caller hears heartbeats and can wait long; who hears nothing gives up after a while unannounced."""
     wait_s = settings.stream_wait_max_s if patient else settings.wait_max_s
@@ -23,4 +24,4 @@ def arrival(
     if budget_s is not None:
         wait_s = min(wait_s, budget_s)
         answer_by = now + budget_s
-    return RequestArrived(now, request, (model,), priority, tenant, now + wait_s, patient, answer_by)
+    return RequestArrived(now, request, (model,), priority, tenant, now + wait_s, patient, answer_by, keep_alive_s)

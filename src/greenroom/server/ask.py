@@ -19,6 +19,7 @@ from greenroom.proxy.edge import Exchange, Head
 from greenroom.runtime.catalog import Catalog, Entry
 from greenroom.server import multipart, peek
 from greenroom.server.ids import split_model
+from greenroom.server.keep_alive import capped
 from greenroom.server.routes import UPSTREAM_PREFIX, Route
 from greenroom.tenancy.keys import Caller
 from greenroom.tenancy.tenants import Tenants, cap, parse_priority
@@ -43,6 +44,7 @@ class Ask:
         "drop_usage",
         "entry",
         "heartbeat",
+        "keep_alive_s",
         "kept",
         "payload",
         "priority",
@@ -77,6 +79,8 @@ class Ask:
         self.heartbeat = heartbeat
         self.payload = payload
         self.budget_s = budget_s
+        # How long its model shall stay afterwards; None: not said.
+        self.keep_alive_s: float | None = None
         # The body as it was read, for a payload that is made at once. Cleared when the request has to wait.
         self.kept: list[peek.Peeked] | None = None
         # We asked the engine for usage and the caller did not: its one event is dropped.
@@ -84,10 +88,17 @@ class Ask:
 
 
 class AskReader:
-    def __init__(self, catalog: Catalog, tenants: Tenants, heartbeat: Callable[[], Heartbeat]) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        tenants: Tenants,
+        heartbeat: Callable[[], Heartbeat],
+        keep_alive_max_s: Callable[[], float | None],
+    ) -> None:
         self._catalog = catalog
         self._tenants = tenants
         self._heartbeat = heartbeat
+        self._keep_alive_max_s = keep_alive_max_s
         # By model, so that a new revision takes the place of the old one.
         self._rewrites: dict[ModelId, _Rewrites] = {}
 
@@ -103,6 +114,7 @@ class AskReader:
         ask = self._ask(exchange, route, caller, form.model, form.priority, stream=form.stream)
         ask.client = form.client_id or ask.client
         ask.budget_s = _smaller(ask.budget_s, form.budget_s)
+        ask.keep_alive_s = capped(form.keep_alive_s, self._keep_alive_max_s())
         config = ask.entry.config
         puts = {name: _as_text(value) for name, value in config.set_params.items()}
         drops = frozenset(config.strip_params)
@@ -128,6 +140,8 @@ class AskReader:
         ask.client = peeked.client_id or ask.client
         if peeked.budget_s is not None:
             ask.budget_s = _smaller(ask.budget_s, peeked.budget_s)
+        if peeked.keep_alive_s is not None:
+            ask.keep_alive_s = capped(peeked.keep_alive_s, self._keep_alive_max_s())
         puts, drops = self._rewrites_of(ask.entry)
         if ask.stream and ask.entry.engine.usage_source is UsageSource.ASK:
             options, asked = peek.ask_for_usage(peeked.fields)

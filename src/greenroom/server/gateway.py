@@ -15,8 +15,11 @@ from greenroom.core.explain import Explanation
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.core.state import State
 from greenroom.errors import GreenroomError
+from greenroom.memory.leases.records import Lease, LeaseStore
+from greenroom.memory.probe import Reading
 from greenroom.proxy.limits import EdgeStats
 from greenroom.runtime.catalog import Catalog
+from greenroom.runtime.memory_watch import Look
 from greenroom.runtime.slots import Slots
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.hub import Hub
@@ -59,6 +62,39 @@ class Decided(Protocol):
         ...
 
 
+class Leasing(LeaseStore, Protocol):
+    @property
+    def lists_slots(self) -> bool:
+        """Whether the models' own claims are among its leases."""
+        ...
+
+    async def find(self, id: str) -> Lease:
+        """This lease as it is now. Raises LeaseLost, LeaseUnknown or StoreDown."""
+        ...
+
+
+class Shared(Protocol):
+    """The lease store that this gateway shares with others, as far as it can be asked about it."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why it cannot be used at present."""
+        ...
+
+    @property
+    def since(self) -> float:
+        """Since when that is so, or since when it can be."""
+        ...
+
+    @property
+    def grace_left_s(self) -> float:
+        """So long it grants nothing new, because it may have lost what it knew."""
+        ...
+
+    @property
+    def slots_without_lease(self) -> int: ...
+
+
 class Listening(Protocol):
     @property
     def addresses(self) -> Sequence[str]: ...
@@ -68,6 +104,28 @@ class Listening(Protocol):
 
     @property
     def stats(self) -> EdgeStats: ...
+
+
+class Watched(Protocol):
+    """The watch over memory, as far as it can be asked."""
+
+    @property
+    def kind(self) -> str:
+        """Where the figures come from."""
+        ...
+
+    @property
+    def last(self) -> Look: ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why it cannot look at present."""
+        ...
+
+    @property
+    def sees_pids(self) -> bool: ...
+
+    async def look_now(self) -> Reading: ...
 
 
 class Gateway(Protocol):
@@ -115,6 +173,17 @@ class Gateway(Protocol):
 
     @property
     def observer(self) -> Decided: ...
+
+    @property
+    def leasing(self) -> Leasing: ...
+
+    @property
+    def sharing(self) -> Shared | None:
+        """None where this gateway keeps leases itself."""
+        ...
+
+    @property
+    def memory_watch(self) -> Watched: ...
 
     @property
     def edge(self) -> Listening: ...

@@ -6,8 +6,9 @@ from collections import Counter
 
 from greenroom.core.state import State
 from greenroom.core.waitlist import WaiterKind
+from greenroom.memory.probe import Reading
 from greenroom.server.gateway import Gateway
-from greenroom.telemetry.metrics import DeviceMemory, Gauges
+from greenroom.telemetry.metrics import DeviceMemory, Gauges, GpuFigures, StoreFigures
 
 
 def gauges(gateway: Gateway, uptime_s: float) -> Gauges:
@@ -23,9 +24,16 @@ def gauges(gateway: Gateway, uptime_s: float) -> Gauges:
         slots=Counter((str(slot.model), slot.tier.value) for slot in state.slots.values()),
         memory_mib=_memory_mib(state),
         devices=_devices(state),
+        gpus=_gpus(gateway.memory_watch.last.reading),
+        store=_store(gateway),
         connections=gateway.edge.connections,
         uptime_s=uptime_s,
     )
+
+
+def _store(gateway: Gateway) -> StoreFigures | None:
+    sharing = gateway.sharing
+    return None if sharing is None else StoreFigures(sharing.failure is None, sharing.slots_without_lease)
 
 
 def _memory_mib(state: State) -> dict[tuple[str, str], float]:
@@ -34,6 +42,10 @@ def _memory_mib(state: State) -> dict[tuple[str, str], float]:
         for device, mib in state.ledger.held_by(slot.id).items():
             total[slot.model, device] = total.get((slot.model, device), 0) + mib
     return total
+
+
+def _gpus(seen: Reading) -> dict[str, GpuFigures]:
+    return {gpu.uuid: GpuFigures(gpu.total_mib, gpu.used_mib, gpu.utilisation, gpu.temperature_c) for gpu in seen.gpus}
 
 
 def _devices(state: State) -> dict[str, DeviceMemory]:

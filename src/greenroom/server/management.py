@@ -20,7 +20,10 @@ from greenroom.server.asgi import Application, Message
 from greenroom.server.docs_page import HEADERS, docs_page
 from greenroom.server.explaining import Explaining
 from greenroom.server.gateway import Gateway
+from greenroom.server.gpus import Gpus
+from greenroom.server.leases import Leases
 from greenroom.server.listing import Listing
+from greenroom.server.model_status import ModelStatuses
 from greenroom.server.operating import Operating
 from greenroom.server.snapshot import Snapshot
 from greenroom.server.streams import Streams
@@ -48,7 +51,10 @@ def make_management(gateway: Gateway) -> Application:
     Listing(gateway.catalog, look).add_to(app)
     Watching(gateway, streams, look, uptime_s).add_to(app)
     Operating(gateway, streams, look).add_to(app)
+    ModelStatuses(gateway.catalog, look).add_to(app)
     Explaining(gateway).add_to(app)
+    Gpus(gateway).add_to(app)
+    Leases(gateway).add_to(app)
     _add_docs(app, gateway)
     return _guarded(app)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from greenroom.errors import BadRequest, GatewayBug
+from greenroom.server import keep_alive
 from greenroom.server.part_head import HEAD_BYTES_MAX, PartHead, quoted, read_boundary, read_part_head
 from greenroom.server.peek import OURS, check_client_id, check_model, read_budget_s
 
@@ -26,7 +27,7 @@ FIELD_BYTES_MAX = 64 * 1024
 _TURN_BYTES = 1024 * 1024
 _FEED_BYTES_MIN = 16 * 1024
 
-_READ_BY_US = frozenset(("model", "stream"))
+_READ_BY_US = frozenset(("model", "stream", keep_alive.PLAIN))
 
 
 class Source(Protocol):
@@ -75,6 +76,13 @@ class Form:
         said = self.fields.get("x_budget_s")
         return None if said is None else read_budget_s(said)
 
+    @property
+    def keep_alive_s(self) -> float | None:
+        """An empty field says nothing: that is how forms leave one out."""
+        name = keep_alive.OURS if self.fields.get(keep_alive.OURS) else keep_alive.PLAIN
+        said = self.fields.get(name)
+        return keep_alive.keep_alive_s(said, param=name) if said else None
+
     def rewrite(
         self, model_name: str | None = None, *, drop: frozenset[str] = frozenset(), put: Mapping[str, str] | None = None
     ) -> Rewritten:
@@ -91,7 +99,7 @@ class Form:
         return Rewritten(self.source, self.boundary, puts, kept)
 
     def _is_dropped(self, name: str, drop: frozenset[str], puts: Mapping[str, str]) -> bool:
-        return name.startswith(OURS) or name in drop or name in puts
+        return name.startswith(OURS) or name == keep_alive.PLAIN or name in drop or name in puts
 
 
 class Rewritten:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
@@ -17,6 +18,7 @@ from msgspec import Raw
 
 from greenroom.config.names import ID_CHARS_MAX
 from greenroom.errors import BadRequest
+from greenroom.server import keep_alive
 from greenroom.server.many_keys import TooManyKeys, decode_counting
 
 # Top-level fields. The largest API has about forty; each costs some two hundred bytes here.
@@ -35,7 +37,7 @@ Fields = dict[str, Raw]
 class Peeked:
     """`fields` has everything that was sent; the rest is what we understand of it."""
 
-    __slots__ = ("budget_s", "client_id", "fields", "model", "priority", "stream")
+    __slots__ = ("budget_s", "client_id", "fields", "keep_alive_s", "model", "priority", "stream")
 
     def __init__(self, fields: Fields, model: str) -> None:
         self.fields = fields
@@ -44,14 +46,17 @@ class Peeked:
         self.priority: int | str | None = None
         self.client_id: str | None = None
         self.budget_s: float | None = None
+        self.keep_alive_s: float | None = None
 
 
 _fields = msgspec.json.Decoder(Fields)
 _text = msgspec.json.Decoder(str)
 _flag = msgspec.json.Decoder(bool | None)
 _number_or_text = msgspec.json.Decoder(int | str | None)
+_SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{0,12})?", re.ASCII)
 _number = msgspec.json.Decoder(float | None)
 _text_or_null = msgspec.json.Decoder(str | None)
+_time_or_null = msgspec.json.Decoder(float | str | None)
 _NULL: Final = b"null"
 _INCLUDE_USAGE: Final = b'{"include_usage":true}'
 
@@ -71,6 +76,8 @@ def peek(body: bytes) -> Peeked:
         peeked.stream = _value(_flag, stream, "stream", "true or false") is True
     if f"{OURS}priority" in fields or f"{OURS}client_id" in fields or f"{OURS}budget_s" in fields:
         _read_ours(peeked)
+    if keep_alive.PLAIN in fields or keep_alive.OURS in fields:
+        peeked.keep_alive_s = _read_keep_alive(fields)
     return peeked
 
 
@@ -78,7 +85,7 @@ def join(fields: Mapping[str, Raw], *, drop: frozenset[str], put: Mapping[str, b
     """The body for the engine: without our own fields and those in `drop`, with those in `put` (which are JSON)."""
     kept = dict(fields)
     for name in fields:
-        if name in drop or name[:2] == OURS:
+        if name in drop or name[:2] == OURS or name == keep_alive.PLAIN:
             del kept[name]
     for name, value in put.items():
         kept[name] = Raw(value)
@@ -130,10 +137,8 @@ def check_budget_s(seconds: float, *, param: str = "x_budget_s") -> float:
 
 def read_budget_s(said: str, *, param: str = "x_budget_s") -> float:
     """A budget that was sent as text. Raises BadRequest."""
-    try:
-        seconds = float(said)
-    except ValueError:
-        seconds = math.nan
+    # Python reads more than people write for a number: 1_0, nan, digits of other scripts.
+    seconds = float(said) if _SECONDS.fullmatch(said.strip()) else math.nan
     return check_budget_s(seconds, param=param)
 
 
@@ -144,6 +149,16 @@ def _read_ours(peeked: Peeked) -> None:
     peeked.client_id = None if client_id is None else check_client_id(client_id)
     budget_s = _value(_number, fields.get("x_budget_s"), "x_budget_s", "a number of seconds")
     peeked.budget_s = None if budget_s is None else check_budget_s(budget_s)
+
+
+def _read_keep_alive(fields: Fields) -> float | None:
+    """Both names are read, so that neither can be wrong unnoticed; ours wins."""
+    seconds: float | None = None
+    for name in (keep_alive.PLAIN, keep_alive.OURS):
+        said = _value(_time_or_null, fields.get(name), name, 'a number of seconds or a time such as "5m"')
+        if said is not None:
+            seconds = keep_alive.keep_alive_s(said, param=name)
+    return seconds
 
 
 # --- decoding -------------------------------------------------------------------------------------------------------

@@ -117,7 +117,9 @@ class Running:
         ask = self.ask
         patient = ask.stream and ask.heartbeat is not Heartbeat.OFF
         request, model = RequestId(self.request_id), ask.entry.id
-        return arrival(self._settings, now, request, model, ask.priority, ask.tenant, patient, ask.budget_s)
+        return arrival(
+            self._settings, now, request, model, ask.priority, ask.tenant, patient, ask.budget_s, ask.keep_alive_s
+        )
 
     def _send_now(self, slot: LiveSlot) -> bool:
         if slot.pool.idle_count == 0:

@@ -10,12 +10,14 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 
 import greenroom
-from greenroom.core.model import Device, DeviceId, ModelId, MoveKind, Slot, SlotId
+from greenroom.core.model import Device, DeviceId, ModelId, MoveKind, Need, Slot, SlotId
 from greenroom.core.state import ModelRecord, State
 from greenroom.core.waitlist import Waiter, WaiterKind
 from greenroom.runtime.catalog import Entry
+from greenroom.runtime.needs import Account
 from greenroom.server import views
 from greenroom.server.gateway import Gateway
+from greenroom.server.gpu_views import GpuPicture
 from greenroom.server.status_word import StatusWord, is_failing, status_word, tier_of
 
 # A page of status stays readable, and small, however long the queue is.
@@ -66,6 +68,7 @@ class Snapshot:
         state = self._state
         return views.Health(
             status=self._health_word(),
+            leaseStore=None if self._gateway.sharing is None else "up" if self._is_store_up else "down",
             uptime=int(self._uptime_s),
             modelsLoaded=sum(self.word(entry) is StatusWord.LOADED for entry in self._gateway.catalog),
             queueDepth=state.waitlist.depth,
@@ -77,10 +80,16 @@ class Snapshot:
             return "draining"
         if state.waitlist.depth >= state.limits.queue_depth_max:
             return "saturated"
+        if not self._is_store_up and not any(self.word(entry) is StatusWord.LOADED for entry in catalog):
+            return "failed"
         # Only while they are backed off: were it longer, nobody would ask and find out that they work again.
         if len(catalog) and all(self.word(entry) is StatusWord.FAILED for entry in catalog):
             return "failed"
         return "healthy"
+
+    @property
+    def _is_store_up(self) -> bool:
+        return self._gateway.sharing is None or self._gateway.sharing.failure is None
 
     def word(self, entry: Entry) -> StatusWord:
         return status_word(self._state, entry.id, self._now)
@@ -89,10 +98,10 @@ class Snapshot:
 
     def status(self) -> views.StatusView:
         gateway, state = self._gateway, self._state
-        callers = [waiter for waiter in state.waitlist if waiter.kind is WaiterKind.REQUEST]
-        waiting = Counter(waiter.model for waiter in callers)
+        callers = self._callers()
         free = state.ledger.free_mib(frozenset())
         known = {entry.id for entry in gateway.catalog}
+        picture = GpuPicture(gateway.memory_watch, state, self._now)
         return views.StatusView(
             version=greenroom.__version__,
             started=datetime.fromtimestamp(gateway.started_at, UTC).isoformat(timespec="seconds"),
@@ -100,18 +109,43 @@ class Snapshot:
             draining=gateway.is_draining,
             addresses=list(gateway.edge.addresses),
             queue=self._queue(),
+            lease_store=self._lease_store(),
             devices=[self._device(device, free) for device in state.ledger.devices.values()],
-            models=[self._model(entry, waiting[entry.id]) for entry in gateway.catalog],
+            probe=picture.probe(),
+            gpus=picture.gpus(),
+            models=self.models(),
             other_slots=[self._slot(slot) for slot in state.slots.values() if slot.model not in known],
             waiting=[self._waiting(waiter, place) for place, waiter in enumerate(callers[:WAITING_SHOWN_MAX], 1)],
             counters=asdict(state.counters),
             connections=views.ConnectionsView(open=gateway.edge.connections, stats=asdict(gateway.edge.stats)),
         )
 
+    def models(self) -> list[views.ModelView]:
+        waiting = Counter(waiter.model for waiter in self._callers())
+        return [self._model(entry, waiting[entry.id]) for entry in self._gateway.catalog]
+
+    def model(self, entry: Entry) -> views.ModelView:
+        return self._model(entry, sum(waiter.model == entry.id for waiter in self._callers()))
+
+    def _callers(self) -> list[Waiter]:
+        return [waiter for waiter in self._state.waitlist if waiter.kind is WaiterKind.REQUEST]
+
     def _queue(self) -> views.QueueView:
         state = self._state
         avg_wait_ms = None if state.avg_wait_s is None else round(state.avg_wait_s * 1000, 1)
         return views.QueueView(depth=state.waitlist.depth, max=state.limits.queue_depth_max, avg_wait_ms=avg_wait_ms)
+
+    def _lease_store(self) -> views.LeaseStoreView | None:
+        sharing = self._gateway.sharing
+        if sharing is None:
+            return None
+        return views.LeaseStoreView(
+            up=sharing.failure is None,
+            since_s=round(max(0.0, self._now - sharing.since), 3),
+            why=sharing.failure,
+            grace_left_s=round(sharing.grace_left_s, 3),
+            slots_without_lease=sharing.slots_without_lease,
+        )
 
     def _device(self, device: Device, free: dict[DeviceId, int]) -> views.DeviceView:
         ledger = self._state.ledger
@@ -144,6 +178,8 @@ class Snapshot:
             concurrency=slots[0].concurrency if slots else entry.spec.concurrency,
             last_used_s_ago=min(used, default=None),
             memory=self.memory(entry.id),
+            need=self._need(entry),
+            unload_in_s=max((view.unload_in_s for view in slot_views if view.unload_in_s is not None), default=None),
             moving=self._moving(slots),
             slots=slot_views,
             failures=record.failures if record is not None else 0,
@@ -164,8 +200,21 @@ class Snapshot:
             concurrency=slot.concurrency,
             last_used_s_ago=round(max(0.0, self._now - slot.last_used), 3) if slot.last_used else None,
             memory={str(device): mib for device, mib in self._state.ledger.held_by(slot.id).items()},
+            unload_in_s=self._unload_in_s(slot),
             pid=self._pid(slot.id),
         )
+
+    def _unload_in_s(self, slot: Slot) -> float | None:
+        if not slot.is_serving or not slot.is_idle or slot.idle_s is None:
+            return None
+        return round(max(0.0, slot.last_used + slot.idle_s - self._now), 1)
+
+    def _need(self, entry: Entry) -> views.NeedView:
+        catalog, record = self._gateway.catalog, self._state.models.get(entry.id)
+        need = record.need if record is not None else entry.spec.need
+        if not catalog.fits_memory:
+            return need_view(need, None)
+        return need_view(need, catalog.needs.account_of(entry))
 
     def memory(self, model: ModelId) -> dict[str, int]:
         total: Counter[str] = Counter()
@@ -209,3 +258,21 @@ class Snapshot:
             tenant=waiter.tenant,
             waited_s=round(max(0.0, self._now - waiter.arrived), 3),
         )
+
+
+def need_view(need: Need, account: Account | None) -> views.NeedView:
+    """`account` is None where models take no room, so that nothing was worked out."""
+    measured = None if account is None else account.measured
+    seen = measured if measured is not None and measured.is_seen else None
+    estimate = None if account is None or account.estimate is None else account.estimate.need
+    error = None if account is None else account.estimate_error
+    return views.NeedView(
+        gpu_mib=need.gpu_mib,
+        host_mib=need.host_mib,
+        source="unknown" if account is None else account.source,
+        measured_gpu_mib=None if seen is None else seen.gpu_mib,
+        measured_host_mib=None if seen is None else seen.host_mib,
+        estimated_gpu_mib=None if estimate is None else estimate.gpu_mib,
+        estimated_host_mib=None if estimate is None else estimate.host_mib,
+        estimate_error=None if error is None else round(error, 4),
+    )

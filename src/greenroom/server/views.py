@@ -67,6 +67,8 @@ HealthWord = Literal["healthy", "draining", "failed", "saturated"]
 class Health(View):
     status: HealthWord
     """draining: shutting down; failed: no model can be loaded at present; saturated: the queue is full."""
+    leaseStore: Literal["up", "down"] | None  # noqa: N815
+    """Where GPUs are shared with other gateways: while their store is down, only models that are loaded are served."""
     uptime: int
     modelsLoaded: int  # noqa: N815
     queueDepth: int  # noqa: N815
@@ -116,7 +118,27 @@ class SlotView(View):
     last_used_s_ago: float | None
     memory: dict[str, int]
     """MiB by device."""
+    unload_in_s: float | None
+    """Seconds until it leaves for being idle; null while it answers, and if only another's need makes it leave."""
     pid: int | None
+
+
+class NeedView(View):
+    """What its next load is planned with, and what that can be compared with."""
+
+    gpu_mib: int
+    host_mib: int
+    source: str
+    """declared, measured, raised (it ran out of memory before), budget (gpu_memory_budget_mib), what it was estimated
+    from (gguf, safetensors, file size, name), or unknown."""
+    measured_gpu_mib: int | None
+    """The most it was seen to use on GPUs; null if that was never seen."""
+    measured_host_mib: int | None
+    estimated_gpu_mib: int | None
+    """What its file or its name makes one expect; null if neither says anything, or memory_mib was declared."""
+    estimated_host_mib: int | None
+    estimate_error: float | None
+    """How far the estimate was from what was measured: 0.05 is 5 % too much."""
 
 
 class LastError(View):
@@ -140,6 +162,9 @@ class ModelView(View):
     last_used_s_ago: float | None
     memory: dict[str, int]
     """MiB by device, of all its slots."""
+    need: NeedView
+    unload_in_s: float | None
+    """Seconds until the last of its slots leaves for being idle, as far as that is known."""
     moving: MovingView | None
     slots: list[SlotView]
     failures: int
@@ -147,6 +172,10 @@ class ModelView(View):
     retry_in_s: float | None
     last_error: LastError | None
     pid: int | None
+
+
+class ModelStatusList(View):
+    models: list[ModelView]
 
 
 class WaitingView(View):
@@ -157,10 +186,52 @@ class WaitingView(View):
     waited_s: float
 
 
+class ProbeView(View):
+    """How memory is seen."""
+
+    kind: Literal["nvml", "file", "simulated", "none"]
+    looked_s_ago: float
+    failure: str | None
+    """Why the last look failed; the figures are those of the one before."""
+    pids_visible: bool
+    """False: on some GPU processes cannot be seen (a container). What is used beyond all claims is foreign there."""
+
+
+class GpuView(View):
+    id: str
+    index: int
+    """In the order of the PCI bus; a model's `devices` may call it gpu0, gpu1 …"""
+    name: str
+    total_mib: int
+    """What can be allocated, without what the driver keeps for itself."""
+    used_mib: int
+    """By everybody, as the driver says it."""
+    foreign_mib: int
+    """Of that, by processes nobody declared."""
+    free_mib: int
+    """What can still be planned with, after claims, promises, strangers and the margin."""
+    utilisation: int | None
+    """Percent of the time that something ran on it; null where that cannot be seen."""
+    temperature_c: int | None
+
+
 class ConnectionsView(View):
     open: int
     stats: dict[str, int]
     """What the edge counted since start."""
+
+
+class LeaseStoreView(View):
+    """The store by which GPUs are shared with other gateways."""
+
+    up: bool
+    since_s: float
+    why: str | None
+    """Why it cannot be used."""
+    grace_left_s: float
+    """A store that is new, or lost what it knew, grants nothing for so long: those who hold leases come first."""
+    slots_without_lease: int
+    """Models that run though the store gave their memory to somebody else."""
 
 
 class StatusView(View):
@@ -171,7 +242,12 @@ class StatusView(View):
     draining: bool
     addresses: list[str]
     queue: QueueView
+    lease_store: LeaseStoreView | None
+    """null where this gateway keeps leases itself."""
     devices: list[DeviceView]
+    probe: ProbeView
+    gpus: list[GpuView]
+    """What was seen at the last look; `devices` is what is planned with."""
     models: list[ModelView]
     other_slots: list[SlotView]
     """Slots of models that are no longer configured, and leases of other programs."""

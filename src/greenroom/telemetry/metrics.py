@@ -47,13 +47,20 @@ MODEL_MEMORY = Row("greenroom_model_memory_mib", "Memory a model holds on a devi
 DEVICE_CAPACITY = Row("greenroom_device_capacity_mib", "Memory a device has.", ("device",))
 DEVICE_FREE = Row("greenroom_device_free_mib", "Memory that can still be planned with.", ("device",))
 DEVICE_FOREIGN = Row("greenroom_device_foreign_mib", "Memory of processes that are not ours.", ("device",))
+GPU_TOTAL = Row("greenroom_gpu_total_mib", "Memory of a GPU that can be allocated.", ("device",))
+GPU_USED = Row("greenroom_gpu_used_mib", "Memory of a GPU that is used, by whomever.", ("device",))
+GPU_UTILISATION = Row("greenroom_gpu_utilisation_percent", "Share of the time something ran on a GPU.", ("device",))
+GPU_TEMPERATURE = Row("greenroom_gpu_temperature_celsius", "How hot a GPU is.", ("device",))
+STORE_UP = Row("greenroom_lease_store_up", "Whether the shared lease store answers; absent where there is none.")
+UNLEASED = Row("greenroom_slots_without_lease", "Models that run though the shared store gave their lease away.")
 CONNECTIONS = Row("greenroom_connections", "Open connections of callers.")
 UPTIME = Row("greenroom_uptime_seconds", "Since the gateway started.")
 
 TABLE: Final = (
     *(REQUESTS, REQUEST_SECONDS, WAIT_SECONDS, FIRST_BYTE_SECONDS, TENANT_REQUESTS, TOKENS, LOOKUPS),
     *(MOVES, MOVE_SECONDS, EVICTIONS, REJECTIONS, EDGE_REFUSALS),
-    *(QUEUE_DEPTH, IN_FLIGHT, SLOTS, MODEL_MEMORY, DEVICE_CAPACITY, DEVICE_FREE, DEVICE_FOREIGN, CONNECTIONS, UPTIME),
+    *(QUEUE_DEPTH, IN_FLIGHT, SLOTS, MODEL_MEMORY, DEVICE_CAPACITY, DEVICE_FREE, DEVICE_FOREIGN),
+    *(GPU_TOTAL, GPU_USED, GPU_UTILISATION, GPU_TEMPERATURE, STORE_UP, UNLEASED, CONNECTIONS, UPTIME),
 )
 
 # A series costs memory here and in every Prometheus that scrapes us. Callers choose tenants, and may ask for any model.
@@ -76,6 +83,24 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuFigures:
+    """As its driver says; None where it does not."""
+
+    total_mib: float
+    used_mib: float
+    utilisation: float | None = None
+    temperature_c: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFigures:
+    """Of a lease store that is shared with other gateways."""
+
+    is_up: bool
+    slots_without_lease: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Gauges:
     """What is the case at the moment of a scrape. What is not named here any more has no series any more."""
 
@@ -88,6 +113,8 @@ class Gauges:
     memory_mib: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """By model and device."""
     devices: Mapping[str, DeviceMemory] = field(default_factory=dict)
+    gpus: Mapping[str, GpuFigures] = field(default_factory=dict)
+    store: StoreFigures | None = None
     connections: int = 0
     uptime_s: float = 0.0
 
@@ -265,8 +292,20 @@ def _gauge_families(now: Gauges) -> Iterator[Metric]:
     yield gauge_family(DEVICE_CAPACITY, {(name,): device.capacity_mib for name, device in now.devices.items()})
     yield gauge_family(DEVICE_FREE, {(name,): device.free_mib for name, device in now.devices.items()})
     yield gauge_family(DEVICE_FOREIGN, {(name,): device.foreign_mib for name, device in now.devices.items()})
+    yield from _gpu_families(now.gpus)
+    yield gauge_family(STORE_UP, {} if now.store is None else {(): float(now.store.is_up)})
+    yield gauge_family(UNLEASED, {} if now.store is None else {(): now.store.slots_without_lease})
     yield gauge_family(CONNECTIONS, {(): now.connections})
     yield gauge_family(UPTIME, {(): now.uptime_s})
+
+
+def _gpu_families(gpus: Mapping[str, GpuFigures]) -> Iterator[Metric]:
+    yield gauge_family(GPU_TOTAL, {(name,): gpu.total_mib for name, gpu in gpus.items()})
+    yield gauge_family(GPU_USED, {(name,): gpu.used_mib for name, gpu in gpus.items()})
+    utilisation = {(name,): gpu.utilisation for name, gpu in gpus.items() if gpu.utilisation is not None}
+    temperature = {(name,): gpu.temperature_c for name, gpu in gpus.items() if gpu.temperature_c is not None}
+    yield gauge_family(GPU_UTILISATION, utilisation)
+    yield gauge_family(GPU_TEMPERATURE, temperature)
 
 
 def _admit(values: set[_Label], value: _Label, most: int) -> bool:

@@ -1,0 +1,22 @@
+"""Which devices somebody means who asks for a lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from greenroom.core.model import DeviceId
+from greenroom.errors import BadRequest
+from greenroom.memory.leases.records import LeaseAsk
+
+DeviceNamed = Callable[[str], DeviceId | None]
+
+
+def devices_meant(ask: LeaseAsk, device_named: DeviceNamed) -> tuple[str, ...]:
+    """The ids of the devices that were named. Raises BadRequest."""
+    meant = {name: device_named(name) for name in ask.devices}
+    if unknown := [name for name, device in meant.items() if device is None]:
+        raise BadRequest(f"There is no device {unknown[0]}; `greenroom gpus` lists them.", param="devices")
+    devices = tuple(sorted({str(device) for device in meant.values()}))
+    if devices and len(devices) < ask.gpus:
+        raise BadRequest(f"{ask.gpus} GPUs are wanted and {len(devices)} named.", param="devices")
+    return devices

@@ -1,0 +1,69 @@
+"""Leases of other programs where GPUs are shared: asked of this gateway, kept in the store.
+
+Owns the names people use for devices and the last look at memory before a lease is handed over. Who gets one is decided
+by the store, which asks gateways to make room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from greenroom.core.model import Claim, DeviceId
+from greenroom.errors import LeaseDenied, LeaseUnknown
+from greenroom.memory.leases.records import Lease, LeaseAsk, LeaseStore
+from greenroom.runtime.lease_devices import DeviceNamed, devices_meant
+
+# Who gave memory back, or lost it, may take this long to stop using it.
+ROOM_S = 10.0
+
+
+class SharedLeasing:
+    """`room_for` waits until memory is really free and tells what is missing then."""
+
+    lists_slots = True
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        *,
+        wait_max_s: float,
+        device_named: DeviceNamed,
+        room_for: Callable[[Claim, float], Awaitable[Claim]],
+    ) -> None:
+        self._store = store
+        self._wait_max_s = wait_max_s
+        self._device_named = device_named
+        self._room_for = room_for
+
+    async def acquire(self, ask: LeaseAsk) -> Lease:
+        devices = devices_meant(ask, self._device_named)
+        lease = await self._store.acquire(replace(ask, wait_s=min(ask.wait_s, self._wait_max_s), devices=devices))
+        try:
+            missing = await self._room_for({DeviceId(device): mib for device, mib in lease.claim.items()}, ROOM_S)
+        except BaseException:
+            await self._store.release(lease.id, lease.token)
+            raise
+        if missing:
+            await self._store.release(lease.id, lease.token)
+            said = ", ".join(f"{mib:,} MiB on {device}" for device, mib in missing.items())
+            raise LeaseDenied(f"{ask.name} was granted memory that somebody still uses: {said}.", retry_after_s=ROOM_S)
+        return lease
+
+    async def renew(self, id: str, token: int) -> Lease:
+        return await self._store.renew(id, token)
+
+    async def release(self, id: str, token: int | None = None) -> None:
+        await self._store.release(id, token)
+
+    async def leases(self) -> list[Lease]:
+        return await self._store.leases()
+
+    async def find(self, id: str) -> Lease:
+        found = [lease for lease in await self._store.leases() if lease.id == id]
+        if not found:
+            raise LeaseUnknown(f"There is no lease {id}. GET /api/v1/leases lists those there are.")
+        return found[0]
+
+    async def close(self) -> None:
+        """The store is closed by who opened it."""

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greenroom.cli import gpus
+from greenroom.cli.main import main
+from tests import fake_gpu
+from tests.cli.fake_gateway import FakeGateway, answer
+from tests.cli.test_ps import in_terminal
+
+
+def gpu(**facts: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {
+        "id": "GPU-a",
+        "index": 0,
+        "name": "NVIDIA H200",
+        "total_mib": 143_000,
+        "used_mib": 21_000,
+        "foreign_mib": 500,
+        "free_mib": 121_000,
+        "utilisation": 37,
+        "temperature_c": 61,
+        "holders": [
+            {"slot": "s1", "model": "llm", "lease": None, "claim_mib": 20_000, "seen_mib": 20_100},
+            {"slot": "s2", "model": None, "lease": "train", "claim_mib": 400, "seen_mib": None},
+        ],
+        "strangers": [{"pid": 13, "name": "gimp", "used_mib": 500}],
+    }
+    return plain | facts
+
+
+def seen(*shown: dict[str, Any], **probe: Any) -> dict[str, Any]:
+    said = {"kind": "nvml", "looked_s_ago": 0.2, "failure": None, "pids_visible": True} | probe
+    host = {"total_mib": 64_000, "available_mib": 32_000, "shm_total_mib": 1, "shm_free_mib": 1}
+    return {"probe": said, "gpus": list(shown), "host": host}
+
+
+def test_a_pipe_gets_one_stable_line_for_each_gpu(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = gpu(index=1, name="T4", utilisation=None, temperature_c=None, holders=[], strangers=[])
+    gateway.on("GET", "/api/v1/gpus", answer(seen(gpu(), bare)))
+    assert main(["gpus"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.splitlines() == [
+        "GPU   USED_MIB  TOTAL_MIB  FREE_MIB  BUSY  TEMP  NAME         WHO",
+        "gpu0  21000     143000     121000    37%   61C   NVIDIA_H200  llm 20100; lease train 400; gimp (pid 13) 500",
+        "gpu1  21000     143000     121000    -     -     T4           -",
+    ]
+
+
+def test_json_is_what_the_gateway_gave(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.on("GET", "/api/v1/gpus", answer(seen(gpu())))
+    assert main(["gpus", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == seen(gpu())
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_watching_goes_on_until_interrupted(
+    as_json: bool, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("greenroom.cli.gpus.time.sleep", nap)
+    gateway.on("GET", "/api/v1/gpus", answer(seen(gpu())))
+    assert main(["gpus", "--watch", *(["--json"] if as_json else [])]) == 130
+    out = capsys.readouterr().out
+    assert (len(out.splitlines()) if as_json else out.count("USED_MIB")) == 3
+
+
+def test_a_terminal_gets_a_drawn_table_and_a_summary(gateway: FakeGateway) -> None:
+    """In a real terminal, where a stranger's name cannot send it commands."""
+    strangers = [{"pid": 13, "name": "evil\x1b[2J[bold]", "used_mib": 500}]
+    gateway.on("GET", "/api/v1/gpus", answer(seen(gpu(holders=[], strangers=strangers))))
+    shown = in_terminal(["gpus", "--url", gateway.url])
+    assert "NVIDIA_H200" in shown and "32,000 of 64,000 MiB available" in shown
+    assert "\x1b[2J" not in shown and "[bold]" in shown
+
+
+def test_figures_that_are_old_or_guessed_are_said_to_be() -> None:
+    said = "\n".join(gpus.summary(seen(gpu(), failure="the driver is gone", looked_s_ago=42, pids_visible=False)))
+    assert "42s old: the driver is gone" in said
+    assert "processes cannot be seen" in said
+
+
+def test_a_machine_without_gpus_says_so_and_why() -> None:
+    assert gpus.summary(seen(kind="none"))[0] == "no GPUs are used here (probe: none)"
+
+
+def test_without_a_gateway_the_machine_itself_is_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    file = fake_gpu.describe(tmp_path / "gpus.json", fake_gpu.gpu("GPU-a", 24_000, 500))
+    assert fake_gpu.take(file, 1_000)
+    config = tmp_path / "greenroom.yaml"
+    config.write_text(f"memory: {{probe: file, file: {file}}}\n")
+    assert main(["gpus", "--local", "--config", str(config), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    (one,) = shown["gpus"]
+    assert (one["id"], one["used_mib"], one["free_mib"]) == ("GPU-a", 1_500, 22_500)
+    assert [stranger["used_mib"] for stranger in one["strangers"]] == [1_000]
+    assert gpus.rows(shown)[0][:4] == ("gpu0", "1500", "24000", "22500")
+
+
+def test_a_probe_that_does_not_work_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "greenroom.yaml"
+    config.write_text("memory: {probe: file, file: none.json}\n")
+    assert main(["gpus", "--local", "--config", str(config)]) == 1
+    assert "none.json does not describe GPUs" in capsys.readouterr().err
+
+
+def test_without_a_gateway_it_is_told_how_to_look_all_the_same(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GREENROOM_URL", "http://127.0.0.1:1")
+    assert main(["gpus"]) == 3
+    assert "--local" in capsys.readouterr().err

@@ -1,0 +1,260 @@
+"""`greenroom lease -- CMD` and `greenroom leases`: a program that runs with memory of its own, and who holds what."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greenroom.app import App
+from greenroom.cli.lease import Program
+from greenroom.cli.main import main
+from greenroom.memory.leases.records import LeaseAsk
+from greenroom.memory.leases.redis_store import RedisStore
+from tests.cli.fake_gateway import FakeGateway, answer
+from tests.harness import fake, gateway, until, url
+from tests.redis_server import redis_server
+
+LEASE = {
+    "id": "l-1",
+    "name": "fine tune",
+    "kind": "program",
+    "state": "held",
+    "token": 7,
+    "claim": {"gpu0": 20_000},
+    "cuda_visible_devices": "gpu0",
+    "priority": 2,
+    "preemptible": True,
+    "ttl_s": 30.0,
+    "expires_in_s": 24.0,
+    "recall_in_s": None,
+    "overdue": False,
+    "holder": {"host": "box", "pid": 42, "start_ticks": 1, "pid_ns": 2},
+}
+
+
+# --- leases ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_says_who_holds_what(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    slot = LEASE | {"id": "s3", "name": "qwen", "kind": "slot", "holder": None, "preemptible": False}
+    leases = [
+        LEASE,
+        LEASE | {"id": "l-2", "recall_in_s": 12.0},
+        LEASE | {"id": "l-3", "recall_in_s": -65.0, "overdue": True},
+        LEASE | {"id": "l-4", "state": "waiting", "claim": {}, "holder": None},
+        slot,
+    ]
+    gateway.on("GET", "/api/v1/leases", answer({"leases": leases}))
+    assert main(["leases"]) == 0
+    lines = [line.split(maxsplit=8) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["LEASE", "NAME", "KIND", "STATE", "MEMORY_MIB", "PRIORITY", "PID", "EXPIRES", "NOTE"]
+    assert lines[1] == ["l-1", "fine_tune", "program", "held", "gpu0=20,000", "2", "42", "24s", "preemptible"]
+    assert lines[2][-1] == "recalled: leaves within 12s" and lines[3][-1] == "overdue: was to leave 1m ago"
+    assert lines[4][3:5] == ["waiting", "-"] and lines[4][6:8] == ["-", "-"]
+    assert lines[5] == ["s3", "qwen", "model", "held", "gpu0=20,000", "2", "-", "-", "-"]
+
+
+def test_json_is_the_gateways_answer(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.on("GET", "/api/v1/leases", answer({"leases": [LEASE]}))
+    assert main(["leases", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"leases": [LEASE]}
+
+
+def test_leases_in_redis_are_shown_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def take(address: str) -> None:
+        store = RedisStore(address, "box", grace_s=0, offers={"gpu0": 10_000})
+        await store.acquire(LeaseAsk("l-1", "train", 4_000))
+        await store.close()
+
+    monkeypatch.setenv("GREENROOM_HOST", "box")
+    with redis_server(tmp_path / "redis") as server:
+        asyncio.run(take(server.url))
+        assert main(["leases", "--url", server.url]) == 0
+        row = capsys.readouterr().out.splitlines()[1].split()
+        assert row[:6] == ["l-1", "train", "program", "held", "gpu0=4,000", "1"]
+
+
+# --- lease ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gateway_nothing_is_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    assert main(["lease", "--mib", "1", "--url", "http://127.0.0.1:9", "--", "touch", str(made)]) == 3
+    assert "http://127.0.0.1:9 does not answer" in capsys.readouterr().err
+    assert not made.exists()
+
+
+@pytest.mark.parametrize("argv", [["--mib", "1"], ["--", "true"], ["--mib", "x", "--", "true"]])
+def test_memory_and_a_program_are_needed(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["lease", *argv])
+    assert ended.value.code == 2
+
+
+def test_an_odd_priority_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lease", "--mib", "1", "--priority", "urgent", "--", "true"]) == 1
+    assert "'urgent' is no priority" in capsys.readouterr().err
+
+
+def greenroom_lease(app: App, options: Sequence[str], command: Sequence[str], **more: Any) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "greenroom", "lease", "--url", url(app), *options, "--", *command]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+
+
+def held(app: App) -> int:
+    return sum(slot.lease is not None for slot in app.loop.scheduler.state.slots.values())
+
+
+async def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
+    return await asyncio.wait_for(asyncio.to_thread(process.communicate), 60)
+
+
+async def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return (await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 60)).strip()
+
+
+async def test_a_program_runs_with_its_gpus_and_its_status_is_ours(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {}) as app:
+        shown = "print(*(os.environ[n] for n in ('CUDA_VISIBLE_DEVICES', 'GREENROOM_LEASE_TOKEN')), *sys.argv[1:])"
+        code = f"import os, sys; {shown}; sys.exit(7)"
+        process = greenroom_lease(
+            app, ["--mib", "4000", "--priority", "low"], [sys.executable, "-c", code, "--lr", "3", "--", "x"]
+        )
+        out, err = await ended(process)
+        assert process.returncode == 7
+        assert out.split()[0] == "gpu0" and out.split()[1].isdigit() and out.split()[2:] == ["--lr", "3", "--", "x"]
+        assert "waiting for 4,000 MiB on 1 GPU" in err and "holds gpu0 after" in err
+        await until(lambda: held(app) == 0, "given back")
+
+
+@pytest.mark.parametrize(("command", "status"), [(["/no/such/program"], 127), (["/"], 126)])
+async def test_what_cannot_be_run_is_said_as_shells_say_it(tmp_path: Path, command: list[str], status: int) -> None:
+    async with gateway(tmp_path, {}) as app:
+        process = greenroom_lease(app, ["--mib", "1"], command)
+        _, err = await ended(process)
+        assert process.returncode == status and f"{command[0]} cannot be run" in err
+        await until(lambda: held(app) == 0, "given back")
+
+
+async def test_a_denial_runs_nothing(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {}) as app:
+        process = greenroom_lease(app, ["--mib", "99999"], ["touch", str(tmp_path / "made")])
+        _, err = await ended(process)
+        assert process.returncode == 1 and "can never be had" in err
+        assert not (tmp_path / "made").exists()
+
+
+SLEEPER = """
+import os, signal, sys, time
+def tell(number, frame):
+    print("heard", number, flush=True)
+    if number == signal.SIGTERM:
+        sys.exit(3)
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    signal.signal(number, tell)
+print(os.getpid(), flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+async def test_signals_reach_the_program(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {}) as app:
+        process = greenroom_lease(app, ["--mib", "1"], [sys.executable, "-c", SLEEPER])
+        assert int(await first_line(process)) > 0
+        for number, said in [(signal.SIGUSR1, "heard 10"), (signal.SIGINT, "heard 2"), (signal.SIGTERM, "heard 15")]:
+            process.send_signal(number)
+            assert await first_line(process) == said
+        await ended(process)
+        assert process.returncode == 3
+        await until(lambda: held(app) == 0, "given back")
+
+
+async def test_a_program_ended_by_a_signal_is_told_as_shells_tell_it(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {}) as app:
+        process = greenroom_lease(app, ["--mib", "1"], [sys.executable, "-c", SLEEPER])
+        os.kill(int(await first_line(process)), signal.SIGKILL)
+        await ended(process)
+        assert process.returncode == 128 + signal.SIGKILL
+
+
+async def test_who_kills_the_wrapper_ends_the_program_and_frees_its_memory(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {}) as app:
+        process = greenroom_lease(app, ["--mib", "1", "--ttl-s", "3600"], [sys.executable, "-c", SLEEPER])
+        child = int(await first_line(process))
+        process.kill()
+        await until(lambda: held(app) == 0, "given back")
+        await until(lambda: not Path(f"/proc/{child}").exists(), "the program has ended")
+        process.communicate()
+
+
+async def test_a_wrapper_that_was_paused_past_its_time_ends_its_program(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {}) as app:
+        process = greenroom_lease(app, ["--mib", "1", "--ttl-s", "1"], [sys.executable, "-c", SLEEPER])
+        await first_line(process)
+        process.send_signal(signal.SIGSTOP)
+        await until(lambda: held(app) == 0, "lost")
+        process.send_signal(signal.SIGCONT)
+        out, err = await ended(process)
+        assert process.returncode == 3 and "heard 15" in out and "the lease is lost; ending" in err
+
+
+async def test_a_recalled_lease_ends_its_program_when_its_time_is_over(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a", memory_mib=8_000, priority="high")}) as app:
+        options = ["--mib", "8000", "--priority", "low", "--preemptible", "--grace-s", "1"]
+        process = greenroom_lease(app, options, [sys.executable, "-c", SLEEPER])
+        await first_line(process)
+        loading = asyncio.ensure_future(asyncio.to_thread(main, ["load", "a", "--url", url(app)]))
+        out, err = await ended(process)
+        assert process.returncode == 3 and "heard 15" in out
+        assert "the lease is recalled" in err and "its time is over; ending" in err
+        assert await asyncio.wait_for(loading, 60) == 0
+
+
+async def test_a_gateway_that_is_away_does_not_end_the_program(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {}) as app:
+        process = greenroom_lease(app, ["--mib", "1", "--ttl-s", "1"], [sys.executable, "-c", SLEEPER])
+        await first_line(process)
+    # The gateway is gone for longer than the lease lasts.
+    await asyncio.sleep(2.5)
+    assert process.poll() is None
+    process.terminate()
+    await ended(process)
+    assert process.returncode == 3
+
+
+@dataclass
+class FakeHeld:
+    """A lease that is lost as soon as the program says that it is up."""
+
+    up: Path
+    id: str = "l-1"
+    token: int = 7
+    cuda_visible_devices: str = "gpu0"
+    recall_in_s: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.up.exists()
+
+
+def test_a_program_that_does_not_heed_sigterm_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ignore = "import signal, time, pathlib, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    code = f"{ignore}; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+    up = tmp_path / "up"
+    program = Program([sys.executable, "-c", code, str(up)], FakeHeld(up), term_grace_s=0.5)  # type: ignore[arg-type]
+    assert program.run() == 128 + signal.SIGKILL
+    assert "the lease is lost; ending" in capsys.readouterr().err

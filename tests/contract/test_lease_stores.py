@@ -1,0 +1,298 @@
+"""What every lease store promises, whoever decides and wherever it is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from greenroom.errors import LeaseDenied, LeaseLost
+from greenroom.memory.leases.holder import holder_of
+from greenroom.memory.leases.records import Lease, LeaseAsk, LeaseStore
+from tests.contract.lease_stores import GPU_MIB, GPUS, STAGES, Stage
+
+PATIENCE_S = 30.0
+SHORT_TTL_S = 1.0
+
+
+@pytest.fixture(params=sorted(STAGES))
+async def stage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Stage]:
+    async with STAGES[request.param](tmp_path) as stage:
+        yield stage
+
+
+@pytest.fixture
+def store(stage: Stage) -> LeaseStore:
+    return stage.client()
+
+
+def ask(
+    id: str,
+    mib: int = 4_000,
+    *,
+    gpus: int = 1,
+    devices: tuple[str, ...] = (),
+    priority: int = 1,
+    ttl_s: float = 30.0,
+    wait_s: float = 0.0,
+) -> LeaseAsk:
+    return LeaseAsk(
+        id,
+        f"job-{id}",
+        mib,
+        gpus,
+        devices,
+        priority,
+        ttl_s=ttl_s,
+        wait_s=wait_s,
+        holder=holder_of(os.getpid()),
+    )
+
+
+async def states(store: LeaseStore) -> dict[str, str]:
+    return {lease.id: lease.state for lease in await store.leases()}
+
+
+async def until_states(store: LeaseStore, wanted: dict[str, str]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while (seen := await states(store)) != wanted:
+        assert time.monotonic() < deadline, f"{seen}, wanted {wanted}"
+        await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def waiting(store: LeaseStore, asked: LeaseAsk) -> AsyncIterator[asyncio.Task[Lease]]:
+    """A waiter that is known to stand in the line when the block begins."""
+    before = await states(store)
+    task = asyncio.create_task(store.acquire(asked), name=f"wait-{asked.id}")
+    try:
+        await until_states(store, {**before, asked.id: "waiting"})
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_what_fits_is_granted_on_one_gpu(store: LeaseStore) -> None:
+    lease = await store.acquire(ask("a", 6_000))
+    assert lease.state == "held"
+    assert lease.token > 0
+    assert list(lease.claim.values()) == [6_000]
+    assert set(lease.claim) <= set(GPUS)
+
+
+async def test_what_does_not_fit_is_denied_with_the_numbers(store: LeaseStore) -> None:
+    await store.acquire(ask("a", 6_000, devices=("gpu0",)))
+    with pytest.raises(LeaseDenied, match="5,000") as refused:
+        await store.acquire(ask("b", 5_000, devices=("gpu0",)))
+    assert refused.value.retry_after_s is not None
+    assert "b" not in await states(store)
+
+
+async def test_more_than_a_gpu_has_is_denied(store: LeaseStore) -> None:
+    with pytest.raises(LeaseDenied):
+        await store.acquire(ask("a", GPU_MIB + 1))
+
+
+async def test_released_memory_can_be_had_again(store: LeaseStore) -> None:
+    first = await store.acquire(ask("a", GPU_MIB, devices=("gpu0",)))
+    await store.release("a", first.token)
+    second = await store.acquire(ask("b", GPU_MIB, devices=("gpu0",)))
+    assert second.claim == {"gpu0": GPU_MIB}
+
+
+async def test_several_gpus_are_had_together(store: LeaseStore) -> None:
+    lease = await store.acquire(ask("a", 6_000, gpus=2))
+    assert lease.claim == {"gpu0": 6_000, "gpu1": 6_000}
+
+
+async def test_several_gpus_are_had_together_or_not_at_all(store: LeaseStore) -> None:
+    await store.acquire(ask("a", 6_000, devices=("gpu1",)))
+    with pytest.raises(LeaseDenied):
+        await store.acquire(ask("b", 6_000, gpus=2))
+    assert (await store.acquire(ask("c", GPU_MIB, devices=("gpu0",)))).claim == {"gpu0": GPU_MIB}
+
+
+async def test_more_gpus_than_there_are_is_denied(store: LeaseStore) -> None:
+    with pytest.raises(LeaseDenied):
+        await store.acquire(ask("a", 10, gpus=3))
+
+
+async def test_only_the_named_gpus_are_given(store: LeaseStore) -> None:
+    for number in range(2):
+        assert set((await store.acquire(ask(f"a{number}", 4_000, devices=("gpu1",)))).claim) == {"gpu1"}
+    with pytest.raises(LeaseDenied):
+        await store.acquire(ask("b", 4_000, devices=("gpu1",)))
+
+
+async def test_asking_again_with_the_same_id_is_asking_once(stage: Stage) -> None:
+    first = await stage.client().acquire(ask("a", 6_000, devices=("gpu0",)))
+    again = await stage.client().acquire(ask("a", 6_000, devices=("gpu0",)))
+    assert (again.token, again.claim) == (first.token, first.claim)
+    assert len(await stage.client().leases()) == 1
+
+
+async def test_tokens_grow_with_every_grant(stage: Stage) -> None:
+    stores = (stage.client(), stage.client())
+    tokens = []
+    for number in range(10):
+        lease = await stores[number % 2].acquire(ask(f"a{number}", 100))
+        tokens.append(lease.token)
+        await stores[number % 2].release(lease.id, lease.token)
+    assert tokens == sorted(set(tokens))
+
+
+async def test_releasing_twice_or_what_never_was_harms_nobody(store: LeaseStore) -> None:
+    lease = await store.acquire(ask("a", 6_000, devices=("gpu0",)))
+    other = await store.acquire(ask("b", 4_000, devices=("gpu0",)))
+    for _ in range(2):
+        await store.release("a", lease.token)
+    await store.release("never-was")
+    assert await states(store) == {"b": "held"}
+    with pytest.raises(LeaseDenied):
+        await store.acquire(ask("c", GPU_MIB, devices=("gpu0",)))
+    assert (await store.renew("b", other.token)).token == other.token
+
+
+async def test_a_late_release_leaves_the_next_holder_of_the_id_alone(store: LeaseStore) -> None:
+    first = await store.acquire(ask("a"))
+    await store.release("a", first.token)
+    second = await store.acquire(ask("a"))
+    await store.release("a", first.token)
+    assert (await store.renew("a", second.token)).state == "held"
+
+
+async def test_a_renewed_lease_outlives_its_ttl(store: LeaseStore) -> None:
+    lease = await store.acquire(ask("a", ttl_s=SHORT_TTL_S))
+    ends_at = time.monotonic() + 2.5 * SHORT_TTL_S
+    while time.monotonic() < ends_at:
+        renewed = await store.renew("a", lease.token)
+        assert 0 < renewed.expires_in_s <= SHORT_TTL_S
+        await asyncio.sleep(SHORT_TTL_S / 10)
+    assert await states(store) == {"a": "held"}
+
+
+async def test_a_lease_nobody_renews_lapses_and_is_lost_to_its_holder(stage: Stage) -> None:
+    lost, other = stage.client(), stage.client()
+    lease = await lost.acquire(ask("a", GPU_MIB, devices=("gpu0",), ttl_s=SHORT_TTL_S))
+    follower = await other.acquire(ask("b", GPU_MIB, devices=("gpu0",), wait_s=PATIENCE_S))
+    assert follower.token > lease.token
+    with pytest.raises(LeaseLost):
+        await lost.renew("a", lease.token)
+
+
+async def test_another_token_does_not_renew(store: LeaseStore) -> None:
+    lease = await store.acquire(ask("a"))
+    with pytest.raises(LeaseLost):
+        await store.renew("a", lease.token - 1)
+    with pytest.raises(LeaseLost):
+        await store.renew("never-was", lease.token)
+
+
+async def test_a_waiter_is_granted_what_another_releases(stage: Stage) -> None:
+    holder, other = stage.client(), stage.client()
+    first = await holder.acquire(ask("a", GPU_MIB, devices=("gpu0",)))
+    async with waiting(other, ask("b", 8_000, devices=("gpu0",), wait_s=PATIENCE_S)) as waiter:
+        assert not waiter.done()
+        await holder.release("a", first.token)
+        lease = await asyncio.wait_for(waiter, PATIENCE_S)
+    assert lease.claim == {"gpu0": 8_000}
+    assert lease.token > first.token
+
+
+async def test_a_wait_that_is_over_ends_in_a_denial(store: LeaseStore) -> None:
+    await store.acquire(ask("a", GPU_MIB, devices=("gpu0",)))
+    began = time.monotonic()
+    with pytest.raises(LeaseDenied):
+        await store.acquire(ask("b", devices=("gpu0",), wait_s=0.5))
+    assert time.monotonic() - began >= 0.5
+    assert await states(store) == {"a": "held"}
+
+
+async def test_who_waits_is_served_by_priority_then_by_arrival(stage: Stage) -> None:
+    holder = stage.client()
+    granted: list[str] = []
+
+    async def take_turn(id: str, priority: int) -> None:
+        store = stage.client()
+        lease = await store.acquire(ask(id, GPU_MIB, devices=("gpu0",), priority=priority, wait_s=PATIENCE_S))
+        granted.append(id)
+        await store.release(id, lease.token)
+
+    first = await holder.acquire(ask("a", GPU_MIB, devices=("gpu0",)))
+    tasks, expected = [], {"a": "held"}
+    for id, priority in (("low", 2), ("normal-1", 1), ("normal-2", 1), ("high", 0)):
+        tasks.append(asyncio.create_task(take_turn(id, priority), name=id))
+        expected[id] = "waiting"
+        await until_states(holder, expected)
+    await holder.release("a", first.token)
+    await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_S)
+    assert granted == ["high", "normal-1", "normal-2", "low"]
+
+
+@pytest.mark.parametrize("priority", [1, 2])
+async def test_who_waits_first_is_not_overtaken_by_equal_or_lower_priority(stage: Stage, priority: int) -> None:
+    store = stage.client()
+    await store.acquire(ask("a", 6_000, devices=("gpu0",)))
+    async with waiting(store, ask("b", 8_000, devices=("gpu0",), priority=1, wait_s=PATIENCE_S)):
+        with pytest.raises(LeaseDenied):
+            await store.acquire(ask("c", 1_000, devices=("gpu0",), priority=priority))
+        assert (await store.acquire(ask("d", 1_000, devices=("gpu1",), priority=priority))).claim == {"gpu1": 1_000}
+
+
+async def test_higher_priority_overtakes_who_waits(stage: Stage) -> None:
+    store = stage.client()
+    await store.acquire(ask("a", 6_000, devices=("gpu0",)))
+    async with waiting(store, ask("b", 8_000, devices=("gpu0",), priority=1, wait_s=PATIENCE_S)):
+        assert (await store.acquire(ask("c", 1_000, devices=("gpu0",), priority=0))).claim == {"gpu0": 1_000}
+
+
+async def test_a_waiter_that_leaves_is_not_in_the_way(stage: Stage) -> None:
+    store = stage.client()
+    await store.acquire(ask("a", 6_000, devices=("gpu0",)))
+    async with waiting(store, ask("b", 8_000, devices=("gpu0",), wait_s=PATIENCE_S)):
+        pass
+    await until_states(store, {"a": "held"})
+    assert (await store.acquire(ask("c", 4_000, devices=("gpu0",)))).claim == {"gpu0": 4_000}
+
+
+async def test_everybody_sees_who_holds_what(stage: Stage) -> None:
+    mine = holder_of(os.getpid())
+    await stage.client().acquire(ask("a", 6_000, devices=("gpu0",), priority=2))
+    (seen,) = await stage.client().leases()
+    assert (seen.name, seen.state, seen.claim, seen.priority, seen.kind) == (
+        "job-a",
+        "held",
+        {"gpu0": 6_000},
+        2,
+        "program",
+    )
+    assert seen.holder == mine
+    assert seen.expires_in_s > 0
+
+
+async def test_many_at_once_never_hold_more_than_there_is(stage: Stage) -> None:
+    held: Counter[str] = Counter()
+    worst: Counter[str] = Counter()
+
+    async def work(number: int, store: LeaseStore) -> None:
+        for turn in range(3):
+            id = f"w{number}-{turn}"
+            lease = await store.acquire(ask(id, 3_000, gpus=1 + number % 2, wait_s=PATIENCE_S))
+            held.update(lease.claim)
+            for device in lease.claim:
+                worst[device] = max(worst[device], held[device])
+            await asyncio.sleep(0)
+            held.subtract(lease.claim)
+            await store.release(id, lease.token)
+
+    clients: list[Callable[[], LeaseStore]] = [stage.client] * 8
+    await asyncio.wait_for(asyncio.gather(*(work(number, new()) for number, new in enumerate(clients))), 2 * PATIENCE_S)
+    assert 0 < max(worst.values()) <= GPU_MIB
+    assert await states(stage.client()) == {}

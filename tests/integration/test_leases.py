@@ -1,0 +1,236 @@
+"""Training beside serving, with a real gateway and simulated GPUs: who gets memory, whoever dies or stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greenroom.app import App
+from greenroom.config import loader
+from greenroom.errors import StateDirBusy
+from tests.harness import GatewayProcess, fake, gateway, until, url, write_config
+from tests.integration.facts import is_ready
+
+PATH = "/api/v1/leases"
+# Nobody renews what is asked for here by hand, however slow the machine is.
+LONG = {"ttl_s": 3_600}
+
+
+def call(method: str, address: str, body: Any = None, key: str | None = None) -> tuple[int, Any]:
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    content = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(address, content, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read() or b"null")
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+async def ask(app: App, method: str, path: str, body: Any = None, key: str | None = None) -> tuple[int, Any]:
+    return await asyncio.to_thread(call, method, url(app) + path, body, key)
+
+
+def chat(model: str) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+
+
+TRAINER = """
+import sys, time
+import greenroom
+with greenroom.lease(int(sys.argv[2]), name="train", url=sys.argv[1], ttl_s=float(sys.argv[3]), wait_s=60) as lease:
+    print("holds", lease.token, flush=True)
+    while not lease.is_over:
+        time.sleep(0.01)
+print("lost", flush=True)
+"""
+
+
+class Trainer:
+    """A program that holds a lease until it is lost, and says so."""
+
+    def __init__(self, address: str, mib: int, ttl_s: float) -> None:
+        argv = [sys.executable, "-c", TRAINER, address, str(mib), str(ttl_s)]
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+
+    async def says(self) -> list[str]:
+        assert self.process.stdout is not None
+        return (await asyncio.wait_for(asyncio.to_thread(self.process.stdout.readline), 60)).split()
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.communicate()
+
+
+@contextmanager
+def trainer(address: str, mib: int, ttl_s: float = 30.0) -> Iterator[Trainer]:
+    one = Trainer(address, mib, ttl_s)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+async def test_a_lease_evicts_an_idle_model_and_waits_for_a_busy_one(tmp_path: Path) -> None:
+    models = {"a": fake("a", "--token-s", "0.2", "--tokens", "8", memory_mib=6_000), "b": fake("b", memory_mib=4_000)}
+    async with gateway(tmp_path, models) as app:
+        for model in ("a", "b"):
+            assert (await ask(app, "POST", f"/api/v1/models/{model}/load"))[0] == 200
+        # The busy one is left alone while the idle one's place will do.
+        answering = asyncio.ensure_future(ask(app, "POST", "/v1/chat/completions", chat("a")))
+        await until(lambda: len(app.desk.open) == 1, "a is busy")
+        status, first = await ask(app, "POST", PATH, {**LONG, "mib": 4_000, "wait_s": 60})
+        assert status == 201 and not is_ready(app, "b") and is_ready(app, "a") and not answering.done()
+        status, second = await ask(app, "POST", PATH, {**LONG, "mib": 6_000, "wait_s": 60})
+        assert status == 201 and second["token"] > first["token"]
+        # It came after the answer, which nobody cut short.
+        assert (await answering)[0] == 200 and not is_ready(app, "a")
+
+
+async def test_a_model_waits_for_a_lease_and_comes_at_once_when_its_holder_is_killed(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a", memory_mib=6_000)}) as app:
+        with trainer(url(app), 8_000, ttl_s=3_600) as training:
+            assert (await training.says())[0] == "holds"
+            asking = asyncio.ensure_future(ask(app, "POST", "/v1/chat/completions", chat("a")))
+            await until(lambda: bool(list(app.loop.scheduler.state.waitlist)), "the request waits")
+            training.process.kill()
+            assert (await asking)[0] == 200
+
+
+async def test_a_holder_that_stands_still_loses_its_lease_to_another_and_finds_out(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {}) as app:
+        with trainer(url(app), 8_000, ttl_s=1) as paused:
+            said = await paused.says()
+            paused.process.send_signal(signal.SIGSTOP)
+            status, other = await ask(app, "POST", PATH, {**LONG, "mib": 8_000, "wait_s": 60, "id": "other"})
+            assert status == 201 and other["token"] > int(said[1])
+            paused.process.send_signal(signal.SIGCONT)
+            assert await paused.says() == ["lost"]
+            # The late one has changed nothing for who holds it now.
+            assert (await ask(app, "POST", f"{PATH}/other/renew", {"token": other["token"]}))[0] == 200
+
+
+async def test_memory_that_a_lost_lease_still_uses_is_not_given_to_another(tmp_path: Path) -> None:
+    described = tmp_path / "gpus.json"
+    described.write_text(json.dumps({"gpus": [{"uuid": "GPU-a", "name": "fake", "memory_mib": 10_000}]}))
+    uses = tmp_path / "gpus.json.d"
+    uses.mkdir()
+    memory = {"probe": "file", "file": str(described), "look_every_s": 0.2, "gpu_margin_mib": 0}
+    async with gateway(tmp_path, {}, gpus=[], memory=memory) as app:
+        with trainer(url(app), 8_000, ttl_s=1) as paused:
+            assert (await paused.says())[0] == "holds"
+            (uses / str(paused.process.pid)).write_text(json.dumps({"GPU-a": 8_000}))
+            ledger = app.loop.scheduler.state.ledger
+            await until(lambda: any(holding.seen for holding in ledger.holdings.values()), "its use is seen")
+            assert sum(ledger.foreign.values()) == 0, "a lease's own use is not foreign"
+            waiting = asyncio.ensure_future(ask(app, "POST", PATH, {**LONG, "mib": 8_000, "wait_s": 60}))
+            await until(lambda: bool(list(app.loop.scheduler.state.waitlist)), "another waits for it")
+            paused.process.send_signal(signal.SIGSTOP)
+            await until(lambda: not app.leasing.owners(), "lost, and still in use")
+            status, _ = await ask(app, "POST", PATH, {**LONG, "mib": 8_000, "wait_s": 1})
+            assert status == 503 and not waiting.done(), "the memory is free on paper only"
+            paused.process.kill()
+            assert (await waiting)[0] == 201
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+async def test_a_gateway_that_is_killed_knows_its_leases_when_it_is_back(tmp_path: Path) -> None:
+    models = {"a": fake("a", memory_mib=6_000, preload=True, pinned=True)}
+    config = write_config(tmp_path, models, server={"port": free_port()})
+    gate = GatewayProcess(tmp_path, config)
+    try:
+        await asyncio.to_thread(call, "POST", f"{gate.url}/api/v1/models/a/unload", {})
+        with trainer(gate.url, 8_000) as training, trainer(gate.url, 1_000) as doomed:
+            said = await training.says()
+            assert (await doomed.says())[0] == "holds"
+            gate.kill()
+            doomed.process.kill()
+            doomed.process.wait()
+            gate = GatewayProcess(tmp_path, config)
+            _, shown = await asyncio.to_thread(call, "GET", gate.url + PATH)
+            programs = [one for one in shown["leases"] if one["kind"] == "program"]
+            assert [(one["name"], one["token"]) for one in programs] == [("train", int(said[1]))]
+            # The pinned model, which is wanted from the start, has not taken the trainer's memory.
+            _, status = await asyncio.to_thread(call, "GET", f"{gate.url}/api/v1/status")
+            assert [model["tier"] for model in status["models"]] == ["cold"]
+            renewed, lease = await asyncio.to_thread(
+                call, "POST", f"{gate.url}{PATH}/{programs[0]['id']}/renew", {"token": int(said[1])}
+            )
+            assert renewed == 200 and training.process.poll() is None
+            status_code, new = await asyncio.to_thread(call, "POST", gate.url + PATH, {**LONG, "mib": 100})
+            assert status_code == 201 and new["token"] > lease["token"]
+    finally:
+        gate.kill()
+        assert gate.nothing_left()
+
+
+async def test_a_second_gateway_on_the_same_state_is_refused_and_gives_nothing_away(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {}) as app:
+        _, lease = await ask(app, "POST", PATH, {**LONG, "mib": 8_000, "id": "x", "pid": os.getpid()})
+        journal = (tmp_path / "state" / "leases.jsonl").read_bytes()
+        with pytest.raises(StateDirBusy):
+            await App.start(loader.load(tmp_path / "greenroom.yaml").config)
+        assert (tmp_path / "state" / "leases.jsonl").read_bytes() == journal
+        assert (await ask(app, "POST", f"{PATH}/x/renew", {"token": lease["token"]}))[0] == 200
+
+
+async def test_a_disk_that_takes_no_more_costs_new_leases_and_nothing_else(tmp_path: Path) -> None:
+    config = write_config(tmp_path, {"a": fake("a", memory_mib=1_000)})
+    gate = GatewayProcess(tmp_path, config)
+    try:
+        _, lease = await asyncio.to_thread(call, "POST", gate.url + PATH, {**LONG, "mib": 2_000, "id": "x"})
+        assert (await asyncio.to_thread(call, "POST", f"{gate.url}/api/v1/models/a/load"))[0] == 200
+        pid, size = gate.process.pid, (tmp_path / "state" / "leases.jsonl").stat().st_size
+        _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size + 5, most))
+        status, denied = await asyncio.to_thread(call, "POST", gate.url + PATH, {**LONG, "mib": 2_000, "id": "y"})
+        assert (status, denied["error"]["code"]) == (503, "lease_denied")
+        assert "cannot be written down" in denied["error"]["message"]
+        renewed, _ = await asyncio.to_thread(call, "POST", f"{gate.url}{PATH}/x/renew", {"token": lease["token"]})
+        answered, _ = await asyncio.to_thread(call, "POST", f"{gate.url}/v1/chat/completions", chat("a"))
+        assert (renewed, answered) == (200, 200)
+        # An end that could not be written is written with the next grant.
+        assert (await asyncio.to_thread(call, "DELETE", f"{gate.url}{PATH}/x"))[0] == 204
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, most))
+        assert (await asyncio.to_thread(call, "POST", gate.url + PATH, {**LONG, "mib": 8_000, "id": "z"}))[0] == 201
+        gate.kill()
+        gate = GatewayProcess(tmp_path, config)
+        _, shown = await asyncio.to_thread(call, "GET", gate.url + PATH)
+        assert [one["id"] for one in shown["leases"]] == ["z"]
+    finally:
+        gate.kill()
+        assert gate.nothing_left()
+
+
+async def test_leases_are_for_keys_that_may_manage(tmp_path: Path) -> None:
+    keys = [{"name": "caller", "key": "caller-key", "admin": False}, {"name": "admin", "key": "admin-key"}]
+    async with gateway(tmp_path, {}, server={"api_keys": keys}) as app:
+        for key, expected in ((None, 401), ("caller-key", 403), ("admin-key", 201)):
+            assert (await ask(app, "POST", PATH, {**LONG, "mib": 1}, key))[0] == expected
+
+
+async def test_a_shutdown_does_not_wait_for_leases_and_the_next_run_has_them(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {}) as app:
+        _, lease = await ask(app, "POST", PATH, {**LONG, "mib": 8_000, "id": "x", "pid": os.getpid()})
+    async with gateway(tmp_path, {}) as app:
+        assert (await ask(app, "GET", f"{PATH}/x"))[1]["token"] == lease["token"]

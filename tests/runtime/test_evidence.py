@@ -1,0 +1,70 @@
+"""Whether a load that failed ran out of memory."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from greenroom.process.logs import LogRing
+from greenroom.process.spawn import Child, Exit
+from greenroom.runtime import evidence
+from greenroom.runtime.evidence import LINES_MAX, Evidence
+
+COMPLAINT = b"CUDA error: out of memory"
+KILLED = Exit(None, signal.SIGKILL)
+
+
+def child(exit: Exit | None = None) -> Child:
+    return cast(Child, SimpleNamespace(exit=exit or Exit(1, None)))
+
+
+@pytest.fixture(autouse=True)
+def kills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the kernel has ended something; a test may add to it."""
+    counted = [7]
+    monkeypatch.setattr(evidence, "oom_kills", lambda: sum(counted))
+    return counted
+
+
+def test_what_this_load_printed_counts() -> None:
+    log = LogRing()
+    found = Evidence(log)
+    log.write(b"loading\n" + COMPLAINT + b"\nbye\n")
+    assert found.of_no_memory(child()) == COMPLAINT.decode()
+
+
+def test_what_an_earlier_load_printed_does_not() -> None:
+    log = LogRing()
+    log.write(COMPLAINT + b"\n")
+    found = Evidence(log)
+    assert found.of_no_memory(child()) is None
+    log.write(b"no such file\n")
+    assert found.of_no_memory(child()) is None
+
+
+def test_complaint_is_found_above_a_long_traceback() -> None:
+    log = LogRing()
+    found = Evidence(log)
+    log.write(COMPLAINT + b"\n" + b"  File x, line 1\n" * (LINES_MAX - 1))
+    assert found.of_no_memory(child()) == COMPLAINT.decode()
+
+
+@pytest.mark.parametrize("exit", [KILLED, Exit(137, None)])
+def test_who_was_killed_while_the_kernel_killed_for_memory_ran_out_of_it(kills: list[int], exit: Exit) -> None:
+    found = Evidence(LogRing())
+    kills.append(1)
+    assert "host's memory" in (found.of_no_memory(child(exit)) or "")
+
+
+@pytest.mark.parametrize("exit", [Exit(1, None), Exit(None, signal.SIGTERM)])
+def test_who_ended_otherwise_meanwhile_did_not(kills: list[int], exit: Exit) -> None:
+    found = Evidence(LogRing())
+    kills.append(1)
+    assert found.of_no_memory(child(exit)) is None
+
+
+def test_who_was_killed_by_somebody_else_did_not() -> None:
+    assert Evidence(LogRing()).of_no_memory(child(KILLED)) is None
