@@ -53,6 +53,13 @@ def test_weights_and_cache_are_exact(tmp_path: Path) -> None:
     assert 0 < found["compute buffers"].gpu_mib < 200
 
 
+def test_heads_that_share_keys_are_given_copies_of_them_while_attention_runs(tmp_path: Path) -> None:
+    shared = parts(folder(tmp_path / "shared"), context=8192)["compute buffers"]
+    whole = parts(folder(tmp_path / "whole", {**LLAMA, "num_key_value_heads": 16}), context=8192)["compute buffers"]
+    # Sixteen heads of 64 numbers for each token, two bytes each.
+    assert shared.gpu_mib - whole.gpu_mib == module.WIDENED_COPIES * 8192 * 16 * 64 * 2 // MIB
+
+
 def test_the_models_own_context_is_taken_where_none_is_given(tmp_path: Path) -> None:
     path = folder(tmp_path / "m")
     assert parts(path)["KV cache"].gpu_mib == 2 * parts(path, context=4096)["KV cache"].gpu_mib

@@ -27,9 +27,11 @@ from greenroom.engines.safetensors_header import FILES_MAX, SafetensorsHeader, r
 CONTEXT_MIB: Final = 758
 # The workspace of cuBLAS, allocated at the first use; 32 MiB on Hopper.
 WORKSPACE_MIB: Final = 32
-# PyTorch takes memory from the driver in pieces, and attention copies the keys and values of a layer for all heads that
-# share them: measured between nothing and 7 % of weights and cache, most where a long context meets a small model.
-CACHING_SHARE: Final = 0.015
+# PyTorch takes memory from the driver in pieces and rounds each up; this share of weights and cache is never used.
+CACHING_SHARE: Final = 0.002
+# Where heads share keys and values, attention copies those of one layer for all heads while it runs; with what the
+# allocator cannot use again in time, so many copies of the keys alone are held at once.
+WIDENED_COPIES: Final = 3
 # The process itself, with torch and CUDA's own libraries: an allowance, not a measurement.
 PROCESS_MIB: Final = 1_500
 # Tokens computed at once while a prompt is read, if the context is longer.
@@ -152,7 +154,7 @@ def _parts(weights: SafetensorsHeader, facts: Facts, options: FolderOptions, gpu
     parts = [
         _placed("weights", weight_bytes, gpus),
         _placed("KV cache", cache_bytes, gpus),
-        _placed("compute buffers", _activation_bytes(facts, context, max(number_bytes, 2)), gpus),
+        _placed("compute buffers", _activation_bytes(facts, layers, context, max(number_bytes, 2)), gpus),
     ]
     if not gpus:
         return [*parts, Part("process", 0, PROCESS_MIB)]
@@ -211,10 +213,23 @@ def _layer_bytes(layer: LayerCache, context: int, sequences: int) -> int:
     return (layer.keys + layer.values) * tokens * max(1, sequences)
 
 
-def _activation_bytes(facts: Facts, context: int, number_bytes: float) -> float:
-    """The widest step while a prompt is read: the feed-forward part and some rows; then the logits of one token."""
+def _activation_bytes(facts: Facts, layers: Sequence[LayerCache], context: int, number_bytes: float) -> float:
+    """While a prompt is read: the feed-forward part, some rows, widened keys and values; the logits of one token."""
     tokens = min(context, TOKENS_AT_ONCE)
     width, vocabulary = facts.number("hidden_size", "n_embd", "d_model"), facts.number("vocab_size")
     feed = facts.number("intermediate_size", "ffn_dim", "n_inner", default=4 * width)
     experts = facts.number("num_experts_per_tok") * facts.number("moe_intermediate_size")
-    return tokens * (3 * max(feed, experts) + 6 * width) * number_bytes + vocabulary * 4
+    numbers = tokens * (3 * max(feed, experts) + 6 * width) + _widened(facts, layers, context)
+    return numbers * number_bytes + vocabulary * 4
+
+
+def _widened(facts: Facts, layers: Sequence[LayerCache], context: int) -> int:
+    """Numbers in the copies of a layer's keys for all heads, where heads share them; the longest layer counts."""
+    heads = facts.number("num_attention_heads", "n_head")
+    kv_heads = facts.number("num_key_value_heads", default=heads)
+    if not kv_heads or kv_heads >= heads:
+        return 0
+    longest = max(
+        (layer.keys * (min(context, layer.window) if layer.window else context) for layer in layers), default=0
+    )
+    return WIDENED_COPIES * longest * heads // kv_heads
