@@ -13,7 +13,7 @@ STAMP := $(VENV)/.ready-$(shell cksum pyproject.toml | cut -d' ' -f1)
 # The compiled build has an environment of its own, so that no machine code ever lies beside the sources.
 COMPILED := .venv-compiled
 
-.PHONY: setup redis serve test check format compiled test-compiled bench soak sim clean
+.PHONY: setup redis serve test check format compiled test-compiled bench soak sim sim-shared clean
 
 setup: $(STAMP) redis
 
@@ -80,6 +80,9 @@ soak: setup             ## long fault runs: 300 kills of the gateway under load;
 
 sim: setup              ## fault simulation on all cores: make sim SEEDS=1000 [FIRST=200]
 	@$(BIN)/python -m greenroom.sim.chaos --seeds $(SEEDS) --first $(FIRST)
+
+sim-shared: setup       ## gateways that share GPUs, with faults, in virtual time: make sim-shared SEEDS=3000
+	@$(BIN)/python -m tests.sim.shared --seeds $(SEEDS) --first $(FIRST)
 
 clean:
 	rm -rf $(VENV) $(COMPILED) build dist .greenroom .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -41,6 +41,7 @@ def test_every_number_reaches_the_core(loads: Loads) -> None:
           tenant_weights: {lab: 2}
           backoff_s: 18
           backoff_max_s: 19
+        memory: {green_room_mib: 20}
     """)
     assert limits_of(config) == Limits(
         policy="fifo",
@@ -55,6 +56,7 @@ def test_every_number_reaches_the_core(loads: Loads) -> None:
         tenant_weights={TenantId("lab"): 2.0},
         backoff_s=18.0,
         backoff_max_s=19.0,
+        green_room_mib=20,
     )
 
 

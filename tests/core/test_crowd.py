@@ -114,3 +114,14 @@ def test_whoever_leaves_or_comes_in_a_crowd_disturbs_nobody() -> None:
     world.run()
     stayed = {call.fate for name, call in world.calls_by_id.items() if name.removesuffix("-0") not in leaving}
     assert stayed == {Fate.SERVED} and world.is_at_rest()
+
+
+def test_models_that_are_removed_in_a_crowd_are_no_longer_ranked() -> None:
+    world = crowd(*[7_000] * (RANKED_MANY + 16))
+    for _ in range(RANKED_MANY // RANKED_IN_CROWD + 2):
+        world.scheduler._rounds.bring(world.now)
+    world.config(removed=("m000", "m001"))
+    world.scheduler._rounds.bring(world.now)
+    assert world.calls_by_id["r-m000"].fate is Fate.REJECTED
+    world.run(world.now + 60.0)
+    assert world.calls_by_id["r-m002"].fate is Fate.SERVED

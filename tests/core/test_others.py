@@ -403,7 +403,7 @@ def test_a_memory_event_without_leases_is_what_it_was() -> None:
     assert ev.MemoryChanged(0.0, {}).leases is None
 
 
-# --- a store that is down -----------------------------------------------------------------------------------------------
+# --- a store that is down ---------------------------------------------------------------------------------------------
 
 
 def outage(world: World, is_down: bool) -> None:

@@ -14,7 +14,17 @@ from greenroom.core.default import ByCost
 from greenroom.core.events import Limits
 from greenroom.core.model import ModelId, MoveKind, RequestId, TenantId
 from greenroom.core.swapper import ByMemory
-from greenroom.core.waitlist import LANES_FEW, Queue, Standing, Waiter, WaiterKind, Waitlist
+from greenroom.core.waitlist import (
+    LANES_FEW,
+    LANES_LOOKED_AT,
+    LANES_MANY,
+    TURNS_FRESH_S,
+    Queue,
+    Standing,
+    Waiter,
+    WaiterKind,
+    Waitlist,
+)
 
 M, N = ModelId("m"), ModelId("n")
 POLICY = ByCost(Limits(), ByMemory())
@@ -288,3 +298,43 @@ def test_an_order_that_is_kept_notices_who_was_served_meanwhile_and_who_has_left
     assert queue.first(turn, 0.0) is waiters[1], "the first was charged since"
     queue.remove(waiters[1], None)
     assert queue.first(turn, 0.0) is waiters[2], "the next has left"
+
+
+@pytest.mark.parametrize("lanes", [LANES_MANY, 2 * LANES_MANY])
+def test_an_order_that_is_kept_notices_after_a_while_who_was_lifted(lanes: int) -> None:
+    lifted: set[str] = set()
+    waiters = [waiter(number, tenant=f"t{number:03}") for number in range(lanes)]
+    queue = queue_of(*waiters)
+
+    def turn(one: Waiter) -> tuple[float, ...]:
+        return (0.0 if one.tenant in lifted else 1.0, float(one.sequence))
+
+    assert queue.first(turn, 0.0) is waiters[0]
+    lifted.add(waiters[-1].tenant)
+    assert queue.first(turn, 0.0) is waiters[0], "it is not looked at again at once"
+    turns = 1 if lanes <= LANES_MANY else lanes // LANES_LOOKED_AT
+    seen = [queue.first(turn, TURNS_FRESH_S) for _ in range(turns)]
+    assert seen[-1] is waiters[-1]
+
+
+def test_lanes_that_have_ended_are_forgotten_after_a_while_though_they_never_came_first() -> None:
+    waiters = [waiter(number, tenant=f"t{number:03}") for number in range(3 * LANES_FEW)]
+    queue = queue_of(*waiters)
+    assert queue.first(turn, 0.0) is waiters[0]
+    for one in waiters[-LANES_FEW:]:
+        queue.remove(one, None)
+    assert queue.first(turn, 0.5) is waiters[0] and len(queue.turns) == 3 * LANES_FEW
+    assert queue.first(turn, TURNS_FRESH_S) is waiters[0] and len(queue.turns) == 2 * LANES_FEW
+
+
+def test_the_times_of_many_lanes_are_those_of_their_firsts_however_often_these_change() -> None:
+    wish = waiter(0, kind=WaiterKind.PRELOAD, priority=1_000_000)
+    oldest = waiter(1, arrived=1.0, tenant="patient")
+    waiters = [waiter(number, arrived=float(number), tenant=f"t{number % 20}") for number in range(2, 400)]
+    queue = queue_of(wish, oldest, *waiters)
+    for gone in waiters[:350]:
+        queue.remove(gone, None)
+        assert queue.oldest == 1.0
+    queue.remove(oldest, None)
+    left = waiters[350].arrived
+    assert (queue.oldest, queue.deadline_at, queue.lift_at) == (left, left + 60.0, left + 60.0)

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from greenroom.app import App
-from tests.harness import GatewayProcess, until, write_config
-from tests.integration.facts import is_ready, pids
+from greenroom.core.model import DeviceId
+from tests import fake_gpu
+from tests.harness import GatewayProcess, gateway, until, write_config
+from tests.integration.facts import Journal, is_ready, pids
 from tests.integration.raw import chat, http
 from tests.integration.sharing_rig import (
     HOST,
@@ -159,3 +161,21 @@ async def test_what_a_killed_gateway_held_is_given_back_at_once_by_another(tmp_p
     finally:
         doomed.kill()
         assert doomed.nothing_left()
+
+
+async def test_nothing_is_started_where_a_stranger_took_the_memory_since_the_last_look(tmp_path: Path) -> None:
+    """Also without a store: what is free by the ledger must be free on the GPU."""
+    gpus = described(tmp_path, (A, 10_000))
+    journal = Journal(tmp_path)
+    memory = {**sections(gpus, "")["memory"], "look_every_s": 5}
+    model = taking("a", gpus, 6_000, *journal.switches)
+    async with gateway(tmp_path, {"a": model}, gpus=[], memory=memory) as app:
+        await asyncio.sleep(0.5)
+        assert fake_gpu.take(gpus, 8_000)
+        assert not app.loop.scheduler.state.ledger.foreign.get(DeviceId(A)), "nobody has looked"
+        asks = asyncio.ensure_future(chat(app, "a"))
+        await until(lambda: app.loop.scheduler.state.ledger.foreign.get(DeviceId(A)) == 8_000, "it is seen")
+        await asyncio.sleep(1)
+        assert not asks.done() and not journal.count("start")
+        fake_gpu.leave(gpus)
+        assert (await asks).status == 200 and journal.count("start") == 1

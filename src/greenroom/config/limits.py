@@ -29,4 +29,5 @@ def limits_of(config: Config) -> Limits:
         recency_s=scheduler.recency_s,
         backoff_s=scheduler.backoff_s,
         backoff_max_s=scheduler.backoff_max_s,
+        green_room_mib=config.memory.green_room_mib,
     )

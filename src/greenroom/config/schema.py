@@ -200,7 +200,7 @@ class Scheduler(Section):
     policy: str = "default"
     """Who goes first and when models change places: default, fifo, or one that an installed package registers."""
     swapper: str = "memory"
-    """Who has to leave for a newcomer: memory, or one that an installed package registers."""
+    """Who has to leave for a newcomer: memory, coordinator (idle ones only), or one that an installed package has."""
     queue_depth_max: Count = 1_000
     """Requests that may wait at once; one more is answered 503 queue_full with Retry-After."""
     overtakes_max: Overtakes = 8

@@ -112,11 +112,12 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
     model, lease, spec = slot.spec.id, slot.lease, slot.spec
     held, record = state.ledger.held_by(slot.id), state.models.get(model)
     stuck = spec.pinned or slot.move is not None or slot.planned is not None
-    rate = reload_s = ends_s = 0.0
-    if record is not None:
-        rate = record.rate(state.limits.recency_s, now)
-        reload_s = record.move_s(MoveKind.WAKE if sleeps else MoveKind.LOAD)
-        ends_s = drain_s(record, len(slot.in_flight))
+    back_by = MoveKind.WAKE if sleeps else MoveKind.LOAD
+    rate, reload_s, ends_s = (
+        (record.rate(state.limits.recency_s, now), record.move_s(back_by), drain_s(record, len(slot.in_flight)))
+        if record is not None
+        else (0.0, 0.0, 0.0)
+    )
     # By place, not by name: this is what a round does most.
     resident = Resident(
         slot.id,

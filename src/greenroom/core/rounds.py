@@ -67,13 +67,11 @@ class Rounds:
         least: dict[tuple[DeviceId, ...], int] = {}
         for model in ranking:
             queue = state.waitlist.queues.get(model)
-            if queue is None:
+            if queue is None or not self.is_away(model, now):
                 continue
             record = state.models[model]
             devices, mib = record.spec.devices, record.need.gpu_mib + record.need.host_mib
             if asked >= few and mib >= least.get(devices, inf):
-                continue
-            if not self.is_away(model, now):
                 continue
             if asked >= few + ASKED_MAX:
                 break
@@ -108,7 +106,9 @@ class Rounds:
         others = crowd.longest_unseen(RANKED_IN_CROWD)
         for model in others:
             self._rank(model, now)
-        away = (model for model in crowd if self.is_away(model, now))
+        # Who has left since it was ranked is dropped when it comes to light.
+        queues = self._state.waitlist.queues
+        away = (model for model in crowd if model in queues and self.is_away(model, now))
         firsts = list(islice(away, ASKED_IN_CROWD))
         rest = sorted((model for model in others if model in crowd and model not in firsts), key=crowd.turn)
         return [*firsts, *rest], now + CROWD_ROUND_S

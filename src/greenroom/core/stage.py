@@ -100,9 +100,8 @@ class Stage:
     def _must_wait_its_turn(self, slot: Slot) -> bool:
         """Engines that size themselves by free memory must not see it change under them."""
         for other in self._state.moves.values():
-            if other is slot or other.move is None:
-                continue
-            sees_it = slot.spec.sizes_itself or (other.spec.sizes_itself and other.move.kind in ARRIVING)
+            arrives = other.move is not None and other.move.kind in ARRIVING
+            sees_it = slot.spec.sizes_itself or (other.spec.sizes_itself and arrives)
             if sees_it and not self._gpus(slot).isdisjoint(self._gpus(other)):
                 return True
         return False

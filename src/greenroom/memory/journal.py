@@ -21,6 +21,9 @@ from greenroom.memory.leases.records import Holder
 BYTES_MAX = 1024 * 1024
 # Nothing of ours is longer; a larger file is not read.
 READ_BYTES_MAX = 64 * 1024 * 1024
+# What nothing of ours exceeds: a year, and what databases call a number.
+SECONDS_MAX = 31_536_000
+NUMBER_MAX = 2**63 - 1
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 _CLOSED = -1
 
@@ -103,7 +106,7 @@ class Journal:
         for line in content[:end].splitlines():
             try:
                 self._take(_change(json.loads(line)))
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
                 self.spoiled += 1
         return end
 
@@ -186,8 +189,28 @@ def _change(value: Mapping[str, Any]) -> Change | int:
     if "ended" in value:
         return Ended(str(value["ended"]))
     if "last_token" in value:
-        return int(value["last_token"])
+        return _whole_number(value["last_token"])
     said = dict(value["granted"])
     holder = said.pop("holder", None)
-    claim = {str(device): int(mib) for device, mib in said.pop("claim").items()}
-    return Kept(**said, claim=claim, holder=None if holder is None else Holder(**holder))
+    claim = {str(device): _whole_number(mib) for device, mib in said.pop("claim").items()}
+    return _checked(Kept(**said, claim=claim, holder=None if holder is None else Holder(**holder)))
+
+
+def _checked(kept: Kept) -> Kept:
+    """As it is. Raises ValueError if it cannot be ours: a disk gives back what it likes, and all of it is used."""
+    texts = [kept.id, kept.name, *([] if kept.holder is None else [kept.holder.host])]
+    if not kept.claim or not isinstance(kept.preemptible, bool) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("it is no lease")
+    _whole_number(kept.token)
+    _whole_number(abs(kept.priority))
+    for number in () if kept.holder is None else (kept.holder.pid, kept.holder.start_ticks, kept.holder.pid_ns):
+        _whole_number(number)
+    if not (0 <= kept.grace_s <= SECONDS_MAX and 0 < kept.ttl_s <= SECONDS_MAX):
+        raise ValueError("a time is out of range")
+    return kept
+
+
+def _whole_number(said: object) -> int:
+    if isinstance(said, bool) or not isinstance(said, int) or not 0 <= said <= NUMBER_MAX:
+        raise ValueError(f"{said!r} is no whole number")
+    return said

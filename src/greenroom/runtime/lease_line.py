@@ -23,8 +23,9 @@ def is_behind(entry: Entry, in_order: Iterable[Entry]) -> bool:
 
 def may_ask(in_order: Iterable[Entry]) -> list[Entry]:
     """Who stood behind another and does so no longer; the most urgent first."""
-    entries = list(in_order)
-    free = [entry for entry in entries if not entry.is_asked and not is_behind(entry, entries)]
+    # Nobody stands behind one that is held; hundreds of those must not be passed again for each that waits.
+    waiting = [entry for entry in in_order if entry.is_waiting]
+    free = [entry for entry in waiting if not entry.is_asked and not is_behind(entry, waiting)]
     return sorted(free, key=lambda entry: entry.ask.priority)
 
 

@@ -85,13 +85,18 @@ class LeaseLog:
             await beside(lambda: self._journal.append(changes), "write leases")
         except OSError as error:
             self._warn(error)
-            # Nobody waits for an end to be written; it is tried again with the next change.
-            self._pending = [pair for pair in batch if pair[1] is None] + self._pending
+            self._pending = self._still_to_write(changes) + self._pending
             _tell([done for _, done in batch], error)
             return any(done is not None for _, done in self._pending)
         self._warned = False
         _tell([done for _, done in batch], None)
         return True
+
+    def _still_to_write(self, changes: list[Change]) -> list[_Pending]:
+        """Ends, which nobody waits for, are tried again with the next change; once each, and only of what was written:
+        while a disk is full, leases that were never held come to an end too, for as long as anybody asks for them."""
+        ends = {change.id: change for change in changes if isinstance(change, Ended)}
+        return [(change, None) for id, change in ends.items() if id in self._journal.live or not self._journal.is_open]
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:

@@ -193,7 +193,7 @@ class SharedSlots:
 
     def forget_strays(self, leases: list[Lease]) -> None:
         """What is written down for this gateway and unknown here came of an answer that was lost."""
-        known = {one.id for one in self._entered.values()}
+        known = self.ids
         for lease in leases:
             if lease.gateway == self._gateway and lease.id not in known:
                 self._owed.setdefault(lease.id, None)
@@ -202,6 +202,11 @@ class SharedSlots:
         """Give everything back, as far as the store can be told."""
         for slot in list(self._entered):
             await self.leave(slot)
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """The leases of our slots."""
+        return frozenset(one.id for one in self._entered.values())
 
     @property
     def lost(self) -> int:

@@ -186,7 +186,7 @@ class Sharing:
         self.room.note(self._leases, made)
 
     def _tell_others(self, without: frozenset[str] = frozenset()) -> None:
-        ours = without | self.line.held
+        ours = without | self.line.held | self.slots.ids
         others = tuple(
             OtherLease(LeaseId(lease.id), lease.name, claim, lease.priority, lease.preemptible)
             for lease in self._leases

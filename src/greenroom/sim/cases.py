@@ -59,7 +59,9 @@ def setting_for(case: Case, base: SimConfig) -> SimConfig:
     if case.green_room_mib is None:
         return replace(base, policy=case.policy, devices=devices)
     models = tuple(_with_sleep(model, case.green_room_mib) for model in base.models)
-    return replace(base, policy=case.policy, models=models, devices=_with_host(devices, models, case.green_room_mib))
+    limits = replace(base.limits, green_room_mib=case.green_room_mib)
+    devices = _with_host(devices, models, case.green_room_mib)
+    return replace(base, policy=case.policy, models=models, devices=devices, limits=limits)
 
 
 def _with_gpus(devices: Sequence[Device], count: int) -> tuple[Device, ...]:

@@ -17,6 +17,44 @@ from greenroom.memory.leases import scripts
 from greenroom.memory.leases.redis_store import RedisStore
 
 _US = 1_000_000
+# JSON as the scripts know it. In Lua, because there tables need not cross over; what was encoded is known when it is
+# decoded again. As everywhere in Lua, what is empty is a map; numbers keep 14 digits.
+_JSON = """
+local known, count = {}, 0
+local function copy(value)
+  if type(value) ~= 'table' then return value end
+  local made = {}
+  for key, one in pairs(value) do made[key] = copy(one) end
+  return made
+end
+local function quoted(text)
+  return '"' .. text:gsub('[%c"\\\\]', function(c) return string.format('\\\\u%04x', c:byte()) end) .. '"'
+end
+local function encode(value)
+  local kind = type(value)
+  if kind == 'string' then return quoted(value) end
+  if kind == 'number' then return string.format(value == math.floor(value) and '%.0f' or '%.14g', value) end
+  if kind ~= 'table' then return tostring(value) end
+  local parts, size = {}, #value
+  for place = 1, size do parts[place] = encode(value[place]) end
+  if size > 0 then return '[' .. table.concat(parts, ',') .. ']' end
+  for key, one in pairs(value) do parts[#parts + 1] = quoted(tostring(key)) .. ':' .. encode(one) end
+  return '{' .. table.concat(parts, ',') .. '}'
+end
+return function(decoded)
+  return {
+    encode = function(value)
+      local text = encode(value)
+      if count > 4096 then known, count = {}, 0 end
+      known[text], count = copy(value), count + 1
+      return text
+    end,
+    decode = function(text)
+      return known[text] and copy(known[text]) or decoded(text)
+    end,
+  }
+end
+"""
 
 
 class Book:
@@ -131,7 +169,7 @@ class _Lua:
         self._scripts = {name: self._runtime.compile(scripts.source(name)) for name in scripts.OPERATIONS}
         self._globals = self._runtime.globals()
         self._globals.redis = self._runtime.table_from({"call": self._call})
-        self._globals.cjson = self._runtime.table_from({"encode": self._encode, "decode": self._decode})
+        self._globals.cjson = self._runtime.execute(_JSON)(self._decode)
         self._book: Book | None = None
 
     def run(self, book: Book, operation: str, keys: list[str], arguments: str) -> str:
@@ -145,9 +183,6 @@ class _Lua:
         assert self._book is not None
         said = self._book.call(command, *words)
         return self._runtime.table_from(said) if isinstance(said, list) else said
-
-    def _encode(self, value: Any) -> str:
-        return json.dumps(_plain(value))
 
     def _decode(self, text: str) -> Any:
         return self._table(json.loads(text))
@@ -163,15 +198,6 @@ class _Lua:
 @functools.cache
 def _lua() -> _Lua:
     return _Lua()
-
-
-def _plain(value: Any) -> Any:
-    if lua51.lua_type(value) == "table":
-        pairs = {key: _plain(one) for key, one in value.items()}
-        # As everywhere in Lua, what is empty is taken for a map.
-        is_list = bool(pairs) and set(pairs) == set(range(1, len(pairs) + 1))
-        return [pairs[place] for place in range(1, len(pairs) + 1)] if is_list else pairs
-    return _number(value) if isinstance(value, float) else value
 
 
 def _number(value: float) -> int | float:
