@@ -38,7 +38,7 @@ from greenroom.proxy.hosts import HostRule
 from greenroom.proxy.limits import KIB, MIB, EdgeLimits
 from greenroom.runtime import build
 from greenroom.runtime.beside import beside
-from greenroom.runtime.catalog import Catalog
+from greenroom.runtime.catalog import Catalog, Draft
 from greenroom.runtime.effects import AsyncEffects
 from greenroom.runtime.learned import LearnedTimes
 from greenroom.runtime.lease_log import LeaseLog
@@ -78,6 +78,8 @@ _log = get_logger("app")
 STOP_MAX_S = 60.0
 # The last of all: what is still to be written to disk.
 WRITE_MAX_S = 10.0
+# A header is read in milliseconds; thousands of models on a slow disk take seconds.
+LOOK_AT_MODELS_S = 60.0
 # Allocations before each generation is looked at; the first is 700 by default.
 GC_THRESHOLDS = (20_000, 20, 20)
 
@@ -322,17 +324,27 @@ class App:
             refuse_restart(changes)
             _refuse_open_door(config)
             plugins.require(limits_of(config))
-            self._apply(config, changes)
+            self._apply(config, changes, await self._drafted(config, changes))
             return changes
+
+    async def _drafted(self, config: Config, changes: Changes) -> Draft:
+        """Headers of models are read beside the loop: a file server that hangs must not stop those who are served."""
+        try:
+            async with asyncio.timeout(LOOK_AT_MODELS_S):
+                return await beside(lambda: self.catalog.draft(config, changes), "look at models")
+        except TimeoutError:
+            raise ConfigError(
+                f"The files of models could not be looked at within {LOOK_AT_MODELS_S:g} s, and nothing was changed. "
+                "Look whether their disk answers, and reload again."
+            ) from None
 
     def _read_file(self) -> Config:
         if self.path is None:
             raise ConfigError("This gateway was started without a configuration file; there is nothing to reload.")
         return loader.load(self.path).config
 
-    def _apply(self, config: Config, changes: Changes) -> None:
-        # First, because it looks at files and so may fail: until here nothing has changed.
-        specs = self.catalog.change(config, changes)
+    def _apply(self, config: Config, changes: Changes, draft: Draft) -> None:
+        specs = self.catalog.take(draft)
         self.config = config
         self.settings = Settings.of(config.server)
         setup_logs(config.log.level.value, config.log.format.value)

@@ -117,3 +117,10 @@ def test_numbers_must_be_numbers(words: tuple[str, str], capsys: pytest.CaptureF
         main(["estimate", big(), *words])
     assert ended.value.code == 2
     assert "whole number" in capsys.readouterr().err
+
+
+def test_more_gpus_than_any_machine_has_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["estimate", big(), "--gpus", "999999999"])
+    assert ended.value.code == 2
+    assert "no machine has 999,999,999 GPUs" in capsys.readouterr().err

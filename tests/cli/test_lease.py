@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 from greenroom.app import App
 from greenroom.cli.lease import Program
 from greenroom.cli.main import main
+from greenroom.memory.leases.holder import holder_of
 from greenroom.memory.leases.records import LeaseAsk
 from greenroom.memory.leases.redis_store import RedisStore
 from tests.cli.fake_gateway import FakeGateway, answer
@@ -103,9 +106,16 @@ def test_memory_and_a_program_are_needed(argv: list[str]) -> None:
     assert ended.value.code == 2
 
 
-def test_an_odd_priority_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lease", "--mib", "1", "--priority", "urgent", "--", "true"]) == 1
-    assert "'urgent' is no priority" in capsys.readouterr().err
+@pytest.mark.parametrize("priority", ["urgent", "²", "--5", "1234", ""])
+def test_an_odd_priority_is_refused(capsys: pytest.CaptureFixture[str], priority: str) -> None:
+    assert main(["lease", "--mib", "1", f"--priority={priority}", "--", "true"]) == 1
+    assert f"'{priority}' is no priority" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["wait=nan", "wait=inf", "wait=-1", "grace-s=1e9", "ttl-s=nan"])
+def test_an_odd_time_is_refused(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    assert main(["lease", "--mib", "1", f"--{option}", "--", "true"]) == 1
+    assert "is a number of seconds from 0 to 31,536,000" in capsys.readouterr().err
 
 
 def greenroom_lease(app: App, options: Sequence[str], command: Sequence[str], **more: Any) -> subprocess.Popen[str]:
@@ -135,7 +145,7 @@ async def test_a_program_runs_with_its_gpus_and_its_status_is_ours(tmp_path: Pat
         )
         out, err = await ended(process)
         assert process.returncode == 7
-        assert out.split()[0] == "gpu0" and out.split()[1].isdigit() and out.split()[2:] == ["--lr", "3", "--", "x"]
+        assert out.split()[0] == "0" and out.split()[1].isdigit() and out.split()[2:] == ["--lr", "3", "--", "x"]
         assert "waiting for 4,000 MiB on 1 GPU" in err and "holds gpu0 after" in err
         await until(lambda: held(app) == 0, "given back")
 
@@ -258,3 +268,25 @@ def test_a_program_that_does_not_heed_sigterm_is_killed(tmp_path: Path, capsys: 
     program = Program([sys.executable, "-c", code, str(up)], FakeHeld(up), term_grace_s=0.5)  # type: ignore[arg-type]
     assert program.run() == 128 + signal.SIGKILL
     assert "the lease is lost; ending" in capsys.readouterr().err
+
+
+HEEDLESS = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+os.rename(sys.argv[1], sys.argv[2])
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("shell", ["{0} & wait", "{0}; true", "trap '' TERM; {0}; true"])
+def test_what_a_program_started_is_ended_with_it(tmp_path: Path, shell: str) -> None:
+    up = tmp_path / "up"
+    command = shlex.join([sys.executable, "-c", HEEDLESS, str(tmp_path / "draft"), str(up)])
+    program = Program(["sh", "-c", shell.format(command)], FakeHeld(up), term_grace_s=0.5)  # type: ignore[arg-type]
+    program.run()
+    started = int(up.read_text())
+    deadline = time.monotonic() + 30
+    while holder_of(started) is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert holder_of(started) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -164,3 +165,25 @@ def test_whatever_was_said_happens_all_through_a_busy_day() -> None:
                 world.finish(call.id)
         world.run(1.3)
     assert kinds == {Serve, Join, Wait, Swap, Refuse}
+
+
+def test_a_caller_who_cannot_wait_for_the_swap_it_causes_is_told_so() -> None:
+    world = one_ready()
+    asking = world.asking("?", "a")
+    hurried = replace(asking, answer_by=asking.now + 3.0)
+    assert world.scheduler.explanation(hurried).is_too_late, "five seconds to bring it, two to answer"
+    patient = replace(asking, answer_by=asking.now + 30.0)
+    assert not world.scheduler.explanation(patient).is_too_late
+    assert not world.scheduler.explanation(asking).is_too_late
+
+
+def test_urgent_request_tells_whose_coming_it_calls_off() -> None:
+    world = World([model("a", 6_000), model("b", 6_000), model("c", 6_000)])
+    world.arrive("running", "a", takes_s=100.0)
+    world.run(10.0)
+    world.arrive("low", "b", priority=2)
+    world.run(world.scheduler.state.limits.deadlines_s[2] / 10)
+    told = world.scheduler.explanation(world.asking("?", "c", priority=0))
+    assert told.calls_off == tuple(
+        slot.model for slot in world.scheduler.state.slots.values() if slot.planned is not None
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
+from greenroom import app as app_module
 from greenroom.app import App
-from greenroom.core.model import ModelId, MoveKind
+from greenroom.core.model import ModelId, MoveKind, Need
 from greenroom.errors import ConfigError
 from greenroom.process import proc
 from greenroom.runtime.catalog import Entry
+from greenroom.runtime.needs import Described
 from tests.harness import fake, gateway, until
 from tests.integration.facts import Journal, at_rest, counters, is_loading, pids
 from tests.integration.raw import Answer, Raw, asking, chat, http
@@ -325,3 +328,27 @@ async def reload_often(app: App, folder: Path) -> int:
         )
         await app.reload()
     return refused
+
+
+async def test_files_of_models_that_cannot_be_looked_at_stop_a_reload_and_nobody_who_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_answering = threading.Event()
+    async with gateway(tmp_path, {"a": fake("a")}) as app:
+        need_of = app.catalog.needs.need_of
+
+        def hangs(entry: Described) -> tuple[Need, str]:
+            is_answering.wait(60)
+            return need_of(entry)
+
+        monkeypatch.setattr(app.catalog.needs, "need_of", hangs)
+        monkeypatch.setattr(app_module, "LOOK_AT_MODELS_S", 0.5)
+        edit(tmp_path, put("b", fake("b")))
+        reloading = asyncio.ensure_future(app.reload())
+        assert (await chat(app, "a")).status == 200
+        with pytest.raises(ConfigError, match=r"could not be looked at within 0.5 s, and nothing was changed"):
+            await asyncio.wait_for(reloading, 60)
+        assert app.catalog.find("b") is None
+        is_answering.set()
+        await app.reload()
+        assert (await chat(app, "b")).status == 200

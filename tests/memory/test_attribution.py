@@ -66,3 +66,19 @@ def test_where_pids_cannot_be_seen_what_was_declared_is_taken_off_the_total() ->
 def test_where_pids_cannot_be_seen_a_claim_larger_than_use_makes_nothing_negative() -> None:
     seen = reading(gpu(used_mib=1_000, processes=None))
     assert attribute(seen, {"s1": Owner({A: 5_000})}, {}).foreign_mib == {A: 0}
+
+
+def test_leases_of_one_program_share_what_it_uses_and_nothing_counts_twice() -> None:
+    owners = {
+        name: Owner({A: 4_000}, frozenset({1}), claim=claim)
+        for name, claim in (("first", {A: 4_000}), ("elsewhere", {B: 9}), ("second", {A: 3_000}))
+    }
+    for use, first, second in ((1_000, 1_000, 0), (7_000, 4_000, 3_000), (8_000, 4_000, 4_000)):
+        shares = attribute(reading(used("GPU-a", {1: use, 2: 50})), owners, {1: "second"})
+        assert shares.seen == {"first": {A: first}, "elsewhere": {}, "second": {A: second}}
+        assert shares.foreign_mib == {A: 50}
+
+
+def test_what_a_program_uses_where_none_of_its_leases_is_counts_once() -> None:
+    owners = {name: Owner({A: 10}, frozenset({1}), claim={A: 10}) for name in ("first", "second")}
+    assert attribute(reading(used("GPU-b", {1: 70})), owners, {1: "first"}).seen == {"first": {}, "second": {B: 70}}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -189,3 +192,29 @@ def test_any_run_of_grants_and_ends_reads_back_as_it_was(path: Path, seed: int) 
             journal.close()
             journal = opened(path, bytes_max=1_500)
             assert journal.live == expected
+
+
+WRONG: tuple[dict[str, object], ...] = (
+    {"claim": {"gpu0": math.inf}},
+    {"claim": {"gpu0": -5}},
+    {"claim": {}},
+    {"ttl_s": "x"},
+    {"ttl_s": 0},
+    {"grace_s": math.nan},
+    {"priority": None},
+    {"id": 5},
+    {"preemptible": "no"},
+    {"token": 1e300},
+    {"token": 2**70},
+    {"holder": {"host": 1, "pid": "x", "start_ticks": 1, "pid_ns": 2}},
+)
+SPOILED = ['{"last_token":1e999}', '{"last_token":true}', "[" * 100_000] + [
+    json.dumps({"granted": {**asdict(kept("a")), **wrong}}) for wrong in WRONG
+]
+
+
+@pytest.mark.parametrize("line", SPOILED, ids=range(len(SPOILED)))
+def test_a_line_that_cannot_be_ours_is_counted_and_left_out(path: Path, line: str) -> None:
+    path.write_text(line + "\n")
+    journal = opened(path)
+    assert (journal.live, journal.last_token, journal.spoiled) == ({}, 0, 1)

@@ -63,3 +63,13 @@ def test_only_the_current_revision_is_given_out() -> None:
 def test_priorities_are_numbers_where_lower_goes_first() -> None:
     catalog = filled(config(a=command(priority="high"), b=command(), c=command(priority="low"), d=command(priority=7)))
     assert [entry.spec.priority for entry in catalog] == [0, 1, 2, 7]
+
+
+def test_a_draft_changes_nothing_until_it_is_taken() -> None:
+    old, new = config(a=command()), config(a=command("other ${PORT}"), b=command())
+    catalog = filled(old)
+    before = catalog.find("a")
+    draft = catalog.draft(new, diff(old, new))
+    assert catalog.find("a") is before and catalog.find("b") is None
+    assert [spec.id for spec in catalog.take(draft)] == ["a", "b"]
+    assert catalog.find("a") is not before and catalog.find("b") is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.memory.journal import Kept
+from greenroom.memory.journal import Ended, Kept
 from greenroom.runtime.lease_log import FILE_NAME, LeaseLog
 
 
@@ -65,3 +65,19 @@ async def test_a_file_that_cannot_be_read_counts_as_empty(tmp_path: Path) -> Non
     with pytest.raises(IsADirectoryError):
         await log.granted(kept("a"))
     await log.close()
+
+
+async def test_leases_that_were_never_written_down_leave_nothing_behind_while_the_disk_is_full(tmp_path: Path) -> None:
+    log = LeaseLog(tmp_path)
+    log.open()
+    await log.granted(kept("held"))
+    await log.close()
+    (tmp_path / FILE_NAME).unlink()
+    (tmp_path / FILE_NAME).mkdir()
+    for number in range(20):
+        with pytest.raises(IsADirectoryError):
+            await log.granted(kept(f"l{number}"))
+        log.ended(f"l{number}")
+        log.ended("held")
+    await log.close()
+    assert [change for change, _ in log._pending] == [Ended("held")]

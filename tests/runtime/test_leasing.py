@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.core.model import DeviceId
+from greenroom.core.events import ConfigChanged
+from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTooLarge, LeaseUnknown, ShuttingDown
+from greenroom.memory.devices import HOST
 from greenroom.memory.leases.holder import holder_of
 from greenroom.runtime import leasing as leasing_module
 from greenroom.runtime.lease_log import FILE_NAME
@@ -35,7 +37,7 @@ async def test_free_memory_is_granted_at_once(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         lease = await one.leasing.acquire(ask(mib=4_000, ttl_s=20.0))
         assert (lease.state, lease.kind, dict(lease.claim)) == ("held", "program", {"gpu0": 4_000})
-        assert lease.cuda_visible_devices == "gpu0" and 19 < lease.expires_in_s <= 20
+        assert lease.cuda_visible_devices == "0" and 19 < lease.expires_in_s <= 20
         assert one.claims() == [{"gpu0": 4_000}] and one.told == ["lease train"]
         assert [held.id for held in await one.leasing.leases()] == ["train"]
 
@@ -74,6 +76,8 @@ async def test_what_can_never_fit_is_refused_for_good(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         with pytest.raises(LeaseTooLarge, match=r"20,000 MiB .* can never be had.* at most 10,000 MiB"):
             await one.leasing.acquire(ask(mib=20_000, wait_s=10.0))
+        with pytest.raises(LeaseTooLarge, match=r"on each of 3 GPUs for train can never be had: there are 1\."):
+            await one.leasing.acquire(ask(mib=5, gpus=3, wait_s=10.0))
 
 
 async def test_several_gpus_are_had_together_or_not_at_all(tmp_path: Path) -> None:
@@ -92,6 +96,14 @@ async def test_named_devices_are_those_that_are_given(tmp_path: Path) -> None:
         for devices, gpus, why in [(("gpu7",), 1, "no device gpu7"), (("gpu0", "gpu0"), 2, "2 GPUs are wanted and 1")]:
             with pytest.raises(BadRequest, match=why):
                 await one.leasing.acquire(ask("x", devices=devices, gpus=gpus))
+
+
+async def test_the_hosts_memory_is_not_leased(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        host = Device(HOST, DeviceKind.HOST, 10_000)
+        one.loop.post(ConfigChanged(one.clock(), devices=(*one.state.ledger.devices.values(), host)))
+        with pytest.raises(BadRequest, match="A lease is for GPUs"):
+            await one.leasing.acquire(ask(devices=("host",)))
 
 
 async def test_there_are_not_more_leases_than_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +171,16 @@ async def test_asking_again_with_the_same_id_is_asking_once(tmp_path: Path) -> N
         assert (again.token, again.claim) == (first.token, first.claim) and len(one.claims()) == 1
         with pytest.raises(BadRequest, match="another one, of 4,000 MiB"):
             await one.leasing.acquire(ask(mib=5_000))
+
+
+async def test_another_program_does_not_get_the_same_lease(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
+    mine, others = holder_of(os.getpid()), holder_of(other.pid)
+    async with rig(tmp_path) as one:
+        first = await one.leasing.acquire(ask(holder=mine))
+        with pytest.raises(BadRequest, match=rf"is that of process {os.getpid()} on .*; choose another id"):
+            await one.leasing.acquire(ask(holder=others))
+        assert (await one.leasing.acquire(ask(holder=mine))).token == first.token
+        assert (await one.leasing.acquire(ask())).token == first.token
 
 
 async def test_who_leaves_while_it_waits_has_given_up(tmp_path: Path) -> None:

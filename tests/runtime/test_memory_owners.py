@@ -59,7 +59,10 @@ def test_a_lease_is_its_holders_or_hidden_where_he_is_not_known() -> None:
     tables.hold(S1, 500, lease="here")
     tables.hold(S2, 500, lease="there")
     tables.lease_pids[S1] = 42
-    assert tables.owners() == {"s1": Owner({A: 500}, frozenset({42})), "s2": Owner({A: 500}, hidden=True)}
+    assert tables.owners() == {
+        "s1": Owner({A: 500}, frozenset({42}), claim={A: 500}),
+        "s2": Owner({A: 500}, hidden=True),
+    }
 
 
 def test_leases_of_other_gateways_are_hidden() -> None:

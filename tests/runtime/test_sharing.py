@@ -242,3 +242,21 @@ async def test_margin_and_strangers_are_not_offered(rig: Rig) -> None:
     await rig.beat()
     lease = await rig.other.acquire(LeaseAsk("t", "train", 8_000))
     assert lease.claim == {GPU: 8_000}
+
+
+async def test_what_an_engine_without_a_lease_uses_is_not_offered(rig: Rig) -> None:
+    await rig.sharing.slots.enter(rig.slot("s1", 4_000))
+    for _ in range(6):
+        rig.now += TTL_S / 3
+        await rig.other.leases()
+    await rig.other.hold(SlotAsk("you/s1", "m", {GPU: 6_000}), gateway="you")
+    await rig.beat()
+    await rig.other.release("you/s1")
+    rig.is_down = True
+    with pytest.raises(StoreDown):
+        await rig.beat()
+    assert rig.sharing.slots_without_lease == 1
+    assert rig.sharing._usable() == {GPU: 5_500}
+    rig.is_down = False
+    await rig.beat()
+    assert rig.sharing._usable() == {GPU: 9_500}

@@ -14,6 +14,7 @@ from greenroom.core.model import Tier
 from greenroom.errors import LeaseDenied, LeaseTooLarge
 from greenroom.memory.leases.holder import holder_of
 from greenroom.memory.leases.records import LeaseAsk
+from greenroom.tenancy.keys import Caller
 from tests.server.management_rig import Call, Client, FakeGateway, model, scope, until
 
 PATH = "/api/v1/leases"
@@ -33,7 +34,7 @@ async def test_a_lease_is_asked_for_by_its_memory_alone_and_everything_else_has_
         "state": "held",
         "token": 7,
         "claim": {"gpu0": 4_000},
-        "cuda_visible_devices": "gpu0",
+        "cuda_visible_devices": "0",
         "priority": 1,
         "preemptible": False,
         "ttl_s": 30.0,
@@ -84,6 +85,17 @@ async def test_a_pid_from_elsewhere_is_not_taken_for_one_of_ours() -> None:
     assert (call.answer.status, call.answer.error["param"]) == (400, "pid")
 
 
+async def test_a_lease_is_not_more_urgent_than_its_key_may_be() -> None:
+    gateway = FakeGateway()
+    asked = scope("POST", PATH, {"content_type": "application/json"})
+    asked["state"]["caller"] = Caller(name="nightly", tenant=None, priority_max=1, admin=True)
+    for priority in ("high", "low"):
+        call = Call(json.dumps({"mib": 1, "priority": priority}).encode())
+        await Client(gateway)._app(asked, call.receive, call.send)
+        assert call.answer.status == 201
+    assert [ask.priority for ask in gateway.leasing.asked] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("order", "param"),
     [
@@ -98,6 +110,7 @@ async def test_a_pid_from_elsewhere_is_not_taken_for_one_of_ours() -> None:
         ({"mib": 1, "id": ""}, "id"),
         ({"mib": 1, "name": "a\nb"}, "name"),
         ({"mib": 1, "priority": "urgent"}, "priority"),
+        ({"mib": 1, "priority": True}, "priority"),
         ({"mib": 1, "surprise": 1}, "surprise"),
         ({"mib": 1, "holder": {"pid": 1}}, "holder.host"),
     ],

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import greenroom
-from greenroom.core.model import ModelId, ModelSpec, Move, MoveId, MoveKind, RequestId, Slot, SlotId, Tier
+from greenroom.core.model import LeaseId, ModelId, ModelSpec, Move, MoveId, MoveKind, RequestId, Slot, SlotId, Tier
 from greenroom.core.waitlist import WaiterKind
 from greenroom.errors import LoadFailed
 from greenroom.server.snapshot import WAITING_SHOWN_MAX
@@ -134,6 +134,18 @@ async def test_metrics_tell_counts_and_the_moment() -> None:
         "greenroom_uptime_seconds 0.0",
     ):
         assert _same_series(line) in {_same_series(other) for other in lines}, line
+
+
+async def test_a_lease_is_counted_and_is_no_model() -> None:
+    gateway = FakeGateway({"a": model()})
+    slot = Slot(SlotId("s1"), ModelSpec(ModelId(" lease:x")), {GPU: 300}, tier=Tier.READY, lease=LeaseId("x"))
+    gateway.state.add_slot(slot)
+    gateway.state.ledger.hold(slot.id, slot.claim)
+    slot.in_flight[RequestId("x")] = None
+    text = (await Client(gateway).get("/metrics")).body.decode()
+    assert "\ngreenroom_leases 1.0\n" in text
+    assert '\ngreenroom_lease_memory_mib{device="gpu0"} 300.0\n' in text
+    assert "lease:x" not in text
 
 
 @pytest.mark.parametrize("is_admin", [True, False])

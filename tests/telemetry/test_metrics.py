@@ -102,6 +102,8 @@ def test_gauges_show_this_scrape_and_forget_the_last() -> None:
         slots={("qwen", "ready"): 1},
         memory_mib={("qwen", "gpu0"): 4096},
         devices={"gpu0": DeviceMemory(8192, 3000, 100)},
+        leases=2,
+        lease_memory_mib={"gpu0": 700},
         connections=7,
         uptime_s=12.5,
     )
@@ -112,6 +114,8 @@ def test_gauges_show_this_scrape_and_forget_the_last() -> None:
     assert value(metrics, "greenroom_device_capacity_mib", before, device="gpu0") == 8192
     assert value(metrics, "greenroom_device_free_mib", before, device="gpu0") == 3000
     assert value(metrics, "greenroom_device_foreign_mib", before, device="gpu0") == 100
+    assert value(metrics, "greenroom_leases", before) == 2
+    assert value(metrics, "greenroom_lease_memory_mib", before, device="gpu0") == 700
     assert value(metrics, "greenroom_connections", before) == 7
     assert value(metrics, "greenroom_uptime_seconds", before) == 12.5
     after = series_of(metrics, Gauges())

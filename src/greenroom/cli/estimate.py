@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 NAME = "estimate"
 HELP = "Say what a model will need, part by part, from its file or its folder. Starts nothing."
 TITLES = ("GPU MiB", "host MiB", "part")
+# More GPUs than any machine has.
+GPUS_MAX = 1_024
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="PATH|MODEL", help="a .gguf file, a folder with config.json, or a model's id")
     parser.add_argument("-c", "--config", metavar="FILE", help="the configuration (default: as for serve)")
     parser.add_argument("--ctx", type=_number, metavar="TOKENS", help="as if its context were so long")
-    parser.add_argument("--gpus", type=_number, metavar="N", help="as if it were on so many GPUs; 0: on the host")
+    parser.add_argument("--gpus", type=_gpu_count, metavar="N", help="as if it were on so many GPUs; 0: on the host")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -172,3 +174,10 @@ def _number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
         raise argparse.ArgumentTypeError(f"{text} is not a whole number")
     return int(text)
+
+
+def _gpu_count(text: str) -> int:
+    count = _number(text)
+    if count > GPUS_MAX:
+        raise argparse.ArgumentTypeError(f"no machine has {count:,} GPUs; at most {GPUS_MAX:,}")
+    return count

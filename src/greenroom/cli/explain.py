@@ -106,6 +106,12 @@ def _place(explained: Explained) -> list[str]:
     lines = []
     if explained["behind"]:
         lines.append(f"  requests for {_list(explained['behind'])} would go first")
+    if called_off := explained.get("calls_off"):
+        lines.append(f"  {_list(called_off)} would not be brought yet after all, being less urgent")
+    if explained.get("too_late"):
+        lines.append(
+            "  this caller would be refused: its time would be over by then; the model would be brought all the same"
+        )
     if explained["position"] is not None:
         lines.append(f"  place in the queue: {explained['position']}")
     return [*lines, *_time(explained)]

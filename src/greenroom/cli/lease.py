@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.cli import screen
+from greenroom.cli.descendants import Descendants
 from greenroom.cli.failures import CommandFailed, NoGateway, WrongUsage
 from greenroom.errors import StoreDown
 
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         args.mib,
         args.gpus,
         args.name or os.path.basename(args.command[0]),
-        int(args.priority) if args.priority.lstrip("-").isdigit() else args.priority,
+        args.priority,
         preemptible=args.preemptible,
         wait_s=args.wait,
         devices=args.device,
@@ -113,9 +114,11 @@ class Program:
             before = {number: signal.signal(number, self._forward) for number in FORWARDED}
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        self._all = Descendants(self._process.pid)
         try:
             return self._waited_for()
         finally:
+            self._all.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -137,6 +140,7 @@ class Program:
                 self._look()
         finally:
             os.close(pidfd)
+        self._end_rest()
         status = self._process.wait()
         return BY_SIGNAL - status if status < 0 else status
 
@@ -145,7 +149,7 @@ class Program:
         recall_in_s = self._held.recall_in_s
         if self._kill_at is not None:
             if time.monotonic() >= self._kill_at:
-                self._process.kill()
+                self._all.send(signal.SIGKILL)
         elif self._held.is_over:
             self._end("the lease is lost")
         elif recall_in_s is not None and recall_in_s <= 0:
@@ -157,7 +161,13 @@ class Program:
     def _end(self, why: str) -> None:
         screen.note(f"greenroom: {why}; ending {self._command[0]}")
         self._kill_at = time.monotonic() + self._term_grace_s
-        self._process.terminate()
+        # Not the program alone: a shell or a launcher does not pass it on to what uses the memory.
+        self._all.send(signal.SIGTERM)
+
+    def _end_rest(self) -> None:
+        """What the program started and left behind when it was made to end has no lease either."""
+        if self._kill_at is not None and not self._all.wait(self._kill_at):
+            self._all.send(signal.SIGKILL)
 
     def _forward(self, number: int, frame: Any) -> None:
         if number not in _FROM_TERMINAL or not _is_in_front():

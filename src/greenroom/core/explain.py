@@ -28,7 +28,9 @@ class Victim:
 class Explanation:
     """`position` is the place among those who wait; 0 if it would not wait.
 
-    `held` are leases of other gateways where it would have to wait for memory, or has none.
+    `held` are leases of other gateways where it would have to wait for memory, or has none. `is_too_late`: its model
+    would be brought, but this caller cannot wait for it. `calls_off` are less urgent models that are about to come and
+    would have to ask anew.
     """
 
     plan: Plan
@@ -37,9 +39,13 @@ class Explanation:
     behind: tuple[ModelId, ...] = ()
     evict: tuple[Victim, ...] = ()
     held: tuple[OtherLease, ...] = ()
+    is_too_late: bool = False
+    calls_off: tuple[ModelId, ...] = ()
 
 
-def explanation(state: State, waiter: Waiter, plan: Plan, now: float) -> Explanation:
+def explanation(
+    state: State, waiter: Waiter, plan: Plan, now: float, is_too_late: bool, calls_off: tuple[ModelId, ...]
+) -> Explanation:
     if isinstance(plan, Serve):
         return Explanation(plan, 0, 0.0)
     if isinstance(plan, Refuse):
@@ -47,7 +53,8 @@ def explanation(state: State, waiter: Waiter, plan: Plan, now: float) -> Explana
     estimate_s = eta_s(state, waiter, plan.model, now)
     behind = plan.behind if isinstance(plan, Wait) and plan.behind else _before(state, waiter, plan.model)
     evict = tuple(_victim(one, waiter, now) for one in plan.evict) if isinstance(plan, Swap) else ()
-    return Explanation(plan, state.waitlist.position(waiter), estimate_s, behind, evict, _held(state, plan))
+    position, held = state.waitlist.position(waiter), _held(state, plan)
+    return Explanation(plan, position, estimate_s, behind, evict, held, is_too_late, calls_off)
 
 
 def _held(state: State, plan: Plan) -> tuple[OtherLease, ...]:

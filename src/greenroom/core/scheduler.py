@@ -93,7 +93,11 @@ class Scheduler:
     def explanation(self, arrival: ev.RequestArrived) -> Explanation:
         """The same in full: whom it would wait behind, whom it would evict and why, and how long it may take."""
         waiter = self._waiter(arrival, sequence=2**62)
-        return explanation(self.state, waiter, self._plan_for(arrival, waiter), arrival.now)
+        plan = self._plan_for(arrival, waiter)
+        is_too_late = isinstance(plan, Swap) and self._too_late(arrival, waiter, plan.model) is not None
+        makes_way = isinstance(plan, Wait) and plan.why != "busy"
+        called_off = self._called_off(arrival.priority, arrival.now) if makes_way else []
+        return explanation(self.state, waiter, plan, arrival.now, is_too_late, tuple(slot.model for slot in called_off))
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -141,14 +145,24 @@ class Scheduler:
                 self._fill(now)
 
     def _make_way(self, priority: int, now: float) -> bool:
-        """Call off what is planned but not begun for the less urgent, unless it is late: the places are given anew."""
-        state, called_off = self.state, False
-        for slot in [state.slots[slot] for slot in state.ledger.promises]:
-            queue = state.waitlist.queues.get(slot.model)
-            if slot.last_priority > priority and queue is not None and queue.late_at > now and slot.lease is None:
-                self._stage.call_off(slot)
-                called_off = True
-        return called_off
+        """Call off what is planned but not begun for the less urgent: the places are given anew."""
+        called_off = self._called_off(priority, now)
+        for slot in called_off:
+            self._stage.call_off(slot)
+        return bool(called_off)
+
+    def _called_off(self, priority: int, now: float) -> list[Slot]:
+        """Who was promised memory for somebody less urgent than this, and is not late."""
+        state = self.state
+        promised = [state.slots[slot] for slot in state.ledger.promises]
+        return [
+            slot
+            for slot in promised
+            if slot.last_priority > priority
+            and slot.lease is None
+            and (queue := state.waitlist.queues.get(slot.model)) is not None
+            and queue.late_at > now
+        ]
 
     def _plan_for(self, event: ev.RequestArrived, waiter: Waiter) -> Plan:
         """What was decided for this newcomer, if waiting makes sense: there must be a place, and hope in time."""

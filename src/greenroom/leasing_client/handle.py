@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import sys
 import threading
@@ -29,6 +30,9 @@ PRIORITIES: Final = {"high": 0, "normal": 1, "low": 2}
 WAIT_S: Final = 60.0
 # A thread that does not end when it is told to is left behind; it is a daemon.
 THREAD_END_S: Final = 5.0
+# A year; what is longer is a mistake.
+SECONDS_MAX: Final = 31_536_000
+_NUMBER: Final = re.compile(r"-?[0-9]{1,3}")
 
 
 def lease(
@@ -50,6 +54,7 @@ def lease(
     `mib` on each of `gpus` different GPUs, all or nothing. Models that are idle leave for it, and it waits up to
     `wait_s`. A `preemptible` lease may be asked to leave for somebody more urgent: see `held.recall_in_s`.
     """
+    _check_times(wait_s=wait_s, grace_s=grace_s, ttl_s=ttl_s)
     ask = LeaseAsk(
         id=f"l-{secrets.token_hex(8)}",
         name=name or Path(sys.argv[0] or "python").name or "python",
@@ -220,6 +225,16 @@ class _Loop:
 def _priority(priority: str | int) -> int:
     if isinstance(priority, int):
         return priority
-    if priority not in PRIORITIES:
+    word = priority.strip().lower()
+    if _NUMBER.fullmatch(word) is not None:
+        return int(word)
+    if word not in PRIORITIES:
         raise BadRequest(f"{priority!r} is no priority; it is high, normal, low or a number.", param="priority")
-    return PRIORITIES[priority]
+    return PRIORITIES[word]
+
+
+def _check_times(**said: float) -> None:
+    """Said here, because sockets and stores say it less well."""
+    for param, seconds in said.items():
+        if not 0 <= seconds <= SECONDS_MAX:
+            raise BadRequest(f"{param} is a number of seconds from 0 to {SECONDS_MAX:,}.", param=param)

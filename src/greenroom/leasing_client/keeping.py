@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from greenroom.errors import GreenroomError, LeaseLost, LeaseUnknown, StoreDown
+from greenroom.errors import GreenroomError, LeaseDenied, LeaseLost, LeaseUnknown
 from greenroom.memory.leases.records import Lease, LeaseAsk, LeaseStore
 
 # A store that does not answer is asked again after this; one that is back is heard of at once.
@@ -95,12 +95,13 @@ class Keeping:
         try:
             async with asyncio.timeout(max(1.0, self.lease.ttl_s / 3)):
                 self._take(await self._renewed(), sent)
-        except (StoreDown, TimeoutError):
-            return False
         except LeaseLost as lost:
             self.verdict = lost
-        except GreenroomError as error:
-            self.verdict = LeaseLost(f"The lease {self._ask.name} cannot be renewed: {error.message}")
+        except LeaseDenied as denied:
+            self.verdict = LeaseLost(f"The lease {self._ask.name} cannot be had again: {denied.message}")
+        except (GreenroomError, TimeoutError):
+            # Not asked rather than answered: a store that is away, a gateway that is crowded, a key that was changed.
+            return False
         return True
 
     async def _renewed(self) -> Lease:

@@ -6,7 +6,7 @@ used beyond all that was declared is a stranger's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from greenroom.core.model import Claim, DeviceId
@@ -19,11 +19,13 @@ class Owner:
 
     `roots` are pids: they and all below them are his. `held` is what he was last seen to use, or his claim if that was
     never measured. A `hidden` one runs where his processes cannot be told from strangers' (a container of a daemon).
+    `claim` is what he was given; by it those share who hold memory with the same process.
     """
 
     held: Claim
     roots: frozenset[int] = frozenset()
     hidden: bool = False
+    claim: Claim = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,30 @@ def attribute(reading: Reading, owners: Mapping[str, Owner], owner_of: Mapping[i
             seen[owner][device] = seen[owner].get(device, 0) + gpu.processes[pid]
         strangers[device] = {pid: mib for pid, mib in gpu.processes.items() if pid not in ours}
         foreign[device] = _foreign_mib(gpu, sum(strangers[device].values()), _hidden_mib(device, owners, seen))
+    for group in _with_the_same_roots(owners):
+        _share(group, owners, seen)
     unseen = frozenset(DeviceId(gpu.uuid) for gpu in reading.gpus if gpu.processes is None)
     return Attribution(foreign, {owner: _sorted(claim) for owner, claim in seen.items()}, strangers, unseen)
+
+
+def _with_the_same_roots(owners: Mapping[str, Owner]) -> list[list[str]]:
+    """One program may hold several leases; it cannot be seen for which of them it uses what."""
+    groups: dict[frozenset[int], list[str]] = {}
+    for name, owner in owners.items():
+        if owner.roots:
+            groups.setdefault(owner.roots, []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _share(group: Sequence[str], owners: Mapping[str, Owner], seen: dict[str, dict[DeviceId, int]]) -> None:
+    """Each has what he was given as far as it is used, and the last what is used beyond all of that."""
+    for device in {device for name in group for device in seen[name]}:
+        left = sum(seen[name].pop(device, 0) for name in group)
+        *others, last = [name for name in group if owners[name].claim.get(device)] or [group[-1]]
+        for name in others:
+            seen[name][device] = min(left, owners[name].claim[device])
+            left -= seen[name][device]
+        seen[last][device] = left
 
 
 def _foreign_mib(gpu: GpuReading, strangers_mib: int, hidden_mib: int) -> int:

@@ -70,8 +70,8 @@ class Journal:
 
     def open(self) -> None:
         """Read what an earlier run left, and go on from there. Raises OSError."""
-        self.live, self.last_token, self.spoiled = {}, 0, 0
         fd = os.open(self._path, _FLAGS, 0o600)
+        self.live, self.last_token, self.spoiled = {}, 0, 0
         try:
             self._size = self._read(fd)
             # Half a line would spoil the next one.

@@ -6,7 +6,7 @@ entry for as long as a slot holds it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from greenroom.config.diff import Changes
@@ -41,12 +41,20 @@ class Shared:
         return Shared(config.scheduler.fit_memory, config.stay_warm)
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A configuration that was looked at and is not taken in yet."""
+
+    entries: Mapping[ModelId, Entry]
+    shared: Shared
+
+
 class Catalog:
     """`needs` says what each model will take; it reads headers of files where a configuration is taken in."""
 
     def __init__(self, needs: Needs | None = None) -> None:
         self.needs = needs or Needs()
-        self._entries: dict[ModelId, Entry] = {}
+        self._entries: Mapping[ModelId, Entry] = {}
         self._names: dict[str, Entry] = {}
         # Revisions only grow, also over a removal, so that a slot of an old one is never taken for a new one.
         self._revisions: dict[ModelId, int] = {}
@@ -86,6 +94,10 @@ class Catalog:
 
     def change(self, config: Config, changes: Changes) -> tuple[ModelSpec, ...]:
         """Take in a later one: only what changed gets a new entry. Returns the new specs."""
+        return self.take(self.draft(config, changes))
+
+    def draft(self, config: Config, changes: Changes) -> Draft:
+        """What a later one would make of this. Reads files, so it may block and fail; nothing is changed by it."""
         fresh: dict[ModelId, Entry] = {}
         shared, before = Shared.of(config), self._shared
         for name, model in config.models.items():
@@ -97,7 +109,11 @@ class Catalog:
             is_new = old is None or name in changes.changed
             revision = self._revisions.get(model_id, 0) + (1 if is_new else 0)
             fresh[model_id] = self._entry(model_id, revision, model, shared)
-        self._shared = shared
+        return Draft(fresh, shared)
+
+    def take(self, draft: Draft) -> tuple[ModelSpec, ...]:
+        """Be as this says from now on. Returns the new specs."""
+        fresh, self._shared = draft.entries, draft.shared
         new = tuple(entry.spec for model_id, entry in fresh.items() if self._entries.get(model_id) is not entry)
         self._replace(fresh)
         return new
@@ -122,7 +138,7 @@ class Catalog:
         )
         return Entry(model_id, model, engine, spec, engine.abilities(model))
 
-    def _replace(self, entries: dict[ModelId, Entry]) -> None:
+    def _replace(self, entries: Mapping[ModelId, Entry]) -> None:
         self._entries = entries
         self._names = {name: entry for entry in entries.values() for name in (entry.id, *entry.config.aliases)}
         for entry in entries.values():

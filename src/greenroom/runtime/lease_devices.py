@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from greenroom.core.model import DeviceId
 from greenroom.errors import BadRequest
+from greenroom.memory.devices import HOST
 from greenroom.memory.leases.records import LeaseAsk
 
 DeviceNamed = Callable[[str], DeviceId | None]
@@ -16,6 +17,8 @@ def devices_meant(ask: LeaseAsk, device_named: DeviceNamed) -> tuple[str, ...]:
     meant = {name: device_named(name) for name in ask.devices}
     if unknown := [name for name, device in meant.items() if device is None]:
         raise BadRequest(f"There is no device {unknown[0]}; `greenroom gpus` lists them.", param="devices")
+    if HOST in meant.values():
+        raise BadRequest("A lease is for GPUs; the host's memory is not leased.", param="devices")
     devices = tuple(sorted({str(device) for device in meant.values()}))
     if devices and len(devices) < ask.gpus:
         raise BadRequest(f"{ask.gpus} GPUs are wanted and {len(devices)} named.", param="devices")

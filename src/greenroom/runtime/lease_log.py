@@ -96,7 +96,7 @@ class LeaseLog:
         """Ends, which nobody waits for, are tried again with the next change; once each, and only of what was written:
         while a disk is full, leases that were never held come to an end too, for as long as anybody asks for them."""
         ends = {change.id: change for change in changes if isinstance(change, Ended)}
-        return [(change, None) for id, change in ends.items() if id in self._journal.live or not self._journal.is_open]
+        return [(change, None) for id, change in ends.items() if id in self._journal.live]
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:

@@ -15,6 +15,11 @@ RETRY_AFTER_S = 5.0
 def refusal(ask: LeaseAsk, rejection: Rejection, free_mib: Mapping[str, int]) -> GreenroomError:
     """What the scheduler's rejection means to who asked for a lease."""
     match rejection.code:
+        case RejectCode.TOO_LARGE if ask.gpus > len(free_mib):
+            return LeaseTooLarge(
+                f"{_wanted(ask)} can never be had: there are {len(free_mib)}. Ask for fewer.",
+                beside=_numbers(ask, free_mib),
+            )
         case RejectCode.TOO_LARGE:
             return LeaseTooLarge(
                 f"{_wanted(ask)} can never be had: {rejection.needs_mib:,} MiB are needed, at most "

@@ -83,8 +83,7 @@ class Leasing:
         """Ask for memory and wait for it up to `wait_s`. One that is cancelled meanwhile gives up."""
         ask = replace(ask, wait_s=min(ask.wait_s, self._wait_max_s), devices=devices_meant(ask, self._device_named))
         entry = self._entries.get(ask.id) or self._begin(ask)
-        if (entry.ask.mib, entry.ask.gpus) != (ask.mib, ask.gpus):
-            raise BadRequest(f"The lease {ask.id} is another one, of {entry.ask.mib:,} MiB; choose another id.")
+        _check_same(entry.ask, ask)
         entry.askers += 1
         try:
             await self._settled(entry, ask)
@@ -349,6 +348,15 @@ class Leasing:
             task.cancel()
         self._holders.close()
         await self._journal.close()
+
+
+def _check_same(first: LeaseAsk, again: LeaseAsk) -> None:
+    """Who asks again must be who asked: two programs that believe in one lease would use its memory twice."""
+    if (first.mib, first.gpus) != (again.mib, again.gpus):
+        raise BadRequest(f"The lease {again.id} is another one, of {first.mib:,} MiB; choose another id.", param="id")
+    if first.holder is not None and again.holder is not None and first.holder != again.holder:
+        whose = f"process {first.holder.pid} on {first.holder.host}"
+        raise BadRequest(f"The lease {again.id} is that of {whose}; choose another id.", param="id")
 
 
 def _settle(entry: Entry, error: GreenroomError | None) -> None:

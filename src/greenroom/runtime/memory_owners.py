@@ -52,7 +52,7 @@ class MemoryOwners:
         if slot.lease is None:
             return Owner(held, self._roots(slot.id), hidden=self._is_hidden(slot.id))
         pid = lease_pids.get(slot.id)
-        return Owner(held, hidden=True) if pid is None else Owner(held, frozenset({pid}))
+        return Owner(held, hidden=True) if pid is None else Owner(held, frozenset({pid}), claim=holding.claim)
 
     def _roots(self, slot: SlotId) -> frozenset[int]:
         """Of a slot that is only being loaded the processes are known by their identity."""

@@ -22,6 +22,7 @@ from greenroom.runtime.evidence import Evidence
 from greenroom.runtime.grants import Alone, Grants, NoGrant
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.ready import until_ready
+from greenroom.runtime.remains import Remains
 from greenroom.runtime.slot_memory import Held, SlotMemory
 from greenroom.runtime.slots import LiveSlot, Slots
 from greenroom.telemetry.logs import get_logger
@@ -69,7 +70,7 @@ class Mover:
         self._aborted: set[MoveId] = set()
         self._ports_in_use: dict[SlotId, int] = {}
         # What engines that crashed left of their trees, being ended by their keepers.
-        self._remains: set[asyncio.Task[None]] = set()
+        self._remains = Remains()
         # Why the last load of a model failed; the scheduler knows only that it did.
         self.failures: dict[ModelId, GreenroomError] = {}
 
@@ -93,8 +94,7 @@ class Mover:
 
     async def cleared_up(self) -> None:
         """Wait until nothing is left of engines that crashed. Each tree has its deadline in the keeper."""
-        while self._remains:
-            await asyncio.wait(self._remains)
+        await self._remains.cleared_up()
 
     def _ended(self, move: Move, task: asyncio.Task[Claim | None], began: float) -> None:
         del self._tasks[move.id]
@@ -153,7 +153,7 @@ class Mover:
     async def _load(self, move: Move, entry: Entry) -> Claim | None:
         """Start the engine and wait until it answers. Raises LoadFailed, NoGrant or StoreDown, and leaves nothing."""
         # What a crashed engine held, memory above all, is free only when its last process has ended.
-        await self.cleared_up()
+        await self._remains.cleared_up(move.claim)
         try:
             await self._grants.enter(move)
             await self._check_room(move)
@@ -300,10 +300,8 @@ class Mover:
 
     def _end_remains(self, live: LiveSlot) -> None:
         # What it held is asked now: the scheduler, once it hears of the loss, counts it as free.
-        ending = self._end(live, self._memory.held_by(live.id))
-        task = asyncio.get_running_loop().create_task(ending, name=f"remains {live.id}")
-        self._remains.add(task)
-        task.add_done_callback(self._remains.discard)
+        held = self._memory.held_by(live.id)
+        self._remains.clear_up(self._end(live, held), held.unseen | frozenset(held.seen), f"remains {live.id}")
 
 
 def _address(place: Place) -> Address:

@@ -209,9 +209,9 @@ class SharedSlots:
         return frozenset(one.id for one in self._entered.values())
 
     @property
-    def lost(self) -> int:
-        """How many run without a lease at present."""
-        return sum(one.is_lost for one in self._entered.values())
+    def lost(self) -> list[Entered]:
+        """Those that run without a lease at present."""
+        return [one for one in self._entered.values() if one.is_lost]
 
     # --- how --------------------------------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ class Sharing:
 
     @property
     def slots_without_lease(self) -> int:
-        return self.slots.lost
+        return len(self.slots.lost)
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -165,15 +165,21 @@ class Sharing:
         return await self._store.publish(self._gateway, self._usable(), self.room.prices())
 
     def _usable(self) -> dict[str, int]:
-        """What may be planned with on each device: neither the margin nor what strangers use. What is gone has none."""
+        """What may be planned with on each device: neither the margin nor what is used without a lease.
+
+        That is what strangers use, and engines of ours whose lease was lost. A device that is gone has none.
+        """
         seen = {DeviceId(gpu.uuid) for gpu in self._reading().gpus}
-        foreign = self._state.ledger.foreign
         return {
-            str(device.id): max(0, device.usable_mib - foreign.get(device.id, 0))
+            str(device.id): max(0, device.usable_mib - self._unleased_mib(device.id))
             if device.kind is DeviceKind.HOST or device.id in seen
             else 0
             for device in self._state.devices
         }
+
+    def _unleased_mib(self, device: DeviceId) -> int:
+        lost_mib = sum(entered.ask.claim.get(device, 0) for entered in self.slots.lost)
+        return self._state.ledger.foreign.get(device, 0) + lost_mib
 
     async def _read(self, version: int) -> None:
         made = self.room.made

@@ -28,8 +28,9 @@ AFTER_S: Final = 1.0
 WANTS_MAX: Final = 8
 # A wait in the store's line ends with the queue of the model; this is only a bound.
 LINE_S: Final = 3_600.0
-# What was granted is taken over by a load at once, or not at all.
+# What was granted is taken over by a load at once, or not at all: then others may have it for a while.
 UNUSED_S: Final = 15.0
+REST_S: Final = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +66,8 @@ class StandingInLine:
         self._wants: dict[ModelId, Want] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._number = 0
+        # Models that could not use what they were granted, and until when they do not ask again.
+        self._rests_until: dict[ModelId, float] = {}
 
     @property
     def held(self) -> frozenset[str]:
@@ -85,8 +88,12 @@ class StandingInLine:
         for want in list(self._wants.values()):
             if want.model not in needy if want.lease is None else self._is_useless(want, now):
                 self._give_up(want)
+                if want.lease is not None:
+                    self._rests_until[want.model] = now + REST_S
+        self._rests_until = {model: at for model, at in self._rests_until.items() if at > now}
         for model, queue in needy.items():
-            if model not in self._wants and len(self._wants) < WANTS_MAX:
+            is_new = model not in self._wants and model not in self._rests_until
+            if is_new and len(self._wants) < WANTS_MAX:
                 self._stand(model, queue)
 
     async def renew(self) -> None:

@@ -13,6 +13,7 @@ from greenroom.errors import GatewayBug
 from greenroom.proxy.edge import Exchange
 from greenroom.server import render
 from greenroom.telemetry.logs import get_logger
+from greenroom.tenancy.keys import Caller
 
 Message = MutableMapping[str, Any]
 Application = Callable[
@@ -27,9 +28,12 @@ class AsgiBridge:
         self._application = application
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def handle(self, exchange: Exchange, path: bytes, request_id: str, *, is_admin: bool) -> None:
-        """Answer this request. Handlers find `request_id` and `is_admin` in the scope's state."""
-        running = self._run(exchange, _scope(exchange, path, request_id, is_admin), request_id)
+    def handle(
+        self, exchange: Exchange, path: bytes, request_id: str, *, is_admin: bool, caller: Caller | None = None
+    ) -> None:
+        """Answer this request. Handlers find `request_id`, `is_admin` and `caller` in the scope's state."""
+        state = {"request_id": request_id, "is_admin": is_admin, "caller": caller}
+        running = self._run(exchange, _scope(exchange, path, state), request_id)
         task = asyncio.get_running_loop().create_task(running, name=f"asgi {request_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -103,7 +107,7 @@ class _Call:
             exchange.finish()
 
 
-def _scope(exchange: Exchange, path: bytes, request_id: str, is_admin: bool) -> MutableMapping[str, Any]:
+def _scope(exchange: Exchange, path: bytes, state: dict[str, Any]) -> MutableMapping[str, Any]:
     head = exchange.head
     return {
         "type": "http",
@@ -118,5 +122,5 @@ def _scope(exchange: Exchange, path: bytes, request_id: str, is_admin: bool) -> 
         "headers": head.headers,
         "client": (head.peer_ip, 0),
         "server": None,
-        "state": {"request_id": request_id, "is_admin": is_admin},
+        "state": state,
     }

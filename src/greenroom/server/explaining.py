@@ -64,6 +64,8 @@ def _told(model: ModelId, said: Explanation) -> views.Explained:
         model=model,
         behind=[str(name) for name in said.behind],
         evict=evict,
+        calls_off=[str(name) for name in said.calls_off],
+        too_late=said.is_too_late,
         position=said.position or None,
         eta_s=None if said.eta_s is None else round(said.eta_s, 3),
     )

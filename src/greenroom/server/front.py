@@ -66,8 +66,10 @@ class FrontDoor:
         elif head.path.startswith(UPSTREAM_PREFIX):
             self._inference.handle(exchange, UPSTREAM, _caller(head))
         else:
-            is_admin = isinstance(head.note, Caller) and head.note.admin
-            self._management.handle(exchange, routed_path(head), self._inference.next_id(), is_admin=is_admin)
+            caller = head.note if isinstance(head.note, Caller) else None
+            is_admin = caller is not None and caller.admin
+            request_id = self._inference.next_id()
+            self._management.handle(exchange, routed_path(head), request_id, is_admin=is_admin, caller=caller)
 
     def refuse(self, exchange: Exchange | None, head: Head | None, error: GreenroomError) -> tuple[int, Headers, bytes]:
         """What the edge answers itself: to a caller without a key, to a request that is none, to one too many."""

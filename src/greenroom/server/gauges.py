@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
+from greenroom.core.model import Slot
 from greenroom.core.state import State
 from greenroom.core.waitlist import WaiterKind
 from greenroom.memory.probe import Reading
@@ -17,15 +19,20 @@ def gauges(gateway: Gateway, uptime_s: float) -> Gauges:
     waiting: Counter[str] = Counter({entry.id: 0 for entry in gateway.catalog})
     in_flight = waiting.copy()
     waiting.update(waiter.model for waiter in state.waitlist if waiter.kind is WaiterKind.REQUEST)
-    in_flight.update(slot.model for slot in state.slots.values() for _ in slot.in_flight)
+    # A lease has a slot too, whose id anybody may make up: it must not become the name of a model.
+    models = [slot for slot in state.slots.values() if slot.lease is None]
+    leases = [slot for slot in state.slots.values() if slot.lease is not None]
+    in_flight.update(slot.model for slot in models for _ in slot.in_flight)
     return Gauges(
         queue_depth=waiting,
         in_flight=in_flight,
-        slots=Counter((str(slot.model), slot.tier.value) for slot in state.slots.values()),
-        memory_mib=_memory_mib(state),
+        slots=Counter((str(slot.model), slot.tier.value) for slot in models),
+        memory_mib=_memory_mib(state, models),
         devices=_devices(state),
         gpus=_gpus(gateway.memory_watch.last.reading),
         store=_store(gateway),
+        leases=len(leases),
+        lease_memory_mib=_lease_memory_mib(state, leases),
         connections=gateway.edge.connections,
         uptime_s=uptime_s,
     )
@@ -36,9 +43,18 @@ def _store(gateway: Gateway) -> StoreFigures | None:
     return None if sharing is None else StoreFigures(sharing.failure is None, sharing.slots_without_lease)
 
 
-def _memory_mib(state: State) -> dict[tuple[str, str], float]:
+def _lease_memory_mib(state: State, leases: Iterable[Slot]) -> dict[str, float]:
+    """Devices always have their number, zero included."""
+    total: dict[str, float] = {str(device): 0 for device in state.ledger.devices}
+    for slot in leases:
+        for device, mib in state.ledger.held_by(slot.id).items():
+            total[device] = total.get(device, 0) + mib
+    return total
+
+
+def _memory_mib(state: State, models: Iterable[Slot]) -> dict[tuple[str, str], float]:
     total: dict[tuple[str, str], float] = {}
-    for slot in state.slots.values():
+    for slot in models:
         for device, mib in state.ledger.held_by(slot.id).items():
             total[slot.model, device] = total.get((slot.model, device), 0) + mib
     return total

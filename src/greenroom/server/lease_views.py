@@ -44,7 +44,7 @@ class LeaseOrder(Order):
     """What it is for, for people."""
     devices: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=GPUS_MAX)] = ()
     """Only on these (gpu0, or a UUID or its beginning); on any when not given."""
-    priority: str | int = "normal"
+    priority: Annotated[str | int, NotBool] = "normal"
     """high, normal, low or a number: whom it makes leave, and who goes first."""
     preemptible: bool = False
     """Whether it may be asked to leave for somebody more urgent."""

@@ -27,7 +27,8 @@ from greenroom.server.lease_views import (
     LeaseView,
     RenewOrder,
 )
-from greenroom.tenancy.tenants import parse_priority
+from greenroom.tenancy.keys import Caller
+from greenroom.tenancy.tenants import cap, parse_priority
 
 PATH = "/api/v1/leases"
 _ONE = PATH + "/{lease_id}"
@@ -78,7 +79,7 @@ class Leases:
             mib=order.mib,
             gpus=order.gpus,
             devices=order.devices,
-            priority=parse_priority(order.priority, param="priority"),
+            priority=_priority(request, order),
             preemptible=order.preemptible,
             grace_s=order.grace_s,
             ttl_s=order.ttl_s or self._gateway.config.leases.ttl_s,
@@ -102,6 +103,13 @@ class Leases:
             leaving.cancel()
             # Its end is not awaited: it gives up at once when it is cancelled.
             acquiring.cancel()
+
+
+def _priority(request: Request, order: LeaseOrder) -> int:
+    """What was asked for, or the best the caller's key may have: as for requests to models."""
+    caller: Caller | None = request.scope["state"].get("caller")
+    priority = parse_priority(order.priority, param="priority")
+    return priority if caller is None else cap(priority, caller)
 
 
 def _holder(request: Request, order: LeaseOrder) -> Holder | None:

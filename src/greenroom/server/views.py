@@ -358,6 +358,10 @@ class Explained(View):
     """Models whose requests go first."""
     evict: list[Evicted] = []
     """Who would leave for it."""
+    calls_off: list[str] = []
+    """Less urgent models that are about to be brought and would have to wait again."""
+    too_late: bool = False
+    """Its model would be brought, but not in the time this caller has: the caller would be refused."""
     position: int | None = None
     """Its place among all who wait; null if it would not wait."""
     eta_s: float | None = None

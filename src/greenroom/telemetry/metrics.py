@@ -53,6 +53,8 @@ GPU_UTILISATION = Row("greenroom_gpu_utilisation_percent", "Share of the time so
 GPU_TEMPERATURE = Row("greenroom_gpu_temperature_celsius", "How hot a GPU is.", ("device",))
 STORE_UP = Row("greenroom_lease_store_up", "Whether the shared lease store answers; absent where there is none.")
 UNLEASED = Row("greenroom_slots_without_lease", "Models that run though the shared store gave their lease away.")
+LEASES = Row("greenroom_leases", "Leases of other programs that this gateway keeps: held.")
+LEASE_MEMORY = Row("greenroom_lease_memory_mib", "Memory that such leases hold on a device.", ("device",))
 CONNECTIONS = Row("greenroom_connections", "Open connections of callers.")
 UPTIME = Row("greenroom_uptime_seconds", "Since the gateway started.")
 
@@ -60,7 +62,8 @@ TABLE: Final = (
     *(REQUESTS, REQUEST_SECONDS, WAIT_SECONDS, FIRST_BYTE_SECONDS, TENANT_REQUESTS, TOKENS, LOOKUPS),
     *(MOVES, MOVE_SECONDS, EVICTIONS, REJECTIONS, EDGE_REFUSALS),
     *(QUEUE_DEPTH, IN_FLIGHT, SLOTS, MODEL_MEMORY, DEVICE_CAPACITY, DEVICE_FREE, DEVICE_FOREIGN),
-    *(GPU_TOTAL, GPU_USED, GPU_UTILISATION, GPU_TEMPERATURE, STORE_UP, UNLEASED, CONNECTIONS, UPTIME),
+    *(GPU_TOTAL, GPU_USED, GPU_UTILISATION, GPU_TEMPERATURE, STORE_UP, UNLEASED, LEASES, LEASE_MEMORY),
+    *(CONNECTIONS, UPTIME),
 )
 
 # A series costs memory here and in every Prometheus that scrapes us. Callers choose tenants, and may ask for any model.
@@ -115,6 +118,9 @@ class Gauges:
     devices: Mapping[str, DeviceMemory] = field(default_factory=dict)
     gpus: Mapping[str, GpuFigures] = field(default_factory=dict)
     store: StoreFigures | None = None
+    leases: int = 0
+    lease_memory_mib: Mapping[str, float] = field(default_factory=dict)
+    """By device."""
     connections: int = 0
     uptime_s: float = 0.0
 
@@ -295,6 +301,8 @@ def _gauge_families(now: Gauges) -> Iterator[Metric]:
     yield from _gpu_families(now.gpus)
     yield gauge_family(STORE_UP, {} if now.store is None else {(): float(now.store.is_up)})
     yield gauge_family(UNLEASED, {} if now.store is None else {(): now.store.slots_without_lease})
+    yield gauge_family(LEASES, {(): now.leases})
+    yield gauge_family(LEASE_MEMORY, {(device,): mib for device, mib in now.lease_memory_mib.items()})
     yield gauge_family(CONNECTIONS, {(): now.connections})
     yield gauge_family(UPTIME, {(): now.uptime_s})
 

@@ -37,7 +37,7 @@ CONNECT_MAX_S: Final = 5.0
 ANSWER_MAX_S: Final = 30.0
 ANSWER_BYTES_MAX: Final = 16 * 1024 * 1024
 _BY_CODE: Final = {"lease_denied": LeaseDenied, "lease_lost": LeaseLost, "lease_unknown": LeaseUnknown}
-_BY_STATUS: Final = {401: InvalidKey, 403: NotAllowed}
+_BY_STATUS: Final = {401: InvalidKey, 403: NotAllowed, 408: StoreDown, 429: StoreDown}
 
 Result = TypeVar("Result")
 # Method, target, body and headers; status, headers and body.
