@@ -22,7 +22,7 @@ from greenroom.core.model import ModelId, MoveKind
 from greenroom.engines.llamacpp import WORKER
 from greenroom.errors import LoadFailed
 from greenroom.process import ports
-from tests.harness import FAKE_ENGINE, PATIENCE_S, fake, gateway, tiny, until
+from tests.harness import FAKE_ENGINE, PATIENCE_S, fake, gateway, left_behind, tiny, until
 from tests.integration.facts import Journal, at_rest, is_loading, is_ready, pids
 from tests.integration.raw import Answer, chat
 from tests.models import tiny as tiny_model
@@ -302,6 +302,6 @@ async def test_listener_any_accepts_an_engine_outside_of_the_tree(tmp_path: Path
     model = {"cmd": SLEEPER, "memory_mib": 1, "listener": "any", "stop_timeout_s": 1}
     async with gateway(tmp_path, {"alpha": model}, ports={"first": first, "last": last}) as app:
         waiting = asyncio.create_task(chat(app, "alpha"))
-        await until(lambda: is_loading(app, "alpha"), "the load has begun")
+        await until(lambda: is_loading(app, "alpha") and left_behind(tmp_path), "its port is chosen, its command runs")
         with stranger(first):
             assert (await waiting).text.startswith("stranger")
