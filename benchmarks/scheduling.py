@@ -6,7 +6,7 @@ the spread of a trace that names no models, and how far moves stray from their u
 
     python benchmarks/scheduling.py [TRACE.csv …] [--quick] [--goals p95,mean,starved,classes,flood]
     python benchmarks/scheduling.py TRACE.csv --cell arena27,slots=2,swap=5,stretch=4 [--seeds 3]
-    python benchmarks/scheduling.py --curve starved|batch|classes [--seeds 3]
+    python benchmarks/scheduling.py --curve starved|batch|classes|mean [--seeds 3]
     python benchmarks/scheduling.py --cell poisson,slots=1,swap=5,stretch=16,limits='batch_swaps=3;residency_swaps=1'
 """
 

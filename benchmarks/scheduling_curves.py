@@ -17,8 +17,8 @@ from scheduling_figures import Figures
 from scheduling_runs import Results, over, run_all, stretched
 from scheduling_workloads import COLD_MODEL
 
-# Share of the time for which the slots of a sweep under load are taken, looked for in so many steps.
-UNDER_LOAD, BUSY_STEPS = 0.95, 4
+# How often a stretch is tried out for a wanted load.
+BUSY_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Sweep:
     settings: tuple[str, ...]
     titles: tuple[str, ...]
     numbers: Callable[[Figures], tuple[str, ...]]
-    is_loaded: bool = False  # its cells are stretched until they are under load
+    busy: float | None = None  # its cells are stretched until their slots are taken for this share of the time
 
 
 def _cold(own: Figures) -> tuple[str, ...]:
@@ -64,15 +64,34 @@ _CLASSES = Sweep(
     ),
     ("high p95 s", "normal p95 s", "ratio", "mean s"),
     _classes,
-    is_loaded=True,
+    busy=0.95,
 )
-CURVES = {"starved": _STARVED, "batch": _BATCH, "classes": _CLASSES}
+_MEAN = Sweep(
+    tuple(
+        Cell(name, slots, swap_s)
+        for name in ("poisson", "bursty", "agents")
+        for slots in (1, 2)
+        for swap_s in (0.4, 5.0)
+    ),
+    (
+        "batch_swaps=1;residency_swaps=0",
+        "batch_swaps=5;residency_swaps=2",
+        "batch_swaps=20;residency_swaps=8",
+        "batch_swaps=40;residency_swaps=20",
+        "deadlines_s=5/20/80",
+        "deadlines_s=5/240/960",
+    ),
+    ("mean s", "p95 s", "max s"),
+    lambda own: (f"{own.waits.mean_s:.2f}", f"{own.waits.p95_s:.1f}", f"{own.waits.max_s:.1f}"),
+    busy=0.80,
+)
+CURVES = {"starved": _STARVED, "batch": _BATCH, "classes": _CLASSES, "mean": _MEAN}
 
 
 def curve_of(name: str, results: Results, seeds: int) -> list[Cell]:
     """Run a sweep; gives its cells in the order of its settings."""
     sweep = CURVES[name]
-    bases = stretched(list(sweep.cells), UNDER_LOAD, BUSY_STEPS) if sweep.is_loaded else sweep.cells
+    bases = sweep.cells if sweep.busy is None else stretched(list(sweep.cells), sweep.busy, BUSY_STEPS)
     cells = [replace(cell, limits=setting) for cell in bases for setting in sweep.settings]
     run_all(over(cells, ("default",), seeds) + over(bases, ("fifo",), seeds), results, name)
     return cells
@@ -80,10 +99,11 @@ def curve_of(name: str, results: Results, seeds: int) -> list[Cell]:
 
 def show_curve(name: str, results: Results, cells: list[Cell]) -> None:
     sweep = CURVES[name]
-    table = Table("cell", *sweep.titles, "swaps/req", "served a second", "lost to fifo", box=None)
+    table = Table("cell", *sweep.titles, "swaps/req", "served a second", "lost to fifo", "mean to fifo", box=None)
     for cell in cells:
         own, fifo = results.median(cell, "default"), results.median(replace(cell, limits=""), "fifo")
         lost = 1 - own.served_per_s / fifo.served_per_s
-        shared = (f"{own.swaps_per_request:.4f}", f"{own.served_per_s:.2f}", f"{lost:.1%}")
+        mean = own.waits.mean_s / fifo.waits.mean_s - 1
+        shared = (f"{own.swaps_per_request:.4f}", f"{own.served_per_s:.2f}", f"{lost:.1%}", f"{mean:+.1%}")
         table.add_row(cell.place, *sweep.numbers(own), *shared)
     Console(width=180, highlight=False).print(table)

@@ -21,26 +21,25 @@ from greenroom.config.schema import Config, Server
 from greenroom.core.events import ConfigChanged, Event, ShutdownAsked
 from greenroom.core.model import DeviceId, DeviceKind, ModelId
 from greenroom.core.scheduler import Scheduler
-from greenroom.errors import ConfigError, ProbeFailed
+from greenroom.errors import ConfigError
 from greenroom.memory.book import NeedBook
 from greenroom.memory.devices import DeviceNames, devices
 from greenroom.memory.leases.holder import holder_of
-from greenroom.memory.leases.shared import SharedStore
+from greenroom.memory.leases.opening import open_store
 from greenroom.memory.probe import Probe, Reading
-from greenroom.memory.probes import open_probe
-from greenroom.memory.simulated import NoProbe
-from greenroom.memory.visible import order_warning
 from greenroom.process import orphans
 from greenroom.process.ports import PortRange
 from greenroom.process.state_dir import StateDir
 from greenroom.proxy.edge import Edge
 from greenroom.proxy.hosts import HostRule
-from greenroom.proxy.limits import KIB, MIB, EdgeLimits
+from greenroom.proxy.limits import limits_for
 from greenroom.runtime import build
 from greenroom.runtime.beside import beside
 from greenroom.runtime.catalog import Catalog, Draft
 from greenroom.runtime.effects import AsyncEffects
+from greenroom.runtime.first_look import first_look
 from greenroom.runtime.learned import LearnedTimes
+from greenroom.runtime.lease_devices import leasable_mib
 from greenroom.runtime.lease_log import LeaseLog
 from greenroom.runtime.leasing import Leasing
 from greenroom.runtime.loop import SchedulerLoop
@@ -148,7 +147,7 @@ class App:
 
     def _wire_memory(self, probe: Probe, seen: Reading) -> None:
         self.device_names = DeviceNames(seen.gpus)
-        self.catalog.device_of = self._device_of
+        self.catalog.device_of = self.device_names.expected
         state, run = self.loop.scheduler.state, self._state_dir.identity("")
         owners = MemoryOwners(state, self.slots, lambda: self._own_leases.owners(), run)
         every_s = self.config.memory.look_every_s
@@ -166,7 +165,7 @@ class App:
             LeaseLog(self._state_dir.path),
             wait_max_s=config.leases.wait_max_s,
             claim_of=lambda slot: self.loop.scheduler.state.slots[slot].claim,
-            free_mib=self._free_mib,
+            free_mib=lambda: leasable_mib(self.loop.scheduler.state.ledger),
             device_named=self.device_names.id_of,
             room_for=self.memory_watch.room_for,
             tell=self.hub.publish,
@@ -176,7 +175,7 @@ class App:
             self._share(config, config.leases.store)
 
     def _share(self, config: Config, url: str) -> None:
-        store = _shared_store(config, url)
+        store = open_store(config, url)
         self.sharing = Sharing(
             store,
             f"{self._state_dir.id}.{self._state_dir.run}",
@@ -196,13 +195,6 @@ class App:
             device_named=self.device_names.id_of,
             room_for=self.memory_watch.room_for,
         )
-
-    def _device_of(self, name: str) -> DeviceId:
-        """What an operator calls a device. One that is not there keeps its name; nothing will ever fit on it."""
-        device = self.device_names.id_of(name)
-        if device is None:
-            _log.warning("there is no such device", name=name, devices=[gpu.uuid for gpu in self.device_names.gpus])
-        return device or DeviceId(name)
 
     def _post_and_look(self, event: Event) -> None:
         """Moves, lost engines and leases change what is used: memory is looked at soon after."""
@@ -230,21 +222,13 @@ class App:
         )
         self.management = AsgiBridge(make_management(self))
         self.door = FrontDoor(self.inference, self.management, lambda: self.settings)
-        self.edge = Edge(
-            admit=self.door.admit, handle=self.door.handle, refuse=self.door.refuse, limits=_limits(server)
-        )
+        door = self.door
+        self.edge = Edge(admit=door.admit, handle=door.handle, refuse=door.refuse, limits=limits_for(server))
         self._open_door(server)
 
     def _open_door(self, server: Server) -> None:
         self.door.keys = Keys(server.api_keys)
         self.door.hosts = HostRule((server.host, *server.allowed_hosts), server.allowed_origins)
-
-    def _free_mib(self) -> dict[str, int]:
-        """What leases can be given now: on each GPU, or on the host where there is none."""
-        ledger = self.loop.scheduler.state.ledger
-        gpus = [one.id for one in ledger.devices.values() if one.kind is DeviceKind.GPU] or list(ledger.devices)
-        free = ledger.free_mib(frozenset())
-        return {str(device): max(0, free[device]) for device in gpus}
 
     def _is_ready(self, model: ModelId) -> bool:
         return any(slot.is_serving for slot in self.loop.scheduler.state.slots_of(model))
@@ -269,7 +253,7 @@ class App:
         try:
             if ended := await orphans.sweep(state_dir.prefix, spare=frozenset()):
                 _log.warning("ended what an earlier run left", processes=ended)
-            probe, seen = await _first_look(config)
+            probe, seen = await first_look(config)
             app = cls(config, path, state_dir, reread, probe, seen)
             await app._open(config.server)
         except BaseException:
@@ -411,46 +395,6 @@ class App:
                 await asyncio.gather(*(file.close() for file in files if file is not None))
 
 
-def _shared_store(config: Config, url: str) -> SharedStore:
-    """Raises ConfigError where the client of such a store is not installed."""
-    try:
-        # Only where it is used: it takes a while to import.
-        from greenroom.memory.leases.redis_store import RedisStore
-    except ImportError as error:
-        raise ConfigError("leases.store needs the client of Redis: pip install 'greenroom[redis]'.") from error
-    return RedisStore(url, config.leases.host or os.uname().nodename, ttl_s=config.leases.ttl_s)
-
-
-async def _first_look(config: Config) -> tuple[Probe, Reading]:
-    """The probe that the configuration asks for. Raises ConfigError if it does not work here."""
-    try:
-        probe, seen = await beside(lambda: open_probe(config), "first look at memory")
-    except ProbeFailed as error:
-        raise ConfigError(f"memory.probe: {config.memory.probe} does not work here. {error.message}") from error
-    if isinstance(probe, NoProbe):
-        _log.info("no GPUs are used", why=probe.why)
-    if warning := order_warning(seen.gpus, os.environ):
-        _log.warning(warning)
-    return probe, seen
-
-
 def _refuse_open_door(config: Config) -> None:
     if problem := open_door(config.server):
         raise ConfigError(problem)
-
-
-def _limits(server: Server) -> EdgeLimits:
-    return EdgeLimits(
-        header_timeout_s=server.header_timeout_s,
-        body_timeout_s=server.body_timeout_s,
-        body_rate_min_bytes_s=server.body_rate_min_kib_s * KIB,
-        keepalive_s=server.keepalive_s,
-        write_timeout_s=server.write_timeout_s,
-        headers_max=server.headers_max,
-        header_bytes_max=server.header_bytes_max,
-        request_line_max=server.request_line_max,
-        connections_max=server.connections_max,
-        connections_per_ip_max=server.connections_per_ip_max,
-        bodies_total_max=server.bodies_memory_mib * MIB,
-        spool_total_max=server.bodies_spool_mib * MIB,
-    )

@@ -67,3 +67,12 @@ def test_whatever_comes_and_goes_free_memory_is_what_nobody_has(
         for device, mib in wanted.items()
     )
     assert ledger.can_start(SLOTS[0], wanted) == fits
+
+
+def test_what_is_promised_to_somebody_who_leaves_is_free_again() -> None:
+    ledger, gpu0 = Ledger(), DeviceId("gpu0")
+    ledger.set_devices([Device(gpu0, DeviceKind.GPU, 1_000)])
+    ledger.promise(SlotId("comes"), {gpu0: 300})
+    ledger.promise(SlotId("stays"), {gpu0: 200})
+    assert ledger.free_mib(frozenset({SlotId("comes")})) == {gpu0: 800}
+    assert ledger.free_mib(frozenset()) == {gpu0: 500}

@@ -154,10 +154,10 @@ async def test_a_file_that_is_not_there_refuses_the_start(tmp_path: Path) -> Non
         await App.start(loader.load(path).config, path)
 
 
-async def test_a_device_that_is_not_there_is_warned_of(gpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_device_that_is_not_there_is_warned_of(gpus: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with on(gpus, {"m": on_gpu("m", gpus, 100, devices=["gpu7"])}):
         pass
-    assert "there is no such device" in capsys.readouterr().err
+    assert "there is no such device" in caplog.text
 
 
 async def test_two_names_of_one_gpu_are_one_device(gpus: Path) -> None:

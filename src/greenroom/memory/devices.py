@@ -6,6 +6,7 @@ machine's memory. Never looks at anything itself but the host: what there is of 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ HOST = DeviceId("host")
 # Models may use this share of the machine unless the operator says how much; the rest is for everybody else.
 HOST_SHARE = 0.75
 _NUMBERED = "gpu"
+
+_log = logging.getLogger(__name__)
 
 
 def devices(config: Config, reading: Reading | None = None) -> tuple[Device, ...]:
@@ -54,3 +57,10 @@ class DeviceNames:
         number = name.removeprefix(_NUMBERED)
         gpu = named(self.gpus, number if number != name and number.isdigit() else name)
         return None if gpu is None else DeviceId(gpu.uuid)
+
+    def expected(self, name: str) -> DeviceId:
+        """What an operator calls a device. One that is not there keeps its name; nothing will ever fit on it."""
+        device = self.id_of(name)
+        if device is None:
+            _log.warning("there is no such device name=%s devices=%s", name, ",".join(gpu.uuid for gpu in self.gpus))
+        return device or DeviceId(name)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from greenroom.config.schema import Server
+
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 
@@ -73,3 +75,20 @@ class EdgeStats:
     # Clients that left before their answer was complete.
     gone: int = 0
     bugs: int = 0
+
+
+def limits_for(server: Server) -> EdgeLimits:
+    return EdgeLimits(
+        header_timeout_s=server.header_timeout_s,
+        body_timeout_s=server.body_timeout_s,
+        body_rate_min_bytes_s=server.body_rate_min_kib_s * KIB,
+        keepalive_s=server.keepalive_s,
+        write_timeout_s=server.write_timeout_s,
+        headers_max=server.headers_max,
+        header_bytes_max=server.header_bytes_max,
+        request_line_max=server.request_line_max,
+        connections_max=server.connections_max,
+        connections_per_ip_max=server.connections_per_ip_max,
+        bodies_total_max=server.bodies_memory_mib * MIB,
+        spool_total_max=server.bodies_spool_mib * MIB,
+    )

@@ -1,10 +1,11 @@
-"""Which devices somebody means who asks for a lease."""
+"""Which devices somebody means who asks for a lease, and what could be had there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from greenroom.core.model import DeviceId
+from greenroom.core.ledger import Ledger
+from greenroom.core.model import DeviceId, DeviceKind
 from greenroom.errors import BadRequest
 from greenroom.memory.devices import HOST
 from greenroom.memory.leases.records import LeaseAsk
@@ -23,3 +24,10 @@ def devices_meant(ask: LeaseAsk, device_named: DeviceNamed) -> tuple[str, ...]:
     if devices and len(devices) < ask.gpus:
         raise BadRequest(f"{ask.gpus} GPUs are wanted and {len(devices)} named.", param="devices")
     return devices
+
+
+def leasable_mib(ledger: Ledger) -> dict[str, int]:
+    """What leases can be given now: on each GPU, or on the host where there is none."""
+    gpus = [one.id for one in ledger.devices.values() if one.kind is DeviceKind.GPU] or list(ledger.devices)
+    free = ledger.free_mib(frozenset())
+    return {str(device): max(0, free[device]) for device in gpus}

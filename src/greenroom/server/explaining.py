@@ -14,7 +14,7 @@ from greenroom.core.decide import Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.explain import Explanation
 from greenroom.core.model import ModelId, RequestId, TenantId
 from greenroom.runtime.catalog import Entry
-from greenroom.server import views
+from greenroom.server import explain_views as views
 from greenroom.server.arrival import arrival
 from greenroom.server.gateway import Gateway
 from greenroom.server.listing import unknown_model

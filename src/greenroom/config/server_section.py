@@ -1,0 +1,118 @@
+"""What an operator can say about the address: who may call, and the limits on what one caller can cost."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from greenroom.config import rules
+from greenroom.config.kinds import (
+    COUNT_MAX,
+    Count,
+    HeaderName,
+    MibAboveZero,
+    Name,
+    NotBool,
+    Port,
+    Seconds,
+    SecondsAboveZero,
+)
+from greenroom.config.report import break_on
+from greenroom.config.section import Section
+
+
+class Heartbeat(StrEnum):
+    COMMENT = "comment"
+    CHUNK = "chunk"
+    OFF = "off"
+
+
+class ApiKey(Section):
+    """One key that callers present as `Authorization: Bearer …` or `x-api-key: …`."""
+
+    name: Name
+    """Who holds this key; shown in logs and status instead of the key."""
+    key: Annotated[str | None, Field(repr=False)] = None
+    """The key itself, best given as `${env.NAME}`; it is hashed when read and never kept. Give this or sha256."""
+    sha256: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")] | None = None
+    """The key's SHA-256 in hex, so that the file holds no secret (`greenroom key` makes a key and prints both)."""
+    tenant: Name | None = None
+    """The tenant its requests belong to; the key's name when not given."""
+    priority_max: Literal["high", "normal", "low"] = "high"
+    """The best priority its requests may ask for; anything better is lowered to this."""
+    admin: bool = True
+    """Whether it may use the management API (load, unload, logs, reload) besides asking models."""
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        break_on(rules.of_api_key(self))
+        return self
+
+
+class Server(Section):
+    """The address, who may call, and the limits on what one caller can cost."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs api_keys, or insecure: true."""
+    port: Port = 8210
+    """Port to listen on; 0 takes a free one."""
+    insecure: bool = False
+    """Allow listening beyond loopback without any API key."""
+    api_keys: tuple[ApiKey, ...] = ()
+    """Keys that callers must present. Without any, every caller on the address is trusted."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names in the Host header, beyond loopback names and the listening address; "*" allows all."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web origins whose pages may call this server, such as https://chat.example.org; "*" allows all."""
+    forward_headers: tuple[HeaderName, ...] = ()
+    """Further request headers passed on to engines; without this only Content-Type and Accept are."""
+    header_timeout_s: Seconds = 10
+    """How long a caller may take to send its headers."""
+    body_timeout_s: Seconds = 30
+    """How long a caller may take to send its body, if that is longer than its size at body_rate_min_kib_s."""
+    body_rate_min_kib_s: Count = 8
+    """The slowest upload that is still accepted."""
+    keepalive_s: Seconds = 75
+    """How long an idle connection is kept open for the next request."""
+    write_timeout_s: Seconds = 30
+    """A caller that takes no byte of its answer for this long is cut off."""
+    connections_max: Count = 10_000
+    """Open connections at once; more are closed at once."""
+    connections_per_ip_max: Count = 1_000
+    """Open connections from one address; loopback is exempt."""
+    headers_max: Count = 100
+    """Headers in one request."""
+    header_bytes_max: Annotated[int, Field(ge=1024, le=COUNT_MAX), NotBool] = 32_768
+    """Bytes of all headers of one request together."""
+    request_line_max: Annotated[int, Field(ge=256, le=COUNT_MAX), NotBool] = 8_192
+    """Bytes of the request line."""
+    body_max_mib: MibAboveZero = 64
+    """Largest JSON body."""
+    upload_max_mib: MibAboveZero = 1_024
+    """Largest multipart or pass-through body (audio, images)."""
+    bodies_memory_mib: MibAboveZero = 512
+    """Memory for all buffered bodies together; when it is full new bodies are refused with 503."""
+    bodies_spool_mib: MibAboveZero = 8_192
+    """Disk for all spooled bodies together. Bodies above 256 KiB are spooled."""
+    heartbeat: Heartbeat = Heartbeat.COMMENT
+    """What a waiting streaming caller hears: an SSE comment, an empty chunk, or nothing."""
+    heartbeat_after_s: Seconds = 10
+    """Nothing is committed to a streaming caller before this, so that early failures keep their status."""
+    heartbeat_every_s: SecondsAboveZero = 10
+    """Seconds between heartbeats."""
+    wait_max_s: Seconds = 290
+    """How long a request waits for its model before it is answered 503 model_loading (most clients give up at 300)."""
+    stream_wait_max_s: Seconds = 3_600
+    """The same for streaming callers, who hear heartbeats meanwhile and can wait longer."""
+    answer_idle_max_s: Seconds = 600
+    """An engine that sends no byte of an answer for this long is taken for hung and the answer is cut; 0 = never."""
+    drain_s: Seconds = 30
+    """How long running answers may go on after SIGTERM."""
+    docs: bool = True
+    """Serve the reference of the management API at /api/v1/docs."""
+    record_activity: str | None = None
+    """File for one CSV row an answered request (time, model, tokens, tenant, priority); greenroom simulate reads it."""
+    record_events: str | None = None
+    """File for every event the scheduler is given and every effect it asks for, to replay its decisions elsewhere."""
