@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -178,12 +179,17 @@ def test_a_caller_who_cannot_wait_for_the_swap_it_causes_is_told_so() -> None:
 
 
 def test_urgent_request_tells_whose_coming_it_calls_off() -> None:
-    world = World([model("a", 6_000), model("b", 6_000), model("c", 6_000)])
-    world.arrive("running", "a", takes_s=100.0)
-    world.run(10.0)
-    world.arrive("low", "b", priority=2)
-    world.run(world.scheduler.state.limits.deadlines_s[2] / 10)
-    told = world.scheduler.explanation(world.asking("?", "c", priority=0))
-    assert told.calls_off == tuple(
-        slot.model for slot in world.scheduler.state.slots.values() if slot.planned is not None
-    )
+    """One model is in constant demand, another has waited until its place was promised and the answers are drained."""
+    world = World([model("a", 6_000, concurrency=4), model("b", 6_000), model("c", 6_000)])
+    for number in range(400):
+        world.later(0.3 * number, partial(world.arrive, f"a-{number}", "a", takes_s=3.0))
+    for number in range(4):
+        world.later(20.0, partial(world.arrive, f"b-{number}", "b", takes_s=1.0))
+    while not world.scheduler.state.ledger.promises:
+        world.run(0.5)
+        assert world.now < 100.0, "nobody was promised a place"
+    (promised,) = world.scheduler.state.ledger.promises
+    assert explained(world, "c", priority=0).calls_off == ("b",)
+    assert explained(world, "c", priority=1).calls_off == ()
+    world.arrive("urgent", "c", priority=0)
+    assert promised not in world.scheduler.state.slots, "its plan is over, whoever gets the place anew"
