@@ -87,6 +87,17 @@ def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixt
         ),
         (explained("wait", why="new_word", eta_s=1.0), ["qwen would have to wait: new word"]),
         (
+            explained("wait", why="new_word", calls_off=["b"], eta_s=1.0),
+            ["qwen would have to wait: new word", "  b would have to ask for a place anew, being less urgent"],
+        ),
+        (
+            explained("swap", move="load", too_late=True, eta_s=9.0),
+            [
+                "qwen would be loaded",
+                "  this caller would be refused: its time would be over by then; the model would be brought all the same",
+            ],
+        ),
+        (
             explained("refuse", why="load_failed", retry_after_s=5.0),
             [
                 "qwen would be refused: its last load failed and is not tried again yet",

@@ -107,7 +107,7 @@ def _place(explained: Explained) -> list[str]:
     if explained["behind"]:
         lines.append(f"  requests for {_list(explained['behind'])} would go first")
     if called_off := explained.get("calls_off"):
-        lines.append(f"  {_list(called_off)} would not be brought yet after all, being less urgent")
+        lines.append(f"  {_list(called_off)} would have to ask for a place anew, being less urgent")
     if explained.get("too_late"):
         lines.append(
             "  this caller would be refused: its time would be over by then; the model would be brought all the same"

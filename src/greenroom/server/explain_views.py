@@ -53,7 +53,7 @@ class Explained(View):
     evict: list[Evicted] = []
     """Who would leave for it."""
     calls_off: list[str] = []
-    """Less urgent models that are about to be brought and would have to wait again."""
+    """Less urgent models that are about to be brought and would have to ask for their place anew."""
     too_late: bool = False
     """Its model would be brought, but not in the time this caller has: the caller would be refused."""
     position: int | None = None
