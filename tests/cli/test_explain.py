@@ -94,7 +94,7 @@ def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixt
             explained("swap", move="load", too_late=True, eta_s=9.0),
             [
                 "qwen would be loaded",
-                "  this caller would be refused: its time would be over by then; the model would be brought all the same",
+                "  this caller would be refused: its time is over by then; the model would be brought all the same",
             ],
         ),
         (

@@ -110,7 +110,7 @@ def _place(explained: Explained) -> list[str]:
         lines.append(f"  {_list(called_off)} would have to ask for a place anew, being less urgent")
     if explained.get("too_late"):
         lines.append(
-            "  this caller would be refused: its time would be over by then; the model would be brought all the same"
+            "  this caller would be refused: its time is over by then; the model would be brought all the same"
         )
     if explained["position"] is not None:
         lines.append(f"  place in the queue: {explained['position']}")
