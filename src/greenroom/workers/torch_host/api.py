@@ -1,0 +1,131 @@
+"""One model's OpenAI API on a Unix socket.
+
+Owns the routes and what they need. `serve_text` opens it; it stays open while the model sleeps, and it is the gateway
+that sends nothing then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .asks import Performer
+from .chat import chat
+from .completions import complete
+from .embeddings import embed
+from .fields import parse_body
+from .grammar import Grammars
+from .house import House, Origin
+from .http import Answer, Server
+from .http_parser import Request
+from .mail import Mailbox
+from .refusals import Refused, unsupported
+from .templates import RENDER_DEADLINE_S, Template
+from .text import Text, read_config
+from .written import encoded
+
+# Bodies larger than this are read in a thread, so that streams of others go on meanwhile.
+INLINE_BODY_BYTES_MAX = 64 * 1024
+
+_POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+_GETS = ("/health", "/v1/models")
+
+
+class Api:
+    """Handles requests. To be made on the loop that serves it."""
+
+    def __init__(
+        self,
+        text: Text,
+        performer: Performer,
+        model: str,
+        *,
+        embeds: bool = False,
+        template_deadline_s: float = RENDER_DEADLINE_S,
+    ) -> None:
+        self.house = House(
+            model=model,
+            performer=performer,
+            text=text,
+            template=Template(text, template_deadline_s),
+            grammars=Grammars(text),
+            mailbox=Mailbox(asyncio.get_running_loop()),
+            embeds=embeds,
+            dimensions=_dimensions(text.folder),
+        )
+        self._opened = int(time.time())
+
+    async def handle(self, request: Request, answer: Answer) -> None:
+        try:
+            if request.path in _GETS:
+                self._look(request, answer)
+            elif request.path in _POSTS:
+                await self._ask(request, answer)
+            else:
+                raise Refused(f"There is no {request.path[:200]}.", status=404, code="not_found")
+        except RecursionError:
+            raise Refused("The body is nested too deeply.") from None
+
+    def _look(self, request: Request, answer: Answer) -> None:
+        if request.method != "GET":
+            raise Refused(f"{request.path} is read with GET.", status=405, code="method_not_allowed")
+        body: Mapping[str, Any] = {"status": "ok"}
+        if request.path == "/v1/models":
+            model = {"id": self.house.model, "object": "model", "created": self._opened, "owned_by": "greenroom"}
+            body = {"object": "list", "data": [model]}
+        answer.whole(200, encoded(body))
+
+    async def _ask(self, request: Request, answer: Answer) -> None:
+        if request.method != "POST":
+            raise Refused(f"{request.path} is asked with POST.", status=405, code="method_not_allowed")
+        origin = Origin.of(request.headers)
+        body = await _body(request.body)
+        if request.path == "/v1/embeddings":
+            self._expect(embeds=True)
+            await embed(self.house, body, answer)
+            return
+        self._expect(embeds=False)
+        perform = chat if request.path == "/v1/chat/completions" else complete
+        await perform(self.house, body, origin, answer)
+
+    def _expect(self, embeds: bool) -> None:
+        if self.house.embeds == embeds:
+            return
+        if embeds:
+            raise unsupported(f"{self.house.model} writes text. For vectors, set embedding: true for it.")
+        raise unsupported(f"{self.house.model} makes vectors: ask /v1/embeddings.")
+
+
+# An API that is open; closing it cuts everyone off and cancels their asks.
+Served = Server
+
+
+async def serve_text(
+    socket_path: Path,
+    performer: Performer,
+    text: Text,
+    model: str,
+    *,
+    embeds: bool = False,
+    template_deadline_s: float = RENDER_DEADLINE_S,
+) -> Served:
+    """Serve the model's API here until it is closed. Raises OSError for a path nobody can listen on."""
+    api = Api(text, performer, model, embeds=embeds, template_deadline_s=template_deadline_s)
+    server = Server(api.handle)
+    await server.open(socket_path)
+    return server
+
+
+async def _body(raw: bytes) -> dict[str, Any]:
+    if len(raw) <= INLINE_BODY_BYTES_MAX:
+        return parse_body(raw)
+    return await asyncio.to_thread(parse_body, raw)
+
+
+def _dimensions(folder: Path) -> frozenset[int]:
+    """What a model that was trained for shorter vectors says about it."""
+    said = read_config(folder / "config.json").get("matryoshka_dimensions")
+    return frozenset(size for size in said if isinstance(size, int)) if isinstance(said, list) else frozenset()

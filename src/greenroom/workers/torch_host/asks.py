@@ -1,0 +1,123 @@
+"""What is asked of a model on stage, and how its answer comes back: the seam between the API and the batch.
+
+Owns the records and promises both sides keep. Never imports torch: the API side of the worker is tested without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+EndReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class TooLong(ValueError):
+    """A prompt that can never fit, however long it waits. The message says what, which and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. Zero temperature takes the likeliest; zero `top_k` looks at all."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    """None: nobody asks. n: the chosen token's, and those of the n likeliest."""
+
+
+class Constraint(Protocol):
+    """What may come next in one sequence. It has state, belongs to one ask, and is used by the model's thread only."""
+
+    def fill(self, row: torch.Tensor) -> None:
+        """Set one bit per token that may come next; bit `i % 32` of word `i // 32` is token `i`.
+
+        `row` is one-dimensional int32 in CPU memory, contiguous, ceil(vocabulary / 32) long; all of it is written.
+        """
+
+    def accept(self, token: int) -> None:
+        """This token was chosen. To be called once for each, stop tokens included."""
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing more may come: the sequence ends with "stop"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and their log probabilities, likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    reason: EndReason
+    """"stop": a stop token (which is not handed to the listener) or the constraint is done."""
+    error: str | None = None
+    compute_s: float = 0.0
+
+
+class Listener(Protocol):
+    """Called from the model's thread; each call returns at once."""
+
+    def on_token(self, token: Token) -> None: ...
+
+    def on_end(self, end: End) -> None:
+        """Exactly once, after the last token."""
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """One sequence to be continued."""
+
+    id: str
+    tokens: list[int]
+    max_tokens: int
+    sampling: Sampling
+    stop_tokens: frozenset[int]
+    listener: Listener
+    tenant: str = ""
+    tag: str = ""
+    uses_cache: bool = True
+    constraint: Constraint | None = None
+    cancelled: bool = False
+    """Set by the API from any thread; the model ends the sequence within one step."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were found in the prefix cache. Set by the model, once, before the first token."""
+
+
+Vectors = list[list[float]]
+
+
+class Performer(Protocol):
+    """A model on stage, as the API sees it. Every method may be called from any thread and returns at once."""
+
+    context: int
+    """Tokens of the longest prompt and answer together."""
+
+    def submit(self, *asks: Ask) -> None:
+        """Take places in the batch, as far as there are, before any of them speaks; the others wait inside, in order.
+
+        Raises TooLong if one can never fit; none is taken then.
+        """
+
+    def embed(self, inputs: Sequence[Sequence[int]], done: Callable[[Vectors | Exception], None]) -> None:
+        """One vector per input, of length one. `done` is called exactly once, from any thread."""
+
+    def flush(self, tenant: str | None, tag: str | None) -> tuple[int, int]:
+        """Forget cached prefixes of this tenant and tag; None means any. Returns entries removed and bytes freed."""
+
+    @property
+    def in_flight(self) -> int: ...

@@ -1,0 +1,266 @@
+"""All sequences of one model together: who waits, whose prompt is being computed, who decodes in the batch.
+
+Owns the order of things within a step: the cancelled leave, the waiting sit down, a piece of prompts is computed, every
+running sequence gets one token. The device is kept busy: the next step is started before the tokens of the last one are
+looked at, so a sequence that ends has one token too many computed, which nobody hears. Errors end the sequences they
+concern; an error of the device is raised. Used by the model's thread only. Read `step` first.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .asks import Ask, EndReason
+from .failures import is_fatal, translated
+from .pages import BLOCK_TOKENS
+from .readback import Readback
+from .rows import Row
+from .runner import Piece, Runner
+from .sampling import Choosers, filled_masks
+from .seats import Seats
+from .speech import Speech
+
+log = logging.getLogger(__name__)
+
+# Tokens of prompts computed in one step: enough to fill the device, few enough that those who decode hardly wait.
+PREFILL_TOKENS_MAX = 2048
+
+
+@dataclass(slots=True)
+class Batch:
+    """Those who decode, row by row, as the device sees them."""
+
+    speeches: list[Speech]
+    choosers: Choosers
+    positions: list[int]
+    """Where the token of the next step stands, in each row."""
+    logprobs: list[int | None]
+
+
+class Ensemble:
+    def __init__(self, runner: Runner, seats: Seats, batch_max: int, on_over: Callable[[], None]) -> None:
+        """`on_over` is called once for each sequence that ends."""
+        self._runner = runner
+        self._on_over = on_over
+        self._seats = seats
+        self._batch_max = batch_max
+        self._waiting: deque[Speech] = deque()
+        self._prefilling: list[Speech] = []
+        self._running: list[Speech] = []
+        self._batch: Batch | None = None
+        # The step whose tokens nobody has looked at yet.
+        self._pending: Readback | None = None
+        self._last_step = 0.0
+        self.computed_tokens = 0
+        self.preempted = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._waiting or self._prefilling or self._running)
+
+    def add(self, ask: Ask) -> None:
+        self._waiting.append(Speech(ask, self._on_over))
+
+    def step(self) -> None:
+        """One step further for everybody. Raises only what the whole process cannot survive."""
+        self.drop_cancelled()
+        self._admit()
+        if self._prefilling:
+            self._guarded(self._prefill, list(self._prefilling))
+        if self._running:
+            self._guarded(self._decode, list(self._running))
+
+    def drop_cancelled(self) -> None:
+        for speech in self._everybody():
+            if speech.ask.cancelled:
+                speech.end("cancelled")
+        self._let_go()
+
+    def end_all(self, reason: EndReason, error: str | None = None) -> None:
+        for speech in self._everybody():
+            speech.end(reason, error)
+        self._let_go()
+        self._batch = self._pending = None
+
+    def _everybody(self) -> list[Speech]:
+        return [*self._waiting, *self._prefilling, *self._running]
+
+    def _guarded(self, work: Callable[[], None], concerned: Sequence[Speech]) -> None:
+        try:
+            work()
+        except Exception as error:
+            log.exception("step failed sequences=%d", len(concerned))
+            self._end_failed(concerned, error)
+            if is_fatal(error):
+                raise
+
+    def _end_failed(self, concerned: Iterable[Speech], error: Exception) -> None:
+        message = str(translated(error))
+        for speech in concerned:
+            speech.end("error", message)
+        if any(speech in self._running for speech in concerned):
+            self._batch = self._pending = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Those that have ended leave. What is still being computed for them is written before anybody sits there."""
+        for speech in (*self._prefilling, *self._running):
+            if speech.is_ended:
+                self._seats.leave(speech)
+        self._waiting = deque(one for one in self._waiting if not one.is_ended)
+        self._prefilling = [one for one in self._prefilling if not one.is_ended]
+        self._running = [one for one in self._running if not one.is_ended]
+
+    # --- sitting down -----------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._prefilling) + len(self._running) < self._batch_max:
+            # Those already seated will each want one block more before long.
+            seated = len(self._prefilling) + len(self._running)
+            if not self._seats.sit(self._waiting[0], spare=seated):
+                return
+            self._prefilling.append(self._waiting.popleft())
+
+    def _preempt_youngest(self) -> None:
+        """The youngest stands up and waits again, first in line; its tokens are computed anew when it sits down."""
+        youngest = max((*self._prefilling, *self._running), key=lambda speech: speech.since)
+        log.info("sequence preempted ask=%s tokens=%d", youngest.ask.id, len(youngest.tokens))
+        self._seats.leave(youngest)
+        self._prefilling = [one for one in self._prefilling if one is not youngest]
+        self._running = [one for one in self._running if one is not youngest]
+        self._waiting.appendleft(youngest)
+        self.preempted += 1
+
+    # --- prompts ----------------------------------------------------------------------------------------------------
+
+    def _prefill(self) -> None:
+        began = time.monotonic()
+        pieces, speeches, left = [], [], PREFILL_TOKENS_MAX
+        for speech in self._prefilling:
+            count = min(left, len(speech.tokens) - speech.computed)
+            if count <= 0:
+                break
+            tokens = speech.tokens[speech.computed : speech.computed + count]
+            is_last = speech.computed + count == len(speech.tokens)
+            pieces.append(Piece(tokens, speech.computed, speech.blocks, is_last))
+            speeches.append(speech)
+            left -= count
+        logits = self._runner.prefill(pieces)
+        finished = [speech for speech, piece in zip(speeches, pieces, strict=True) if piece.is_last]
+        chosen = self._choose_first(finished, logits) if finished else None
+        for speech, piece in zip(speeches, pieces, strict=True):
+            speech.computed += len(piece.tokens)
+            self.computed_tokens += len(piece.tokens)
+        tokens_told = [] if chosen is None else chosen.tokens([one.ask.sampling.logprobs for one in finished])
+        spent = (time.monotonic() - began) / (PREFILL_TOKENS_MAX - left)
+        for speech, piece in zip(speeches, pieces, strict=True):
+            speech.compute_s += spent * len(piece.tokens)
+        for speech, token in zip(finished, tokens_told, strict=True):
+            self._seats.share(speech)
+            speech.hear(token)
+        self._running.extend(finished)
+        self._prefilling = [one for one in self._prefilling if one not in finished]
+        self._let_go()
+
+    def _choose_first(self, speeches: Sequence[Speech], logits: torch.Tensor) -> Readback:
+        device = logits.device
+        choosers = Choosers([speech.chooser for speech in speeches], device)
+        places = torch.tensor([len(speech.tokens) for speech in speeches], device=device)
+        return Readback(choosers.choose(logits, places, self._masks(speeches, logits) if choosers.needs_host else None))
+
+    # --- decoding ---------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> None:
+        if self._batch is None or self._batch.speeches != self._running:
+            self._collect()
+            if not self._arrange():
+                return
+        batch = self._batch
+        if batch is None or not self._grow(batch):
+            return
+        logits = self._runner.decode(len(batch.speeches), max(batch.positions) + 1)
+        batch.positions = [position + 1 for position in batch.positions]
+        self._collect()
+        if all(speech.is_ended for speech in batch.speeches):
+            return
+        places = self._runner.rows.views(len(batch.speeches), 1)[1]
+        masks = self._masks(batch.speeches, logits) if batch.choosers.needs_host else None
+        chosen = batch.choosers.choose(logits, places, masks)
+        self._runner.rows.choose(chosen.tokens)
+        self._pending = Readback(chosen)
+
+    def _arrange(self) -> bool:
+        """Put those who run into rows, as far as the host knows them. False if nobody runs any more."""
+        self._batch = None
+        if not self._running:
+            return False
+        running = list(self._running)
+        rows = [Row(one.tokens[-1], one.computed, one.blocks) for one in running]
+        self._runner.rows.place(rows)
+        self._batch = Batch(
+            running,
+            Choosers([one.chooser for one in running], self._runner.stage.device),
+            [row.position for row in rows],
+            [one.ask.sampling.logprobs for one in running],
+        )
+        self._last_step = time.monotonic()
+        return True
+
+    def _grow(self, batch: Batch) -> bool:
+        """Every row has a block for its next token. False if room had to be made: then the batch has changed."""
+        for row, speech in enumerate(batch.speeches):
+            # A token beyond the last one allowed is never heard; it goes to the scratch block.
+            tokens = min(batch.positions[row] + 1, speech.prompt + speech.ask.max_tokens)
+            have = len(speech.blocks)
+            if tokens <= have * BLOCK_TOKENS:
+                continue
+            added = self._seats.grow(speech, tokens)
+            if added is None:
+                self._make_room()
+                return False
+            self._runner.rows.grow(row, have, added)
+        return True
+
+    def _make_room(self) -> None:
+        seated = len(self._running)
+        self._collect()
+        # Somebody may have ended just now: that is room enough to try again.
+        if len(self._running) == seated:
+            self._preempt_youngest()
+        self._batch = None
+
+    def _collect(self) -> None:
+        """Look at the tokens of the last step, and tell those concerned."""
+        batch, pending, self._pending = self._batch, self._pending, None
+        if batch is None or pending is None:
+            return
+        tokens = pending.tokens(batch.logprobs)
+        now = time.monotonic()
+        spent, self._last_step = (now - self._last_step) / len(tokens), now
+        for speech, token in zip(batch.speeches, tokens, strict=True):
+            if not speech.is_ended:
+                speech.computed += 1
+                speech.compute_s += spent
+                self.computed_tokens += 1
+                speech.hear(token)
+        self._let_go()
+
+    def _masks(self, speeches: Sequence[Speech], logits: torch.Tensor) -> torch.Tensor:
+        def fill(row: int, mask: torch.Tensor) -> None:
+            speech = speeches[row]
+            if speech.is_ended or speech.ask.constraint is None:
+                return
+            try:
+                speech.ask.constraint.fill(mask)
+            except Exception as error:  # Foreign code: its failure ends this answer and no other.
+                mask.fill_(-1)
+                speech.end("error", f"the output constraint failed: {translated(error)}")
+
+        masks = filled_masks([one.chooser for one in speeches], logits.shape[-1], fill, logits.is_cuda)
+        return masks.to(logits.device, non_blocking=True)

@@ -1,0 +1,127 @@
+"""Which bytes of which files make up an arena, where that can be said without loading the model.
+
+Owns the match between the tensors in the files and the places of the module. The names are Transformers' to translate;
+experts that are stored one by one lie one after the other where they are used, so that each has a place of its own.
+Whatever else would have to be computed is `Unplanned`, and `fallback` lets Transformers do it. Never reads weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from .arena import Layout, Place
+from .reading import CONVERTED, TORCH_DTYPES, Transfer
+from .safetensors_files import StoredTensor
+
+
+class Unplanned(Exception):
+    """The files do not fit the module as they are. The message says why."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the files have for one name of the module: a tensor, or many that are to be joined."""
+
+    converter: Any = None
+    by_pattern: dict[str, list[StoredTensor]] = field(default_factory=dict)
+
+
+def plan(module: Any, layout: Layout, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> list[Transfer]:
+    """Transfers that fill every place. Raises Unplanned."""
+    for pattern in module._get_dtype_plan(dtype) if hasattr(module, "_get_dtype_plan") else ():
+        if any(re.search(pattern.replace("*", r"\w+"), name) for name in layout.places):
+            raise Unplanned(f"the model keeps {pattern} in another dtype")
+    found = _translated(module, tensors)
+    return [transfer for place, names in _by_place(layout) for transfer in _transfers(place, names, found)]
+
+
+def _translated(module: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, Parts]:
+    """The files' tensors under the names of the module, as Transformers of this version translates them."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    except ImportError as reason:
+        raise Unplanned(f"this version of Transformers translates names in another way: {reason}") from reason
+    changes = get_model_conversion_mapping(module)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    owners = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    wanted, prefix = module.state_dict(), module.base_model_prefix
+    found: dict[str, Parts] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = name, None
+        parts = found.setdefault(target, Parts(owners.get(pattern)))
+        parts.by_pattern.setdefault(pattern or "", []).append(tensors[name])
+    return found
+
+
+def _by_place(layout: Layout) -> list[tuple[Place, list[str]]]:
+    found: dict[int, tuple[Place, list[str]]] = {}
+    for name, place in layout.places.items():
+        # Places without bytes lie where another begins; there is nothing to bring to them.
+        if place.size:
+            found.setdefault(place.offset, (place, []))[1].append(name)
+    return list(found.values())
+
+
+def _transfers(place: Place, names: list[str], found: Mapping[str, Parts]) -> Iterator[Transfer]:
+    stored = [found[name] for name in names if name in found]
+    if not stored:
+        raise Unplanned(f"no file has {names[0]}")
+    if len(stored) > 1:
+        # The configuration says they are one; whether they really are equal takes a look at all of them.
+        raise Unplanned(f"{names[0]} and {names[1]} are one in the model and two in the files")
+    if stored[0].converter is not None:
+        yield from _joined(place, names[0], stored[0])
+        return
+    sources = [source for tensors in stored[0].by_pattern.values() for source in tensors]
+    if len(sources) > 1:
+        raise Unplanned(f"{names[0]} is in the files more than once")
+    yield _transfer(sources[0], place)
+
+
+def _joined(place: Place, name: str, parts: Parts) -> Iterator[Transfer]:
+    """Experts stored one by one: `[expert, rows, columns]`, where the rows of several projections follow each other."""
+    sources = [parts.by_pattern.get(pattern, []) for pattern in parts.converter.source_patterns]
+    if not _only_joins(parts.converter, len(sources)) or len(place.shape) != 3:
+        raise Unplanned(f"{name} is stored in another form than it is used in")
+    experts, rows, columns = place.shape
+    if any(len(tensors) != experts for tensors in sources):
+        raise Unplanned(f"{name} has {experts} experts, and the files {[len(tensors) for tensors in sources]}")
+    if any(len(tensor.shape) != 2 for tensors in sources for tensor in tensors):
+        raise Unplanned(f"{name} is made of tensors that are no matrices")
+    start = place.offset
+    item = getattr(torch, place.dtype).itemsize
+    for together in zip(*sources, strict=True):
+        if sum(tensor.shape[0] for tensor in together) != rows:
+            raise Unplanned(f"{name} has {rows} rows for each expert, and the files another number")
+        for tensor in together:
+            shape = (tensor.shape[0], columns)
+            yield _transfer(tensor, replace(place, shape=shape, offset=start, size=math.prod(shape) * item))
+            start += math.prod(shape) * item
+
+
+def _only_joins(converter: Any, count: int) -> bool:
+    """Nothing is computed: experts are put one after the other, and before that the rows of their projections."""
+    steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
+    wanted = [("MergeModulelist", 0), ("Concatenate", 1)]
+    return len(converter.target_patterns) == 1 and steps == wanted[: 1 if count == 1 else 2]
+
+
+def _transfer(source: StoredTensor, place: Place) -> Transfer:
+    if source.shape != place.shape:
+        raise Unplanned(
+            f"{source.name} is {list(source.shape)} in {source.file.name} and {list(place.shape)} in the model"
+        )
+    kind = TORCH_DTYPES.get(source.dtype)
+    if kind is None or (kind != place.dtype and not {kind, place.dtype} <= CONVERTED):
+        raise Unplanned(f"{source.name} is {source.dtype} in {source.file.name} and {place.dtype} in the model")
+    return Transfer(source, place)

@@ -1,0 +1,111 @@
+"""Everything one model's endpoints share: its tokenizer, its template, its performer, and where a request comes from.
+
+Owns how prompts and wishes become sequences for the performer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from .answering import Score
+from .asks import Ask, Performer
+from .grammar import Grammars, JsonConstraint
+from .mail import Mailbox
+from .refusals import Refused
+from .stops import StopFinder
+from .templates import Template
+from .text import Text
+from .tool_calls import CallReader
+from .voice import Voice
+from .wishes import SEQUENCES_MAX, Wishes
+from .written import new_id
+
+CACHE_MODES = ("prefix", "none", "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whose request it is, as the gateway says in headers: cached prefixes are shared within these only."""
+
+    tenant: str
+    tag: str
+    uses_cache: bool
+
+    @staticmethod
+    def of(headers: Mapping[str, str]) -> Origin:
+        mode = headers.get("x-cache-mode", "auto").lower()
+        if mode not in CACHE_MODES:
+            raise Refused(f"X-Cache-Mode must be one of {', '.join(CACHE_MODES)}.", param="X-Cache-Mode")
+        return Origin(headers.get("x-tenant-id", ""), headers.get("x-cache-tag", ""), mode != "none")
+
+
+def _no_reader() -> CallReader | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    model: str
+    performer: Performer
+    text: Text
+    template: Template
+    grammars: Grammars
+    mailbox: Mailbox
+    embeds: bool
+    dimensions: Collection[int]
+    """Lengths its vectors may be cut to, for models that were trained for it."""
+
+    def score(
+        self,
+        prompts: Sequence[list[int]],
+        wishes: Wishes,
+        origin: Origin,
+        constraint: JsonConstraint | None = None,
+        *,
+        reader: Callable[[], CallReader | None] = _no_reader,
+        spoken: Collection[int] = (),
+        continues: bool = False,
+    ) -> Score:
+        """Sequences for every choice of every prompt. `continues`: the answer goes on in the middle of the text."""
+        if len(prompts) * wishes.choices > SEQUENCES_MAX:
+            raise Refused(f"At most {SEQUENCES_MAX} answers may be asked for at once.", param="n")
+        rooms = [wishes.room(len(prompt), self.performer.context) for prompt in prompts]
+        make = partial(self._voice, wishes=wishes, origin=origin, reader=reader, spoken=spoken, continues=continues)
+        voices: list[Voice] = []
+        for prompt, room in zip(prompts, rooms, strict=True):
+            for choice in range(wishes.choices):
+                own = constraint and (constraint.again() if voices else constraint)
+                voices.append(make(len(voices), prompt, room, choice, own))
+        return Score(voices, [len(prompt) for prompt in prompts])
+
+    def _voice(
+        self,
+        index: int,
+        prompt: list[int],
+        room: int,
+        choice: int,
+        constraint: JsonConstraint | None,
+        *,
+        wishes: Wishes,
+        origin: Origin,
+        reader: Callable[[], CallReader | None],
+        spoken: Collection[int],
+        continues: bool,
+    ) -> Voice:
+        detokeniser = self.text.detokeniser(prompt if continues else (), spoken)
+        voice = Voice(index, self.mailbox, detokeniser, StopFinder(wishes.stops), reader())
+        voice.ask = Ask(
+            id=new_id("ask"),
+            tokens=prompt,
+            max_tokens=room,
+            sampling=wishes.sampling_of(choice),
+            stop_tokens=frozenset() if wishes.ignores_end else self.text.stop_tokens,
+            listener=voice,
+            tenant=origin.tenant,
+            tag=origin.tag,
+            uses_cache=origin.uses_cache,
+            constraint=constraint,
+        )
+        return voice

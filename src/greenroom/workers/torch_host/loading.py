@@ -1,0 +1,192 @@
+"""From a folder to a filled arena and a module that fits it.
+
+Owns the order of attempts: adopt what another worker left, else fill by a plan straight from the files, else let
+Transformers load it. Whatever fails, the arena is left empty. Read `load` first.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+
+from . import fallback, reading, skeleton
+from .arena import HostArena, lay_out
+from .failures import BadModel
+from .filling import Unplanned, plan
+from .pages import text_config
+from .safetensors_files import StoredTensor, files_of, find_tensors
+from .skeleton import Wish
+
+# Few models have a hundred. Some share the tensors of one layer among all, so that fewer tensors alone mean nothing.
+LAYERS_PLAUSIBLE: Final = 1_000
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    module: torch.nn.Module
+    arena: HostArena
+    read_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What surrounds one load: how large it may get, who listens, who may stop it.
+
+    `on_reading` is called at most once, when weights begin to come; `on_built` at most once, with the module and the
+    arena it will be bound to, whose content may come later still. Both return at once.
+    """
+
+    arena_max_bytes: int | None = None
+    on_progress: Callable[[float], None] = lambda share: None
+    cancelled: threading.Event | None = None
+    on_thread: Callable[[], None] = lambda: None
+    on_reading: Callable[[], None] = lambda: None
+    on_built: Callable[[torch.nn.Module, HostArena], None] = lambda module, arena: None
+
+
+def load(wish: Wish, descriptor: int, filled: bool, around: Circumstances) -> Loaded:
+    """Fill or adopt the arena behind this memfd. Raises BadModel, OutOfMemory, Cancelled; then it is empty."""
+    config = skeleton.read_config(wish)
+    tensors = _tensors(wish)
+    _check_layers(wish, config, tensors)
+    dtype = _dtype(config, tensors)
+    identity = _identity(wish, dtype)
+    module = skeleton.build(wish, config, dtype)
+    if filled and module is not None:
+        arena = HostArena.adopt(descriptor, identity)
+        if arena is not None and skeleton.fits(module, arena.layout):
+            around.on_built(module, arena)
+            return Loaded(module, arena, 0)
+    try:
+        return _planned(module, tensors, dtype, descriptor, identity, around)
+    except Unplanned as reason:
+        log.info("weights are loaded by Transformers: %s", reason)
+        unplanned = str(reason)
+    try:
+        return _by_transformers(wish, module, dtype, descriptor, identity, around)
+    except BadModel as error:
+        # What Transformers says seldom names a tensor; what kept us from reading the files ourselves does.
+        raise BadModel(f"{error} ({unplanned})") from error
+
+
+def _tensors(wish: Wish) -> dict[str, StoredTensor]:
+    """What the files hold; nothing where they are not safetensors, which must have been allowed."""
+    if wish.gguf_file is not None:
+        return {}
+    if files_of(wish.folder):
+        return find_tensors(wish.folder)
+    if not wish.allow_pickle:
+        fallback.refuse_pickle(wish)
+    return {}
+
+
+def _check_layers(wish: Wish, config: Any, tensors: dict[str, StoredTensor]) -> None:
+    """Raises BadModel for layers that no file has: to build them could take longer, and more memory, than there is."""
+    layers = getattr(text_config(config), "num_hidden_layers", None)
+    if tensors and isinstance(layers, int) and layers > max(len(tensors), LAYERS_PLAUSIBLE):
+        raise BadModel(
+            f"{wish.folder} has {layers:,} layers by its config.json, and {len(tensors):,} tensors in its files. Is "
+            "the download complete?"
+        )
+
+
+def _dtype(config: Any, tensors: dict[str, StoredTensor]) -> torch.dtype:
+    """The configuration's, else that of the first weights with one we compute in."""
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    kinds = (reading.TORCH_DTYPES.get(tensor.dtype) for tensor in tensors.values())
+    found = next((kind for kind in kinds if kind in ("bfloat16", "float16", "float32")), "float32")
+    dtype: torch.dtype = getattr(torch, found)
+    return dtype
+
+
+def _planned(
+    module: torch.nn.Module | None,
+    tensors: dict[str, StoredTensor],
+    dtype: torch.dtype,
+    descriptor: int,
+    identity: str,
+    around: Circumstances,
+) -> Loaded:
+    if module is None:
+        raise Unplanned("it cannot be built before its weights are there")
+    layout = lay_out(skeleton.state_of(module))
+    transfers = plan(module, layout, tensors, dtype)
+    arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes)
+
+    def on_reading() -> None:
+        around.on_reading()
+        around.on_built(module, arena)
+
+    try:
+        done = reading.read_all(
+            transfers,
+            arena.tensor,
+            arena.buffer,
+            on_progress=around.on_progress,
+            cancelled=around.cancelled,
+            on_thread=around.on_thread,
+            on_reading=on_reading,
+        )
+        arena.seal()
+    except BaseException:
+        arena.discard()
+        raise
+    return Loaded(module, arena, done)
+
+
+def _by_transformers(
+    wish: Wish,
+    module: torch.nn.Module | None,
+    dtype: torch.dtype,
+    descriptor: int,
+    identity: str,
+    around: Circumstances,
+) -> Loaded:
+    around.on_thread()
+    around.on_reading()
+    loaded = fallback.load(wish, dtype)
+    layout = lay_out(skeleton.state_of(loaded))
+    arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes)
+    try:
+        copied = fallback.pour(loaded, arena)
+        arena.seal()
+    except BaseException:
+        arena.discard()
+        raise
+    if module is None or not skeleton.fits(module, layout):
+        module = loaded
+    del loaded
+    # The first copy of the weights must be gone before anyone counts on the memory.
+    gc.collect()
+    around.on_built(module, arena)
+    return Loaded(module, arena, copied)
+
+
+def _identity(wish: Wish, dtype: torch.dtype) -> str:
+    """What an arena is filled with: the files as they are now, how they are used, and who laid them out."""
+    found = hashlib.sha256()
+    for part in (str(dtype), str(wish.embedding), transformers.__version__):
+        found.update(part.encode() + b"\0")
+    for path in sorted(_sources(wish)):
+        seen = path.stat()
+        found.update(f"{path.name}\0{seen.st_size}\0{seen.st_mtime_ns}\0".encode())
+    return found.hexdigest()
+
+
+def _sources(wish: Wish) -> list[Path]:
+    if wish.gguf_file is not None:
+        return [wish.folder / wish.gguf_file]
+    weights = files_of(wish.folder) or sorted(wish.folder.glob("pytorch_model*"))
+    return [wish.folder / "config.json", *weights]

@@ -1,0 +1,139 @@
+"""Prompts seen before, kept by the block, so that a prompt that begins alike need not be computed again.
+
+Owns the tree of cached blocks, who uses them and which may go. A block is found by (tenant, tag) and the whole chain of
+tokens before it, so that nobody ever reads what another tenant computed. Never touches the memory and never imports
+torch. Used by the model's thread only. Read `match` and `keep` first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .pages import BLOCK_TOKENS, Blocks
+
+Owner = tuple[str, str]
+Run = tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One cached block. Whoever uses it uses all of its ancestors too."""
+
+    owner: Owner
+    block: int
+    parent: Node | None
+    run: Run
+    users: int = 0
+    is_listed: bool = True
+    """False once flushed: nobody finds it any more, and its block goes when the last user lets go."""
+    children: dict[Run, Node] = field(default_factory=dict)
+
+
+class PrefixCache:
+    """Cached blocks as trees, one per owner, and those nobody uses in the order they may go."""
+
+    def __init__(self, blocks: Blocks, block_bytes: int) -> None:
+        self._blocks = blocks
+        self._block_bytes = block_bytes
+        self._roots: dict[Owner, dict[Run, Node]] = {}
+        # Oldest first. A parent is always let go after its children, so the oldest is always a leaf.
+        self._unused: OrderedDict[int, Node] = OrderedDict()
+        self.entries = 0
+
+    def clear(self) -> None:
+        """The memory was dropped, and with it all that was cached; nobody uses anything any more."""
+        self._roots.clear()
+        self._unused.clear()
+        self.entries = 0
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be had: the free ones and those cached that nobody uses."""
+        return self._blocks.free + len(self._unused)
+
+    def take(self, count: int) -> list[int]:
+        """This many blocks, the least recently used cached ones dropped for them. The caller looked at `available`."""
+        while self._blocks.free < count:
+            _, oldest = self._unused.popitem(last=False)
+            self._forget(oldest)
+            self._blocks.give([oldest.block])
+        return self._blocks.take(count)
+
+    def match(self, owner: Owner, tokens: Sequence[int]) -> list[Node]:
+        """The longest cached beginning of these tokens, less the last one, which must be computed. In use from now."""
+        found: list[Node] = []
+        children = self._roots.get(owner, {})
+        for start in range(0, (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
+            node = children.get(tuple(tokens[start : start + BLOCK_TOKENS]))
+            if node is None:
+                break
+            self._use(node)
+            found.append(node)
+            children = node.children
+        return found
+
+    def keep(self, owner: Owner, tokens: Sequence[int], held: Sequence[Node], blocks: Sequence[int]) -> list[Node]:
+        """Put full blocks of these tokens into the tree, after those already held. The new nodes are in use.
+
+        `blocks` are the sequence's own ones after `held`. Where somebody else kept the same tokens first, keeping
+        stops: the sequence goes on with its own copy.
+        """
+        added: list[Node] = []
+        parent = held[-1] if held else None
+        if parent is not None and not parent.is_listed:
+            return added
+        for at, block in enumerate(blocks, start=len(held)):
+            run = tuple(tokens[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS])
+            if len(run) < BLOCK_TOKENS:
+                break
+            children = parent.children if parent is not None else self._roots.setdefault(owner, {})
+            if run in children:
+                break
+            parent = children[run] = Node(owner, block, parent, run, users=1)
+            self.entries += 1
+            added.append(parent)
+        return added
+
+    def release(self, nodes: Sequence[Node]) -> None:
+        """These are no longer used by this sequence: leaf first, so that leaves are the first to go."""
+        for node in reversed(nodes):
+            node.users -= 1
+            if node.users == 0 and node.is_listed:
+                self._unused[id(node)] = node
+            elif node.users == 0:
+                self._blocks.give([node.block])
+
+    def flush(self, tenant: str | None, tag: str | None) -> tuple[int, int]:
+        """Forget all of this tenant and this tag; None means any. Returns entries and their bytes."""
+        gone = 0
+        for owner in [o for o in self._roots if tenant in (None, o[0]) and tag in (None, o[1])]:
+            waiting = list(self._roots.pop(owner).values())
+            while waiting:
+                node = waiting.pop()
+                waiting.extend(node.children.values())
+                self._strike(node)
+                gone += 1
+        return gone, gone * self._block_bytes
+
+    def _strike(self, node: Node) -> None:
+        node.is_listed = False
+        node.children = {}
+        self.entries -= 1
+        if node.users == 0:
+            del self._unused[id(node)]
+            self._blocks.give([node.block])
+
+    def _use(self, node: Node) -> None:
+        if node.users == 0:
+            del self._unused[id(node)]
+        node.users += 1
+
+    def _forget(self, node: Node) -> None:
+        node.is_listed = False
+        siblings = self._roots[node.owner] if node.parent is None else node.parent.children
+        del siblings[node.run]
+        if node.parent is None and not siblings:
+            del self._roots[node.owner]
+        self.entries -= 1

@@ -1,0 +1,51 @@
+"""Why a request gets no answer, in the words of the OpenAI API.
+
+Owns the one shape of an error body. The worker cannot use the gateway's error tree: it imports nothing of greenroom.
+"""
+
+from __future__ import annotations
+
+import json
+
+MESSAGE_CHARS_MAX = 2_048
+
+
+class Refused(Exception):
+    """The request fails with this status. The message says what, which, and what to do."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str = "invalid_request"
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> bytes:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {
+            "message": self.message[:MESSAGE_CHARS_MAX],
+            "type": kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return json.dumps({"error": error}).encode()
+
+
+def too_long(message: str) -> Refused:
+    return Refused(message, code="context_length_exceeded")
+
+
+def failed(message: str) -> Refused:
+    """The model could not do it; nobody asked wrongly."""
+    return Refused(message, status=500, code="model_failed")
+
+
+def unavailable(message: str) -> Refused:
+    """The model is not there; another time it may be."""
+    return Refused(message, status=503, code="unavailable")
+
+
+def unsupported(message: str, param: str | None = None) -> Refused:
+    return Refused(message, param=param, code="unsupported")

@@ -1,0 +1,174 @@
+"""A model's steps on its device: pieces of prompts, one token for each of a batch.
+
+Owns the stores in KV memory, the static inputs of decoding and the graphs made of it. Never decides who is computed
+next and never chooses a token (the ensemble and sampling do). Used by the model's thread only. Read `prefill` and
+`decode` first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .attention import IMPLEMENTATION, Step, Store, performing, stores_in
+from .failures import BadModel
+from .flash import Kernels
+from .graphs import Graphs, batch_sizes, bucket, token_sizes
+from .pages import BLOCK_TOKENS, blocks_for, kv_bytes, layer_shapes, text_config
+from .quicken import quicken
+from .rope import quicken_rope
+from .rows import Rows
+from .steps import Decode, Prefill, Span, slots_of
+
+# Where keys are gathered first, a captured step keeps room for all of them: beyond so many, steps are not captured.
+GATHERED_TOKENS_MAX = 65536
+# Ways of turning positions that look at the longest one: the host must be asked in the middle of a step.
+UNCAPTURABLE_ROPES = frozenset({"dynamic", "longrope"})
+
+
+class Memory(Protocol):
+    """KV memory: flat bytes on the device, there only while the model is ready."""
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+
+class Stage(Protocol):
+    """What the runner needs of a model: its module, and memory on its device."""
+
+    module: torch.nn.Module
+    config: Any
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def kv(self) -> Memory: ...
+
+    def arrived(self) -> None:
+        """Returns when all weights are on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some tokens of one sequence to be computed together."""
+
+    tokens: Sequence[int]
+    past: int
+    blocks: Sequence[int]
+    """The sequence's table, long enough for past and tokens."""
+    is_last: bool
+    """Whether the next token is wanted."""
+
+
+class Runner:
+    """Built once per model; its graphs outlive sleep."""
+
+    def __init__(self, stage: Stage, cache_tokens: int, batch_max: int, context: int) -> None:
+        self.stage = stage
+        self.cache_tokens = cache_tokens
+        self.context = min(context, blocks_for(cache_tokens) * BLOCK_TOKENS)
+        self.shapes = layer_shapes(stage.config)
+        self.heads = int(text_config(stage.config).num_attention_heads)
+        _check(stage)
+        self.kernels = Kernels.tried(self.shapes[0], self.heads, stage.dtype, stage.device)
+        self.rows = Rows(batch_max, blocks_for(self.context) + 1, stage.device)
+        self._stores: tuple[Store, ...] = ()
+        self._keeps = "logits_to_keep" in inspect.signature(stage.module.forward).parameters
+        self._batches = batch_sizes(batch_max)
+        # One block more than the context: a step may have been started before the end of a sequence was known.
+        longest = (blocks_for(self.context) + 1) * BLOCK_TOKENS
+        # Where attention reads pages itself a wide table costs nothing: one width is captured for all lengths.
+        self._lengths = (longest,) if self.kernels.pages else token_sizes(longest)
+        self._graphs: Graphs | None = None
+        if stage.device.type == "cuda":
+            quicken(stage.module)
+            if self.kernels.pages:
+                quicken_rope(stage.module, self.shapes[0].key_dim, stage.dtype, stage.device)
+            if _is_capturable(stage.config):
+                self._graphs = Graphs(self._compute, self.rows.advance)
+
+    @staticmethod
+    def kv_bytes(config: Any, dtype: Any, cache_tokens: int) -> int:
+        return kv_bytes(config, dtype, cache_tokens)
+
+    def on_wake(self) -> None:
+        """KV memory is there again. It is emptied, because masked-out numbers must still be numbers."""
+        memory = self.stage.kv.tensor
+        memory.zero_()
+        self._stores = stores_in(memory, self.shapes, self.stage.dtype, self.cache_tokens)
+
+    def on_sleep(self) -> None:
+        self._stores = ()
+
+    def prefill(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Compute these pieces at once. Returns what may come next for each that is a last one, in order."""
+        spans: list[Span] = []
+        tokens, positions, write, read, wanted = list[int](), list[int](), list[int](), list[int](), list[int]()
+        for piece in pieces:
+            span = Span(len(tokens), len(piece.tokens), piece.past)
+            slots = slots_of(piece.blocks, 0, span.seen)
+            spans.append(span)
+            tokens.extend(piece.tokens)
+            positions.extend(range(span.past, span.seen))
+            write.extend(slots[span.past :])
+            read.extend(slots)
+            wanted.extend([len(tokens) - 1] if piece.is_last else [])
+        ids, places, write_at = self._upload([tokens, positions, write])
+        (read_at,) = self._upload([read])
+        step = Prefill(self._stores, self.kernels, spans, write_at, read_at)
+        # Something must be kept even where nothing is wanted.
+        (kept,) = self._upload([wanted or [0]])
+        logits = self._forward(step, ids[None], places[None], kept)
+        return logits[0, : len(wanted)]
+
+    def decode(self, count: int, longest: int) -> torch.Tensor:
+        """One token further for the first `count` of `rows`, the longest of which now has `longest` tokens."""
+        self.stage.arrived()
+        size, length = bucket(count, self._batches), bucket(longest, self._lengths)
+        is_small = self.kernels.pages or size * length <= GATHERED_TOKENS_MAX
+        if self._graphs is not None and is_small:
+            return self._graphs.run(size, blocks_for(length))[:count]
+        logits = self._compute(count, blocks_for(longest))
+        self.rows.advance(count)
+        return logits
+
+    def _compute(self, count: int, width: int) -> torch.Tensor:
+        tokens, positions, table = self.rows.views(count, width)
+        step = Decode(self._stores, self.kernels, positions, table)
+        return self._forward(step, tokens[:, None], positions[:, None], None)[:, -1]
+
+    def _forward(
+        self, step: Step, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | None
+    ) -> torch.Tensor:
+        keeps = {"logits_to_keep": kept} if kept is not None and self._keeps else {}
+        with torch.no_grad(), performing(step):
+            out = self.stage.module(input_ids=ids, position_ids=positions, use_cache=False, **keeps)
+        logits: torch.Tensor = out.logits
+        return logits if kept is None or self._keeps else logits[:, kept]
+
+    def _upload(self, lists: Sequence[Sequence[int]]) -> torch.Tensor:
+        made = torch.tensor(lists, dtype=torch.long, pin_memory=self.stage.device.type == "cuda")
+        return made.to(self.stage.device, non_blocking=True)
+
+
+def _check(stage: Stage) -> None:
+    name = type(stage.module).__name__
+    if not getattr(stage.module, "_supports_attention_backend", False):
+        raise BadModel(
+            f"{name} computes its attention in a way of its own, which cannot be served from paged KV memory."
+        )
+    if getattr(stage.module, "_is_stateful", False):
+        raise BadModel(f"{name} keeps more than keys and values between tokens, which does not fit paged KV memory.")
+    given = getattr(text_config(stage.config), "_attn_implementation", IMPLEMENTATION)
+    if given != IMPLEMENTATION:
+        raise BadModel(f"{name} was built with {given} attention instead of {IMPLEMENTATION}.")
+
+
+def _is_capturable(config: Any) -> bool:
+    ropes = getattr(text_config(config), "rope_parameters", None) or {}
+    kinds = {ropes.get("rope_type")} | {one.get("rope_type") for one in ropes.values() if isinstance(one, dict)}
+    return not kinds & UNCAPTURABLE_ROPES

@@ -1,0 +1,214 @@
+"""Choosing the next token of every row of a batch, on the device.
+
+Owns what each wish of a sequence does to the scores and in which order: bias, penalties and constraint first, then
+temperature, then top-k, top-p and min-p, then chance. Never asks the device anything: what it chose is read later, by
+whoever wants to know. The same seed gives the same choice whatever else is in the batch. Read `Choosers.choose` first.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .asks import Constraint, Sampling
+from .noise import chance
+
+# Colder than this, everything but the likeliest token vanishes in rounding.
+TEMPERATURE_MIN = 1e-4
+SEED_BITS = 62
+WORD_BITS = 32
+
+
+class Chooser:
+    """How one sequence chooses, and what it must remember for that. Outlives any batch it is part of."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], constraint: Constraint | None) -> None:
+        self.sampling = sampling
+        self.constraint = constraint
+        self.seed = secrets.randbits(SEED_BITS) if sampling.seed is None else _signed(sampling.seed)
+        self.is_greedy = sampling.temperature < TEMPERATURE_MIN
+        self.narrows = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        self._prompt = prompt
+        self._seen: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
+        self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing changes the scores before the choice."""
+        return not (self.penalises or self.sampling.logit_bias or self.constraint is not None)
+
+    @property
+    def penalises(self) -> bool:
+        wish = self.sampling
+        return bool(wish.presence_penalty or wish.frequency_penalty or wish.repetition_penalty != 1.0)
+
+    def adjust(self, scores: torch.Tensor) -> None:
+        """Bias and penalties, in place on this sequence's row."""
+        if self.penalises:
+            self._penalise(scores)
+        if self.sampling.logit_bias:
+            scores.index_add_(0, *self._bias_on(scores))
+
+    def note(self, token: torch.Tensor) -> None:
+        """This one was chosen; still on the device, nobody has looked at it."""
+        if self._counts is not None:
+            self._counts.index_add_(0, token.view(1), torch.ones_like(self._counts[:1]))
+
+    def _bias_on(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._bias is None:
+            wish = self.sampling.logit_bias
+            values = torch.tensor(list(wish.values()), device=scores.device, dtype=scores.dtype)
+            self._bias = torch.tensor(list(wish), device=scores.device), values
+        return self._bias
+
+    def _penalise(self, scores: torch.Tensor) -> None:
+        wish = self.sampling
+        if self._counts is None or self._seen is None:
+            self._counts = torch.zeros(scores.shape, dtype=torch.int32, device=scores.device)
+            self._seen = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
+            self._seen[torch.tensor(self._prompt, dtype=torch.long, device=scores.device)] = True
+        said = self._counts > 0
+        if wish.repetition_penalty != 1.0:
+            hit = torch.where(scores > 0, scores / wish.repetition_penalty, scores * wish.repetition_penalty)
+            scores.copy_(torch.where(said | self._seen, hit, scores))
+        scores.sub_(self._counts * wish.frequency_penalty + said * wish.presence_penalty)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """One token a row, and what was asked to be known about it. On the device."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor | None = None
+    top_ids: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
+
+    @property
+    def parts(self) -> tuple[torch.Tensor | None, ...]:
+        return (self.tokens, self.logprobs, self.top_ids, self.top_logprobs)
+
+
+class Choosers:
+    """The choosers of a batch, row by row. Made anew when the batch changes."""
+
+    def __init__(self, choosers: Sequence[Chooser], device: torch.device) -> None:
+        self._choosers = choosers
+        self._device = device
+        self._is_simple = all(one.is_greedy and one.is_plain and one.sampling.logprobs is None for one in choosers)
+        self._adjusted = [row for row, one in enumerate(choosers) if not one.is_plain]
+        self._top = max((one.sampling.logprobs for one in choosers if one.sampling.logprobs is not None), default=None)
+        self._warm = [row for row, one in enumerate(choosers) if not one.is_greedy and not one.narrows]
+        self._narrow = [row for row, one in enumerate(choosers) if not one.is_greedy and one.narrows]
+        self._wishes: dict[str, torch.Tensor] = {}
+        self._rows: dict[str, torch.Tensor] = {}
+        if not self._is_simple:
+            self._put_wishes()
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the tokens so far must be known on the host before the next can be chosen."""
+        return any(one.constraint is not None for one in self._choosers)
+
+    def choose(self, logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor | None = None) -> Chosen:
+        """The next token of each row. `places`: where it will stand; `masks`: a bitmask a row of what may come."""
+        if self._is_simple:
+            return Chosen(logits.argmax(dim=-1))
+        scores = logits.float()
+        if scores.data_ptr() == logits.data_ptr():
+            scores = logits.clone()
+        known = None if self._top is None else scores.log_softmax(dim=-1)
+        for row in self._adjusted:
+            self._choosers[row].adjust(scores[row])
+        if masks is not None:
+            scores.masked_fill_(~allowed_by(masks, scores.shape[-1]), float("-inf"))
+        tokens = self._pick(scores, places)
+        for row in self._adjusted:
+            self._choosers[row].note(tokens[row])
+        return self._told(tokens, known)
+
+    def _pick(self, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        tokens = scores.argmax(dim=-1)
+        for name, among in (("warm", _anywhere), ("narrow", self._nearby)):
+            rows = self._rows.get(name)
+            if rows is not None:
+                wishes = {key: value[rows] for key, value in self._wishes.items()}
+                tempered = scores[rows] / wishes["temperature"][:, None].float()
+                luck = chance(wishes["seed"].long(), places[rows])
+                tokens[rows] = among(tempered, luck, wishes)
+        return tokens
+
+    @staticmethod
+    def _nearby(scores: torch.Tensor, luck: torch.Tensor, wishes: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Among the likeliest only, from the likeliest down."""
+        ordered, ids = scores.sort(dim=-1, descending=True)
+        rank = torch.arange(ordered.shape[-1], device=ordered.device)[None, :]
+        ordered = ordered.masked_fill(rank >= wishes["top_k"][:, None], float("-inf"))
+        shares = ordered.double().softmax(dim=-1)
+        # A token stays while those before it have not yet filled the wanted share: the first always stays.
+        before = shares.cumsum(dim=-1) - shares
+        stays = (before < wishes["top_p"][:, None]) & (shares >= wishes["min_p"][:, None] * shares[:, :1])
+        place = _drawn(shares * (stays | (rank == 0)), luck)
+        return ids.gather(1, place[:, None])[:, 0]
+
+    def _told(self, tokens: torch.Tensor, known: torch.Tensor | None) -> Chosen:
+        if known is None or self._top is None:
+            return Chosen(tokens)
+        own = known.gather(1, tokens[:, None])[:, 0]
+        # At least one, so that there is a shape; listeners are told as many as they asked for.
+        best = known.topk(max(1, min(self._top, known.shape[-1])), dim=-1)
+        return Chosen(tokens, own, best.indices, best.values)
+
+    def _put_wishes(self) -> None:
+        wishes = [one.sampling for one in self._choosers]
+        every = 1 << 31
+        numbers: dict[str, list[float] | list[int]] = {
+            "temperature": [max(wish.temperature, TEMPERATURE_MIN) for wish in wishes],
+            "top_p": [wish.top_p for wish in wishes],
+            "min_p": [wish.min_p for wish in wishes],
+            "top_k": [wish.top_k or every for wish in wishes],
+            "seed": [one.seed for one in self._choosers],
+        }
+        for name, values in numbers.items():
+            dtype = torch.long if name in ("top_k", "seed") else torch.double
+            self._wishes[name] = torch.tensor(values, dtype=dtype, device=self._device)
+        for name, rows in (("warm", self._warm), ("narrow", self._narrow)):
+            if rows:
+                self._rows[name] = torch.tensor(rows, device=self._device)
+
+
+def _anywhere(scores: torch.Tensor, luck: torch.Tensor, wishes: dict[str, torch.Tensor]) -> torch.Tensor:
+    return _drawn(scores.double().softmax(dim=-1), luck)
+
+
+def _drawn(shares: torch.Tensor, luck: torch.Tensor) -> torch.Tensor:
+    """The first place at which the summed shares exceed this part of the whole. A share of nothing is never drawn."""
+    summed = shares.cumsum(dim=-1)
+    wanted = luck[:, None] * summed[:, -1:]
+    return torch.searchsorted(summed, wanted, right=True)[:, 0].clamp_(max=shares.shape[-1] - 1)
+
+
+def allowed_by(masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Bits as truth values: bit `i % 32` of word `i // 32` is token `i`."""
+    bits = torch.arange(WORD_BITS, device=masks.device, dtype=torch.int32)
+    return ((masks[:, :, None] >> bits) & 1).bool().view(masks.shape[0], -1)[:, :vocabulary]
+
+
+def filled_masks(
+    choosers: Sequence[Chooser], vocabulary: int, fill: Callable[[int, torch.Tensor], None], is_pinned: bool
+) -> torch.Tensor:
+    """A bitmask for each row: all ones where nobody constrains, what `fill(row, mask)` says elsewhere. On the host."""
+    words = -(-vocabulary // WORD_BITS)
+    masks = torch.full((len(choosers), words), -1, dtype=torch.int32, pin_memory=is_pinned)
+    for row, one in enumerate(choosers):
+        if one.constraint is not None:
+            fill(row, masks[row])
+    return masks
+
+
+def _signed(seed: int) -> int:
+    """Any whole number as 64 signed bits."""
+    return ((seed + (1 << 63)) % (1 << 64)) - (1 << 63)

@@ -1,0 +1,170 @@
+"""A model and its memory: asleep in the host arena, or on stage with its weights on the device.
+
+Owns the device arenas of one model, the registration of its host arena, and the order of things at wake and sleep.
+Knows nothing of requests: whoever computes with the module has stopped before `sleep` is called. Read `StageModel`.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from .arena import HostArena
+from .arriving import Arrival
+from .device_memory import BorrowedArena, CudaArena, DeviceArena, PrivateArena
+from .driver import driver
+from .registering import Registration
+from .skeleton import bind
+
+# Until the first wake has been timed: what a wire of the last but one generation does.
+RATE_UNKNOWN: Final = 20e9
+
+
+class Wire:
+    """How fast weights have been seen to arrive in this process. One model's wake tells the next what to expect."""
+
+    def __init__(self) -> None:
+        self._rate = RATE_UNKNOWN
+
+    def expected_s(self, size: int) -> float:
+        return size / self._rate
+
+    def saw(self, size: int, seconds: float) -> None:
+        if size > 0 and seconds > 0:
+            self._rate = size / seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """What a wake brings: bytes to be copied, bytes of the device in use, and how long until all has arrived."""
+
+    bytes: int
+    device_bytes: int
+    expected_s: float
+
+
+class StageModel:
+    """One model. `module` is bound to `weights` for good; both are usable only between `wake` and `sleep`.
+
+    May be made before the host arena is filled. Whoever does so calls `on_filled` afterwards, and only then `wake`.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, host: HostArena, device: torch.device, kv_bytes: int, wire: Wire
+    ) -> None:
+        self.module = module
+        self.config: Any = module.config
+        self.device = device
+        self.dtype = _dtype_of(module)
+        self.is_awake = False
+        self._host, self._wire = host, wire
+        self._registration: Registration | None = None
+        self._arrival: Arrival | None = None
+        self.weights, self.kv = _arenas(host, device, kv_bytes)
+        bind(module, self.weights.tensor, host.layout)
+        if isinstance(self.weights, CudaArena):
+            self._arrival = self._copies_to(self.weights)
+        if host.filled:
+            self.on_filled()
+
+    def on_filled(self) -> None:
+        """The host arena has all its weights: have them registered, in the background. May be called again."""
+        if self._arrival is not None and self._registration is None:
+            host = self._host.tensor
+            self._registration = Registration(driver(self.device.index or 0), host.data_ptr(), host.numel())
+
+    def wake(self) -> Woken:
+        """Bring the weights. Returns as soon as computing may begin. Raises OutOfMemory; then it sleeps as before."""
+        if self.is_awake:
+            return Woken(0, self.device_bytes, 0.0)
+        if self._registration is not None:
+            self._registration.wait()
+        try:
+            self.weights.map()
+            self.kv.map()
+            if self._arrival is not None:
+                self._arrival.begin(self.module)
+        except BaseException:
+            self.kv.unmap()
+            self.weights.unmap()
+            raise
+        self.is_awake = True
+        size = self._host.layout.bytes if self._arrival is not None else 0
+        return Woken(size, self.device_bytes, self._wire.expected_s(size))
+
+    def arrived(self) -> None:
+        """Return when all weights are on the device. Called by the thread that computes; costs nothing afterwards."""
+        if self._arrival is not None:
+            self._arrival.arrived()
+
+    def sleep(self) -> float:
+        """Give the device its memory back, and say how many seconds that took. Nothing may be computing any more."""
+        began = time.monotonic()
+        if not self.is_awake:
+            return 0.0
+        self.is_awake = False
+        if self._arrival is not None:
+            self._arrival.finish()
+        self.kv.unmap()
+        self.weights.unmap()
+        if self.device.type == "cuda":
+            # What torch kept of finished computations goes back as well.
+            torch.cuda.empty_cache()
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        """Let go of everything. The module is unusable afterwards."""
+        self.sleep()
+        if self._registration is not None:
+            self._registration.undo()
+        # Parameters look into the arenas: they go first.
+        self.module = torch.nn.Module()
+        self._arrival = None
+        gc.collect()
+        self.kv.close()
+        self.weights.close()
+        self._host.close()
+
+    @property
+    def device_bytes(self) -> int:
+        """What this model has on the device now."""
+        return sum(arena.size for arena in (self.weights, self.kv) if arena.is_mapped and arena is not self._borrowed)
+
+    @property
+    def last_wake_s(self) -> float:
+        """How long the last copy took, once it has arrived."""
+        return self._arrival.seconds if self._arrival is not None else 0.0
+
+    @property
+    def registration_problem(self) -> str | None:
+        return self._registration.problem if self._registration is not None else None
+
+    @property
+    def _borrowed(self) -> DeviceArena | None:
+        return self.weights if isinstance(self.weights, BorrowedArena) else None
+
+    def _copies_to(self, weights: CudaArena) -> Arrival:
+        host, card = self._host, driver(self.device.index or 0)
+        return Arrival(card, self.device, host.tensor, weights.address, host.layout, self._wire.saw)
+
+
+def _arenas(host: HostArena, device: torch.device, kv_bytes: int) -> tuple[DeviceArena, DeviceArena]:
+    if device.type != "cuda":
+        return BorrowedArena(host.tensor), PrivateArena(kv_bytes)
+    index = device.index or 0
+    torch.cuda.set_device(index)
+    weights = CudaArena(driver(index), index, host.layout.bytes)
+    try:
+        return weights, CudaArena(driver(index), index, kv_bytes)
+    except BaseException:
+        weights.close()
+        raise
+
+
+def _dtype_of(module: torch.nn.Module) -> torch.dtype:
+    """What the model computes in: the kind its floating-point weights have."""
+    return next((tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()), torch.float32)

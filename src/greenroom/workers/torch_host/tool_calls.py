@@ -1,0 +1,178 @@
+"""Finds a model's calls of tools in its text, as it comes: three forms that most models write.
+
+1. Hermes, Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them among text.
+2. Mistral: `[TOOL_CALLS]` and then a list of such objects, or `name[ARGS]{…}`, up to the end.
+3. Llama 3: nothing but `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>`.
+
+Owns the text held back because it may be a call. What turns out to be none is let out as text, so that nothing is lost.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+_HERMES, _HERMES_END = "<tool_call>", "</tool_call>"
+_MISTRAL, _PYTHON = "[TOOL_CALLS]", "<|python_tag|>"
+_MARKS = (_HERMES, _MISTRAL, _PYTHON)
+# Special tokens that are part of calls: they must come out as text to be found.
+CALL_TOKENS = (*_MARKS, _HERMES_END, "[ARGS]", "[CALL_ID]")
+CALLS_MAX = 128
+
+_NAMED = re.compile(r"\s*([\w.\-]{1,128})\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+_BETWEEN = re.compile(r"[\s;,]*")
+_FIRST_KEY = re.compile(r'\s*\{\s*"([^"\\]*)"')
+_CALL_KEYS = {"name", "type", "function", "parameters", "arguments", "id"}
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    name: str
+    arguments: str
+    """JSON, as the API wants it."""
+
+
+@dataclass(slots=True)
+class Found:
+    text: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+
+class _Place(enum.Enum):
+    START = enum.auto()  # Only space so far, since the beginning or since the last call.
+    TEXT = enum.auto()
+    HERMES = enum.auto()  # Between the marks of one call.
+    REST = enum.auto()  # Everything up to the end belongs to calls.
+
+
+class CallReader:
+    def __init__(self, names: Collection[str]) -> None:
+        """`names` are the tools offered: without a mark, only a call of one of these is a call."""
+        self._names = names
+        self._place = _Place.START
+        self._held = ""
+        self._mark = ""
+        self._has_called = False
+
+    def add(self, text: str) -> Found:
+        """The text and calls that are certain now."""
+        self._held += text
+        found = Found()
+        # Each step but the last takes something away from what is held.
+        while self._step(found):
+            pass
+        return found
+
+    def end(self) -> Found:
+        """No more comes: what is held is a call if it can be read as one, else text."""
+        found, held = Found(), self._held
+        self._held = ""
+        if self._place in (_Place.HERMES, _Place.REST):
+            self._read(held, found, self._mark + held)
+        elif self._place is _Place.TEXT or not self._has_called:
+            found.text = held
+        return found
+
+    def _step(self, found: Found) -> bool:
+        """Go on by one step; false when more text must come first."""
+        if self._place is _Place.START:
+            return self._begin()
+        if self._place is _Place.TEXT:
+            return self._pass_text(found)
+        if self._place is _Place.HERMES:
+            return self._close_call(found)
+        return self._give_up_rest()
+
+    def _begin(self) -> bool:
+        inside = self._held.lstrip()
+        if not inside:
+            return False
+        if self._has_called:
+            self._held = inside
+        is_bare = inside[0] == "{" and not self._has_called
+        self._place, self._mark = (_Place.REST if is_bare else _Place.TEXT), ""
+        return True
+
+    def _pass_text(self, found: Found) -> bool:
+        at, mark = min(((at, mark) for mark in _MARKS if (at := self._held.find(mark)) >= 0), default=(-1, ""))
+        if at < 0:
+            keep = _hopeful(self._held)
+            found.text += self._held[: len(self._held) - keep]
+            self._held = self._held[len(self._held) - keep :]
+            return False
+        found.text += self._held[:at]
+        self._held = self._held[at + len(mark) :]
+        self._place, self._mark = (_Place.HERMES if mark == _HERMES else _Place.REST), mark
+        return True
+
+    def _close_call(self, found: Found) -> bool:
+        inside, end, rest = self._held.partition(_HERMES_END)
+        if not end:
+            return False
+        self._held, self._place = rest, _Place.START
+        self._read(inside, found, f"{_HERMES}{inside}{_HERMES_END}")
+        return True
+
+    def _give_up_rest(self) -> bool:
+        """An object that begins with a key no call has is an answer in JSON: it need not wait for its end."""
+        if self._mark:
+            return False
+        first = _FIRST_KEY.match(self._held)
+        if first is None or first[1] in _CALL_KEYS:
+            return False
+        self._place = _Place.TEXT
+        return True
+
+    def _read(self, inside: str, found: Found, otherwise: str) -> None:
+        calls = parse_calls(inside)
+        if calls and (self._mark or all(call.name in self._names for call in calls)):
+            found.calls += calls
+            self._has_called = True
+        else:
+            found.text += otherwise
+
+
+def parse_calls(text: str) -> list[Call]:
+    """All calls written here one after another; none at all if anything else is written too."""
+    calls: list[Call] = []
+    for part in text.split(_MISTRAL):
+        at = _BETWEEN.match(part).end()  # type: ignore[union-attr]
+        while at < len(part):
+            name = _NAMED.match(part, at)
+            try:
+                value, at = _DECODER.raw_decode(part, name.end() if name else at)
+            except (ValueError, RecursionError):
+                return []
+            items = [{"name": name[1], "arguments": value}] if name else value if isinstance(value, list) else [value]
+            read = [call for item in items if (call := _call(item)) is not None]
+            if len(read) < len(items) or len(calls) + len(read) > CALLS_MAX:
+                return []
+            calls += read
+            at = _BETWEEN.match(part, at).end()  # type: ignore[union-attr]
+    return calls
+
+
+def _call(item: Any) -> Call | None:
+    if not isinstance(item, dict):
+        return None
+    inner = item.get("function")
+    said = inner if isinstance(inner, dict) else item
+    name = said.get("name", inner)
+    arguments = said.get("arguments", said.get("parameters", {}))
+    if not isinstance(name, str) or not isinstance(arguments, dict | str):
+        return None
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return Call(name, written)
+
+
+def _hopeful(text: str) -> int:
+    """How many of the last characters could be the beginning of a mark."""
+    for length in range(min(len(text), max(map(len, _MARKS)) - 1), 0, -1):
+        if any(mark.startswith(text[-length:]) for mark in _MARKS):
+            return length
+    return 0

@@ -1,0 +1,298 @@
+"""The torch worker's memory on a real GPU: addresses that stay, memory that is really back, weights that are the same.
+
+Needs torch with CUDA, transformers and nvidia-ml-py in the Python that runs it; prints what it measures:
+`PYTHONPATH=src:. python -m pytest -c /dev/null -s tests/gpu/test_torch_host_gpu.py`
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from greenroom.workers.torch_host import skeleton
+from greenroom.workers.torch_host.arena import HostArena, lay_out
+from greenroom.workers.torch_host.device_memory import CudaArena
+from greenroom.workers.torch_host.driver import driver
+from greenroom.workers.torch_host.failures import OutOfMemory
+from greenroom.workers.torch_host.registering import CHUNK_BYTES, Registration
+from greenroom.workers.torch_host.skeleton import Wish
+from greenroom.workers.torch_host.stage import StageModel, Wire
+from tests.workers.torch_host import tiny
+from tests.workers.torch_host.worker_rig import WorkerRig
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda", 0)
+GIB = 2**30
+# What a library may keep for itself once it has been used.
+SLACK_BYTES = 128 * 2**20
+# 1.3 B parameters, 2.6 GB: large enough that copies take long, small enough to be made in seconds.
+SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32_000,
+}
+TURNS = 5
+
+
+def used_bytes() -> int:
+    """What the whole GPU has in use, as its driver says."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+
+def say(text: str) -> None:
+    print(f"\n{text}")  # noqa: T201
+
+
+def settle() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def dirty(size: int) -> None:
+    """Let the GPU's free memory hold nonsense: what is not copied in must not look right by chance."""
+    nonsense = torch.full((size,), 0xFF, dtype=torch.uint8, device=GPU)
+    del nonsense
+    settle()
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StageModel]:
+    torch.zeros(1, device=GPU)
+    folder = tiny.make_model(tmp_path_factory.mktemp("model"), "llama")
+    wish = Wish(folder, attention="sdpa", dtype="bfloat16")
+    config = skeleton.read_config(wish)
+    config.update(SIZES)
+    # Derived from the tiny sizes when the file was read.
+    config.head_dim = SIZES["hidden_size"] // SIZES["num_attention_heads"]
+    module = skeleton.build(wish, config, torch.bfloat16)
+    assert module is not None
+    layout = lay_out(skeleton.state_of(module))
+    memory = os.memfd_create("arena")
+    host = HostArena.create(memory, layout, "test", None)
+    fill(host.tensor)
+    made = StageModel(module, host, GPU, 256 * 2**20, Wire())
+    made.on_filled()
+    yield made
+    made.close()
+    os.close(memory)
+
+
+def fill(flat: Any) -> None:
+    """Random weights, made on the GPU because it is faster at it."""
+    random = torch.Generator(device=GPU).manual_seed(1)
+    for start in range(0, flat.numel(), 512 * 2**20):
+        part = flat[start : start + 512 * 2**20]
+        numbers = torch.empty(part.numel() // 2, dtype=torch.bfloat16, device=GPU).normal_(0, 0.02, generator=random)
+        part.copy_(numbers.view(torch.uint8))
+    del numbers
+    settle()
+
+
+def answer(stage: StageModel) -> Any:
+    tokens = torch.arange(64, device=GPU)[None]
+    with torch.no_grad():
+        return stage.module(tokens, use_cache=False).logits[0, -1].float().cpu()
+
+
+def test_an_arena_keeps_its_address_and_gives_its_memory_back() -> None:
+    torch.zeros(1, device=GPU)
+    settle()
+    before = used_bytes()
+    arena = CudaArena(driver(0), 0, GIB)
+    address = arena.tensor.data_ptr()
+    assert used_bytes() - before < SLACK_BYTES
+    for turn in range(TURNS):
+        arena.map()
+        assert used_bytes() - before >= GIB
+        assert arena.tensor.data_ptr() == address
+        arena.tensor.fill_(turn)
+        assert int(arena.tensor[-1]) == turn
+        torch.cuda.synchronize()
+        arena.unmap()
+        assert used_bytes() - before < SLACK_BYTES
+    arena.close()
+
+
+def test_an_arena_larger_than_the_gpu_is_refused_with_the_numbers_and_leaves_nothing() -> None:
+    settle()
+    before = used_bytes()
+    total = driver(0).memory()[1]
+    arena = CudaArena(driver(0), 0, total + GIB)
+    with pytest.raises(OutOfMemory, match=f"of {total:,} bytes free and {arena.size:,} are needed"):
+        arena.map()
+    assert not arena.is_mapped
+    assert used_bytes() - before < SLACK_BYTES
+    arena.close()
+
+
+def test_a_captured_graph_survives_unmapping() -> None:
+    arena = CudaArena(driver(0), 0, 4 * 2**20)
+    arena.map()
+    weights = arena.tensor.view(torch.float32)[: 512 * 512].view(512, 512)
+    given, out = torch.ones(512, device=GPU), torch.empty(512, device=GPU)
+    weights.fill_(2.0)
+    torch.mv(weights, given, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.mv(weights, given, out=out)
+    for turn in range(TURNS):
+        torch.cuda.synchronize()
+        arena.unmap()
+        arena.map()
+        weights.fill_(float(turn))
+        graph.replay()
+        assert out.unique().tolist() == [512.0 * turn]
+    torch.cuda.synchronize()
+    arena.unmap()
+    del graph
+    arena.close()
+
+
+def test_host_memory_is_registered_in_chunks_and_let_go() -> None:
+    size = CHUNK_BYTES + 123 * 4096
+    memory = torch.zeros(size + 4096, dtype=torch.uint8)
+    pointer = -(-memory.data_ptr() // 4096) * 4096
+    for _ in range(2):
+        # The second time only works where the first was undone.
+        registration = Registration(driver(0), pointer, size)
+        registration.wait()
+        assert registration.problem is None
+        registration.undo()
+
+
+def test_logits_are_bit_equal_over_sleeps_and_memory_is_back(stage: StageModel) -> None:
+    size = stage._host.layout.bytes
+    stage.wake()
+    expected = answer(stage)
+    stage.sleep()
+    settle()
+    # After the first time: by then libraries have loaded what they keep.
+    asleep = used_bytes()
+    assert expected.isfinite().all()
+    for turn in range(TURNS):
+        dirty(size + GIB)
+        began = time.monotonic()
+        woken = stage.wake()
+        mapped_s = time.monotonic() - began
+        # Computing begins while weights are still on their way.
+        found = answer(stage)
+        first_s = time.monotonic() - began
+        stage.arrived()
+        assert torch.equal(found, expected)
+        assert torch.equal(answer(stage), expected)
+        assert used_bytes() - asleep >= woken.device_bytes
+        slept_s = stage.sleep()
+        left = used_bytes() - asleep
+        rate = woken.bytes / stage.last_wake_s / 1e9
+        say(
+            f"turn {turn}: {woken.bytes / 1e9:.2f} GB, copied at {rate:.1f} GB/s, wake call {mapped_s * 1e3:.1f} ms,"
+            f" first logits after {first_s * 1e3:.0f} ms, sleep {slept_s * 1e3:.1f} ms, left {left / 1e6:.0f} MB,"
+            f" next expected {stage._wire.expected_s(size) * 1e3:.0f} ms"
+        )
+        assert left < SLACK_BYTES
+        assert rate > 5
+
+
+def test_hooks_are_gone_once_everything_is_here(stage: StageModel) -> None:
+    stage.wake()
+    assert any(part._forward_pre_hooks for part in stage.module.modules())
+    stage.arrived()
+    assert not any(part._forward_pre_hooks for part in stage.module.modules())
+    stage.sleep()
+
+
+def test_a_sleep_right_after_a_wake_is_safe(stage: StageModel) -> None:
+    stage.wake()
+    stage.sleep()
+    stage.wake()
+    first = answer(stage)
+    stage.sleep()
+    stage.wake()
+    assert torch.equal(answer(stage), first)
+    stage.sleep()
+
+
+def test_a_wake_that_finds_no_memory_is_refused_and_changes_nothing(stage: StageModel) -> None:
+    settle()
+    free = driver(0).memory()[0]
+    taken = torch.empty(free - GIB, dtype=torch.uint8, device=GPU)
+    with pytest.raises(OutOfMemory, match="bytes free"):
+        stage.wake()
+    assert not stage.is_awake
+    assert stage.device_bytes == 0
+    del taken
+    settle()
+    stage.wake()
+    assert answer(stage).isfinite().all()
+    stage.sleep()
+
+
+def test_a_device_side_assert_is_known_as_the_end() -> None:
+    code = (
+        "import torch; from greenroom.workers.torch_host.failures import is_fatal\n"
+        "try:\n"
+        "    torch.zeros(4, device='cuda')[torch.tensor([10], device='cuda')]; torch.cuda.synchronize()\n"
+        "except Exception as error: print('fatal', is_fatal(error))\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert "fatal True" in out.stdout, out.stderr[-2000:]
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerRig]:
+    folder = Path(tempfile.mkdtemp(prefix="gr-"))
+    made = WorkerRig(folder)
+    yield made
+    say(made.log()[-4000:])
+    made.end()
+    shutil.rmtree(folder)
+
+
+def test_a_worker_serves_two_models_that_take_turns(worker: WorkerRig, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 8}
+    memories, said = {}, {}
+    for seed, slot in enumerate(("a", "b")):
+        folder = tiny.make_model(tmp_path / slot, "llama", seed=seed, dtype=torch.bfloat16, **sizes)
+        memories[slot] = os.memfd_create(slot)
+        heard = worker.open(slot, folder, memories[slot], device="cuda", threads=None)
+        assert heard["ok"], (heard, worker.log())
+    for turn in range(TURNS):
+        for slot in ("a", "b"):
+            began = time.monotonic()
+            woken = worker.do("wake", slot=slot)
+            text = worker.complete(slot, tokens=24)
+            took_s = time.monotonic() - began
+            assert said.setdefault(slot, text) == text
+            awake = used_bytes()
+            slept = worker.do("sleep", slot=slot)
+            back = awake - used_bytes()
+            say(
+                f"{slot}{turn}: {woken['bytes'] / 1e6:.0f} MB, 24 tokens after {took_s * 1e3:.0f} ms,"
+                f" sleep {slept['seconds'] * 1e3:.1f} ms, {back / 1e6:.0f} MB back"
+            )
+            assert back >= woken["device_bytes"]
+    looked = worker.do("look")
+    assert all(slot["device_bytes"] == 0 and slot["problem"] is None for slot in looked["slots"].values())
+    assert worker.hang_up() == 0
+    for memory in memories.values():
+        os.close(memory)

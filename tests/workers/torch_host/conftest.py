@@ -1,0 +1,89 @@
+"""A model's API on a Unix socket, with a performer that follows a script, and the clients that ask it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from greenroom.workers.torch_host.api import serve_text
+from greenroom.workers.torch_host.asks import Ask
+from greenroom.workers.torch_host.http import Server
+from greenroom.workers.torch_host.text import Text
+from tests.workers.torch_host import tokenizer_folders
+from tests.workers.torch_host.fake_performer import FakePerformer
+
+if TYPE_CHECKING:
+    import httpx2
+    import openai
+
+
+@dataclass
+class Rig:
+    performer: FakePerformer
+    text: Text
+    socket: Path
+    http: httpx2.AsyncClient
+    openai: openai.AsyncOpenAI
+    served: Server
+
+
+Opener = Callable[..., contextlib.AbstractAsyncContextManager[Rig]]
+
+
+@pytest.fixture(scope="session")
+def byte_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    return Text.load(tokenizer_folders.byte_level(tmp_path_factory.mktemp("byte") / "tiny-byte"))
+
+
+@pytest.fixture(scope="session")
+def sentence_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    return Text.load(tokenizer_folders.sentencepiece(tmp_path_factory.mktemp("sentence") / "tiny-sentence"))
+
+
+@pytest.fixture
+def socket_folder() -> Iterator[Path]:
+    """Short: the path of a Unix socket has about a hundred letters at most."""
+    folder = Path(tempfile.mkdtemp(prefix="gr-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def open_api(byte_text: Text, socket_folder: Path) -> Opener:
+    """Serve a performer that says this text (or what a script says) to everyone."""
+
+    @contextlib.asynccontextmanager
+    async def opened(
+        says: str | Callable[[Ask], Sequence[int]] = "hello world",
+        text: Text | None = None,
+        context: int = 2048,
+        embeds: bool = False,
+        template_deadline_s: float = 30.0,
+    ) -> AsyncIterator[Rig]:
+        # Imported late: other tests of this folder run where no client is installed.
+        import httpx2
+        import openai
+
+        own = text or byte_text
+        script = says if callable(says) else lambda ask: own._encode(says, False)
+        performer = FakePerformer(script, context)
+        path = socket_folder / "model.sock"
+        served = await serve_text(path, performer, own, "tiny", embeds=embeds, template_deadline_s=template_deadline_s)
+        transport = httpx2.AsyncHTTPTransport(uds=str(path))
+        http = httpx2.AsyncClient(transport=transport, base_url="http://model", timeout=60)
+        client = openai.AsyncOpenAI(api_key="none", base_url="http://model/v1", http_client=http, max_retries=0)
+        try:
+            yield Rig(performer, own, path, http, client, served)
+        finally:
+            performer.go.set()
+            await http.aclose()
+            await served.close()
+
+    return opened

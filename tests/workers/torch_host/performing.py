@@ -1,0 +1,188 @@
+"""A tiny model ready to perform, without files, arenas or a server, and asks whose answers are collected."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from greenroom.workers.torch_host.asks import Ask, Constraint, End, Sampling, Token
+from greenroom.workers.torch_host.attention import IMPLEMENTATION, register
+from greenroom.workers.torch_host.batching import Batching
+from greenroom.workers.torch_host.pages import kv_bytes
+from tests.workers.torch_host.tiny import _SHARED, CONTEXT, ENCODERS, KINDS, VOCABULARY
+
+WAIT_S = 90.0
+GREEDY = Sampling(temperature=0.0)
+_numbers = itertools.count(1)
+
+# Models this small are computed fastest by one thread; several that wait for each other on a busy machine take minutes.
+torch.set_num_threads(1)
+
+
+@dataclass
+class Flat:
+    tensor: torch.Tensor
+
+
+@dataclass
+class Stage:
+    """What a runner needs of a model on stage, on the CPU, always awake."""
+
+    module: torch.nn.Module
+    config: Any
+    kv: Flat
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+    forwards: list[int] = field(default_factory=list)
+    """How many tokens each forward pass was given."""
+
+    def arrived(self) -> None:
+        """They were made here."""
+
+
+def random_model(kind: str, seed: int = 1, **changes: Any) -> Any:
+    """A model whose weights are spread wide enough that rounding never decides what is likeliest."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**{**_SHARED, **KINDS[kind], **changes})
+    maker = AutoModel if kind in ENCODERS else AutoModelForCausalLM
+    model = maker.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.3)
+    return model
+
+
+def stage_of(model: Any, cache_tokens: int) -> Stage:
+    register()
+    model.set_attn_implementation(IMPLEMENTATION)
+    kv = torch.zeros(kv_bytes(model.config, "float32", cache_tokens) if cache_tokens else 0, dtype=torch.uint8)
+    stage = Stage(model, model.config, Flat(kv))
+    model.register_forward_pre_hook(
+        lambda _module, _args, named: stage.forwards.append(named["input_ids"].numel()), with_kwargs=True
+    )
+    return stage
+
+
+@contextmanager
+def performing(
+    model: Any,
+    *,
+    cache_tokens: int = 4096,
+    batch_max: int = 8,
+    context: int = CONTEXT,
+    on_fatal: Callable[[BaseException], None] | None = None,
+    **options: Any,
+) -> Iterator[Batching]:
+    """The model on stage, until the end of the block."""
+    stage = stage_of(model, cache_tokens)
+    batching = Batching(
+        stage,
+        cache_tokens=cache_tokens,
+        batch_max=batch_max,
+        context=context,
+        on_fatal=on_fatal or (lambda error: None),
+        **options,
+    )
+    batching.on_wake()
+    try:
+        yield batching
+    finally:
+        batching.close()
+
+
+class Answer:
+    """Hears one ask. Counts ends, so that a second one is noticed."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Token] = []
+        self.ends: list[End] = []
+        self.ask: Ask
+        self.on_each: Callable[[Token], None] = lambda token: None
+        self._first, self._over = threading.Event(), threading.Event()
+
+    def on_token(self, token: Token) -> None:
+        assert not self.ends, "a token came after the end"
+        self.tokens.append(token)
+        self.on_each(token)
+        self._first.set()
+
+    def on_end(self, end: End) -> None:
+        self.ends.append(end)
+        self._over.set()
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+    @property
+    def end(self) -> End:
+        assert self._over.wait(WAIT_S), "the answer never ended"
+        assert len(self.ends) == 1, "an answer ends once"
+        return self.ends[0]
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """How many of its prompt were found in the cache, once it is over."""
+        assert self.end
+        return self.ask.cached_tokens
+
+    def begun(self) -> None:
+        assert self._first.wait(WAIT_S), "the answer never began"
+
+
+def ask(
+    tokens: Sequence[int],
+    max_tokens: int = 12,
+    sampling: Sampling = GREEDY,
+    *,
+    stop: Sequence[int] = (),
+    tenant: str = "",
+    tag: str = "",
+    uses_cache: bool = True,
+    constraint: Constraint | None = None,
+) -> tuple[Ask, Answer]:
+    answer = Answer()
+    made = answer.ask = Ask(
+        id=f"ask-{next(_numbers)}",
+        tokens=list(tokens),
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stop_tokens=frozenset(stop),
+        listener=answer,
+        tenant=tenant,
+        tag=tag,
+        uses_cache=uses_cache,
+        constraint=constraint,
+    )
+    return made, answer
+
+
+def said(
+    batching: Batching, tokens: Sequence[int], max_tokens: int = 12, sampling: Sampling = GREEDY, **more: Any
+) -> Answer:
+    """Submit, and wait for the end."""
+    made, answer = ask(tokens, max_tokens, sampling, **more)
+    batching.submit(made)
+    assert answer.end.reason != "error", answer.end.error
+    return answer
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    random = torch.Generator().manual_seed(1000 * seed + tokens)
+    return [int(one) for one in torch.randint(3, VOCABULARY, (tokens,), generator=random)]
+
+
+def generated(model: Any, tokens: Sequence[int], max_tokens: int) -> list[int]:
+    """What Transformers itself says, with its own attention and cache."""
+    out = model.generate(
+        torch.tensor([list(tokens)]), max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=2
+    )
+    return [int(one) for one in out[0, len(tokens) :]]

@@ -1,0 +1,82 @@
+"""Which errors end a request and which end the process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from greenroom.workers.torch_host import desk
+from greenroom.workers.torch_host.desk import Slots
+from greenroom.workers.torch_host.failures import (
+    MESSAGE_MAX_CHARS,
+    BadModel,
+    DriverError,
+    Failure,
+    OutOfMemory,
+    is_fatal,
+    translated,
+)
+from greenroom.workers.torch_host.hosted import Shared
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"),
+        DriverError("cuMemUnmap", 700, "an illegal memory access was encountered"),
+        caused(Failure("the step failed"), RuntimeError("CUDA error: unspecified launch failure")),
+    ],
+)
+def test_a_lost_device_ends_the_process(error: Exception) -> None:
+    assert is_fatal(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("shape '[2, 3]' is invalid for input of size 5"),
+        DriverError("cuMemHostRegister", 712, "part or all of the requested memory range is already mapped"),
+        DriverError("cuMemAddressReserve", 1, "invalid argument"),
+        OutOfMemory("cuMemCreate found no memory."),
+        BadModel("the file says: CUDA error"),
+        ValueError("CUDA error"),
+    ],
+)
+def test_other_errors_do_not(error: Exception) -> None:
+    assert not is_fatal(error)
+
+
+def test_foreign_errors_get_one_of_our_kinds_and_one_short_line() -> None:
+    assert translated(MemoryError("Cannot allocate memory")).kind == "out_of_memory"
+    assert translated(KeyError("x")).kind == "failed"
+    known = BadModel("broken")
+    assert translated(known) is known
+    long = str(translated(RuntimeError("line one\n" + "word " * 1000)))
+    assert len(long) == MESSAGE_MAX_CHARS
+    assert "\n" not in long
+
+
+def test_a_worker_whose_device_is_lost_exits_with_seventy(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    ended = threading.Event()
+
+    def exit_with(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    monkeypatch.setattr(desk.os, "_exit", exit_with)
+    loop = asyncio.new_event_loop()
+    Slots(Shared(loop, on_fatal=lambda error: None)).lost(RuntimeError("CUDA error"))
+    assert ended.wait(60)
+    assert codes == [70]
+    loop.close()

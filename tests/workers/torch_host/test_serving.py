@@ -1,0 +1,144 @@
+"""The whole of it: a tiny model with random weights, its real batch, its real tokenizer, and the OpenAI client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+
+from greenroom.workers.torch_host.api import serve_text
+from greenroom.workers.torch_host.batching import Batching
+from greenroom.workers.torch_host.text import Text
+from tests.workers.torch_host.performing import performing, random_model
+from tests.workers.torch_host.tiny import save_tokenizer
+from tests.workers.torch_host.waiting import until
+
+PROMPT = "the capital of France is"
+HI: Any = [{"role": "user", "content": "one two three"}]
+
+
+class House:
+    """A served model, the same weights as Transformers runs them, and clients."""
+
+    def __init__(self, batching: Batching, text: Text, socket: Path) -> None:
+        self.batching = batching
+        self.text = text
+        self.reference = random_model("llama")
+        http = httpx2.AsyncClient(transport=httpx2.AsyncHTTPTransport(uds=str(socket)), timeout=90)
+        self.client = openai.AsyncOpenAI(api_key="none", base_url="http://model/v1", http_client=http, max_retries=0)
+
+    def expected(self, prompt: str, tokens: int) -> str:
+        """What Transformers itself says, likeliest token by likeliest token."""
+        inputs = torch.tensor([self.text._encode(prompt, True)])
+        with torch.no_grad():
+            said = self.reference.generate(inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=2)
+        new = [token for token in said[0, inputs.shape[1] :].tolist() if token not in self.text.special]
+        return self.text.decode(new)
+
+
+@pytest.fixture
+async def house(tmp_path: Path, socket_folder: Path) -> AsyncIterator[House]:
+    save_tokenizer(tmp_path / "tiny")
+    text = Text.load(tmp_path / "tiny")
+    with performing(random_model("llama")) as batching:
+        served = await serve_text(socket_folder / "s", batching, text, "tiny")
+        made = House(batching, text, socket_folder / "s")
+        yield made
+        await made.client.close()
+        await served.close()
+    text.close()
+
+
+async def test_the_likeliest_answer_is_the_one_transformers_gives(house: House) -> None:
+    answer = await house.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0)
+    assert answer.choices[0].text == house.expected(PROMPT, 24)
+
+
+async def test_many_at_once_say_what_each_says_alone(house: House) -> None:
+    prompts = [f"{PROMPT} {word}" for word in ("one", "two three", "four five six", "x", "y z")]
+
+    async def streamed(prompt: str) -> str:
+        stream = await house.client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=16, temperature=0, stream=True
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    assert await asyncio.gather(*map(streamed, prompts)) == [house.expected(prompt, 16) for prompt in prompts]
+
+
+async def test_a_prompt_seen_before_is_told_as_cached(house: House) -> None:
+    long = f"{PROMPT} " * 12
+    first = await house.client.completions.create(model="tiny", prompt=long, max_tokens=4, temperature=0)
+    again = await house.client.completions.create(model="tiny", prompt=long, max_tokens=4, temperature=0)
+    assert first.usage is not None and again.usage is not None and again.usage.prompt_tokens_details is not None
+    assert again.choices[0].text == first.choices[0].text
+    assert 0 < (again.usage.prompt_tokens_details.cached_tokens or 0) < again.usage.prompt_tokens
+
+
+async def test_the_head_of_a_stream_says_what_its_usage_says_of_the_cache(house: House) -> None:
+    wishes: Any = {"model": "tiny", "prompt": [f"{PROMPT} " * 12, f"{PROMPT}; " * 12], "max_tokens": 4, "n": 2}
+    for hit in ("false", "true"):
+        raw = await house.client.completions.with_raw_response.create(
+            **wishes, stream=True, stream_options={"include_usage": True}
+        )
+        usage = [chunk async for chunk in raw.parse()][-1].usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        assert raw.headers["x-cache-hit"] == hit
+        assert raw.headers["x-cache-tokens-reused"] == str(usage.prompt_tokens_details.cached_tokens)
+
+
+async def test_a_seed_says_the_same_again_and_choices_differ(house: House) -> None:
+    wishes: Any = {"model": "tiny", "messages": HI, "max_tokens": 12, "seed": 5, "n": 3, "temperature": 1.5}
+    first = await house.client.chat.completions.create(**wishes)
+    again = await house.client.chat.completions.create(**wishes)
+    texts = [choice.message.content for choice in first.choices]
+    assert texts == [choice.message.content for choice in again.choices]
+    assert len(set(texts)) == 3
+
+
+async def test_an_answer_is_held_to_its_schema(house: House) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Madrid"]}, "sure": {"type": "boolean"}},
+        "required": ["city", "sure"],
+        "additionalProperties": False,
+    }
+    answer = await house.client.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        n=4,
+        temperature=2,
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}},
+    )
+    for choice in answer.choices:
+        said = json.loads(choice.message.content or "")
+        assert said["city"] in ("Paris", "Madrid") and isinstance(said["sure"], bool)
+        assert choice.finish_reason == "stop"
+
+
+async def test_log_probabilities_are_those_of_the_model(house: House) -> None:
+    answer = await house.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1, temperature=0, logprobs=3)
+    with torch.no_grad():
+        scores = house.reference(torch.tensor([house.text._encode(PROMPT, True)])).logits[0, -1]
+    best = torch.topk(torch.log_softmax(scores.float(), -1), 3).values.tolist()
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.top_logprobs and logprobs.token_logprobs
+    assert logprobs.token_logprobs[0] == pytest.approx(best[0], abs=1e-3)
+    assert sorted(logprobs.top_logprobs[0].values(), reverse=True) == pytest.approx(best, abs=1e-3)
+
+
+async def test_a_client_that_leaves_frees_its_place(house: House) -> None:
+    stream = await house.client.completions.create(
+        model="tiny", prompt=PROMPT, stream=True, extra_body={"ignore_eos": True}
+    )
+    await anext(stream)
+    assert house.batching.in_flight == 1
+    await stream.close()
+    await until(lambda: house.batching.in_flight == 0)

@@ -1,0 +1,330 @@
+"""The worker as its gateway sees it: a real process, real sockets, tiny models on the CPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workers.torch_host import tiny
+from tests.workers.torch_host.worker_rig import PROGRAM, WorkerRig
+
+CYCLES = 8
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "one": tiny.make_model(folder / "one", "llama", seed=1),
+        "two": tiny.make_model(folder / "two", "qwen3", seed=2, shards=2),
+        "vectors": tiny.make_model(folder / "vectors", "bert", seed=3),
+    }
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerRig]:
+    with rig_folder() as folder:
+        made = WorkerRig(folder)
+        yield made
+        made.end()
+
+
+class rig_folder:  # noqa: N801
+    """A folder with a short name: that of a Unix socket has about a hundred letters at most."""
+
+    def __enter__(self) -> Path:
+        self.folder = Path(tempfile.mkdtemp(prefix="gr-"))
+        return self.folder
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    made = os.memfd_create("greenroom-arena")
+    yield made
+    os.close(made)
+
+
+@pytest.fixture
+def opened(worker: WorkerRig, models: dict[str, Path], memory: int) -> Iterator[WorkerRig]:
+    """The worker with the first model open in a slot `a`."""
+    heard = worker.open("a", models["one"], memory)
+    assert heard["ok"], heard
+    yield worker
+    worker.answer(worker.ask("close", slot="a"))
+
+
+def mapped(worker: WorkerRig) -> int:
+    lines = Path(f"/proc/{worker.process.pid}/maps").read_text().splitlines()
+    return sum("greenroom-arena" in line for line in lines)
+
+
+def descriptors(worker: WorkerRig) -> int:
+    return len(os.listdir(f"/proc/{worker.process.pid}/fd"))
+
+
+def test_it_says_what_it_is(worker: WorkerRig) -> None:
+    heard = worker.do("hello")
+    assert heard["pid"] == worker.process.pid
+    assert heard["device"] == "cpu"
+    assert re.match(r"2\.\d+", heard["torch"])
+    assert re.match(r"5\.\d+", heard["transformers"])
+    assert worker.path.stat().st_mode & 0o077 == 0
+
+
+def test_a_model_is_opened_asleep_and_its_figures_are_told(
+    worker: WorkerRig, models: dict[str, Path], memory: int
+) -> None:
+    worker.progress.clear()
+    heard = worker.open("a", models["one"], memory)
+    weights = (models["one"] / "model.safetensors").stat().st_size
+    assert heard["arena_bytes"] == os.fstat(memory).st_size >= weights * 0.9
+    assert heard["read_bytes"] <= weights
+    assert heard["kv_bytes"] > 0
+    assert worker.progress[-1] == 1.0
+    looked = worker.do("look")["slots"]["a"]
+    assert (looked["tier"], looked["device_bytes"], looked["in_flight"]) == ("asleep", 0, 0)
+    assert looked["host_bytes"] == heard["arena_bytes"]
+    worker.do("close", slot="a")
+
+
+def test_the_answer_is_the_same_after_a_sleep(opened: WorkerRig) -> None:
+    woken = opened.do("wake", slot="a")
+    # On a CPU the weights are computed with where they lie: nothing is copied.
+    assert (woken["bytes"], woken["expected_s"]) == (0, 0.0)
+    first = opened.complete("a")
+    slept = opened.do("sleep", slot="a")
+    assert slept["seconds"] >= 0
+    assert opened.do("look")["slots"]["a"]["device_bytes"] == 0
+    opened.do("wake", slot="a")
+    assert opened.complete("a") == first
+    assert opened.do("look")["slots"]["a"]["wakes"] == 2
+
+
+def test_waking_and_sleeping_twice_change_nothing(opened: WorkerRig) -> None:
+    opened.do("sleep", slot="a")
+    opened.do("wake", slot="a")
+    first = opened.complete("a")
+    opened.do("wake", slot="a")
+    assert opened.complete("a") == first
+    opened.do("sleep", slot="a")
+    opened.do("sleep", slot="a")
+    assert opened.do("look")["slots"]["a"]["tier"] == "asleep"
+
+
+def test_several_models_live_in_one_process(opened: WorkerRig, models: dict[str, Path]) -> None:
+    other = os.memfd_create("greenroom-arena")
+    assert opened.open("b", models["two"], other)["ok"]
+    opened.do("wake", slot="a")
+    alone = opened.complete("a")
+    opened.do("wake", slot="b")
+    assert opened.complete("b") != alone
+    opened.do("sleep", slot="b")
+    assert opened.complete("a") == alone
+    opened.do("close", slot="b")
+    os.close(other)
+
+
+def test_a_chat_is_answered_by_the_slots_own_name(opened: WorkerRig) -> None:
+    opened.do("wake", slot="a")
+    body = {"model": "a", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    status, found = opened.post("a", "/v1/chat/completions", body)
+    assert (status, found["model"], found["usage"]["completion_tokens"] <= 4) == (200, "model-a", True)
+
+
+def test_a_repeated_prompt_is_cached_until_it_is_flushed(opened: WorkerRig) -> None:
+    opened.do("wake", slot="a")
+    prompt = "the capital of France is Paris and the capital of Spain is Madrid " * 3
+
+    def cached() -> int:
+        _, found = opened.post("a", "/v1/completions", {"model": "a", "prompt": prompt, "max_tokens": 1})
+        return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached() == 0
+    assert cached() > 0
+    flushed = opened.do("flush", slot="a", tenant=None, tag=None)
+    assert flushed["entries"] > 0
+    assert flushed["bytes"] > 0
+    assert cached() == 0
+
+
+def test_embeddings_are_served(worker: WorkerRig, models: dict[str, Path], memory: int) -> None:
+    assert worker.open("e", models["vectors"], memory, embedding=True)["ok"]
+    worker.do("wake", slot="e")
+    status, found = worker.post("e", "/v1/embeddings", {"model": "e", "input": ["hello", "goodbye"]})
+    assert (status, len(found["data"]), len(found["data"][0]["embedding"])) == (200, 2, 64)
+    worker.do("close", slot="e")
+
+
+def test_a_closed_slot_leaves_nothing_but_the_memory_its_gateway_holds(
+    worker: WorkerRig, models: dict[str, Path], memory: int
+) -> None:
+    worker.open("a", models["one"], memory)
+    worker.do("wake", slot="a")
+    first = worker.complete("a")
+    assert mapped(worker) == 1
+    worker.do("close", slot="a")
+    assert mapped(worker) == 0
+    assert not worker.socket("a").exists()
+    assert worker.answer(worker.ask("wake", slot="a"))["kind"] == "unknown_slot"
+    # The gateway still holds it: it can be opened again without reading.
+    assert worker.open("a", models["one"], memory, filled=True)["read_bytes"] == 0
+    worker.do("wake", slot="a")
+    assert worker.complete("a") == first
+    worker.do("close", slot="a")
+
+
+def test_opening_and_closing_again_and_again_leaks_nothing(
+    worker: WorkerRig, models: dict[str, Path], memory: int
+) -> None:
+    seen: list[tuple[int, int]] = []
+    for _ in range(CYCLES):
+        assert worker.open("a", models["one"], memory)["ok"]
+        worker.do("wake", slot="a")
+        worker.complete("a", tokens=2)
+        worker.do("close", slot="a")
+        seen.append((descriptors(worker), mapped(worker)))
+    assert seen[-1] == seen[1]
+
+
+def test_a_spoilt_model_is_refused_and_leaves_nothing(
+    worker: WorkerRig, models: dict[str, Path], memory: int, tmp_path: Path
+) -> None:
+    spoilt = shutil.copytree(models["one"], tmp_path / "spoilt")
+    os.truncate(spoilt / "model.safetensors", 200_000)
+    before = descriptors(worker)
+    heard = worker.open("a", spoilt, memory)
+    assert (heard["ok"], heard["kind"]) == (False, "bad_model")
+    assert "is cut off" in heard["message"]
+    assert (os.fstat(memory).st_size, descriptors(worker), mapped(worker)) == (0, before, 0)
+    assert not worker.socket("a").exists()
+
+
+def test_a_model_without_a_tokenizer_is_refused_and_leaves_nothing(
+    worker: WorkerRig, models: dict[str, Path], memory: int, tmp_path: Path
+) -> None:
+    spoilt = shutil.copytree(models["one"], tmp_path / "spoilt")
+    for path in spoilt.glob("tokenizer*"):
+        path.unlink()
+    heard = worker.open("a", spoilt, memory)
+    assert (heard["ok"], heard["kind"]) == (False, "bad_model")
+    assert (os.fstat(memory).st_size, mapped(worker)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"arena_max_bytes": 1000}, "out_of_memory", "1,000 are allowed"),
+        ({"device": "cuda"}, "bad_model", "is to run on a GPU"),
+        ({"device": "abacus"}, "failed", "'abacus' is not known"),
+        ({"dtype": "int3"}, "bad_model", "dtype 'int3' is not known"),
+        ({"context": 0}, "failed", "context must be a number above zero"),
+        ({"embedding": "yes"}, "failed", "embedding must be of kind bool"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(
+    worker: WorkerRig, models: dict[str, Path], memory: int, options: dict[str, Any], kind: str, says: str
+) -> None:
+    heard = worker.open("a", models["one"], memory, **options)
+    assert (heard["ok"], heard["kind"]) == (False, kind)
+    assert says in heard["message"]
+    assert mapped(worker) == 0
+
+
+def test_a_context_longer_than_the_model_has_positions_for_is_cut(
+    worker: WorkerRig, models: dict[str, Path], memory: int
+) -> None:
+    worker.open("a", models["one"], memory, context=1_000_000, cache_tokens=2048)
+    worker.do("wake", slot="a")
+    # Every byte of it is a token of its own: too long by one.
+    body = {"model": "a", "prompt": "\0" * tiny.CONTEXT, "max_tokens": 1}
+    status, found = worker.post("a", "/v1/completions", body)
+    assert status == 400, found
+    assert worker.post("a", "/v1/completions", {**body, "prompt": "\0" * (tiny.CONTEXT - 1)})[0] == 200
+    worker.do("close", slot="a")
+
+
+def test_a_second_caller_is_not_heard(worker: WorkerRig) -> None:
+    worker.do("hello")
+    with pytest.raises(OSError, match="refused"):
+        import socket
+
+        socket.socket(socket.AF_UNIX).connect(str(worker.path))
+
+
+def test_another_worker_takes_over_what_a_killed_one_had(
+    worker: WorkerRig, models: dict[str, Path], memory: int
+) -> None:
+    with rig_folder() as folder:
+        first = WorkerRig(folder)
+        first.open("a", models["one"], memory)
+        first.do("wake", slot="a")
+        said = first.complete("a")
+        first.process.kill()
+        first.end()
+    assert worker.open("a", models["one"], memory, filled=True)["read_bytes"] == 0
+    worker.do("wake", slot="a")
+    assert worker.complete("a") == said
+    worker.do("close", slot="a")
+
+
+def test_it_ends_with_its_gateway() -> None:
+    with rig_folder() as folder:
+        alone = WorkerRig(folder)
+        assert alone.hang_up() == 0
+        assert not alone.path.exists()
+        alone.end()
+
+
+def test_a_python_without_torch_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text('raise ImportError("No module named torch", name="torch")')
+    ended = subprocess.run(
+        [sys.executable, str(PROGRAM), "--control", str(tmp_path / "c")],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 3
+    assert "torch is missing in" in ended.stderr
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("broken", ["not there", "without what is asked of it"])
+def test_a_module_of_our_own_that_cannot_be_imported_is_a_traceback_and_no_advice(tmp_path: Path, broken: str) -> None:
+    package = tmp_path / "torch_host"
+    shutil.copytree(PROGRAM.parent / "torch_host", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(PROGRAM, tmp_path)
+    if broken == "not there":
+        (package / "desk.py").unlink()
+    else:
+        (package / "desk.py").write_text("from .asks import nothing_of_this_name")
+    # In the place of those that take long to import; the program's own folder comes first on the path.
+    for name in ("torch", "transformers", "transformers/models", "transformers/models/llama"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "transformers" / "modeling_utils.py").touch()
+    (tmp_path / "transformers" / "models" / "llama" / "modeling_llama.py").touch()
+    ended = subprocess.run(
+        [sys.executable, str(tmp_path / PROGRAM.name), "--control", str(tmp_path / "c")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "Traceback" in ended.stderr and "torch_host." in ended.stderr
+    assert "pip install" not in ended.stderr
+    assert not (tmp_path / "c").exists()
