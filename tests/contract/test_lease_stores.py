@@ -262,6 +262,21 @@ async def test_a_waiter_that_leaves_is_not_in_the_way(stage: Stage) -> None:
     assert (await store.acquire(ask("c", 4_000, devices=("gpu0",)))).claim == {"gpu0": 4_000}
 
 
+async def test_who_stops_waiting_does_not_take_the_lease_from_who_asked_again(stage: Stage) -> None:
+    store, again = stage.client(), stage.client()
+    first = await store.acquire(LeaseAsk("first", "first", 8_000, devices=("gpu0",)))
+    asked = LeaseAsk("job", "job", 8_000, devices=("gpu0",), wait_s=30)
+    async with waiting(store, asked) as gives_up:
+        got = asyncio.create_task(again.acquire(asked))
+        await store.release("first", first.token)
+        held = await asyncio.wait_for(got, 30)
+        gives_up.cancel()
+        await asyncio.gather(gives_up, return_exceptions=True)
+        # Whatever it had to say has been said when this is answered.
+        await store.leases()
+        assert (await again.renew("job", held.token)).state == "held"
+
+
 async def test_everybody_sees_who_holds_what(stage: Stage) -> None:
     mine = holder_of(os.getpid())
     await stage.client().acquire(ask("a", 6_000, devices=("gpu0",), priority=2))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from greenroom.core.model import DeviceId
 from greenroom.memory.attribution import Attribution, Owner, attribute
+from greenroom.memory.devices import HOST
 from tests.memory.readings import gpu, reading, used
 
 A, B = DeviceId("GPU-a"), DeviceId("GPU-b")
@@ -82,3 +83,34 @@ def test_leases_of_one_program_share_what_it_uses_and_nothing_counts_twice() -> 
 def test_what_a_program_uses_where_none_of_its_leases_is_counts_once() -> None:
     owners = {name: Owner({A: 10}, frozenset({1}), claim={A: 10}) for name in ("first", "second")}
     assert attribute(reading(used("GPU-b", {1: 70})), owners, {1: "first"}).seen == {"first": {}, "second": {B: 70}}
+
+
+def test_slots_that_share_a_process_have_what_it_says_of_them_and_the_rest_is_its_own() -> None:
+    owners = {
+        "s1": Owner({A: 500}, host="w1", told={A: 400, HOST: 90}),
+        "s2": Owner({A: 500}, host="w1", told={A: 100}),
+        "s3": Owner({HOST: 50}, host="", told={HOST: 50}),
+        "w1": Owner({A: 300}, frozenset({1}), is_host=True),
+    }
+    shares = attribute(reading(used("GPU-a", {1: 800, 2: 70}), used("GPU-b", {1: 20})), owners, {1: "w1"})
+    assert shares.seen == {"s1": {A: 400, HOST: 90}, "s2": {A: 100}, "s3": {HOST: 50}}
+    assert shares.own_mib == {A: 300, B: 20}
+    assert shares.foreign_mib == {A: 70, B: 0} and shares.strangers == {A: {2: 70}, B: {}}
+
+
+def test_a_process_that_is_seen_with_less_than_it_says_has_nothing_of_its_own() -> None:
+    owners = {
+        "s1": Owner({A: 500}, host="w1", told={A: 400}),
+        "w1": Owner({}, frozenset({1}), is_host=True),
+    }
+    shares = attribute(reading(used("GPU-a", {1: 300})), owners, {1: "w1"})
+    assert shares.own_mib == {A: 0} and shares.seen == {"s1": {A: 400}}
+
+
+def test_where_pids_cannot_be_seen_a_shared_process_is_taken_to_use_what_is_set_aside_for_it() -> None:
+    owners = {
+        "s1": Owner({A: 400}, host="w1", told={A: 400}),
+        "w1": Owner({A: 800}, frozenset({1}), is_host=True),
+    }
+    shares = attribute(reading(gpu(used_mib=1_500, processes=None)), owners, {})
+    assert shares.foreign_mib == {A: 300} and shares.own_mib == {}

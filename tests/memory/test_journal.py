@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.memory.journal import Change, Ended, Journal, Kept
+from greenroom.memory.journal import Change, Ended, Heard, Journal, Kept
 from greenroom.memory.leases.records import Holder
 
 HOLDER = Holder("box", 42, 1_234, 4_026_531_836)
@@ -48,6 +48,16 @@ def test_what_was_granted_and_did_not_end_is_known_again(path: Path) -> None:
     journal.close()
     again = opened(path)
     assert again.live == {"b": wide} and again.spoiled == 0
+
+
+def test_when_a_holder_was_heard_of_is_known_again_also_when_the_file_was_written_anew(path: Path) -> None:
+    journal = opened(path)
+    journal.append([kept("a", 7, heard_at=100.0), kept("b", 8), Heard("a", 250.5), Heard("nobody", 1.0)])
+    for _ in range(2):
+        journal.close()
+        journal = opened(path)
+        assert {id: one.heard_at for id, one in journal.live.items()} == {"a": 250.5, "b": None}
+        assert journal.spoiled == 0
 
 
 def test_the_last_token_is_kept_when_all_have_ended_and_the_file_was_written_anew(path: Path) -> None:
@@ -204,11 +214,13 @@ WRONG: tuple[dict[str, object], ...] = (
     {"priority": None},
     {"id": 5},
     {"preemptible": "no"},
+    {"heard_at": "noon"},
+    {"heard_at": math.nan},
     {"token": 1e300},
     {"token": 2**70},
     {"holder": {"host": 1, "pid": "x", "start_ticks": 1, "pid_ns": 2}},
 )
-SPOILED = ['{"last_token":1e999}', '{"last_token":true}', "[" * 100_000] + [
+SPOILED = ['{"last_token":1e999}', '{"heard":"a"}', '{"heard":"a","at":-1}', '{"last_token":true}', "[" * 100_000] + [
     json.dumps({"granted": {**asdict(kept("a")), **wrong}}) for wrong in WRONG
 ]
 

@@ -61,6 +61,12 @@ class FakeNvml:
             raise NVMLError("GPU is lost")
         return self.gpus[index]
 
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:
+        found = [gpu for gpu in self.gpus if gpu.uuid == uuid and uuid not in self.lost]
+        if not found:
+            raise NVMLError("not found")
+        return found[0]
+
     def nvmlDeviceGetUUID(self, handle: Any) -> str:
         return str(handle.uuid)
 
@@ -263,3 +269,15 @@ def test_the_real_bindings_have_what_is_used_here() -> None:
     names = [name for name in dir(FakeNvml) if name.lower().startswith("nvml")]
     assert len(names) > 10
     assert [name for name in names if not hasattr(pynvml, name)] == []
+
+
+def test_a_glance_asks_for_the_memory_of_one_gpu_and_nothing_else(nvml: FakeNvml, machine: Host) -> None:
+    probe = NvmlProbe(nvml, machine)
+    looked = probe.look().gpu("GPU-b")
+    nvml.lists = 0
+    glance = probe.glance("GPU-b")
+    assert looked is not None and glance is not None and nvml.lists == 0
+    assert (glance.uuid, glance.total_mib, glance.used_mib) == ("GPU-b", looked.total_mib, looked.used_mib)
+    assert glance.processes is None
+    with pytest.raises(ProbeFailed, match="GPU-c"):
+        probe.glance("GPU-c")

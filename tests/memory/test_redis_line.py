@@ -10,7 +10,6 @@ import pytest
 from greenroom.errors import LeaseDenied
 from greenroom.memory.leases.records import Lease, LeaseAsk
 from greenroom.memory.leases.redis_store import RedisStore
-from greenroom.memory.leases.shared import SlotAsk
 from tests.memory.redis_rig import DEVICES, PATIENCE_S, Opener, ask, claims, slot, until_claims
 
 
@@ -130,18 +129,22 @@ async def test_preemptible_holders_of_lower_priority_are_recalled_when_nobody_el
     assert (await asyncio.wait_for(waiter, PATIENCE_S)).state == "held"
 
 
-async def test_a_gateway_hears_which_of_its_leases_are_to_leave(client: Opener) -> None:
-    store = client()
-    await store.publish("g", DEVICES, {})
-    asked = SlotAsk("soft", "soft", {"gpu0": 100}, preemptible=True, kind="program")
-    await store.hold(asked, gateway="g")
-    await store.hold(slot("firm", 100), gateway="g")
-    for id in ("soft", "firm", "never-was"):
+async def test_a_recall_is_a_change_that_every_gateway_hears_of(client: Opener) -> None:
+    holder, store = client(), client()
+    soft = await holder.acquire(ask("soft", 100, preemptible=True))
+    await holder.acquire(ask("firm", 100))
+    before = (await store.publish("g", DEVICES, {})).version
+    for id in ("firm", "never-was"):
         await store.recall(id)
-    assert (await store.publish("g", DEVICES, {})).recalls == ("soft",)
-    assert (await store.publish("h", DEVICES, {})).recalls == ()
-    await store.release("soft")
-    assert (await store.publish("g", DEVICES, {})).recalls == ()
+    assert (await store.publish("g", DEVICES, {})).version == before
+    await store.recall("soft")
+    assert (await store.publish("g", DEVICES, {})).version > before
+    recalled = {lease.id: lease.recall_in_s for lease in await store.leases()}
+    assert recalled["firm"] is None and recalled["soft"] is not None
+    # Renewing does not take it back, nor does asking twice give more time.
+    await store.recall("soft")
+    renewed = (await holder.renew("soft", soft.token)).recall_in_s
+    assert renewed is not None and renewed <= recalled["soft"]
 
 
 async def test_the_version_tells_when_something_changed(client: Opener) -> None:

@@ -156,6 +156,19 @@ async def test_a_redis_that_stood_still_takes_no_lease_away(server: RedisServer,
     assert (await store.renew("a", lease.token)).token == lease.token
 
 
+async def test_a_call_that_nobody_heard_gives_back_what_only_it_was_told_of(client: Opener) -> None:
+    one, other = client(), client()
+    await one.acquire(ask("a", 8_000), "first")
+    await other.unheard("a", "somebody else")
+    assert await claims(one) == {"a": ("held", 8_000)}
+    await one.unheard("a", "first")
+    assert await claims(one) == {}
+    held = [await store.acquire(ask("a", 8_000), name) for store, name in ((one, "first"), (other, "again"))]
+    for name in ("first", "again"):
+        await one.unheard("a", name)
+    assert (await other.renew("a", held[1].token)).state == "held"
+
+
 async def test_what_a_gateway_published_is_what_counts(client: Opener) -> None:
     program, gateway = client(), client(offers=False)
     await gateway.publish("g", {"gpu0": 3_000}, {})
@@ -169,6 +182,18 @@ async def test_memory_of_the_machine_is_never_given_to_who_asks_for_gpus(client:
     with pytest.raises(LeaseDenied):
         await store.acquire(LeaseAsk("a", "a", 2_000))
     assert (await store.hold(SlotAsk("s", "s", {"host": 2_000, "gpu0": 500}), gateway="g")).state == "held"
+
+
+async def test_who_asks_for_more_than_there_could_ever_be_is_told_that_waiting_does_not_help(client: Opener) -> None:
+    store = client()
+    with pytest.raises(LeaseDenied, match="Waiting does not help: if everybody left there would be 10,000 MiB"):
+        await store.acquire(ask("large", 10_001))
+    with pytest.raises(LeaseDenied, match="Waiting does not help: if everybody left there would be 0 MiB"):
+        await store.acquire(LeaseAsk("many", "many", 1, gpus=3))
+    await store.acquire(ask("holds", 6_000))
+    with pytest.raises(LeaseDenied) as denied:
+        await store.acquire(ask("later", 6_000))
+    assert "Waiting" not in denied.value.message
 
 
 async def test_a_store_that_knows_no_gpus_says_so(client: Opener) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from greenroom.memory.probe import Reading
+from greenroom.memory.probe import GpuReading, Reading
 from greenroom.memory.visible import VisibleProbe, order_warning, visible
 from tests.memory.readings import gpu, reading
 
@@ -50,6 +50,9 @@ class Shrinking:
             return reading(*GPUS)
         return reading(*(replace(gpu, index=at) for at, gpu in enumerate(GPUS[1:])))
 
+    def glance(self, uuid: str) -> GpuReading | None:
+        return reading(*GPUS).gpu(uuid)
+
     def close(self) -> None:
         self.closed = True
 
@@ -59,6 +62,7 @@ def test_only_gpus_that_were_given_are_seen_and_a_vanished_one_does_not_shift_th
     probe = VisibleProbe(inner, "0,1")
     assert [gpu.uuid for gpu in probe.look().gpus] == ["GPU-aa11", "GPU-aa22"]
     assert [gpu.uuid for gpu in probe.look().gpus] == ["GPU-aa22"]
+    assert probe.glance("GPU-aa22") == GPUS[1] and probe.glance(GPUS[2].uuid) is None
     probe.close()
     assert inner.closed and probe.kind == "nvml"
 

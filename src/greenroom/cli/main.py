@@ -18,6 +18,7 @@ from greenroom.cli import (
     chat,
     check,
     demo,
+    engines,
     estimate,
     explain,
     gpus,
@@ -26,11 +27,13 @@ from greenroom.cli import (
     leases,
     load,
     logs,
+    prepare,
     ps,
     reload,
     screen,
     serve,
     simulate,
+    sleep,
     unload,
 )
 from greenroom.cli.failures import CommandFailed, Exit
@@ -49,8 +52,8 @@ class Command(Protocol):
 
 
 COMMANDS: Final[tuple[Command, ...]] = (
-    *(serve, demo, check, ps, gpus, load, unload, logs, chat),
-    *(explain, estimate, reload, key, simulate, lease, leases),
+    *(serve, demo, check, ps, gpus, load, unload, sleep, prepare, logs, chat),
+    *(explain, engines, estimate, reload, key, simulate, lease, leases),
 )
 
 EPILOG: Final = """\

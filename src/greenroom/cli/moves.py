@@ -1,4 +1,4 @@
-"""What `load` and `unload` have in common: asking for a move and showing how far it is until it is done."""
+"""What `load`, `unload`, `sleep` and `prepare` share: asking for a move, and showing how far it is until it is done."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""`greenroom ps`: which models are ready, what they hold, who waits."""
+"""`greenroom ps`: who is on stage, in the green room or at home, what they hold, who waits."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.cli import address, screen
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from greenroom.cli.client import Client
 
 NAME = "ps"
-HELP = "Show every model: its tier, its memory, who uses it and who waits for it."
-TITLES: Final = ("model", "tier", "memory MiB", "in flight", "waiting", "idle", "pid", "note")
+HELP = "Show every model: where it is, its memory, who uses it and who waits for it."
+TITLES: Final = ("model", "tier", "place", "memory MiB", "in flight", "waiting", "idle", "pid", "note")
 WATCH_EVERY_S: Final = 1.0
 MOVING: Final = {
     "load": "loading",
@@ -25,6 +25,12 @@ MOVING: Final = {
     "prepare": "preparing",
     "unload": "unloading",
 }
+
+# Where a model of each tier is, in one word; and how a summary says it.
+PLACES: Final = {"ready": "on-stage", "asleep": "green-room", "cold": "at-home"}
+SAID: Final = {"ready": "on stage", "asleep": "in the green room", "cold": "at home"}
+# Models named in a line of the summary; the table has them all.
+NAMED_MAX: Final = 5
 
 Status = Mapping[str, Any]
 
@@ -68,6 +74,7 @@ def _row(model: Status) -> tuple[str, ...]:
     return (
         model["id"],
         tier(model),
+        PLACES.get(model["tier"], "-"),
         str(sum(memory.values())) if memory else "-",
         str(model["in_flight"]),
         str(model["waiting"]),
@@ -93,13 +100,36 @@ def _notes(model: Status) -> list[str]:
 
 
 def summary(status: Status) -> list[str]:
-    """A line for each device and one for the queue."""
-    lines = [
+    """A line for each place where models are, for each device, and for the queue."""
+    lines = [place(status, tier) for tier in SAID if any(model["tier"] == tier for model in status["models"])]
+    lines += [
         f"{device['id']}: {device['used_mib']:,} of {device['capacity_mib']:,} MiB used"
         for device in status.get("devices", ())
         if device["used_mib"] or device["kind"] != "host" or len(status["devices"]) == 1
     ]
     return [*lines, f"{status['queue']['depth']} waiting; up for {screen.seconds(status['uptime_s'])}"]
+
+
+def place(status: Status, tier: str) -> str:
+    """Who is there and what they hold: `on stage: qwen, llama (GPU 32,100 MiB, host 32,000 MiB)`."""
+    there = [model for model in status["models"] if model["tier"] == tier]
+    names = ", ".join(model["id"] for model in there[:NAMED_MAX])
+    names += f" and {len(there) - NAMED_MAX} more" if len(there) > NAMED_MAX else ""
+    held = _held(status, there)
+    if tier == "asleep":
+        size_mib = (status.get("green_room") or {}).get("size_mib")
+        held += [] if size_mib is None else [f"its size {size_mib:,} MiB"]
+    return f"{SAID[tier]}: {names}" + (f" ({', '.join(held)})" if held else "")
+
+
+def _held(status: Status, models: Sequence[Status]) -> list[str]:
+    kinds = {device["id"]: device["kind"] for device in status.get("devices", ())}
+    total = {"gpu": 0, "host": 0}
+    for model in models:
+        for device, mib in (model.get("memory") or {}).items():
+            total[kinds.get(device, "gpu")] += mib
+    said = {"gpu": "GPU", "host": "host"}
+    return [f"{said[kind]} {mib:,} MiB" for kind, mib in total.items() if mib]
 
 
 # --- watching -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from greenroom.core.ledger import Ledger
 from greenroom.core.model import DeviceId, DeviceKind
+from greenroom.core.state import State
 from greenroom.errors import BadRequest
 from greenroom.memory.devices import HOST
 from greenroom.memory.leases.records import LeaseAsk
@@ -28,6 +29,15 @@ def devices_meant(ask: LeaseAsk, device_named: DeviceNamed) -> tuple[str, ...]:
 
 def leasable_mib(ledger: Ledger) -> dict[str, int]:
     """What leases can be given now: on each GPU, or on the host where there is none."""
-    gpus = [one.id for one in ledger.devices.values() if one.kind is DeviceKind.GPU] or list(ledger.devices)
     free = ledger.free_mib(frozenset())
-    return {str(device): max(0, free[device]) for device in gpus}
+    return {str(device): max(0, free[device]) for device in _leasable(ledger)}
+
+
+def most_leasable_mib(state: State) -> dict[str, int]:
+    """What there would be if everybody left who ever may."""
+    most = state.most_mib(None)
+    return {str(device): max(0, most[device]) for device in _leasable(state.ledger)}
+
+
+def _leasable(ledger: Ledger) -> list[DeviceId]:
+    return [one.id for one in ledger.devices.values() if one.kind is DeviceKind.GPU] or list(ledger.devices)

@@ -8,10 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from greenroom.core.model import LeaseId, SlotId
 from greenroom.memory.journal import Kept
 from greenroom.memory.leases.records import Lease, LeaseAsk
+
+# It was told to more than one call, or to one that has no name: whoever of them leaves, another may hold it.
+SEVERAL: Final = ""
 
 
 def core_id(lease: str) -> LeaseId:
@@ -24,9 +28,9 @@ class Entry:
     ask: LeaseAsk
     # Done when it is held, with the error if it never will be.
     settled: asyncio.Future[None]
-    # How many calls wait for it, and whether one was told that it is held; when the last leaves before, it is given up.
+    # How many calls wait for it, and which was told that it is held: when there is neither, it is given up.
     askers: int = 0
-    was_told: bool = False
+    told_to: str | None = None
     # Until when it is waited for, and whether the scheduler knows of it: not while it stands behind another lease.
     give_up_at: float | None = None
     is_asked: bool = False
@@ -34,7 +38,11 @@ class Entry:
     claim: Mapping[str, int] = field(default_factory=dict)
     slot: SlotId | None = None
     is_held: bool = False
+    # How long it lasts at first: the rest of its time, where it is of an earlier run.
+    lasts_s: float | None = None
     expires_at: float = 0.0
+    # When that it was heard of was last written down.
+    written_at: float = 0.0
     recall_at: float | None = None
     # The next look at whether it was heard of in time, and at whether it left when it was asked to.
     watch: asyncio.TimerHandle | None = None
@@ -49,7 +57,8 @@ class Entry:
         """Neither held nor about to be."""
         return self.slot is None
 
-    def kept(self) -> Kept:
+    def kept(self, heard_at: float) -> Kept:
+        """As it is written down, heard of at this time of the wall clock."""
         ask = self.ask
         return Kept(
             id=ask.id,
@@ -61,6 +70,7 @@ class Entry:
             grace_s=ask.grace_s,
             ttl_s=ask.ttl_s,
             holder=ask.holder,
+            heard_at=heard_at,
         )
 
     def shown(self, now: float) -> Lease:
@@ -87,8 +97,8 @@ class Entry:
         self.watch = self.overdue = None
 
 
-def ask_again(kept: Kept, settled: asyncio.Future[None]) -> Entry:
-    """The lease of an earlier run, to be asked for on the same devices."""
+def ask_again(kept: Kept, settled: asyncio.Future[None], lasts_s: float) -> Entry:
+    """The lease of an earlier run, to be asked for on the same devices; it lasts so long if it is not heard of."""
     return Entry(
         LeaseAsk(
             id=kept.id,
@@ -103,6 +113,7 @@ def ask_again(kept: Kept, settled: asyncio.Future[None]) -> Entry:
             holder=kept.holder,
         ),
         settled,
-        was_told=True,
+        told_to=SEVERAL,
         token=kept.token,
+        lasts_s=lasts_s,
     )

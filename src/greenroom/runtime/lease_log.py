@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from greenroom.memory.journal import Change, Ended, Journal, Kept
+from greenroom.memory.journal import Change, Ended, Heard, Journal, Kept
 from greenroom.runtime.beside import beside
 from greenroom.telemetry.logs import get_logger
 
@@ -50,6 +50,10 @@ class LeaseLog:
         done = asyncio.get_running_loop().create_future()
         self._put(kept, done)
         await done
+
+    def heard(self, lease: str, at: float) -> None:
+        """Write this down soon; where that fails, the next sign of life is written instead."""
+        self._put(Heard(lease, at), None)
 
     def ended(self, lease: str) -> None:
         """Write this down soon."""

@@ -16,22 +16,38 @@ def refusal(ask: LeaseAsk, rejection: Rejection, free_mib: Mapping[str, int]) ->
     """What the scheduler's rejection means to who asked for a lease."""
     match rejection.code:
         case RejectCode.TOO_LARGE if ask.gpus > len(free_mib):
-            return LeaseTooLarge(
-                f"{_wanted(ask)} can never be had: there are {len(free_mib)}. Ask for fewer.",
-                beside=_numbers(ask, free_mib),
-            )
+            return _too_many(ask, len(free_mib), free_mib)
         case RejectCode.TOO_LARGE:
-            return LeaseTooLarge(
-                f"{_wanted(ask)} can never be had: {rejection.needs_mib:,} MiB are needed, at most "
-                f"{rejection.free_mib:,} MiB can be made free. Ask for less, or unpin a model.",
-                beside=_numbers(ask, free_mib),
-            )
+            return _too_much(ask, rejection.needs_mib, rejection.free_mib, free_mib)
         case RejectCode.SHUTTING_DOWN:
             return ShuttingDown("The gateway is shutting down; ask again when it is back.", retry_after_s=5.0)
         case RejectCode.STORE_DOWN:
             return StoreDown("The lease store does not answer; ask again.", retry_after_s=RETRY_AFTER_S)
         case _:
             return not_free(ask, free_mib)
+
+
+def never_free(ask: LeaseAsk, most_mib: Mapping[str, int], free_mib: Mapping[str, int]) -> LeaseTooLarge | None:
+    """What to tell who does not wait and would wait in vain; None where it could be had some time."""
+    most = sorted((mib for device, mib in most_mib.items() if not ask.devices or device in ask.devices), reverse=True)
+    if ask.gpus > len(most):
+        return _too_many(ask, len(most), free_mib)
+    last = max(0, most[ask.gpus - 1])
+    return _too_much(ask, ask.mib, last, free_mib) if ask.mib > last else None
+
+
+def _too_many(ask: LeaseAsk, gpus: int, free_mib: Mapping[str, int]) -> LeaseTooLarge:
+    return LeaseTooLarge(
+        f"{_wanted(ask)} can never be had: there are {gpus}. Ask for fewer.", beside=_numbers(ask, free_mib)
+    )
+
+
+def _too_much(ask: LeaseAsk, needs_mib: int, most_mib: int, free_mib: Mapping[str, int]) -> LeaseTooLarge:
+    return LeaseTooLarge(
+        f"{_wanted(ask)} can never be had: {needs_mib:,} MiB are needed, at most {most_mib:,} MiB can be made free. "
+        "Ask for less, or unpin a model.",
+        beside=_numbers(ask, free_mib),
+    )
 
 
 def not_free(ask: LeaseAsk, free_mib: Mapping[str, int]) -> LeaseDenied:

@@ -6,12 +6,15 @@ by the store, which asks gateways to make room.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from greenroom.core.model import Claim, DeviceId
-from greenroom.errors import LeaseDenied, LeaseUnknown
-from greenroom.memory.leases.records import Lease, LeaseAsk, LeaseStore
+from greenroom.errors import LeaseDenied, LeaseUnknown, StoreDown
+from greenroom.memory.leases.records import Lease, LeaseAsk
+from greenroom.memory.leases.shared import SharedStore
 from greenroom.runtime.lease_devices import DeviceNamed, devices_meant
 
 # Who gave memory back, or lost it, may take this long to stop using it.
@@ -19,36 +22,48 @@ ROOM_S = 10.0
 
 
 class SharedLeasing:
-    """`room_for` waits until memory is really free and tells what is missing then."""
+    """`room_for` waits until memory is really free and tells what is missing then; `known` are everybody's leases as
+    the store last told them."""
 
     lists_slots = True
 
     def __init__(
         self,
-        store: LeaseStore,
+        store: SharedStore,
         *,
         wait_max_s: float,
         device_named: DeviceNamed,
         room_for: Callable[[Claim, float], Awaitable[Claim]],
+        known: Callable[[], Sequence[Lease]],
     ) -> None:
+        self.known = known
         self._store = store
         self._wait_max_s = wait_max_s
         self._device_named = device_named
         self._room_for = room_for
 
-    async def acquire(self, ask: LeaseAsk) -> Lease:
-        devices = devices_meant(ask, self._device_named)
-        lease = await self._store.acquire(replace(ask, wait_s=min(ask.wait_s, self._wait_max_s), devices=devices))
+    async def acquire(self, ask: LeaseAsk, asker: str = "") -> Lease:
+        devices, call = devices_meant(ask, self._device_named), asker or secrets.token_hex(8)
+        ask = replace(ask, wait_s=min(ask.wait_s, self._wait_max_s), devices=devices)
+        lease = await self._store.acquire(ask, call)
         try:
             missing = await self._room_for({DeviceId(device): mib for device, mib in lease.claim.items()}, ROOM_S)
         except BaseException:
-            await self._store.release(lease.id, lease.token)
+            await self._take_back(lease.id, call)
             raise
         if missing:
-            await self._store.release(lease.id, lease.token)
+            await self._take_back(lease.id, call)
             said = ", ".join(f"{mib:,} MiB on {device}" for device, mib in missing.items())
             raise LeaseDenied(f"{ask.name} was granted memory that somebody still uses: {said}.", retry_after_s=ROOM_S)
         return lease
+
+    async def unheard(self, id: str, asker: str) -> None:
+        await self._store.unheard(id, asker)
+
+    async def _take_back(self, id: str, asker: str) -> None:
+        """What nobody will be told of. A store that is down meanwhile finds out by itself: it is not renewed."""
+        with contextlib.suppress(StoreDown):
+            await self.unheard(id, asker)
 
     async def renew(self, id: str, token: int) -> Lease:
         return await self._store.renew(id, token)

@@ -22,6 +22,7 @@ from greenroom.memory.leases.shared import Orders, SharedStore
 from greenroom.memory.probe import Reading
 from greenroom.runtime.dead_holders import DeadHolders
 from greenroom.runtime.making_room import MakingRoom
+from greenroom.runtime.recalls import Recalls
 from greenroom.runtime.shared_slots import SharedSlots
 from greenroom.runtime.standing_in_line import StandingInLine
 from greenroom.telemetry.logs import get_logger
@@ -82,12 +83,14 @@ class Sharing:
             on_refusal=self.hurry,
         )
         self._dead = DeadHolders(self.hurry)
+        self._recalls = Recalls(clock, tell)
         # Why the store cannot be used, and since when; None while it answers.
         self.failure: str | None = "it was not asked yet"
         self.since = clock()
         # So long nothing new is granted, because the store may have lost what it knew.
         self.grace_left_s = 0.0
-        self._leases: list[Lease] = []
+        # Everybody's, as they were when the store was last heard of.
+        self.leases: list[Lease] = []
         self._version: int | None = None
         self._wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -156,8 +159,9 @@ class Sharing:
         await self.line.renew()
         if was_down or orders.version != self._version:
             await self._read(orders.version)
+        self._recalls.look()
         await self._bury()
-        self.room.follow(orders.make_room, {lease.id: lease.claim for lease in self._leases})
+        self.room.follow(orders.make_room, {lease.id: lease.claim for lease in self.leases})
         self._came_up(orders)
         self.line.follow()
 
@@ -183,19 +187,20 @@ class Sharing:
 
     async def _read(self, version: int) -> None:
         made = self.room.made
-        self._leases = await self._store.leases()
+        self.leases = await self._store.leases()
         self._version = version
-        self.slots.forget_strays(self._leases)
-        self._dead.watch(lease for lease in self._leases if lease.gateway != self._gateway)
+        self._recalls.note(self.leases)
+        self.slots.forget_strays(self.leases)
+        self._dead.watch(lease for lease in self.leases if lease.gateway != self._gateway)
         self._tell_others()
         # What it has got is known to the scheduler by now, so that no moment is left in which it seems free.
-        self.room.note(self._leases, made)
+        self.room.note(self.leases, made)
 
     def _tell_others(self, without: frozenset[str] = frozenset()) -> None:
         ours = without | self.line.held | self.slots.ids
         others = tuple(
             OtherLease(LeaseId(lease.id), lease.name, claim, lease.priority, lease.preemptible)
-            for lease in self._leases
+            for lease in self.leases
             if lease.gateway != self._gateway and lease.id not in ours and (claim := _claim(lease))
         )
         if others != self._state.ledger.others:
@@ -205,7 +210,7 @@ class Sharing:
 
     async def _bury(self) -> None:
         """Give back what the dead held, once what is left of them is counted as a stranger's."""
-        dead = [lease for lease in self._leases if lease.id in self._dead.found]
+        dead = [lease for lease in self.leases if lease.id in self._dead.found]
         if not dead:
             return
         self._tell_others(without=frozenset(lease.id for lease in dead))
@@ -214,8 +219,8 @@ class Sharing:
         for lease in dead:
             _log.info("the holder of a lease has ended", lease=lease.id, name=lease.name)
             await self._store.release(lease.id, lease.token)
-        self._leases = [lease for lease in self._leases if lease not in dead]
-        self._dead.watch(lease for lease in self._leases if lease.gateway != self._gateway)
+        self.leases = [lease for lease in self.leases if lease not in dead]
+        self._dead.watch(lease for lease in self.leases if lease.gateway != self._gateway)
 
     # --- whether it answers -----------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ who could not come even if all of ours left, and could if others' left too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,6 +31,17 @@ LINE_S: Final = 3_600.0
 # What was granted is taken over by a load at once, or not at all: then others may have it for a while.
 UNUSED_S: Final = 15.0
 REST_S: Final = 5.0
+
+
+Mib = Mapping[DeviceId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Needy:
+    """A model that others keep out: who waits for it, and what it could have of each GPU if they left."""
+
+    queue: Queue
+    place: Mapping[str, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -91,10 +102,10 @@ class StandingInLine:
                 if want.lease is not None:
                     self._rests_until[want.model] = now + REST_S
         self._rests_until = {model: at for model, at in self._rests_until.items() if at > now}
-        for model, queue in needy.items():
+        for model, one in needy.items():
             is_new = model not in self._wants and model not in self._rests_until
             if is_new and len(self._wants) < WANTS_MAX:
-                self._stand(model, queue)
+                self._stand(model, one)
 
     async def renew(self) -> None:
         """Raises StoreDown."""
@@ -110,20 +121,20 @@ class StandingInLine:
 
     # --- who must ---------------------------------------------------------------------------------------------------
 
-    def _needy(self) -> dict[ModelId, Queue]:
+    def _needy(self) -> dict[ModelId, Needy]:
         state, now = self._state, self._clock()
         if state.store_is_down or state.shutting_down:
             return {}
         most = state.most_mib(None)
         with_others = {device: mib - state.ledger.foreign.get(device, 0) for device, mib in most.items()}
         without = {device: mib - state.ledger.outside_mib(device) for device, mib in most.items()}
-        return {
+        late = {
             model: queue
             for model, queue in state.waitlist.queues.items()
-            if queue.oldest + AFTER_S <= now
-            and _priorities(queue)
-            and self._is_kept_out(state.models[model], without, with_others)
+            if queue.oldest + AFTER_S <= now and _priorities(queue)
         }
+        places = {model: self._place(state.models[model], without, with_others) for model in late}
+        return {model: Needy(queue, place) for model, queue in late.items() if (place := places[model])}
 
     def _is_useless(self, want: Want, now: float) -> bool:
         """Nobody waits for the model any more, or its load has not come for this."""
@@ -131,32 +142,37 @@ class StandingInLine:
         is_coming = any(slot.is_arriving for slot in self._state.slots_of(want.model))
         return now >= want.held_at + UNUSED_S or not (is_waited_for or is_coming)
 
-    def _is_kept_out(self, record: ModelRecord, without: dict[DeviceId, int], with_others: dict[DeviceId, int]) -> bool:
+    def _place(self, record: ModelRecord, without: Mib, with_others: Mib) -> dict[str, int]:
+        """What it could have of each GPU if others' models left; nothing for one that is not kept out by them."""
         spec, need, devices = record.spec, record.need, self._state.devices
-        gpus = [one for one in devices if one.kind is DeviceKind.GPU and (not spec.devices or one.id in spec.devices)]
+        gpus = {one.id for one in devices if one.kind is DeviceKind.GPU}
         if record.is_lease or not need.gpu_mib or not gpus or self._state.slots_of(spec.id):
-            return False
+            return {}
         if placement.options(spec, need, devices, without, without):
-            return False
-        return any(with_others.get(gpu.id, 0) >= need.gpu_mib for gpu in gpus)
+            return {}
+        claims = placement.options(spec, need, devices, with_others, with_others)
+        return {str(device): mib for device, mib in claims[0].items() if device in gpus} if claims else {}
 
     # --- the line ---------------------------------------------------------------------------------------------------
 
-    def _stand(self, model: ModelId, queue: Queue) -> None:
-        record = self._state.models[model]
+    def _stand(self, model: ModelId, needy: Needy) -> None:
+        spec, is_split = self._state.models[model].spec, len(needy.place) > 1
         self._number += 1
         ask = LeaseAsk(
             id=f"{self._gateway}/line{self._number}",
             name=model,
-            mib=record.need.gpu_mib,
-            devices=tuple(str(device) for device in record.spec.devices),
-            priority=min(_priorities(queue)),
+            mib=max(needy.place.values()),
+            gpus=len(needy.place),
+            # On one GPU any will do that it may use; a split one names its share of each.
+            devices=tuple(needy.place) if is_split else tuple(str(device) for device in spec.devices),
+            shares=needy.place if is_split else {},
+            priority=min(_priorities(needy.queue)),
             ttl_s=self._ttl_s,
             wait_s=LINE_S,
             holder=self._holder,
         )
-        _log.info("standing in line for a model", model=model, lease=ask.id, mib=ask.mib)
-        task = asyncio.get_running_loop().create_task(self._store.acquire(ask), name=f"line {model}")
+        _log.info("standing in line for a model", model=model, lease=ask.id, mib=sum(needy.place.values()))
+        task = asyncio.get_running_loop().create_task(self._store.acquire(ask, kind="slot"), name=f"line {model}")
         want = self._wants[model] = Want(model, ask.id, task)
         task.add_done_callback(lambda _: self._settled(want))
 

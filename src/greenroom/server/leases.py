@@ -15,7 +15,7 @@ from fastapi import FastAPI, Query
 from starlette.requests import Request
 
 from greenroom.core.model import Slot
-from greenroom.errors import BadRequest, LeaseDenied
+from greenroom.errors import BadRequest, GreenroomError, LeaseDenied
 from greenroom.memory.leases.holder import holder_of
 from greenroom.memory.leases.records import Holder, Lease, LeaseAsk
 from greenroom.server.gateway import Gateway
@@ -36,6 +36,10 @@ _ONE = PATH + "/{lease_id}"
 Token = Annotated[int | None, Query(ge=0, le=2**63 - 1, description="Only if it was granted with this token.")]
 
 
+class _CallerLeft(LeaseDenied):
+    """Nobody hears of this."""
+
+
 class Leases:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -49,7 +53,17 @@ class Leases:
 
     async def acquire_lease(self, request: Request, order: LeaseOrder) -> LeaseView:
         """Memory for another program. Held until it is released, or its holder ends or is not heard of any more."""
-        return shown(await self._while_listened_to(request, self._ask(request, order)))
+        ask, count = self._ask(request, order), self._gateway.metrics.lease_asked
+        try:
+            lease = await self._while_listened_to(request, ask)
+        except _CallerLeft:
+            count("given_up")
+            raise
+        except GreenroomError:
+            count("denied")
+            raise
+        count("granted")
+        return shown(lease)
 
     async def list_leases(self) -> LeaseList:
         """Who holds memory, or waits for it."""
@@ -88,8 +102,8 @@ class Leases:
         )
 
     async def _while_listened_to(self, request: Request, ask: LeaseAsk) -> Lease:
-        leasing = self._gateway.leasing
-        acquiring = asyncio.ensure_future(leasing.acquire(ask))
+        leasing, call = self._gateway.leasing, secrets.token_hex(8)
+        acquiring = asyncio.ensure_future(leasing.acquire(ask, call))
         # The body was read before, so that the next thing to come is the caller's leaving.
         leaving = asyncio.ensure_future(request.receive())
         try:
@@ -97,8 +111,9 @@ class Leases:
             if not leaving.done():
                 return acquiring.result()
             if acquiring.done() and acquiring.exception() is None:
-                await leasing.release(ask.id, acquiring.result().token)
-            raise LeaseDenied("The caller has left.")
+                # Another call with the same id may have been answered meanwhile, and its caller holds the lease.
+                await leasing.unheard(ask.id, call)
+            raise _CallerLeft("The caller has left.")
         finally:
             leaving.cancel()
             # Its end is not awaited: it gives up at once when it is cancelled.

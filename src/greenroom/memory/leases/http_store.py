@@ -61,7 +61,10 @@ class HttpStore:
         self._is_tls, self._host, self._prefix = parts.scheme == "https", parts.hostname, parts.path
 
     async def acquire(self, ask: LeaseAsk) -> Lease:
-        return await self._call("POST", PATH, asdict(ask), _lease, ask.wait_s + self._answer_max_s)
+        body = asdict(ask)
+        # Only gateways ask for these, and not of each other.
+        del body["shares"]
+        return await self._call("POST", PATH, body, _lease, ask.wait_s + self._answer_max_s)
 
     async def renew(self, id: str, token: int) -> Lease:
         return await self._call("POST", f"{_path(id)}/renew", {"token": token}, _lease)

@@ -6,7 +6,7 @@ Owns the words. Never waits and never connects: the stores do. Devices are named
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from greenroom.config.gpu_names import cuda_name
@@ -27,7 +27,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class LeaseAsk:
-    """`mib` on each of `gpus` different GPUs, all or nothing. Asking again with the same id is asking once."""
+    """`mib` on each of `gpus` different GPUs, all or nothing. Asking again with the same id is asking once.
+
+    A model that is split over GPUs says in `shares` how much it wants of each, and names them all.
+    """
 
     id: str
     name: str
@@ -40,6 +43,10 @@ class LeaseAsk:
     ttl_s: float = 30.0
     wait_s: float = 0.0
     holder: Holder | None = None
+    shares: Mapping[str, int] = field(default_factory=dict)
+
+    def mib_on(self, device: str) -> int:
+        return self.shares.get(device, 0) if self.shares else self.mib
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from greenroom.errors import ConfigError, GatewayBug, LeaseLost, LeaseUnknown, S
 from greenroom.memory.leases import scripts, stored
 from greenroom.memory.leases.outages import shown, translated
 from greenroom.memory.leases.records import Lease, LeaseAsk
-from greenroom.memory.leases.refusals import refusal
+from greenroom.memory.leases.refusals import program_refusal, refusal
 from greenroom.memory.leases.shared import Orders, SlotAsk
 from greenroom.memory.leases.stored import Reply, Stored
 
@@ -65,18 +66,22 @@ class RedisStore:
         # The highest token heard of: a store that lost its data, and whose clock went back, learns it from us.
         self._highest = 0
 
-    async def acquire(self, ask: LeaseAsk) -> Lease:
-        record = stored.of_ask(ask, self._ttl(ask.ttl_s))
+    async def acquire(self, ask: LeaseAsk, asker: str = "", kind: str = "program") -> Lease:
+        record, call = stored.of_ask(ask, self._ttl(ask.ttl_s), kind), asker or secrets.token_hex(8)
         wait_ends_at = asyncio.get_running_loop().time() + ask.wait_s
         try:
-            reply = await self._wait_in_line(record, wait_ends_at)
+            reply = await self._wait_in_line(record, call, wait_ends_at)
         except asyncio.CancelledError:
-            await self._leave(ask.id)
+            await self._leave(ask.id, call)
             raise
         if reply.lease is None:
-            wanted = f"{ask.mib:,} MiB on {ask.gpus} GPU{'s' if ask.gpus > 1 else ''}"
-            raise refusal(ask.name, wanted, reply, {"needed_mib": ask.mib, "gpus": ask.gpus})
+            raise program_refusal(ask, reply)
         return self._keep(reply.lease, reply.now)
+
+    async def unheard(self, id: str, asker: str) -> None:
+        reply = await self._run("release", {"id": id, "asker": asker})
+        if reply.released:
+            self._held.pop(id, None)
 
     async def renew(self, id: str, token: int) -> Lease:
         reply = await self._renew(((id, token),))
@@ -136,19 +141,23 @@ class RedisStore:
 
     def _keep(self, record: Stored, now: float) -> Lease:
         self._held[record.id] = record
+        if len(self._held) > LEASES_MAX:
+            # Its holder is not heard of any more, or it would have been given back or found lost.
+            del self._held[next(iter(self._held))]
         return stored.lease_of(record, now)
 
     def _slot_refusal(self, ask: SlotAsk, reply: Reply) -> Exception:
         wanted = ", ".join(f"{mib:,} MiB on {device}" for device, mib in sorted(ask.claim.items()))
         return refusal(ask.name, wanted, reply, {"needed_mib": dict(ask.claim)})
 
-    async def _wait_in_line(self, record: Stored, wait_ends_at: float) -> Reply:
+    async def _wait_in_line(self, record: Stored, asker: str, wait_ends_at: float) -> Reply:
         """Ask until it is granted or the wait is over. A store that is down meanwhile may come back in time."""
         pause_s = POLL_FIRST_S
         while True:
             left_s = wait_ends_at - asyncio.get_running_loop().time()
             try:
-                reply = await self._run("acquire", {"lease": record, "is_last": left_s <= 0, "offers": self._offers})
+                said = {"lease": record, "asker": asker, "is_last": left_s <= 0, "offers": self._offers}
+                reply = await self._run("acquire", said)
             except StoreDown:
                 if left_s <= 0:
                     raise
@@ -160,10 +169,10 @@ class RedisStore:
             await asyncio.sleep(max(0.0, min(pause_s * random.uniform(0.75, 1.0), left_s)))
             pause_s = min(POLL_MAX_S, pause_s * 2)
 
-    async def _leave(self, id: str) -> None:
+    async def _leave(self, id: str, asker: str) -> None:
         """Whoever stops waiting frees its place at once; where that fails, its silence does so a little later."""
         try:
-            await asyncio.shield(self.release(id))
+            await asyncio.shield(self.unheard(id, asker))
         except (StoreDown, GatewayBug):
             return
 

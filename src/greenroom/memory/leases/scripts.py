@@ -9,7 +9,7 @@ from importlib import resources
 
 OPERATIONS = ("acquire", "renew", "release", "leases", "publish", "pend", "hold", "recall")
 # In the order in which the scripts unpack them.
-_KEYS = ("meta", "leases", "expiry", "usable", "taken", "line", "gateways", "recalled")
+_KEYS = ("meta", "leases", "expiry", "usable", "taken", "line", "gateways")
 
 
 def source(operation: str) -> str:

@@ -18,7 +18,6 @@ class Orders:
     """What a gateway hears at each heartbeat."""
 
     make_room: tuple[LeaseAsk, ...]  # Those who wait, and for whom this gateway is to make room during its turn.
-    recalls: tuple[str, ...]  # Leases it holds that are to leave.
     version: int  # Another one than before: something about leases or devices has changed.
     grace_left_s: float  # So long nothing new is granted, because the store may have lost what it knew.
 
@@ -53,6 +52,15 @@ class SharedStore(LeaseStore, Protocol):
 
     async def hold(self, ask: SlotAsk, *, gateway: str, into: str | None = None) -> Lease:
         """Hold a claim that was pending, changed its size, or fits. Raises LeaseDenied with the numbers."""
+        ...
+
+    async def acquire(self, ask: LeaseAsk, asker: str = "", kind: str = "program") -> Lease:
+        """As every store does; `asker` names this call for `unheard`, `kind` is slot where a model waits."""
+        ...
+
+    async def unheard(self, id: str, asker: str) -> None:
+        """This call was given up, or not heard. Gives back what it waited for or was told of, unless another was told
+        of it too. Raises StoreDown."""
         ...
 
     async def release(self, id: str, token: int | None = None, into: str | None = None) -> None:

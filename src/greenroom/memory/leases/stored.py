@@ -31,6 +31,7 @@ class Stored(msgspec.Struct, omit_defaults=True):
     want: dict[str, int] = {}
     mib: int = 0
     gpus: int = 0
+    shares: dict[str, int] = {}
     devices: str | None = None
     arrival: int | None = None
     state: str = ""
@@ -53,9 +54,9 @@ class Reply(msgspec.Struct):
     usable: dict[str, int] = {}
     renewed: dict[str, Stored] = {}
     lost: dict[str, bool] = {}
+    released: bool = False
     leases: dict[str, Stored] = {}
     make_room: dict[str, Stored] = {}
-    recalls: dict[str, bool] = {}
     version: str = "0"
     grace_left_ms: float = 0
 
@@ -71,7 +72,7 @@ def decode(text: bytes) -> Reply:
     return _DECODER.decode(text)
 
 
-def of_ask(ask: LeaseAsk, ttl_s: float) -> Stored:
+def of_ask(ask: LeaseAsk, ttl_s: float, kind: str) -> Stored:
     return Stored(
         id=ask.id,
         name=ask.name,
@@ -79,9 +80,10 @@ def of_ask(ask: LeaseAsk, ttl_s: float) -> Stored:
         preemptible=ask.preemptible,
         grace_ms=int(ask.grace_s * _MS),
         ttl_ms=int(ttl_s * _MS),
-        kind="program",
+        kind=kind,
         mib=ask.mib,
         gpus=ask.gpus,
+        shares=dict(ask.shares),
         devices=",".join(ask.devices),
         holder=ask.holder,
     )
@@ -124,7 +126,6 @@ def lease_of(stored: Stored, now: float) -> Lease:
 def orders_of(reply: Reply) -> Orders:
     return Orders(
         make_room=tuple(_ask_of(stored) for stored in reply.make_room.values()),
-        recalls=tuple(sorted(reply.recalls)),
         version=int(reply.version),
         grace_left_s=reply.grace_left_ms / _MS,
     )
@@ -136,6 +137,7 @@ def _ask_of(stored: Stored) -> LeaseAsk:
         name=stored.name,
         mib=stored.mib,
         gpus=stored.gpus,
+        shares=stored.shares,
         devices=tuple(stored.devices.split(",")) if stored.devices else (),
         priority=stored.priority,
         preemptible=stored.preemptible,

@@ -1,5 +1,5 @@
 -- A program asks for memory, or asks again while it waits: `arg.lease` is what it asks, `arg.is_last` that it waits no
--- longer. The same id again is the same lease.
+-- longer. The same id again is the same lease; `arg.asker` is the call that asks, of which there may be several.
 -- A program that found devices itself says so in `arg.offers`; what a gateway has published it leaves alone.
 for device, mib in pairs(arg.offers) do
   if redis.call('HSETNX', USABLE, device, digits(mib)) == 1 then
@@ -9,6 +9,7 @@ end
 local ask = arg.lease
 local lease = lease_of(ask.id)
 if lease and lease.state == 'held' then
+  told(lease, arg.asker)
   lease.lives_to = now + lease.ttl_ms
   save(lease)
   return granted(lease)
@@ -22,6 +23,7 @@ if not lease then
   -- Most asks find no line and need not stand in it.
   local claim = waiting == 0 and not in_grace and place(ask, free, {})
   if claim then
+    told(ask, arg.asker)
     grant(ask, claim)
     return granted(ask)
   end
@@ -37,6 +39,7 @@ if lease.state == 'pending' then
   is_full = fits(lease.want, lease.claim)
 end
 if is_full and not in_grace then
+  told(lease, arg.asker)
   grant(lease, lease.want or lease.claim)
   return granted(lease)
 end

@@ -4,10 +4,10 @@
 --   META      wall, now (ms), last and birth (tokens), version, arrivals
 --   LEASES    id → record as JSON        EXPIRY  id by the time at which it lapses
 --   USABLE    device → MiB               TAKEN   device → MiB, the sum of all claims
---   LINE      waiting ids in order       GATEWAYS  name → seen, prices       RECALLED  id → its gateway
+--   LINE      waiting ids in order       GATEWAYS  name → seen, prices
 -- A record's `claim` is what is counted in TAKEN: of a held lease all of it, of others what they have got so far.
 -- Tokens are text in JSON, because its numbers keep 14 digits only.
-local META, LEASES, EXPIRY, USABLE, TAKEN, LINE, GATEWAYS, RECALLED = unpack(KEYS)
+local META, LEASES, EXPIRY, USABLE, TAKEN, LINE, GATEWAYS = unpack(KEYS)
 local arg = cjson.decode(ARGV[1])
 -- Memory of the machine itself may be claimed by slots, but is never given to who asks for GPUs.
 local HOST = 'host'
@@ -148,7 +148,6 @@ local function forget(lease)
   redis.call('HDEL', LEASES, lease.id)
   redis.call('ZREM', EXPIRY, lease.id)
   redis.call('ZREM', LINE, lease.id)
-  redis.call('HDEL', RECALLED, lease.id)
   changed()
 end
 

@@ -19,12 +19,17 @@ local function allows(ask, device)
   return ask.devices == '' or string.find(',' .. ask.devices .. ',', ',' .. device .. ',', 1, true) ~= nil
 end
 
+-- What it wants of a device: as much of each, or a share of its own of every one.
+local function share_of(ask, device)
+  return ask.shares and (ask.shares[device] or 0) or ask.mib
+end
+
 -- The claim that fits these devices best, or nil.
 local function place(ask, room, barred)
   look()
   local fitting = {}
   for _, device in ipairs(names) do
-    if allows(ask, device) and not barred[device] and room(device) >= ask.mib then
+    if allows(ask, device) and not barred[device] and room(device) >= share_of(ask, device) then
       fitting[#fitting + 1] = device
     end
   end
@@ -37,9 +42,17 @@ local function place(ask, room, barred)
   end)
   local claim = {}
   for number = 1, ask.gpus do
-    claim[fitting[number]] = ask.mib
+    claim[fitting[number]] = share_of(ask, fitting[number])
   end
   return claim
+end
+
+-- Which call was told that the lease is held; more than one are nobody in particular, and none of them alone can say
+-- that nobody heard of it.
+local SEVERAL = ''
+
+local function told(lease, asker)
+  lease.told_to = (not lease.told_to or lease.told_to == asker) and asker or SEVERAL
 end
 
 -- Whether it would fit if nobody held anything. Who could not have it even then stands in nobody's way.
@@ -136,7 +149,8 @@ local function promote()
           end
         end
         if #first_on >= lease.gpus then
-          local where = { mib = lease.mib, gpus = lease.gpus, devices = table.concat(first_on, ',') }
+          local where =
+            { mib = lease.mib, gpus = lease.gpus, shares = lease.shares, devices = table.concat(first_on, ',') }
           heads[#heads + 1] = { lease = lease, where = where }
         end
       end
@@ -156,7 +170,7 @@ local function pour(freed, target)
     if target.state == 'pending' then
       wanted = target.want[device] or 0
     elseif target.state == 'waiting' and allows(target, device) and (claim[device] or gpus < target.gpus) then
-      wanted = target.mib
+      wanted = share_of(target, device)
     end
     local share = math.min(mib, wanted - (claim[device] or 0), free(device))
     if share > 0 then
@@ -199,7 +213,6 @@ end
 
 local function recall(lease)
   lease.recall_at = now + lease.grace_ms
-  redis.call('HSET', RECALLED, lease.id, lease.gateway or '')
   save(lease)
   changed()
 end

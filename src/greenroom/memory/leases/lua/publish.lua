@@ -1,5 +1,5 @@
 -- A gateway's heartbeat: how much of each device may be planned with, and what freeing memory there would cost it. It
--- hears for whom it is to make room, which of its leases are to leave, and whether anything changed.
+-- hears for whom it is to make room, and whether anything changed: that somebody was recalled is a change too.
 local is_different = false
 for device, mib in pairs(arg.devices) do
   if redis.call('HGET', USABLE, device) ~= digits(mib) then
@@ -22,17 +22,10 @@ for _, head in ipairs(heads) do
     make_room[head.lease.id] = head.lease
   end
 end
-local recalls, flat = {}, redis.call('HGETALL', RECALLED)
-for number = 1, #flat, 2 do
-  if flat[number + 1] == arg.gateway then
-    recalls[flat[number]] = true
-  end
-end
 local version = redis.call('HGET', META, 'version')
 local grace_left_ms = math.max(0, arg.birth_grace_ms - now)
 return cjson.encode({
   make_room = make_room,
-  recalls = recalls,
   version = version,
   grace_left_ms = grace_left_ms,
   now = now,
