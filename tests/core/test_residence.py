@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from greenroom.core.events import TimerKind
-from greenroom.core.model import MoveKind, Need, Outcome, Tier
+from greenroom.core.model import ModelId, MoveKind, Need, Outcome, Tier
 
 from .test_order import ready
-from .world import Fate, World, gpu, host, model
+from .world import Engine, Fate, World, gpu, host, model
 
 
 def test_a_model_leaves_when_it_was_idle_for_its_ttl() -> None:
@@ -223,3 +223,13 @@ def test_no_wish_is_made_while_shutting_down() -> None:
     world.shut_down(0.0)
     world.config(model("b", preload=True))
     assert not world.scheduler.state.waitlist
+
+
+def test_a_move_that_goes_on_after_it_was_done_is_learned_with_all_it_takes() -> None:
+    world = World([model("a", 1_000)])
+    world.engines["a"] = Engine(load_s=5.0, took_s=8.0)
+    ready(world, "a")
+    state = world.scheduler.state
+    assert state.models[ModelId("a")].learned_s[MoveKind.LOAD] == 8.0 and state.avg_swap_s == 8.0
+    slot = state.slots[world.slot_of("a")]
+    assert slot.stays_until - slot.ready_since == state.limits.residency_swaps * 8.0

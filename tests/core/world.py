@@ -147,6 +147,8 @@ class Engine:
     leave_s: float = 1.0
     concurrency: int | None = 1
     seen: Mapping[DeviceId, int] | None = None
+    # What it says a move takes in all, where it answers before that is over.
+    took_s: float | None = None
 
 
 class World(Recorder):
@@ -345,7 +347,7 @@ class World(Recorder):
         elif move.kind is MoveKind.WAKE:
             slot = self.scheduler.state.slots[move.slot]
             place.holds = dict(slot.claim_asleep)
-        self.post(ev.MoveDone(self.now, move_id, told, seen, engine.concurrency))
+        self.post(ev.MoveDone(self.now, move_id, told, seen, engine.concurrency, engine.took_s))
 
     def lose(self, *slots: SlotId, left_in: Tier = Tier.COLD) -> None:
         """A process dies and takes these slots with it."""
@@ -573,7 +575,8 @@ def picture(thing: object) -> object:
     if isinstance(thing, Enum) or thing is None or isinstance(thing, (str, int, float)):
         return repr(thing)
     if is_dataclass(thing):
-        return [(one.name, picture(getattr(thing, one.name))) for one in fields(thing)]
+        # What is only remembered for the next time that somebody asks is no part of what compares.
+        return [(one.name, picture(getattr(thing, one.name))) for one in fields(thing) if one.compare]
     if callable(thing):
         return str(getattr(thing, "__qualname__", thing))
     if hasattr(thing, "takes_at"):

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from random import Random
 
 import pytest
 
 from greenroom.core.model import ModelId
 from greenroom.sim.records import Arrival, Fate
-from greenroom.sim.workloads import Agents, Bursty, Mix, Poisson, Recorded, zipf
+from greenroom.sim.workloads import Agents, Bursty, Draw, Mix, Poisson, Recorded, zipf
 from greenroom.sim.world import World
 from tests.sim.settings import names, setting, sim_model
 
@@ -33,6 +34,14 @@ def test_the_mix_decides_who_asks_for_what() -> None:
     assert tenants["x"] / tenants["y"] == pytest.approx(3.0, rel=0.2) and set(classes) == {0, 2}
     assert sum(row.output_len for row in rows) / len(rows) == pytest.approx(200, rel=0.1)
     assert min(row.prompt_len for row in rows) >= 1
+
+
+def test_a_draw_is_that_of_the_standard_library_so_that_seeds_keep_what_they_draw() -> None:
+    weights = {"a": 0.1, "b": 3.0, "c": 1.0}
+    one, other, draw = Random(3), Random(3), Draw(weights)
+    ours = [draw.one(one) for _ in range(500)]
+    assert ours == [other.choices(list(weights), list(weights.values()))[0] for _ in range(500)]
+    assert set(ours) == set(weights)
 
 
 def test_a_model_with_a_priority_of_its_own_keeps_it() -> None:

@@ -70,7 +70,8 @@ class Actions:
 
     def forget(self, waiter_id: str, served_at: float | None = None) -> None:
         """This one no longer waits, if it did."""
-        if self._state.waitlist.remove(waiter_id, served_at) is not None:
+        waiter = self._state.waitlist.remove(waiter_id, served_at)
+        if waiter is not None and waiter.give_up_at is not None:
             self._stage.forget_timer(Timer(TimerKind.EXPIRE, waiter_id))
 
     def preload(self, model: ModelId, now: float) -> None:
@@ -144,8 +145,8 @@ class Actions:
 
     def fill(self, model: ModelId, now: float) -> None:
         """Give the free places of this model's slots to those who wait for it."""
-        queue, serving = self._state.waitlist.queues.get(model), self._state.serving(model)
-        if queue is None or not serving:
+        queue = self._state.waitlist.queues.get(model)
+        if queue is None or not (serving := self._state.serving(model)):
             return
         # Operators and wishes ask only that the model be there.
         for waiter in queue.asking():

@@ -6,26 +6,13 @@ everything in it may change.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf, log
 
 from greenroom.core import green_room, placement
 from greenroom.core.model import Claim, DeviceId, MoveKind, Slot, SlotId, Tier
+from greenroom.core.placement import Way, way_to
 from greenroom.core.state import ModelRecord, State
 from greenroom.core.swapper import Resident
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """A place where a model could be: its claim there when ready, and what its move wants beyond what it holds."""
-
-    claim: Claim
-    wants: Claim
-    on: frozenset[DeviceId]  # where it wants any
-
-
-def way_to(claim: Claim, wants: Claim) -> Way:
-    return Way(claim, wants, frozenset(device for device, mib in wants.items() if mib > 0))
 
 
 class Cast:
@@ -39,13 +26,13 @@ class Cast:
         self._most_mib: dict[DeviceId, int] | None = None
         self._may_fall_asleep: bool | None = None
         self._ways: dict[placement.Shape, list[Way]] = {}
-        # Those who cannot sleep are the same whether they may or not.
-        self._sleepless: dict[SlotId, Resident] = {}
+        # Those who would go cold, who are the same for everybody.
+        self._cold: dict[SlotId, Resident] = {}
 
     def after_swap(self) -> Cast:
         """The cast after a swap was ordered at this moment: whom it does not concern is as before."""
-        after = Cast(self._state, self._now)
-        after._sleepless = self._sleepless
+        after, slots = Cast(self._state, self._now), self._state.slots
+        after._cold = {slot: one for slot, one in self._cold.items() if not (one.cannot_leave or slots[slot].can_sleep)}
         return after
 
     @property
@@ -64,19 +51,30 @@ class Cast:
         """Every place where a model that is cold can ever be; none if it is too large. Many models are alike."""
         shape = placement.shape(record.spec, record.need)
         if shape not in self._ways:
-            state, most = self._state, self.most_mib
-            likely = state.likely_mib(most) if record.spec.can_split else most
-            claims = placement.options(record.spec, record.need, state.devices, self.room_mib, most, likely)
-            self._ways[shape] = [way_to(claim, claim) for claim in claims]
+            by_free = record.spec.can_split or record.spec.gpus > 1
+            self._ways[shape] = self._ways_now(record) if by_free else self._ways_known(record, shape)
         return self._ways[shape]
+
+    def _ways_known(self, record: ModelRecord, shape: placement.Shape) -> list[Way]:
+        """Where free memory does not decide, this changes seldom, and the model remembers it."""
+        known, devices = record.ways, self._state.ledger.devices
+        if known is None or known.shape != shape or known.devices is not devices or known.most_mib != self.most_mib:
+            known = record.ways = placement.Ways(shape, devices, self.most_mib, self._ways_now(record))
+        return known.there
+
+    def _ways_now(self, record: ModelRecord) -> list[Way]:
+        state, most = self._state, self.most_mib
+        likely = state.likely_mib(most) if record.spec.can_split else most
+        claims = placement.options(record.spec, record.need, state.devices, self.room_mib, most, likely)
+        return [way_to(claim, claim) for claim in claims]
 
     def residents(self, may_sleep: bool, but: Slot | None) -> list[Resident]:
         """Everybody but one, who is to wake, who holds memory, or will, and is not about to give it back."""
         if may_sleep and but is not None and self._state.limits.green_room_mib is not None:
             # In the green room there will be the place of the one who wakes: this differs from one to the other.
-            return [_resident(self._state, slot, self._now, may_sleep, but) for slot in self._stay() if slot is not but]
+            return [self._resident(slot, may_sleep, but) for slot in self._stay() if slot is not but]
         if may_sleep not in self._made:
-            self._made[may_sleep] = [self._resident(slot, may_sleep) for slot in self._stay()]
+            self._made[may_sleep] = [self._resident(slot, may_sleep, None) for slot in self._stay()]
         made = self._made[may_sleep]
         return made if but is None else [resident for resident in made if resident.slot != but.id]
 
@@ -90,21 +88,22 @@ class Cast:
             self._may_fall_asleep = any(one.leaves_to is Tier.ASLEEP for one in self.residents(True, None))
         return self._may_fall_asleep
 
-    def _resident(self, slot: Slot, may_sleep: bool) -> Resident:
-        if slot.can_sleep or slot.move is not None or slot.planned is not None:
-            return _resident(self._state, slot, self._now, may_sleep)
-        known = self._sleepless.get(slot.id)
-        if known is None:
-            known = self._sleepless[slot.id] = _resident(self._state, slot, self._now, may_sleep)
-        return known
+    def _resident(self, slot: Slot, may_sleep: bool, wakes: Slot | None) -> Resident:
+        known = self._cold.get(slot.id)
+        if known is not None and not (may_sleep and slot.can_sleep):
+            return known
+        made = _resident(self._state, slot, self._now, may_sleep, wakes)
+        if made.leaves_to is Tier.COLD:
+            self._cold[slot.id] = made
+        return made
 
 
 def drain_s(record: ModelRecord, answers: int) -> float:
     """How long until the last of so many answers may have ended: that of one, and a little more for each doubling."""
-    return record.typical_s * (1.0 + log(max(1, answers)))
+    return record.typical_s if answers <= 1 else record.typical_s * (1.0 + log(answers))
 
 
-def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot | None = None) -> Resident:
+def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot | None) -> Resident:
     # As it will be when it leaves: only where the green room has room for it.
     could_sleep = may_sleep and slot.tier is Tier.READY and slot.can_sleep
     fits = could_sleep and state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))

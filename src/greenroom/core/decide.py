@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 
 from greenroom.core import green_room, placement
-from greenroom.core.cast import Cast, Way, way_to
+from greenroom.core.cast import Cast
 from greenroom.core.effects import RejectCode
 from greenroom.core.model import (
     Claim,
@@ -23,6 +23,7 @@ from greenroom.core.model import (
     Slot,
     SlotId,
 )
+from greenroom.core.placement import Way, way_to
 from greenroom.core.state import ModelRecord, State
 from greenroom.core.swapper import Eviction, Resident, Target
 from greenroom.core.waitlist import Queue, Waiter, WaiterKind
@@ -106,8 +107,7 @@ def _decide_for(state: State, waiter: Waiter, model: ModelId, cast: Cast | None,
         return Refuse(RejectCode.UNKNOWN_MODEL)
     slots = [slot for slot in state.slots_of(model) if slot.spec.revision == record.spec.revision and not slot.lost]
     # 1. Ready: serve, unless it is full.
-    serving = [slot for slot in slots if slot.is_serving]
-    if serving:
+    if slots and (serving := [slot for slot in slots if slot.is_serving]):
         return _decide_ready(waiter, model, serving)
     # 2. On its way: join.
     for slot in slots:

@@ -35,7 +35,7 @@ class ByCost:
         )
 
     def standing(self, priority: int) -> Standing:
-        return self._standings[min(max(priority, 0), 2)]
+        return self._standings[priority if 0 <= priority <= 2 else 0 if priority < 0 else 2]
 
     # --- order ----------------------------------------------------------------------------------------------------
 

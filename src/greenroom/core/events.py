@@ -145,13 +145,17 @@ class MoveAsked:
 
 @dataclass(frozen=True, slots=True)
 class MoveDone:
-    """`seen` is memory per device after the move, where it was measured."""
+    """`seen` is memory per device after the move, where it was measured.
+
+    `took_s` is what the move takes in all where that is not over yet: an engine may answer while it is still arriving.
+    """
 
     now: float
     move: MoveId
     outcome: Outcome
     seen: Claim | None = None
     concurrency: int | None = None
+    took_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

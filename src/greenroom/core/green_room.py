@@ -23,11 +23,13 @@ def has_place(state: State, slot: Slot, now: float, wakes: Slot | None = None) -
 
     `wakes` is one for whose sake it would leave, and who then leaves its own place here.
     """
-    limit_mib, wanted_mib = state.limits.green_room_mib, _host_mib(state, slot.claim_asleep)
-    if limit_mib is None or not wanted_mib:
+    limit_mib = state.limits.green_room_mib
+    if limit_mib is None or not (wanted_mib := _host_mib(state, slot.claim_asleep)):
+        return True
+    others = [one for one in _sleepers(state) if one is not slot and one is not wakes]
+    if _total_mib(state, others) + wanted_mib <= limit_mib:
         return True
     own = _worth(state, slot, now)
-    others = [one for one in _sleepers(state) if one is not slot and one is not wakes]
     stay = [one for one in others if not _may_leave(one) or _worth(state, one, now) > own]
     return _total_mib(state, stay) + wanted_mib <= limit_mib
 

@@ -6,13 +6,14 @@ Raises AssertionError naming the property. Used by tests and by the simulator; c
 from __future__ import annotations
 
 from greenroom.core import green_room
+from greenroom.core.cast import Cast
 from greenroom.core.decide import Join, Refuse, Swap, Wait, decide
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import LEGAL_MOVES, MoveKind, RequestId, Slot, Tier
 from greenroom.core.rounds import ASKED_MAX
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.state import State
-from greenroom.core.waitlist import WaiterKind
+from greenroom.core.waitlist import Waiter, WaiterKind
 
 
 def check(scheduler: Scheduler, now: float | None = None) -> None:
@@ -22,8 +23,9 @@ def check(scheduler: Scheduler, now: float | None = None) -> None:
     _moves_and_slots_agree(state)
     _memory_is_held_for_every_slot(state)
     _free_memory_is_what_nobody_has(state)
-    _nobody_waits_and_is_served(state)
-    _tables_hold_only_what_is_there(state)
+    waiters = list(state.waitlist)
+    _nobody_waits_and_is_served(state, waiters)
+    _tables_hold_only_what_is_there(state, waiters)
     for slot in state.slots.values():
         _slot_is_sane(slot)
         _idle_slot_is_looked_at(slot)
@@ -67,17 +69,17 @@ def _free_memory_is_what_nobody_has(state: State) -> None:
         assert free_mib == counted_mib, f"{device} has {counted_mib} MiB left and not {free_mib}"
 
 
-def _nobody_waits_and_is_served(state: State) -> None:
-    for waiter in state.waitlist:
+def _nobody_waits_and_is_served(state: State, waiters: list[Waiter]) -> None:
+    for waiter in waiters:
         assert waiter.id not in state.grants, f"{waiter.id} waits and is served"
         assert waiter.model in state.models, f"{waiter.id} waits for no model"
         assert not state.shutting_down, f"{waiter.id} waits though all is shutting down"
 
 
-def _tables_hold_only_what_is_there(state: State) -> None:
+def _tables_hold_only_what_is_there(state: State, waiters: list[Waiter]) -> None:
     """Nothing is remembered of those who have left."""
     subjects: dict[TimerKind, set[str]] = {
-        TimerKind.EXPIRE: {waiter.id for waiter in state.waitlist if waiter.give_up_at is not None},
+        TimerKind.EXPIRE: {waiter.id for waiter in waiters if waiter.give_up_at is not None},
         TimerKind.RETRY: {*state.models},
         TimerKind.IDLE: {*state.slots},
         TimerKind.GRACE: {*state.slots},
@@ -93,7 +95,7 @@ def _tables_hold_only_what_is_there(state: State) -> None:
     for request in subjects[TimerKind.BUDGET]:
         timer, grant = Timer(TimerKind.BUDGET, request), state.grants[RequestId(request)]
         assert timer in state.timers or grant.is_cut, f"{request} may go on for ever"
-    waited_for = {waiter.model for waiter in state.waitlist}
+    waited_for = {waiter.model for waiter in waiters}
     queues = set(state.waitlist.queues)
     assert waited_for == queues, f"there are queues for {queues} but {waited_for} are waited for"
     assert waited_for.issuperset(state.kept), f"kept for {set(state.kept)} but {waited_for} are waited for"
@@ -111,10 +113,12 @@ def _nobody_waits_for_nothing(state: State, now: float) -> None:
     waiting than are asked for in one round, those further back wait for their turn.
     """
     looked_at = Timer(TimerKind.SWITCH, "") in state.timers or len(state.waitlist.queues) > ASKED_MAX
+    # Nothing changes between these questions, so all of them are asked of the same cast.
+    cast = Cast(state, now)
     for head in [head for queue in state.waitlist.queues.values() for head in queue.heads()]:
         if head.kind is WaiterKind.PRELOAD or Timer(TimerKind.RETRY, head.model) in state.timers:
             continue
-        plan = decide(state, head, now)
+        plan = decide(state, head, now, cast)
         # Whoever named another model hears bad news of its own by turning to that one.
         is_bad_news = isinstance(plan, Refuse) or (isinstance(plan, Swap) and plan.model != head.model)
         bad_news_later = is_bad_news and (state.moves or state.ledger.promises)

@@ -115,7 +115,8 @@ class Ledger:
     def can_start(self, slot: SlotId, claim: Claim) -> bool:
         """Whether this claim fits beside what is really held now. What the slot holds already is not asked for."""
         own, held = self.held_by(slot), self._held_mib
-        return all(
-            mib <= own.get(device, 0) or held.get(device, 0) - own.get(device, 0) + mib <= self.usable_mib(device)
-            for device, mib in claim.items()
-        )
+        for device, mib in claim.items():
+            more_mib = mib - own.get(device, 0)
+            if more_mib > 0 and held.get(device, 0) + more_mib > self.usable_mib(device):
+                return False
+        return True

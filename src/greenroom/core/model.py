@@ -30,6 +30,8 @@ NO_CLAIM: Claim = {}
 
 def larger(one: Claim, other: Claim) -> Claim:
     """Per device the larger of the two."""
+    if other.keys() <= one.keys():
+        return {device: max(mib, other.get(device, 0)) for device, mib in one.items()}
     return {device: max(one.get(device, 0), other.get(device, 0)) for device in sorted({*one, *other})}
 
 
@@ -169,6 +171,8 @@ class Slot:
     spec: ModelSpec
     claim: Claim
     claim_asleep: Claim = field(default_factory=dict)
+    # On both tiers at once, from when it was first asked for.
+    claim_between: Claim | None = field(default=None, compare=False)
     can_sleep: bool = False
     tier: Tier = Tier.COLD
     move: Move | None = None
@@ -240,7 +244,11 @@ class Slot:
         """What it holds while it makes this move. Between ready and asleep it is on both tiers."""
         if kind is MoveKind.LOAD:
             return self.claim
-        return self.claim_asleep if kind is MoveKind.PREPARE else larger(self.claim, self.claim_asleep)
+        if kind is MoveKind.PREPARE:
+            return self.claim_asleep
+        if self.claim_between is None:
+            self.claim_between = larger(self.claim, self.claim_asleep)
+        return self.claim_between
 
     @property
     def is_arriving(self) -> bool:

@@ -101,14 +101,15 @@ class Moves:
         slot.last_used = event.now
         # Before it had arrived in the green room nothing could make it leave again.
         self._state.trim_again = True
+        took_s = event.now - move.started if event.took_s is None else event.took_s
         if record := self._state.record_of(slot):
-            record.learned_s[move.kind] = learn(record.learned_s.get(move.kind), event.now - move.started)
+            record.learned_s[move.kind] = learn(record.learned_s.get(move.kind), took_s)
             if move.kind in ARRIVING:
                 record.memory_retries, record.wish_again, record.retry_at = 0, False, -inf
             self._state.price_queue(slot.model)
         if slot.tier is Tier.READY:
             slot.concurrency = max(1, slot.spec.concurrency or event.concurrency or 1)
-            self._on_stage(slot, move, event.now)
+            self._on_stage(slot, move, took_s, event.now)
         if slot.is_going:
             self._stage.go_on_leaving(slot, because("leaving", model=slot.model), event.now)
         elif slot.tier is Tier.READY:
@@ -116,10 +117,9 @@ class Moves:
             self._act.fill(slot.model, event.now)
             self._stage.watch_idle(slot)
 
-    def _on_stage(self, slot: Slot, move: Move, now: float) -> None:
+    def _on_stage(self, slot: Slot, move: Move, took_s: float, now: float) -> None:
         """Its time on stage begins; so does the batch that it may serve while others wait."""
         state, record = self._state, self._state.record_of(slot)
-        took_s = now - move.started
         if record is not None:
             record.at_once = slot.concurrency
         swap_s = took_s if record is None else record.move_s(move.kind)

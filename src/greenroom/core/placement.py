@@ -7,6 +7,7 @@ several, and where a slot sleeps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations, islice
 
 from greenroom.core.model import Claim, Device, DeviceId, DeviceKind, ModelSpec, Need
@@ -16,6 +17,29 @@ Shape = tuple[tuple[DeviceId, ...], int, bool, int, int]
 
 # How many sets of GPUs are looked at for who wants several: all of them with 8 GPUs; with more, those that are freest.
 SETS_MAX = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A place where a model could be: its claim there when ready, and what its move wants beyond what it holds."""
+
+    claim: Claim
+    wants: Claim
+    on: frozenset[DeviceId]  # where it wants any
+
+
+def way_to(claim: Claim, wants: Claim) -> Way:
+    return Way(claim, wants, frozenset(device for device, mib in wants.items() if mib > 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """Every place where a model of this shape could be with these devices and this much memory at most."""
+
+    shape: Shape
+    devices: Mapping[DeviceId, Device]
+    most_mib: Mib
+    there: list[Way]
 
 
 def shape(spec: ModelSpec, need: Need) -> Shape:

@@ -126,11 +126,11 @@ class Rounds:
         record, slots = self._state.models[model], self._state.slots_by_model.get(model)
         if record.pausing is not None and now < record.retry_at:
             return False
-        return not slots or not any(
-            slot.is_serving or slot.is_going or slot.move is not None or slot.planned is not None
-            for slot in slots
-            if slot.spec.revision == record.spec.revision and not slot.lost
-        )
+        for slot in slots or ():
+            is_somewhere = slot.move is not None or slot.planned is not None or slot.is_serving or slot.is_going
+            if is_somewhere and slot.spec.revision == record.spec.revision and not slot.lost:
+                return False
+        return True
 
     def _ask_for(self, queue: Queue, cast: Cast, now: float) -> tuple[float, Cast]:
         """Decide on the first of this queue, and on the next if that one left; and on those who want it asleep.

@@ -24,6 +24,8 @@ from greenroom.core.model import (
 )
 from greenroom.core.state import State
 
+_OVER = because("over")
+
 
 class Stage:
     def __init__(self, state: State, effects: Effects) -> None:
@@ -38,7 +40,7 @@ class Stage:
 
     def forget_timer(self, timer: Timer) -> None:
         if self._state.timers.pop(timer, None) is not None:
-            self._effects.set_timer(timer, None, because("over"))
+            self._effects.set_timer(timer, None, _OVER)
 
     def watch_idle(self, slot: Slot) -> None:
         """Have a look when it may have been idle for long enough. An earlier look is kept: it sees the later use."""

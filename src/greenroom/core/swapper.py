@@ -175,10 +175,15 @@ def _cheapest(allowed: Sequence[Resident], lacking: Mapping[DeviceId, int]) -> t
     needs = list(lacking.values())
     gives = [[one.gives_mib.get(device, 0) for device in lacking] for one in queue]
     chosen = _greedy(gives, needs)
-    if len(queue) <= EXACT_MAX:
+    if 1 < len(queue) <= EXACT_MAX and not _is_one_of_the_least(chosen, queue):
         # Also where greed finds none: who falls asleep takes memory elsewhere, so that fewer may give more.
         chosen = _Search([one.loss for one in queue], gives).best(needs, chosen)
     return None if chosen is None else tuple(queue[index] for index in chosen)
+
+
+def _is_one_of_the_least(chosen: list[int] | None, queue: Sequence[Resident]) -> bool:
+    """Whether a single one is enough that nobody undercuts, alone or together with others."""
+    return chosen is not None and len(chosen) == 1 and 0.0 <= queue[chosen[0]].loss <= min(one.loss for one in queue)
 
 
 def _price(resident: Resident, scarce: Sequence[DeviceId]) -> float:

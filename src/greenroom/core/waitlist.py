@@ -149,7 +149,10 @@ class Queue:
             return
         key = _lane(waiter)
         lane = self.lanes.setdefault(key, [])
-        insort(lane, waiter, key=_sequence)
+        if lane and lane[-1].sequence > waiter.sequence:
+            insort(lane, waiter, key=_sequence)
+        else:
+            lane.append(waiter)
         self._count(waiter, +1)
         if lane[0] is waiter:
             self._lead(waiter)
@@ -162,7 +165,7 @@ class Queue:
             return
         key = _lane(waiter)
         lane = self.lanes[key]
-        place = bisect_left(lane, waiter.sequence, key=_sequence)
+        place = 0 if lane[0] is waiter else bisect_left(lane, waiter.sequence, key=_sequence)
         del lane[place]
         if lane and served_at is not None:
             # A lane that is served does not starve, however long it is: only its turn comes by age, not its length.
@@ -373,7 +376,8 @@ class Waitlist:
 
 
 def _lane(waiter: Waiter) -> Lane:
-    return (waiter.kind.value, waiter.priority, waiter.tenant)
+    # What `value` says, without the property that it is: every coming and going asks for this.
+    return (waiter.kind._value_, waiter.priority, waiter.tenant)
 
 
 def _sequence(waiter: Waiter) -> int:

@@ -28,7 +28,8 @@ class Clock:
 
     def arrange(self, after_s: float, action: Callable[[Subject], object], subject: Subject) -> None:
         """Let this happen to that subject after so many seconds."""
-        self.arrange_at(self.now + after_s, action, subject)
+        self._number += 1
+        heappush(self._agenda, (self.now + max(0.0, after_s), self._number, action, subject))
 
     def arrange_at(self, at: float, action: Callable[[Subject], object], subject: Subject) -> None:
         """The same at a moment; at once if that has passed."""

@@ -59,7 +59,10 @@ class Player:
         self._specs: dict[tuple[ModelId, int], ModelSpec] = {}  # slots of old revisions keep theirs
         self._random = Random(f"{seed}:world")
         self._faults: Faults = faults or NoFaults()
-        self._watchers = tuple(watchers)
+        # What each watcher wants to hear, looked up once: it is said millions of times.
+        self._tell = tuple(watcher.told for watcher in watchers)
+        self._show = tuple(watcher.asked for watcher in watchers)
+        self._settle = tuple(watcher.settled for watcher in watchers)
         self._timers: dict[Timer, tuple[float, int]] = {}
         self._numbers = 0
         self._disk_free_at = [0.0] * (config.loads_at_once or 0)
@@ -68,11 +71,11 @@ class Player:
     def post(self, event: ev.Event) -> None:
         """Tell the scheduler. Whatever is told must have been made true before."""
         self.events_told += 1
-        for watcher in self._watchers:
-            watcher.told(event)
+        for tell in self._tell:
+            tell(event)
         self.scheduler.handle(event)
-        for watcher in self._watchers:
-            watcher.settled(event)
+        for settle in self._settle:
+            settle(event)
 
     # --- effects ------------------------------------------------------------------------------------------------------
 
@@ -294,8 +297,8 @@ class Player:
         return self._numbers
 
     def _note(self, effect: str, *details: object) -> None:
-        for watcher in self._watchers:
-            watcher.asked(effect, *details)
+        for show in self._show:
+            show(effect, *details)
 
     def _object(self, what: str) -> NoReturn:
         raise Violation(what)

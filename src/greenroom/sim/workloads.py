@@ -6,6 +6,7 @@ brings the same callers to every policy.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -41,9 +42,11 @@ class Draw:
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._things = list(weights)
         self._sums = list(accumulate(weights.values()))
+        self._last = len(self._things) - 1
 
     def one(self, random: Random) -> str:
-        return random.choices(self._things, cum_weights=self._sums)[0]
+        """What `random.choices` would draw, without what it does to draw many."""
+        return self._things[bisect(self._sums, random.random() * self._sums[-1], 0, self._last)]
 
 
 def zipf(names: Sequence[str], exponent: float = ZIPF_EXPONENT) -> dict[str, float]:

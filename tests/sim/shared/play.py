@@ -36,6 +36,8 @@ REST_TTLS = 3.0
 # An answer of the store that has not come by then does not come.
 ANSWER_MAX_S = 1.0
 EPOCH_S = 1_700_000_000.0
+# Gateways on two GPUs that have a model which fits none of them alone.
+SPLIT_SHARE = 0.3
 
 Plant = Callable[[Gateway], Grants]
 
@@ -76,7 +78,16 @@ class Play:
 
     def _specs(self, name: str) -> tuple[ModelSpec, ...]:
         sizes = [round(self._gpu_mib * self.chance.uniform(0.15, 0.9)) for _ in range(self.chance.randint(1, 3))]
-        return tuple(ModelSpec(ModelId(f"{name}{number}"), need=Need(mib)) for number, mib in enumerate(sizes))
+        small = tuple(ModelSpec(ModelId(f"{name}{number}"), need=Need(mib)) for number, mib in enumerate(sizes))
+        return small + self._split(name)
+
+    def _split(self, name: str) -> tuple[ModelSpec, ...]:
+        """Now and then one that is larger than a GPU. Drawn apart, so that seeds of before stay what they were."""
+        chance = random.Random(f"{self.played.seed} {name} split")
+        if len(self.gpus.capacity_mib) < 2 or chance.random() > SPLIT_SHARE:
+            return ()
+        need = Need(round(self._gpu_mib * chance.uniform(1.05, 1.7)))
+        return (ModelSpec(ModelId(f"{name}-split"), need=need, can_split=True),)
 
     def _wall_s(self) -> float:
         return EPOCH_S + asyncio.get_running_loop().time()

@@ -66,21 +66,21 @@ class Recent:
     """A watcher that remembers the last things said."""
 
     def __init__(self) -> None:
-        self._said: deque[tuple[object, ...]] = deque(maxlen=RECENT_MAX)
+        self._said: deque[ev.Event | tuple[str, tuple[object, ...]]] = deque(maxlen=RECENT_MAX)
         self.events = 0
 
     def told(self, event: ev.Event) -> None:
         self.events += 1
-        self._said.append((event,))
+        self._said.append(event)
 
     def asked(self, effect: str, *details: object) -> None:
-        self._said.append((effect, *details))
+        self._said.append((effect, details))
 
     def settled(self, event: ev.Event) -> None:
         """Nothing more is said then."""
 
     def lines(self) -> list[str]:
-        return [f"{said[0]}" if len(said) == 1 else f"    {said[0]} {said[1:]}" for said in self._said]
+        return [f"    {said[0]} {said[1]}" if isinstance(said, tuple) else f"{said}" for said in self._said]
 
 
 def play(seed: int, hashed: bool = False) -> Played:

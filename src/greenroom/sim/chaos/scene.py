@@ -218,7 +218,7 @@ def _crowd(random: Random, models: tuple[SimModel, ...], limits: Limits) -> Crow
     skew = random.choice((1.0, 2.0, 3.0, 4.0, 4.0))
     priorities = random.choice(({1: 1.0}, {0: 1.0, 1: 4.0, 2: 1.0}, {-1: 0.2, 0: 1.0, 1: 1.0, 2: 1.0, 5: 0.3}))
     return Crowd(
-        arrivals=random.randint(5_000, 8_200),
+        arrivals=random.randint(4_500, 7_700),
         rate=random.choice((2.0, 5.0, 10.0)),
         weights={name: 1.0 / rank**skew for rank, name in enumerate(names, start=1)},
         tenants={tenant: random.choice((0.1, 1.0, 3.0)) for tenant in tenants},

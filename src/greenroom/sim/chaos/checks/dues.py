@@ -7,6 +7,7 @@ overdue only when it was seen to be due and a further second has passed.
 from __future__ import annotations
 
 from heapq import heappop, heappush
+from math import inf
 
 from greenroom.core import events as ev
 from greenroom.core.effects import Reason, Rejection
@@ -37,6 +38,8 @@ class Dues:
         self._due: dict[str, float] = {}
         self._heap: list[tuple[float, str]] = []
         self._seen: dict[str, float] = {}
+        # Before this nobody is overdue, so nobody need ask.
+        self.quiet_until = inf
 
     def __contains__(self, who: str) -> bool:
         return who in self._due
@@ -45,10 +48,11 @@ class Dues:
         self._due[who] = at
         self._seen.pop(who, None)
         heappush(self._heap, (at, who))
+        self.quiet_until = min(self.quiet_until, at)
 
     def drop(self, who: str) -> None:
-        self._due.pop(who, None)
-        self._seen.pop(who, None)
+        if self._due.pop(who, None) is not None:
+            self._seen.pop(who, None)
 
     def overdue(self, now: float) -> str | None:
         """One that has been due for a while, if there is any."""
@@ -56,7 +60,9 @@ class Dues:
             at, who = heappop(self._heap)
             if self._due.get(who) == at:
                 self._seen.setdefault(who, now)
-        return next((who for who, since in self._seen.items() if now > since + GRACE_S), None) if self._seen else None
+        # A clock that was set back makes what was seen to be due wait once more, so these are asked for until they end.
+        self.quiet_until = -inf if self._seen else self._heap[0][0] if self._heap else inf
+        return next((who for who, since in self._seen.items() if now > since + GRACE_S), None)
 
 
 class Patience(Check):
@@ -106,9 +112,10 @@ class Patience(Check):
         self._running.drop(who)
 
     def settled(self, event: ev.Event) -> None:
-        if (late := self._waiting.overdue(event.now)) is not None:
+        now, waiting, running = event.now, self._waiting, self._running
+        if now >= waiting.quiet_until and (late := waiting.overdue(now)) is not None:
             raise Violation(f"{late} still waits though its patience is over")
-        if (late := self._running.overdue(event.now)) is not None:
+        if now >= running.quiet_until and (late := running.overdue(now)) is not None:
             raise Violation(f"{late} is still answered though its budget is used up")
 
 
@@ -235,5 +242,5 @@ class IdleGo(Check):
         return spec.ttl_s or None
 
     def settled(self, event: ev.Event) -> None:
-        if (late := self._dues.overdue(event.now)) is not None:
+        if event.now >= self._dues.quiet_until and (late := self._dues.overdue(event.now)) is not None:
             raise Violation(f"{late} ({self._ready.get(SlotId(late))}) is idle though its ttl is over")

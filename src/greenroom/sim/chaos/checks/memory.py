@@ -30,8 +30,12 @@ class GreenRoom(Check):
     def settled(self, event: ev.Event) -> None:
         if self._limit_mib is None or self.world is None:
             return
-        there = [place for place in self.world.house.places.values() if _sleeps(place) and not self._is_to_wake(place)]
-        taken_mib = sum(self._host_mib(place) for place in there)
+        there = [place for place in self.world.house.places.values() if _sleeps(place)]
+        # All of them together mostly fit; only if they do not does it matter who is about to leave.
+        if not there or sum(map(self._host_mib, there)) <= self._limit_mib:
+            return
+        there = [place for place in there if not self._is_to_wake(place)]
+        taken_mib = sum(map(self._host_mib, there))
         if taken_mib <= self._limit_mib:
             return
         self.judged += 1
@@ -54,8 +58,7 @@ class GreenRoom(Check):
 
 
 def _sleeps(place: Place) -> bool:
-    kind = None if place.move is None else place.move.kind
-    return kind in _TO_SLEEP or (place.tier is Tier.ASLEEP and kind is None)
+    return place.tier is Tier.ASLEEP if place.move is None else place.move.kind in _TO_SLEEP
 
 
 class LeasesWhole(Check):

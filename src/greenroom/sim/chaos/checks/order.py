@@ -144,15 +144,18 @@ class Order(Check):
     # --- lanes --------------------------------------------------------------------------------------------------------
 
     def _wait(self, caller: Caller) -> None:
-        lanes = self._lanes.setdefault(caller.model, {})
-        insort(lanes.setdefault((caller.tenant, caller.priority), []), caller, key=_number)
+        lane = self._lanes.setdefault(caller.model, {}).setdefault((caller.tenant, caller.priority), [])
+        if lane and lane[-1].number > caller.number:
+            insort(lane, caller, key=_number)
+        else:
+            lane.append(caller)
         self._waiting.add(caller.request)
 
     def _stop_waiting(self, caller: Caller) -> None:
         self._waiting.discard(caller.request)
         lanes = self._lanes[caller.model]
         lane = lanes[caller.tenant, caller.priority]
-        del lane[bisect_left(lane, caller.number, key=_number)]
+        del lane[0 if lane[0] is caller else bisect_left(lane, caller.number, key=_number)]
         if not lane:
             del lanes[caller.tenant, caller.priority]
 
