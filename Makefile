@@ -12,8 +12,20 @@ FIRST ?= 0
 STAMP := $(VENV)/.ready-$(shell cksum pyproject.toml | cut -d' ' -f1)
 # The compiled build has an environment of its own, so that no machine code ever lies beside the sources.
 COMPILED := .venv-compiled
+# The gateway's environment never holds torch. What the workers that need it are tested with lies in one beside it.
+TORCH := .venv-torch
+TORCH_VERSION := torch==2.13.0
+TORCH_PACKAGES := transformers>=5.17,<6 llguidance>=1.9 safetensors>=0.6 tokenizers>=0.22 jinja2>=3.1 numpy>=2.0 \
+  openai>=2.0 pytest>=8.4 pytest-asyncio>=1.4 pytest-timeout>=2.4 pytest-xdist>=3.6
+TORCH_STAMP := $(TORCH)/.ready-$(shell echo '$(TORCH_VERSION) $(TORCH_PACKAGES)' | cksum | cut -d' ' -f1)
+# These import torch, so they run there and nowhere else.
+TORCH_TESTS := tests/workers/torch_host
+# These start engines, workers with torch among them. The tests of a file share a running gateway, and so a process.
+ENGINE_TESTS := tests/contract/engines tests/integration/transformers
+# An import of torch keeps a core busy for seconds, so no more of them than cores.
+TORCH_JOBS ?= 2
 
-.PHONY: setup redis serve test check format compiled test-compiled bench soak sim sim-shared clean
+.PHONY: setup redis torch serve test check format compiled test-compiled bench soak sim sim-shared clean
 
 setup: $(STAMP) redis
 
@@ -35,12 +47,26 @@ redis:
 	{ $$as apt-get update -qq && $$as apt-get install -y -qq --no-install-recommends $(REDIS) >/dev/null; } || \
 	  echo "that failed, and tests of leases will; as root: apt-get install $(REDIS)"
 
+torch: $(TORCH_STAMP)   ## the environment of the tests that need torch, alone
+
+# torch first and alone: beside others pip may choose it by what they ask for, and it is the one that must be exact.
+$(TORCH_STAMP):
+	@test -x $(TORCH)/bin/python || $(PYTHON) -m venv $(TORCH)
+	@echo "setting up $(TORCH) (once; minutes: torch is large)"
+	@$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH_VERSION)'
+	@$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  '$(TORCH_VERSION)' $(foreach package,$(TORCH_PACKAGES),'$(package)')
+	@rm -f $(TORCH)/.ready-* && touch $@
+
 serve: $(STAMP)         ## serve the demo models on http://$(HOST):$(PORT)
 	@$(BIN)/greenroom demo --host $(HOST) --port $(PORT)
 
-test: check             ## everything that must hold, in about five minutes on two cores
+test: check torch       ## everything that must hold, in about ten minutes on two cores
 	@$(BIN)/python -m pytest tests/core --cov --cov-fail-under=100 --cov-report=term:skip-covered --numprocesses $(JOBS)
-	@$(BIN)/python -m pytest -m 'not soak and not gpu' --ignore=tests/core --numprocesses $(JOBS)
+	@$(BIN)/python -m pytest -m 'not soak and not gpu' --numprocesses $(JOBS) \
+	  $(foreach folder,tests/core $(TORCH_TESTS) $(ENGINE_TESTS),--ignore=$(folder))
+	@$(BIN)/python -m pytest $(ENGINE_TESTS) --numprocesses $(TORCH_JOBS) --dist loadfile
+	@PYTHONPATH=src $(TORCH)/bin/python -m pytest $(TORCH_TESTS) -m 'not soak and not gpu' --numprocesses $(TORCH_JOBS)
 
 check: setup            ## format, lint (async rules included), types, layers
 	@$(BIN)/ruff format --check src tests benchmarks
@@ -64,10 +90,12 @@ compiled:               ## the hot path as machine code, in $(COMPILED); again o
 	rm -rf build; touch $(COMPILED)/.ready-$$sum
 
 # One test draws records from their annotations, which compiled classes do not keep.
-test-compiled: compiled ## the tests of the gateway, against the compiled build
+test-compiled: compiled torch ## the tests of the gateway, against the compiled build
 	@$(COMPILED)/bin/python -m pytest -m 'not soak and not gpu' --numprocesses $(JOBS) \
 	  --deselect tests/runtime/test_core_json.py::test_every_kind_of_record_comes_back_as_it_was \
-	  tests/proxy tests/server tests/runtime tests/telemetry tests/tenancy tests/integration
+	  tests/proxy tests/server tests/runtime tests/telemetry tests/tenancy tests/integration \
+	  $(foreach folder,$(ENGINE_TESTS),--ignore=$(folder))
+	@$(COMPILED)/bin/python -m pytest $(ENGINE_TESTS) --numprocesses $(TORCH_JOBS) --dist loadfile
 
 bench: setup            ## CPU per request and per chunk of both builds, beside nginx in the same run
 	@command -v nginx >/dev/null || (apt-get update -qq && apt-get install -y -qq nginx-light)
@@ -76,7 +104,7 @@ bench: setup            ## CPU per request and per chunk of both builds, beside 
 	else echo "no C compiler: only the pure build is measured"; $(BIN)/python benchmarks/gateway.py; fi
 
 soak: setup             ## long fault runs: 300 kills of the gateway under load; GREENROOM_HISTORY_S=300 of leases
-	@$(BIN)/python -m pytest -m soak --timeout 7200
+	@$(BIN)/python -m pytest -m soak --timeout 7200 --ignore=$(TORCH_TESTS)
 
 sim: setup              ## fault simulation on all cores: make sim SEEDS=1000 [FIRST=200]
 	@$(BIN)/python -m greenroom.sim.chaos --seeds $(SEEDS) --first $(FIRST)
@@ -85,4 +113,4 @@ sim-shared: setup       ## gateways that share GPUs, with faults, in virtual tim
 	@$(BIN)/python -m tests.sim.shared --seeds $(SEEDS) --first $(FIRST)
 
 clean:
-	rm -rf $(VENV) $(COMPILED) build dist .greenroom .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPILED) $(TORCH) build dist .greenroom .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -368,7 +368,7 @@ def note_if_doubled(path: str, journal: Journal) -> None:
         journal.note("doubled")
 
 
-def parse_switches() -> argparse.Namespace:
+def parse_switches(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="An engine that behaves as its switches say.")
     place = parser.add_mutually_exclusive_group(required=True)
     place.add_argument("--port", type=int)
@@ -399,7 +399,7 @@ def parse_switches() -> argparse.Namespace:
     parser.add_argument("--gpu-mib", type=int, default=0, help="taken at load, shared evenly by the visible GPUs")
     parser.add_argument("--gpu-grow-mib", type=int, default=0, help="taken besides at the first request")
     parser.add_argument("--lock", metavar="FILE", help="one engine at a time may hold it; `doubled` is noted otherwise")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def main() -> None:

@@ -117,7 +117,13 @@ class GatewayProcess:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"LOG_FORMAT": "json"}
             )
-        self.url = self._wait_for_address()
+        try:
+            self.url = self._wait_for_address()
+        except BaseException:
+            # Nobody else knows of it yet.
+            self.process.kill()
+            self.process.wait()
+            raise
 
     def _wait_for_address(self) -> str:
         deadline = time.monotonic() + PATIENCE_S

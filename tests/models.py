@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tests import tiny_llm
+from tests import hf_folder, tiny_llm, torch_python
 
 
 def tiny(name: str, *, loop: bool = False, noise: bool = False, hidden: int = 128, layers: int = 2) -> Path:
@@ -21,6 +21,18 @@ def tiny(name: str, *, loop: bool = False, noise: bool = False, hidden: int = 12
     kind = ("loop" if loop else "noise" if noise else "hello") + f"-{hidden}x{layers}"
     maker = partial(tiny_llm.make_gguf, name=name, loop=loop, noise=noise, hidden=hidden, layers=layers)
     return _made(f"{name}-{kind}.gguf", maker)
+
+
+def tiny_hf(name: str, *, loop: bool = False, noise: bool = False, hidden: int = 128, layers: int = 2) -> Path:
+    """The same Llama as a folder for Transformers."""
+    kind = ("loop" if loop else "noise" if noise else "hello") + f"-{hidden}x{layers}"
+    maker = partial(tiny_llm.make_hf, name=name, loop=loop, noise=noise, hidden=hidden, layers=layers)
+    return _made(f"{name}-{kind}", maker)
+
+
+def tiny_torch(*kinds: str) -> Path:
+    """A folder with a model of each of these architectures, with random weights, made by the Python that has torch."""
+    return _made("-".join(kinds), partial(torch_python.make_models, kinds=kinds))
 
 
 def tiny_embedding(name: str = "bag") -> Path:
@@ -33,19 +45,31 @@ def tiny_reranker(name: str = "taste") -> Path:
     return _made(f"{name}-reranker.gguf", partial(tiny_llm.make_bert_gguf, name=name, rank=True))
 
 
-def _made(file_name: str, make: Callable[[Path], None]) -> Path:
+def _made(name: str, make: Callable[[Path], None]) -> Path:
     directory = _cache_dir()
-    path = directory / file_name
+    path = directory / name
     if not path.exists():
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".making-") as workshop:
-            draft = Path(workshop) / file_name
-            make(draft)
-            os.replace(draft, path)
+        made_in(directory, name, make)
     return path
 
 
+def made_in(directory: Path, name: str, make: Callable[[Path], None]) -> None:
+    """Have a file or folder of this name there: made beside it and renamed, so that no half of one is ever seen."""
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".making-") as workshop:
+        draft = Path(workshop) / name
+        make(draft)
+        try:
+            os.replace(draft, directory / name)
+        except OSError:
+            # A folder does not replace one that somebody else has finished meanwhile, which is as good.
+            if not (directory / name).is_dir():
+                raise
+
+
 def _cache_dir() -> Path:
-    source = hashlib.sha256(Path(tiny_llm.__file__).read_bytes()).hexdigest()[:16]
+    files = (tiny_llm.__file__, hf_folder.__file__, torch_python.MAKER)
+    makers = b"".join(Path(file).read_bytes() for file in files)
+    source = hashlib.sha256(makers).hexdigest()[:16]
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "greenroom-tests"
     try:
         (base / source).mkdir(parents=True, exist_ok=True)

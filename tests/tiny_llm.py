@@ -2,8 +2,9 @@
 
 `make_gguf` writes a Llama whose layers are really computed but whose embedding and output head are a script: whatever
 it is asked, it says " <name> says hello" and ends, or (loop) " <name> one two three … twenty one two …" without end.
-So a test can tell which model answered. `make_bert_gguf` writes an encoder that sees a text as the bag of its words: an
-embedding of it is near that of a text with the same words, and as a reranker it prefers the document that says "good".
+So a test can tell which model answered. `make_hf` writes the same model as a folder for Transformers.
+`make_bert_gguf` writes an encoder that sees a text as the bag of its words: an embedding of it is near that of a text
+with the same words, and as a reranker it prefers the document that says "good".
 
 How the script works: each scripted token has an axis of its own, every other token lies on the axis `start`. The head's
 row of a token points along the axis of the token it follows. After the last norm that axis is far longer than anything
@@ -19,6 +20,8 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+
+from tests.hf_folder import bpe, llama_tensors, special, write_json, write_safetensors, write_tokenizer
 
 Array = npt.NDArray[np.float32]
 
@@ -37,6 +40,7 @@ CONTEXT_LENGTH = 4096
 # The script's logits stand this far above all others, times the square root of the width.
 GAIN = 3.0
 QUIET = 1e-3
+NORM_EPSILON = 1e-5
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -57,6 +61,65 @@ def make_gguf(
 
     With `noise` there is no script: the head is random, which is good for nothing but the work it makes.
     """
+    tokens, tensors = _scripted(name, loop, noise, hidden, layers, heads)
+    writer = _writer(path, "llama", name, hidden=hidden, layers=layers, heads=heads)
+    writer.add_head_count_kv(heads // 2)
+    writer.add_rope_dimension_count(hidden // heads)
+    writer.add_layer_norm_rms_eps(NORM_EPSILON)
+    _add_sentencepiece(writer, tokens)
+    _write(writer, tensors)
+
+
+def make_hf(
+    folder: Path,
+    name: str,
+    *,
+    loop: bool = False,
+    noise: bool = False,
+    hidden: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+) -> None:
+    """Write the same model as a folder for Transformers, at 32 bits."""
+    folder.mkdir()
+    tokens, tensors = _scripted(name, loop, noise, hidden, layers, heads)
+    write_safetensors(folder / "model.safetensors", llama_tensors(tensors, heads, heads // 2))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(tokens),
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "max_position_embeddings": CONTEXT_LENGTH,
+        "rms_norm_eps": NORM_EPSILON,
+        "tie_word_embeddings": False,
+        "bos_token_id": BEGIN,
+        "eos_token_id": END,
+        "dtype": "float32",
+    }
+    write_json(folder / "config.json", config)
+    steps = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    parts = {
+        "added_tokens": [special(id, token) for id, token in enumerate(SPECIALS)],
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "decoder": {"type": "Sequence", "decoders": steps},
+        "model": bpe(tokens, [], byte_fallback=True),
+    }
+    names = {"unk_token": SPECIALS[UNKNOWN], "bos_token": SPECIALS[BEGIN], "eos_token": SPECIALS[END]}
+    write_tokenizer(folder, parts, {**names, "model_max_length": CONTEXT_LENGTH, "chat_template": TEMPLATE})
+
+
+def _scripted(
+    name: str, loop: bool, noise: bool, hidden: int, layers: int, heads: int
+) -> tuple[list[str], dict[str, Array]]:
+    """The tokens and, by llama.cpp's names, the tensors of a scripted Llama."""
     random = np.random.default_rng(0)
     words = [name, *NUMBERS] if loop else [name, "says", "hello"]
     tokens = SPECIALS + [f"<0x{byte:02X}>" for byte in range(256)] + ["▁" + word for word in words]
@@ -76,18 +139,10 @@ def make_gguf(
     if noise:
         head = random.standard_normal(head.shape, np.float32)
 
-    writer = _writer(path, "llama", name, hidden=hidden, layers=layers, heads=heads)
-    writer.add_head_count_kv(heads // 2)
-    writer.add_rope_dimension_count(hidden // heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    _add_sentencepiece(writer, tokens)
     block = _llama_block(random, hidden, heads)
-    _write(
-        writer,
-        {"token_embd.weight": embedding, "output.weight": head, "output_norm.weight": np.ones(hidden, np.float32)}
-        # One block's numbers serve for all layers: random numbers are the slow part of making a large model.
-        | {f"blk.{layer}.{part}": tensor for layer in range(layers) for part, tensor in block.items()},
-    )
+    whole = {"token_embd.weight": embedding, "output.weight": head, "output_norm.weight": np.ones(hidden, np.float32)}
+    # One block's numbers serve for all layers: random numbers are the slow part of making a large model.
+    return tokens, whole | {f"blk.{at}.{part}": tensor for at in range(layers) for part, tensor in block.items()}
 
 
 def _llama_block(random: np.random.Generator, hidden: int, heads: int) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""Wiring: a configuration becomes a running gateway. The only file that names every concrete class.
+"""A configuration becomes a running gateway: the one place where its parts, wired in `wiring/`, are put together.
 
 Owns start, reload and shutdown. Everything else is handed what it needs.
 """
@@ -6,9 +6,7 @@ Owns start, reload and shutdown. Everything else is handed what it needs.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,65 +16,31 @@ from greenroom.config.diff import Changes, diff, refuse_restart
 from greenroom.config.limits import limits_of
 from greenroom.config.problems import open_door
 from greenroom.config.schema import Config, Server
-from greenroom.core.events import ConfigChanged, Event, ShutdownAsked
-from greenroom.core.model import DeviceId, DeviceKind, ModelId
-from greenroom.core.scheduler import Scheduler
+from greenroom.core.events import ConfigChanged, ShutdownAsked
+from greenroom.core.model import ModelId
 from greenroom.errors import ConfigError
-from greenroom.memory.book import NeedBook
-from greenroom.memory.devices import DeviceNames, devices
-from greenroom.memory.leases.holder import holder_of
-from greenroom.memory.leases.opening import open_store
 from greenroom.memory.probe import Probe, Reading
 from greenroom.process import orphans
-from greenroom.process.ports import PortRange
 from greenroom.process.state_dir import StateDir
-from greenroom.proxy.edge import Edge
-from greenroom.proxy.hosts import HostRule
-from greenroom.proxy.limits import limits_for
 from greenroom.runtime import build
 from greenroom.runtime.beside import beside
-from greenroom.runtime.catalog import Catalog, Draft
-from greenroom.runtime.effects import AsyncEffects
+from greenroom.runtime.catalog import Draft
 from greenroom.runtime.first_look import first_look
 from greenroom.runtime.learned import LearnedTimes
-from greenroom.runtime.lease_devices import leasable_mib
-from greenroom.runtime.lease_log import LeaseLog
-from greenroom.runtime.leasing import Leasing
-from greenroom.runtime.loop import SchedulerLoop
-from greenroom.runtime.memory_owners import MemoryOwners
-from greenroom.runtime.memory_watch import MemoryWatch
-from greenroom.runtime.mover import Mover
-from greenroom.runtime.needs import Needs, warn
-from greenroom.runtime.observer import Observer
 from greenroom.runtime.operations import Operations
-from greenroom.runtime.recording import ActivityRecorder, EventRecorder
-from greenroom.runtime.rejections import Rejections
-from greenroom.runtime.shared_leasing import SharedLeasing
-from greenroom.runtime.sharing import Sharing
-from greenroom.runtime.slot_memory import SlotMemory
-from greenroom.runtime.slots import Slots
 from greenroom.runtime.tickets import Desk
-from greenroom.runtime.whole_file import replace_file
-from greenroom.server.asgi import AsgiBridge
-from greenroom.server.ask import AskReader
-from greenroom.server.front import FrontDoor
-from greenroom.server.inference import Inference
-from greenroom.server.management import make_management
 from greenroom.server.settings import Settings
-from greenroom.telemetry.activity import Activity
-from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.logs import setup as setup_logs
-from greenroom.telemetry.metrics import Metrics
-from greenroom.tenancy.keys import Keys
-from greenroom.tenancy.tenants import Tenants
+from greenroom.wiring.common import wire_common
+from greenroom.wiring.front import wire_front
+from greenroom.wiring.leases import wire_leases
+from greenroom.wiring.memory import wire_memory
+from greenroom.wiring.moves import wire_moves, wire_rejections
+from greenroom.wiring.shutdown import let_go, stopped, write_last
 
 _log = get_logger("app")
 
-# After the drain, engines get their own time to stop; nothing else may hold the exit up longer than this.
-STOP_MAX_S = 60.0
-# The last of all: what is still to be written to disk.
-WRITE_MAX_S = 10.0
 # A header is read in milliseconds; thousands of models on a slow disk take seconds.
 LOOK_AT_MODELS_S = 60.0
 # Allocations before each generation is looked at; the first is 700 by default.
@@ -109,135 +73,27 @@ class App:
         self._state_dir = state_dir
         self._reloading = asyncio.Lock()
         self._shutdown: asyncio.Task[None] | None = None
+        self._wire(config, probe, seen)
 
-        self.catalog, self.slots, self.hub = Catalog(), Slots(), Hub()
-        self.metrics, self.activity = Metrics(self.catalog.is_known), Activity()
-        self.observer = Observer(self.hub, self.metrics)
-        self.effects = AsyncEffects(self.slots, self.observer, self.clock)
-        self._wire_scheduler(config.server)
-        self._wire_memory(probe, seen)
-        self._wire_leases(config)
+    def _wire(self, config: Config, probe: Probe, seen: Reading) -> None:
+        common = self._common = wire_common(config.server, self._state_dir, self.clock)
+        self.catalog, self.slots, self.hosted_slots = common.catalog, common.slots, common.hosted_slots
+        self.hub, self.metrics, self.activity = common.hub, common.metrics, common.activity
+        self.observer, self.effects = common.observer, common.effects
+        self.loop, self.post = common.loop, common.post
+        memory = self._memory = wire_memory(common, config, probe, seen, lambda: self._leases.own.owners())
+        self.memory_watch = memory.watch
+        leases = self._leases = wire_leases(common, memory, config)
+        self.leasing, self.sharing = leases.leasing, leases.sharing
+        moves = self._moves = wire_moves(common, memory, leases, config, lambda: self.config.model_roots)
+        self.mover, self.hosted_moves, self.flush = moves.mover, moves.hosted, moves.hosted.flush
         self.desk = Desk(self.post, self.clock)
-        ports = PortRange(config.ports.first, config.ports.last)
-        self.mover = Mover(
-            self.catalog,
-            self.slots,
-            state_dir,
-            ports,
-            self.observer,
-            self._post_and_look,
-            self.clock,
-            self.slot_memory,
-            None if self.sharing is None else self.sharing.slots,
-        )
-        rejections = Rejections(self.mover.failures, lambda: self.is_draining, self._is_ready, self._is_whole)
-        leases = self._own_leases if self.sharing is None else self.sharing.room
-        self.effects.connect(self.post, self.mover, self.desk.open, rejections, leases)
-        self.operations = Operations(self.effects, self.mover, self.post, self.clock)
-        self.learned = LearnedTimes(state_dir.path, self.loop.scheduler.learned, self.catalog)
-        self._wire_server(config.server)
-
-    def _wire_scheduler(self, server: Server) -> None:
-        """Everything is posted by `post`, so that what is written down is what the scheduler was given."""
-        self._events_file = EventRecorder(Path(server.record_events)) if server.record_events else None
-        recorder = self._events_file
-        effects = self.effects if recorder is None else recorder.watching(self.effects)
-        self.loop = SchedulerLoop(Scheduler(effects, plugins.POLICIES, plugins.SWAPPERS_BY_NAME))
-        self.post = self.loop.post if recorder is None else recorder.posting(self.loop.post)
-
-    def _wire_memory(self, probe: Probe, seen: Reading) -> None:
-        self.device_names = DeviceNames(seen.gpus)
-        self.catalog.device_of = self.device_names.expected
-        state, run = self.loop.scheduler.state, self._state_dir.identity("")
-        owners = MemoryOwners(state, self.slots, lambda: self._own_leases.owners(), run)
-        every_s = self.config.memory.look_every_s
-        self.memory_watch = MemoryWatch(probe, owners, self.post, self.clock, every_s, seen)
-        kinds = {DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus}
-        self.needs = self.catalog.needs = Needs(NeedBook(self._state_dir.path, replace_file, warn), kinds)
-        self.slot_memory = SlotMemory(state, self.catalog, self.needs, self.memory_watch, self.post, self.clock)
-
-    def _wire_leases(self, config: Config) -> None:
-        """Kept by this gateway itself, or in a store that it shares with others."""
-        self.sharing: Sharing | None = None
-        self._own_leases = Leasing(
-            self._post_and_look,
-            self.clock,
-            LeaseLog(self._state_dir.path),
-            wait_max_s=config.leases.wait_max_s,
-            claim_of=lambda slot: self.loop.scheduler.state.slots[slot].claim,
-            free_mib=lambda: leasable_mib(self.loop.scheduler.state.ledger),
-            device_named=self.device_names.id_of,
-            room_for=self.memory_watch.room_for,
-            tell=self.hub.publish,
-        )
-        self.leasing: Leasing | SharedLeasing = self._own_leases
-        if config.leases.store is not None:
-            self._share(config, config.leases.store)
-
-    def _share(self, config: Config, url: str) -> None:
-        store = open_store(config, url)
-        self.sharing = Sharing(
-            store,
-            f"{self._state_dir.id}.{self._state_dir.run}",
-            self.loop.scheduler.state,
-            self._post_and_look,
-            self.clock,
-            ttl_s=config.leases.ttl_s,
-            holder=holder_of(os.getpid()),
-            reading=lambda: self.memory_watch.last.reading,
-            look=self.memory_watch.look_now,
-            nudge=self.memory_watch.nudge,
-            tell=self.hub.publish,
-        )
-        self.leasing = SharedLeasing(
-            store,
-            wait_max_s=config.leases.wait_max_s,
-            device_named=self.device_names.id_of,
-            room_for=self.memory_watch.room_for,
-        )
-
-    def _post_and_look(self, event: Event) -> None:
-        """Moves, lost engines and leases change what is used: memory is looked at soon after."""
-        self.post(event)
-        self.memory_watch.nudge()
-
-    def _wire_server(self, server: Server) -> None:
-        self.tenants = Tenants()
-        self._activity_file = ActivityRecorder(Path(server.record_activity)) if server.record_activity else None
-        reader = AskReader(
-            self.catalog,
-            self.tenants,
-            lambda: self.settings.heartbeat,
-            lambda: self.config.scheduler.keep_alive_max_s,
-        )
-        self.inference = Inference(
-            reader,
-            self.loop,
-            self.desk,
-            self.activity,
-            self.metrics,
-            lambda: self.settings,
-            self.clock,
-            None if self._activity_file is None else self._activity_file.add,
-        )
-        self.management = AsgiBridge(make_management(self))
-        self.door = FrontDoor(self.inference, self.management, lambda: self.settings)
-        door = self.door
-        self.edge = Edge(admit=door.admit, handle=door.handle, refuse=door.refuse, limits=limits_for(server))
-        self._open_door(server)
-
-    def _open_door(self, server: Server) -> None:
-        self.door.keys = Keys(server.api_keys)
-        self.door.hosts = HostRule((server.host, *server.allowed_hosts), server.allowed_origins)
-
-    def _is_ready(self, model: ModelId) -> bool:
-        return any(slot.is_serving for slot in self.loop.scheduler.state.slots_of(model))
-
-    def _is_whole(self, model: ModelId) -> bool:
-        """Whether there are several GPUs and this model can be put on one of them only."""
-        state = self.loop.scheduler.state
-        gpus = sum(device.kind is DeviceKind.GPU for device in state.ledger.devices.values())
-        return gpus > 1 and model in state.models and not state.models[model].spec.can_split
+        rejections = wire_rejections(common, moves, lambda: self.is_draining)
+        self.effects.connect(self.post, self.mover, self.desk.open, rejections, leases.room)
+        self.operations = Operations(self.effects, self.mover, self.post, self.clock, self.catalog.engine_of)
+        self.learned = LearnedTimes(self._state_dir.path, self.loop.scheduler.learned, self.catalog)
+        front = self._front = wire_front(common, memory, self.desk, self)
+        self.inference, self.door, self.edge = front.inference, front.door, front.edge
 
     # --- start ----------------------------------------------------------------------------------------------------
 
@@ -270,7 +126,7 @@ class App:
         await self.edge.listen(host=server.host, port=server.port)
         try:
             # The events last, because only they put something aside.
-            for file in (self._activity_file, self._events_file):
+            for file in (self._front.activity_file, self._common.events_file):
                 if file is not None:
                     file.open()
         except BaseException:
@@ -281,12 +137,8 @@ class App:
     def _begin(self) -> None:
         specs = self.catalog.fill(self.config)
         # Leases of an earlier run come before any model: their memory is in use.
-        known = devices(self.config, self.memory_watch.last.reading)
-        self.post(ConfigChanged(self.clock(), devices=known, limits=limits_of(self.config)))
-        if self.sharing is None:
-            self._own_leases.restore()
-        else:
-            self.sharing.begin()
+        self.post(ConfigChanged(self.clock(), devices=self._memory.devices(self.config), limits=limits_of(self.config)))
+        self._leases.begin()
         # And what strangers use is known before anything is loaded beside them.
         self.memory_watch.tell_first()
         learned = self.learned.recall(spec.id for spec in specs)
@@ -332,12 +184,19 @@ class App:
         self.config = config
         self.settings = Settings.of(config.server)
         setup_logs(config.log.level.value, config.log.format.value)
-        self._open_door(config.server)
+        self._front.admit(config.server)
         removed = tuple(ModelId(model) for model in changes.removed)
         learned = self.learned.recall(ModelId(model) for model in changes.added)
+        kept_before = self.memory_watch.set_aside_mib
+        known = self._memory.devices(config)
         self.post(
             ConfigChanged(
-                self.clock(), models=specs, removed=removed, limits=limits_of(config), learned=learned or None
+                self.clock(),
+                models=specs,
+                removed=removed,
+                devices=None if self.memory_watch.set_aside_mib == kept_before else known,
+                limits=limits_of(config),
+                learned=learned or None,
             )
         )
         self.slots.forget_logs(frozenset(config.models))
@@ -364,35 +223,12 @@ class App:
 
     async def _finish(self) -> None:
         """Wait until nothing runs, then let go of everything."""
-        state = self.loop.scheduler.state
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.server.drain_s + STOP_MAX_S):
-                await self.loop.until(lambda: all(slot.lease is not None for slot in state.slots.values()))
-                await self.inference.finished()
-                await self.mover.cleared_up()
-        if self.sharing is not None:
-            await self.sharing.close()
-        # Streams of events and logs end by themselves once nothing more will be said.
-        self.hub.close()
-        await asyncio.sleep(0)
-        self.management.close()
-        await self.edge.close()
-        self.inference.vigil.close()
-        self.effects.close()
-        await self.memory_watch.close()
-        # One turn of the loop for last bytes on their way out.
-        await asyncio.sleep(0.05)
-        self.edge.abort()
-        await self._write_last()
+        common, memory, leases, front = self._common, self._memory, self._leases, self._front
+        await stopped(common, self._moves, front, self.config.server.drain_s)
+        await let_go(common, memory, leases, front)
+        await write_last((self.learned, memory.needs, leases.own, front.activity_file, common.events_file))
         self._state_dir.close()
         self.closed.set()
-
-    async def _write_last(self) -> None:
-        """What was learned and what is being recorded; a disk that hangs does not keep us."""
-        files = (self.learned, self.needs, self._own_leases, self._activity_file, self._events_file)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(WRITE_MAX_S):
-                await asyncio.gather(*(file.close() for file in files if file is not None))
 
 
 def _refuse_open_door(config: Config) -> None:

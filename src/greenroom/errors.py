@@ -275,3 +275,23 @@ class OutOfMemory(LoadFailed):
 
     status = 507
     code = "model_out_of_memory"
+
+
+class NoPlace(ClientFault):
+    """A model was to sleep and the green room had no place for it, so that it went cold."""
+
+    status = 409
+    code = "green_room_full"
+
+
+class BadModel(LoadFailed):
+    """Files of the model are missing, damaged, or not what its engine can serve: trying again changes nothing."""
+
+    code = "bad_model"
+    final = True
+
+
+class OutsideRoots(BadModel):
+    """A file of the model lies where no files of models may lie."""
+
+    code = "path_outside_roots"

@@ -12,7 +12,14 @@ from greenroom.cli.main import parser
 from greenroom.config import loader
 
 ROOT = Path(__file__).parents[2]
-GUIDES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/quickstart.md", "docs/operating.md")
+GUIDES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/quickstart.md",
+    "docs/operating.md",
+    "docs/transformers.md",
+)
 
 
 def blocks(guide: str, language: str) -> list[str]:

@@ -14,15 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
 from greenroom.app import App
-from greenroom.cli.lease import Program
 from greenroom.cli.main import main
+from greenroom.cli.program import Program
 from greenroom.memory.leases.holder import holder_of
 from greenroom.memory.leases.records import LeaseAsk
 from greenroom.memory.leases.redis_store import RedisStore
+from greenroom.process import proc, program_keeper
 from tests.cli.fake_gateway import FakeGateway, answer
 from tests.harness import fake, gateway, until, url
 from tests.redis_server import redis_server
@@ -123,6 +125,10 @@ def greenroom_lease(app: App, options: Sequence[str], command: Sequence[str], **
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
 
 
+def is_keeper(pid: int) -> bool:
+    return program_keeper.__name__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def held(app: App) -> int:
     return sum(slot.lease is not None for slot in app.loop.scheduler.state.slots.values())
 
@@ -209,6 +215,54 @@ async def test_who_kills_the_wrapper_ends_the_program_and_frees_its_memory(tmp_p
         await until(lambda: held(app) == 0, "given back")
         await until(lambda: not Path(f"/proc/{child}").exists(), "the program has ended")
         process.communicate()
+
+
+@pytest.mark.parametrize("shell", ["{0}; true", "{0} & wait", "(setsid {0} &) ; sleep 600"])
+async def test_who_kills_the_wrapper_ends_what_a_shell_has_started(tmp_path: Path, shell: str) -> None:
+    """Whether the shell waits for it, runs it beside itself, or has let it go."""
+    async with gateway(tmp_path, {}) as app:
+        command = shlex.join([sys.executable, "-c", SLEEPER])
+        process = greenroom_lease(app, ["--mib", "1", "--ttl-s", "3600"], ["sh", "-c", shell.format(command)])
+        grandchild = int(await first_line(process))
+        process.kill()
+        await until(lambda: not Path(f"/proc/{grandchild}").exists(), "what the shell started has ended")
+        await until(lambda: held(app) == 0, "given back")
+        # Its keeper was the last, and with it goes whoever would still write here.
+        assert await ended(process) == ("heard 15\n", ANY)
+
+
+async def test_what_is_left_when_the_keeper_itself_is_killed_is_ended_by_the_wrapper(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {}) as app:
+        command = shlex.join([sys.executable, "-c", SLEEPER])
+        process = greenroom_lease(app, ["--mib", "1"], ["sh", "-c", f"{command}; true"])
+        grandchild = int(await first_line(process))
+        (keeper,) = [pid for pid in proc.below(process.pid) if is_keeper(pid)]
+        os.kill(keeper, signal.SIGKILL)
+        await ended(process)
+        assert process.returncode == 128 + signal.SIGKILL
+        await until(lambda: not Path(f"/proc/{grandchild}").exists(), "what the shell started has ended")
+
+
+async def test_a_program_that_ends_by_itself_may_leave_others_running(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {}) as app:
+        process = greenroom_lease(app, ["--mib", "1"], ["sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!; exit 4"])
+        daemon = int(await first_line(process))
+        await ended(process)
+        assert process.returncode == 4 and holder_of(daemon) is not None
+        os.kill(daemon, signal.SIGKILL)
+
+
+async def test_what_the_wrapper_was_told_to_ignore_the_program_ignores_too(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {}) as app:
+        argv = [sys.executable, "-m", "greenroom", "lease", "--url", url(app), "--mib", "1", "--"]
+        said = "import signal; print(signal.getsignal(signal.SIGHUP), signal.getsignal(signal.SIGTERM))"
+        process = subprocess.Popen(
+            ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *argv, sys.executable, "-c", said],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        out, _ = await ended(process)
+        assert out.split() == ["1", "0"], "SIG_IGN and SIG_DFL"
 
 
 async def test_a_wrapper_that_was_paused_past_its_time_ends_its_program(tmp_path: Path) -> None:

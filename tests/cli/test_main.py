@@ -24,7 +24,8 @@ HEAVY = {"asyncio", "fastapi", "http.client", "pydantic", "rich", "uvloop", "yam
 
 def test_the_commands_are_those_the_guide_names() -> None:
     names = {command.NAME for command in COMMANDS}
-    wanted = "serve demo check ps gpus load unload logs chat explain estimate reload key simulate lease leases"
+    wanted = "serve demo check ps gpus load unload sleep prepare logs chat engines explain estimate reload key"
+    wanted += " simulate lease leases"
     assert names == set(wanted.split())
 
 

@@ -36,7 +36,44 @@ def test_unload_passes_its_grace_on(gateway: FakeGateway, capsys: pytest.Capture
     assert gateway.asked[-1].json == {"grace_s": 2.5}
 
 
-@pytest.mark.parametrize("order", ["load", "unload"])
+def test_sleep_passes_its_grace_on_and_says_where_the_model_is(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept = {"model": "m", "tier": "asleep", "took_s": 0.1, "memory": {"host": 8000}}
+    gateway.on("POST", "/api/v1/models/m/sleep", answer(slept))
+    assert main(["sleep", "m", "--grace-s", "0"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("m is asleep after ") and err == "putting to sleep m\n"
+    assert gateway.asked[-1].json == {"grace_s": 0.0}
+
+
+def test_sleep_of_a_cold_model_tells_how_to_bring_it_there(gateway: FakeGateway) -> None:
+    gateway.on("POST", "/api/v1/models/m/sleep", answer({"model": "m", "tier": "cold", "took_s": 0.0, "memory": {}}))
+    gateway.on("GET", "/api/v1/status", answer(status(LOADING)))
+    shown = in_terminal(["sleep", "m", "--url", gateway.url])
+    assert "m is cold after" in shown and "greenroom prepare m" in shown
+
+
+def test_prepare_says_that_the_model_waits_in_the_green_room(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept = {"model": "m", "tier": "asleep", "took_s": 2.0, "memory": {"host": 8000}}
+    gateway.on("POST", "/api/v1/models/m/prepare", answer(slept))
+    assert main(["prepare", "m", "--evict", "a"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("m is asleep after ") and err == "preparing m\n"
+    assert gateway.asked[-1].json == {"evict": ["a"]}
+
+
+def test_an_engine_that_cannot_sleep_is_told_with_what_to_do(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.on("POST", "/api/v1/models/m/sleep", error(422, "unsupported", "m runs on llamacpp. `unload` works."))
+    assert main(["sleep", "m"]) == 1
+    assert "greenroom: m runs on llamacpp. `unload` works.\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("order", ["load", "unload", "sleep", "prepare"])
 def test_json_is_the_gateways_answer(order: str, gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     gateway.on("POST", f"/api/v1/models/m/{order}", answer(LOADED))
     assert main([order, "m", "--json"]) == 0

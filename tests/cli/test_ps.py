@@ -46,7 +46,15 @@ def status(*models: dict[str, Any]) -> dict[str, Any]:
 
 READY = model("smollm2", tier="ready", memory={"gpu0": 250, "host": 50}, last_used_s_ago=42.0, pid=4711, pinned=True)
 LOADING = model("minilm", waiting=2, moving={"kind": "load", "since_s": 1.0, "eta_s": 3.2})
-FAILED = model("broken", retry_in_s=20.0, last_error={"code": "model_load_failed", "message": "no"})
+WAKING = model(
+    "qwen", tier="asleep", memory={"host": 8000}, waiting=1, pid=4712, moving={"kind": "wake", "since_s": 0.1}
+)
+FAILED = model("broken", last_error={"code": "model_load_failed", "message": "no"})
+
+
+def test_it_is_told_when_a_failed_model_is_tried_again() -> None:
+    (row,) = ps.rows(status({**FAILED, "retry_in_s": 20.0}))
+    assert row[-1] == "failed, again in 20s: greenroom logs broken"
 
 
 def test_it_is_told_when_an_idle_model_leaves() -> None:
@@ -55,15 +63,16 @@ def test_it_is_told_when_an_idle_model_leaves() -> None:
 
 
 def test_a_pipe_gets_one_stable_line_for_each_model(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
-    gateway.on("GET", "/api/v1/status", answer(status(READY, LOADING, FAILED)))
+    gateway.on("GET", "/api/v1/status", answer(status(READY, LOADING, WAKING, FAILED)))
     assert main(["ps"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert out.splitlines() == [
-        "MODEL    TIER     MEMORY_MIB  IN_FLIGHT  WAITING  IDLE  PID   NOTE",
-        "smollm2  ready    300         0          0        42s   4711  pinned",
-        "minilm   loading  -           0          2        -     -     about 3.2s to go",
-        "broken   cold     -           0          0        -     -     failed, again in 20s: greenroom logs broken",
+        "MODEL    TIER     PLACE       MEMORY_MIB  IN_FLIGHT  WAITING  IDLE  PID   NOTE",
+        "smollm2  ready    on-stage    300         0          0        42s   4711  pinned",
+        "minilm   loading  at-home     -           0          2        -     -     about 3.2s to go",
+        "qwen     waking   green-room  8000        0          1        -     4712  -",
+        "broken   cold     at-home     -           0          0        -     -     failed: greenroom logs broken",
     ]
 
 
@@ -75,13 +84,29 @@ def test_json_is_the_status_as_the_gateway_gave_it(gateway: FakeGateway, capsys:
 
 def test_a_model_that_answers_is_not_idle() -> None:
     (row,) = ps.rows(status(model("m", tier="ready", in_flight=1, last_used_s_ago=3.0)))
-    assert row[5] == "-"
+    assert row[6] == "-"
 
 
 @pytest.mark.parametrize("kind", ["load", "wake", "sleep", "prepare", "unload"])
 def test_a_move_is_shown_in_one_word_instead_of_the_tier(kind: str) -> None:
     shown = ps.tier(model("m", moving={"kind": kind, "since_s": None, "eta_s": None}))
     assert shown.replace("-", "").isalpha() and shown.endswith(("ing", "asleep"))
+
+
+def test_the_summary_says_who_is_in_each_place_and_what_they_hold() -> None:
+    asleep = model("qwen", tier="asleep", memory={"host": 15_320})
+    shown = ps.summary(status(READY, asleep, *(model(f"m{number}") for number in range(7))))
+    assert shown[:3] == [
+        "on stage: smollm2 (GPU 250 MiB, host 50 MiB)",
+        "in the green room: qwen (host 15,320 MiB)",
+        "at home: m0, m1, m2, m3, m4 and 2 more",
+    ]
+
+
+def test_the_summary_says_how_large_the_green_room_is_where_it_has_a_bound() -> None:
+    bounded = status(model("qwen", tier="asleep", memory={"host": 15_320}))
+    bounded["green_room"] = {"size_mib": 64_000, "used_mib": 15_320, "free_mib": 48_680, "models": ["qwen"]}
+    assert ps.summary(bounded)[0] == "in the green room: qwen (host 15,320 MiB, its size 64,000 MiB)"
 
 
 def test_the_summary_leaves_out_a_host_that_nothing_uses() -> None:

@@ -36,6 +36,11 @@ OTHER_VALUES: dict[str, Any] = {
     "embedding": True,
     "reranking": True,
     "args": ("--a",),
+    "dtype": "float32",
+    "cache_tokens": 1,
+    "isolate": True,
+    "trust_remote_code": True,
+    "allow_pickle": True,
     "aliases": ("other",),
     "name": "a",
     "description": "a",
@@ -83,21 +88,24 @@ def test_every_other_key_is_applied_at_once_or_needs_a_restart() -> None:
     assert sum(map(len, sets)) == len(config_keys())
 
 
-def test_keys_of_engines_exist_and_belong_to_one() -> None:
-    assert set(Model.model_fields) >= fields.LLAMACPP_KEYS | fields.COMMAND_KEYS
-    assert not fields.LLAMACPP_KEYS & fields.COMMAND_KEYS
+def test_keys_of_engines_exist_and_only_engines_that_read_files_share_some() -> None:
+    for keys in fields.KEYS_OF_ENGINES.values():
+        assert set(Model.model_fields) >= keys
+    assert not fields.COMMAND_KEYS & (fields.LLAMACPP_KEYS | fields.TRANSFORMERS_KEYS)
 
 
-def test_description_says_which_engine_a_key_belongs_to() -> None:
+def test_description_says_which_engines_a_key_belongs_to() -> None:
     for key, field in Model.model_fields.items():
-        said = (field.description or "").split(":")[0]
-        owner = "llamacpp" if key in fields.LLAMACPP_KEYS else "command" if key in fields.COMMAND_KEYS else None
-        assert (said if said in ("llamacpp", "command") else None) == owner, key
+        said = (field.description or "").split(":")[0].split(", ")
+        owners = [name for name, keys in fields.KEYS_OF_ENGINES.items() if key in keys]
+        assert [name for name in said if name in fields.KEYS_OF_ENGINES and key != "engine"] == owners, key
 
 
 @pytest.mark.parametrize("key", sorted(set(Model.model_fields) - {"engine"}))
 def test_changed_key_of_a_model(key: str) -> None:
     base: dict[str, Any] = {"cmd": "q ${PORT}"} if key in fields.COMMAND_KEYS else {"path": "/q.gguf"}
+    if key in fields.TRANSFORMERS_KEYS - fields.LLAMACPP_KEYS:
+        base = {"path": "/q"}
     old = Config(models={"q": Model(**base), "same": Model(path="/s.gguf")})
     new = Config(models={"q": Model(**{**base, key: OTHER_VALUES[key]}), "same": Model(path="/s.gguf")})
     changes = diff(old, new)

@@ -26,7 +26,7 @@ def test_generated_files_are_up_to_date() -> None:
 
 def test_example_loads_and_its_values_are_the_defaults() -> None:
     config = load(ROOT / "config.example.yaml", {}).config
-    assert set(config.models) == {"chat", "whisper"}
+    assert set(config.models) == {"chat", "whisper", "writer"}
     default = Config(models=config.models, state_dir=config.state_dir)
     assert config == default
     for model in config.models.values():
@@ -84,7 +84,8 @@ def test_one_line_samples_load(loads: Loads) -> None:
     assert len(lines) > 15
     for indent, sample, key in lines:
         if len(indent) == 4:
-            engine = "{cmd: 'a ${PORT}', " if key == "cmd_stop" else "{path: q.gguf, "
+            engines = {"cmd_stop": "{cmd: 'a ${PORT}', ", "cache_tokens": "{path: q, "}
+            engine = engines.get(key, "{path: q.gguf, ")
             assert loads(f"models: {{q: {engine}{key}: {sample}}}}}").models["q"].model_fields_set >= {key}
         else:
             assert loads(f"{'host' if key == 'memory_mib' else 'server'}: {{{key}: {sample}}}")

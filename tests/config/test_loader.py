@@ -99,7 +99,7 @@ def test_all_problems_are_told_together_in_the_order_of_lines(complaints: Compla
         "my.yaml:9: models.load.name: ${nowhere} is not known; macros are defined under macros, before their first use",
         "my.yaml:12: models.b.aliases[0]: load is a word of the management API and cannot be an id",
         "my.yaml:12: models.b.aliases[0]: load is already a model's id",
-        "my.yaml:13: models.c: give path (engine llamacpp) or cmd (engine command), not both",
+        "my.yaml:13: models.c: give path (engine llamacpp or transformers) or cmd (engine command), not both",
     ]
 
 

@@ -147,3 +147,30 @@ def test_recordings_to_files_of_their_own_are_fine(loads: Loads) -> None:
 def test_recording_that_a_start_would_refuse_is_told(loads: Loads, path: str, said: str | None) -> None:
     found = problems(loads(f"server: {{record_events: {path}}}\n"))
     assert (said is None and not found) or (said is not None and said in found[0] and "record_events" in found[0])
+
+
+def test_a_model_outside_of_the_roots_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "in.gguf").touch()
+    (tmp_path / "out.gguf").touch()
+    (tmp_path / "models" / "link.gguf").symlink_to(tmp_path / "out.gguf")
+    (tmp_path / "my.yaml").write_text(
+        "model_roots: [models]\n"
+        "models:\n"
+        "  in: {path: models/in.gguf}\n"
+        "  out: {path: out.gguf}\n"
+        "  link: {path: models/link.gguf}\n"
+        "  program: {cmd: 'sh ${PORT}'}\n"
+    )
+    loaded = load(tmp_path / "my.yaml", {})
+    assert loaded.config.model_roots == (str(tmp_path / "models"),)
+    assert loaded.warnings == (
+        f"models.out: path: {tmp_path}/out.gguf lies outside of model_roots and will not be loaded",
+        f"models.link: path: {tmp_path}/models/link.gguf lies outside of model_roots and will not be loaded",
+    )
+
+
+def test_a_folder_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "my.yaml").write_text("models:\n  a: {path: there}\n  b: {path: gone}\n")
+    assert load(tmp_path / "my.yaml", {}).warnings == (f"models.b: path: there is no folder {tmp_path}/gone",)

@@ -22,6 +22,8 @@ HASH = hashlib.sha256(b"a").hexdigest()
         ("{path: A.GGUF}", "llamacpp"),
         ("{path: a.gguf, engine: null}", "llamacpp"),
         ("{path: a.bin, engine: llamacpp}", "llamacpp"),
+        ("{path: a}", "transformers"),
+        ("{path: a.gguf, engine: transformers}", "transformers"),
         ("{cmd: 'a ${PORT}'}", "command"),
         ("{cmd: [a, '${PORT}'], path: null}", "command"),
         ("{cmd: a, env: {PORT: '${PORT}'}}", "command"),
@@ -35,19 +37,31 @@ def test_engine_is_inferred(loads: Loads, keys: str, engine: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ("ttl_s: 1", "2: models.q: give path (a .gguf file, for engine llamacpp) or cmd (for engine command)"),
-        ("path: a.bin", "3: models.q.path: does not end in .gguf, so the engine is not clear"),
-        ("path: a.gguf\n    cmd: a", "2: models.q: give path (engine llamacpp) or cmd (engine command), not both"),
+        ("ttl_s: 1", "2: models.q: give path (a .gguf file or a folder) or cmd (for engine command)"),
+        ("path: ''", "2: models.q: give path (a .gguf file or a folder) or cmd (for engine command)"),
+        (
+            "path: a.gguf\n    cmd: a",
+            "2: models.q: give path (engine llamacpp or transformers) or cmd (engine command), not both",
+        ),
+        ("engine: transformers", "2: models.q: engine transformers needs path"),
+        (
+            "path: a\n    n_gpu_layers: 5",
+            "4: models.q.n_gpu_layers: n_gpu_layers is for engine llamacpp; transformers has nothing like it",
+        ),
+        (
+            "path: a.gguf\n    isolate: true",
+            "4: models.q.isolate: isolate is for engine transformers; llamacpp takes its arguments in args",
+        ),
         ("engine: llamacpp", "2: models.q: engine llamacpp needs path"),
         ("engine: command", "2: models.q: engine command needs cmd"),
-        ("engine: vllm", '3: models.q.engine: one of llamacpp, command is wanted, not "vllm"'),
+        ("engine: vllm", '3: models.q.engine: one of llamacpp, transformers, command is wanted, not "vllm"'),
         (
             "cmd: a ${PORT}\n    ctx_size: 5",
-            "4: models.q.ctx_size: ctx_size is for engine llamacpp; command takes its arguments in cmd",
+            "4: models.q.ctx_size: ctx_size is for engine llamacpp or transformers; command takes its arguments in cmd",
         ),
         (
             "engine: command\n    cmd: a ${PORT}\n    path: a.gguf",
-            "5: models.q.path: path is for engine llamacpp; command takes its arguments in cmd",
+            "5: models.q.path: path is for engine llamacpp or transformers; command takes its arguments in cmd",
         ),
         (
             "path: a.gguf\n    cmd_stop: a",

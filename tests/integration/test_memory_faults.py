@@ -19,11 +19,13 @@ import pytest
 
 from greenroom.app import App
 from greenroom.core.model import DeviceId, ModelId, MoveKind, Need
+from greenroom.memory.book import FILE_NAME as NEEDS_FILE
 from greenroom.runtime import slot_memory
 from tests import fake_gpu
-from tests.harness import FAKE_ENGINE, fake, gateway, tiny, until
+from tests.harness import FAKE_ENGINE, fake, gateway, gateway_process, tiny, until
 from tests.integration.facts import Journal, at_rest, is_loading, is_ready, pids
-from tests.integration.raw import chat, http
+from tests.integration.faults import dial
+from tests.integration.raw import asking, chat, http
 from tests.models import tiny as tiny_model
 
 A, B = "GPU-aaaa", "GPU-bbbb"
@@ -182,6 +184,19 @@ async def test_growth_while_serving_is_remembered(gpus: Path) -> None:
         await served(app, "growing")
         await until(lambda: used_mib(app) == 1_700, "it has grown")
         await unload(app, "growing")
+        assert need_of(app, "growing").gpu_mib == 1_700
+
+
+async def test_growth_while_serving_outlasts_a_gateway_that_is_killed(gpus: Path) -> None:
+    growing = {"growing": taking("growing", gpus, 1_000, "--gpu-grow-mib", "700", memory_mib=None)}
+    memory = {"probe": "file", "file": str(gpus), "look_every_s": 0.2, "gpu_margin_mib": 0}
+    needs = gpus.parent / "state" / NEEDS_FILE
+    with gateway_process(gpus.parent, growing, gpus=[], memory=memory) as gate:
+        async with await dial(gate.port) as raw:
+            raw.ask(asking("growing"))
+            assert (await raw.answer()).status == 200
+        await until(lambda: needs.exists() and '"gpu_mib": 1700' in needs.read_text(), "it is written down")
+    async with on(gpus, growing) as app:
         assert need_of(app, "growing").gpu_mib == 1_700
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import greenroom
+from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
-from tests.harness import until
+from tests.harness import PATIENCE_S, until
 from tests.integration.facts import is_ready
 from tests.integration.raw import chat, http
 from tests.integration.sharing_rig import HOST, A, B, described, grown_up, in_store, others, sharing, taking
@@ -20,6 +23,18 @@ from tests.redis_server import RedisServer, redis_server
 CHAOS_S = 25.0
 # However many are killed meanwhile: the bound within which a trainer has its share.
 GRANTED_WITHIN_S = 45.0
+
+
+def told(app: App) -> set[str]:
+    """The kinds of what has happened at a gateway."""
+    return {event.kind for event in app.hub._past}
+
+
+async def until_true(look: Callable[[], Awaitable[dict[str, Any]]], is_so: Callable[[Any], bool]) -> dict[str, Any]:
+    async with asyncio.timeout(PATIENCE_S):
+        while not is_so(seen := await look()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    return seen
 
 
 @pytest.fixture
@@ -60,6 +75,30 @@ async def test_a_model_that_others_keep_out_stands_in_line_and_idle_ones_leave(
             assert (await chat(one, "a")).status == 200
             assert (await chat(two, "b")).status == 200
             assert not is_ready(one, "a") and is_ready(two, "b")
+
+
+@pytest.mark.parametrize("second_mib", [10_000, 6_000])
+async def test_a_split_model_that_others_keep_out_stands_in_line_for_its_share_of_every_gpu(
+    tmp_path: Path, redis: RedisServer, second_mib: int
+) -> None:
+    gpus = described(tmp_path, (A, 10_000), (B, second_mib))
+    small = {
+        "a": taking("a", gpus, 5_000, devices=["gpu0"]),
+        "b": taking("b", gpus, 5_000, devices=["gpu1"]),
+    }
+    # Its engine asks which GPUs it has, so it can be split; it fits no single one.
+    big = taking("big", gpus, 0, memory_mib=12_000, env={"COUNT": "${GPU_COUNT}"})
+    async with (
+        sharing("one", gpus, redis.url, small) as one,
+        sharing("two", gpus, redis.url, {"big": big}) as two,
+    ):
+        for _ in range(2):
+            assert (await chat(one, "a")).status == 200
+            assert (await chat(one, "b")).status == 200
+            assert (await chat(two, "big")).status == 200
+            assert not is_ready(one, "a") and not is_ready(one, "b") and is_ready(two, "big")
+            held = (await in_store(two))["big"]
+            assert set(held.claim) == {A, B} and sum(held.claim.values()) >= 12_000 and held.kind == "slot"
 
 
 async def test_a_swap_within_one_gateway_holds_the_newcomer_before_its_victim_is_touched(
@@ -128,12 +167,62 @@ async def test_leases_asked_of_a_gateway_over_http_are_kept_in_the_shared_store(
         assert (shown.status, shown.json()["token"]) == (200, made.json()["token"])
         renewed = await http(one, "POST", "/api/v1/leases/job/renew", {"token": made.json()["token"]})
         assert renewed.status == 200
+        for app, outcome in ((one, ""), (two, 'greenroom_lease_asks_total{outcome="granted"} 1.0')):
+            await until(lambda app=app: [one.state for one in app.leasing.known()] == ["held"], "it is heard of")
+            text = (await http(app, "GET", "/metrics")).body.decode()
+            assert "\ngreenroom_leases 1.0\n" in text and outcome in text
+            assert f'\ngreenroom_lease_memory_mib{{device="{A}"}} 8000.0\n' in text
         refused = await http(one, "POST", "/api/v1/leases", {"mib": 8_000, "devices": ["gpu0"]})
         assert (refused.status, refused.error["code"]) == (503, "lease_denied")
         assert (await http(one, "POST", "/api/v1/leases", {"mib": 1, "devices": ["gpu9"]})).status == 400
         assert (await http(one, "DELETE", "/api/v1/leases/job")).status == 204
         gone = await http(two, "GET", "/api/v1/leases/job")
         assert (gone.status, gone.error["code"]) == (404, "lease_unknown")
+
+
+async def test_a_program_that_holds_through_one_gateway_is_recalled_for_a_model_of_another(
+    tmp_path: Path, redis: RedisServer
+) -> None:
+    gpus = described(tmp_path, (A, 10_000))
+    urgent = {"a": taking("a", gpus, 6_000, priority="high")}
+    async with (
+        sharing("one", gpus, redis.url, urgent, ttl_s=30.0) as one,
+        sharing("two", gpus, redis.url, {}, ttl_s=30.0) as two,
+    ):
+        body = {"mib": 8_000, "id": "job", "name": "tune", "priority": "low", "preemptible": True, "grace_s": 2}
+        made = (await http(two, "POST", "/api/v1/leases", body)).json()
+        assert made["recall_in_s"] is None
+        asks = asyncio.ensure_future(chat(one, "a"))
+
+        async def renewed() -> dict[str, Any]:
+            shown: dict[str, Any] = (
+                await http(two, "POST", "/api/v1/leases/job/renew", {"token": made["token"]})
+            ).json()
+            return shown
+
+        shown = await until_true(renewed, lambda lease: lease["recall_in_s"] is not None)
+        assert 0 < shown["recall_in_s"] <= 2 and not shown["overdue"]
+        # One that does not heed it is reported by both, and stays.
+        await until_true(renewed, lambda lease: lease["overdue"])
+        for app in (one, two):
+            await until(lambda app=app: {"recall", "lease_overdue"} <= told(app), "it is reported")
+        assert not asks.done()
+        assert (await http(two, "DELETE", f"/api/v1/leases/job?token={made['token']}")).status == 204
+        assert (await asks).status == 200
+
+
+async def test_a_program_that_holds_in_redis_itself_is_recalled_for_a_model(
+    tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = described(tmp_path, (A, 10_000))
+    monkeypatch.setenv("GREENROOM_HOST", HOST)
+    async with sharing("one", gpus, redis.url, {"a": taking("a", gpus, 6_000, priority="high")}, ttl_s=30.0) as one:
+        wanted = greenroom.lease(8_000, priority="low", preemptible=True, grace_s=20, url=redis.url)
+        async with wanted as held:
+            asks = asyncio.ensure_future(chat(one, "a"))
+            await until(lambda: held.recall_in_s is not None, "it hears that it is to leave")
+            assert held.recall_in_s is not None and 0 < held.recall_in_s <= 20 and not held.lost
+        assert (await asks).status == 200
 
 
 @pytest.mark.timeout(300)

@@ -22,7 +22,8 @@ class Trainer:
     """The process, as a test sees it."""
 
     def __init__(self, url: str, host: str, mib: int, ttl_s: float, gpus: Path, priority: str) -> None:
-        argv = [sys.executable, __file__, url, host, str(mib), str(ttl_s), str(gpus), priority]
+        # Not with its folder before the standard library: a test beside it may be named like one of its modules.
+        argv = [sys.executable, "-P", __file__, url, host, str(mib), str(ttl_s), str(gpus), priority]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.said: list[str] = []

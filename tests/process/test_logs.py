@@ -6,7 +6,15 @@ import asyncio
 
 import pytest
 
-from greenroom.process.logs import BYTES_MAX, LINE_BYTES_MAX, LINES_MAX, UNREAD_LINES_MAX, LogRing, Subscription
+from greenroom.process.logs import (
+    BYTES_MAX,
+    LINE_BYTES_MAX,
+    LINES_MAX,
+    UNREAD_LINES_MAX,
+    LogRing,
+    SharedLog,
+    Subscription,
+)
 
 
 def ring_of(*pieces: bytes) -> LogRing:
@@ -145,3 +153,16 @@ async def test_cancelled_reader_loses_no_line() -> None:
         await reading
     ring.write(b"kept\n")
     assert await next_lines(subscription, 1) == ["kept"]
+
+
+def test_lines_of_a_shared_log_go_to_everybody_whole() -> None:
+    shared, one, two = SharedLog(), LogRing(), LogRing()
+    shared.write(b"before\n")
+    shared.listeners = [one, two]
+    one.write(b"own\n")
+    shared.write(b"half a ")
+    assert one.tail(5) == ["own"]
+    shared.write(b"line\nlast")
+    shared.flush()
+    assert one.tail(5) == ["own", "half a line", "last"] and two.tail(5) == ["half a line", "last"]
+    assert shared.tail(5) == ["before", "half a line", "last"]

@@ -36,6 +36,7 @@ from greenroom.core.model import (
 )
 from greenroom.core.scheduler import Scheduler
 from greenroom.memory.leases.records import LeaseAsk
+from greenroom.runtime.lease_devices import most_leasable_mib
 from greenroom.runtime.lease_log import LeaseLog
 from greenroom.runtime.leasing import Leasing
 from greenroom.runtime.loop import SchedulerLoop
@@ -74,6 +75,7 @@ class Rig:
             wait_max_s=3_600.0,
             claim_of=lambda slot: self.state.slots[slot].claim,
             free_mib=self._free_mib,
+            most_mib=lambda: most_leasable_mib(self.state),
             device_named=lambda name: DeviceId(name) if DeviceId(name) in self.state.ledger.devices else None,
             room_for=self._room_for,
             tell=lambda what, facts: self.told.append(f"{what} {facts['lease']}"),

@@ -17,6 +17,7 @@ from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTooLarge, LeaseUnknown, ShuttingDown
 from greenroom.memory.devices import HOST
 from greenroom.memory.leases.holder import holder_of
+from greenroom.runtime import lease_time
 from greenroom.runtime import leasing as leasing_module
 from greenroom.runtime.lease_log import FILE_NAME
 from tests.runtime.leasing_rig import ask, model, rig, until
@@ -72,12 +73,27 @@ async def test_a_wait_that_was_too_short_is_denied_with_the_numbers(tmp_path: Pa
         assert one.waiting == 0 and not await one.leasing.leases()
 
 
-async def test_what_can_never_fit_is_refused_for_good(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wait_s", [0.0, 10.0])
+async def test_what_can_never_fit_is_refused_for_good(tmp_path: Path, wait_s: float) -> None:
     async with rig(tmp_path) as one:
         with pytest.raises(LeaseTooLarge, match=r"20,000 MiB .* can never be had.* at most 10,000 MiB"):
-            await one.leasing.acquire(ask(mib=20_000, wait_s=10.0))
+            await one.leasing.acquire(ask(mib=20_000, wait_s=wait_s))
         with pytest.raises(LeaseTooLarge, match=r"on each of 3 GPUs for train can never be had: there are 1\."):
-            await one.leasing.acquire(ask(mib=5, gpus=3, wait_s=10.0))
+            await one.leasing.acquire(ask(mib=5, gpus=3, wait_s=wait_s))
+
+
+async def test_what_could_be_had_later_is_not_refused_for_good_where_nobody_waits(tmp_path: Path) -> None:
+    async with rig(tmp_path, model("kept", 6_000, pinned=True), gpus=2) as one:
+        await one.leasing.acquire(ask("holds", 9_000, devices=("gpu1",)))
+        await one.serve("kept")
+        with pytest.raises(LeaseDenied, match="not free now") as denied:
+            await one.leasing.acquire(ask(mib=9_000))
+        assert not isinstance(denied.value, LeaseTooLarge)
+        # A pinned model does not leave for anybody, so the other GPU is the only one.
+        with pytest.raises(LeaseTooLarge, match="at most 4,000 MiB"):
+            await one.leasing.acquire(ask(mib=9_000, devices=("gpu0",)))
+        with pytest.raises(LeaseTooLarge, match="at most 4,000 MiB"):
+            await one.leasing.acquire(ask(mib=9_000, gpus=2))
 
 
 async def test_several_gpus_are_had_together_or_not_at_all(tmp_path: Path) -> None:
@@ -224,6 +240,28 @@ async def test_a_lease_that_was_held_before_anybody_was_told_is_given_back_too(t
         assert waiting.cancel(), "its caller has not been told yet"
         await asyncio.wait((waiting,))
         assert one.claims() == []
+
+
+async def test_a_call_that_nobody_heard_gives_back_what_only_it_was_told_of(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        await one.leasing.acquire(ask(), "first")
+        await one.leasing.unheard("train", "somebody else")
+        assert len(one.claims()) == 1
+        await one.leasing.unheard("train", "first")
+        assert one.claims() == []
+
+
+async def test_a_call_that_nobody_heard_leaves_the_lease_to_who_asked_again(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        # Both are told in the same turn of the loop, as a caller is that lost its connection and asked again.
+        calls = [asyncio.ensure_future(one.leasing.acquire(ask(), name)) for name in ("first", "again")]
+        held = await asyncio.wait_for(asyncio.gather(*calls), 30)
+        await one.leasing.unheard("train", "first")
+        assert (await one.leasing.renew("train", held[1].token)).state == "held"
+        # And the other way round, where it was held for long.
+        await one.leasing.acquire(ask(), "third")
+        await one.leasing.unheard("train", "third")
+        assert (await one.leasing.renew("train", held[1].token)).state == "held"
 
 
 # --- released -------------------------------------------------------------------------------------------------------
@@ -376,12 +414,39 @@ async def test_a_restart_keeps_leases_whose_holders_live(tmp_path: Path, other: 
         await asyncio.sleep(0)
         asking.cancel()
         await asyncio.wait((asking,))
-        # Who is elsewhere has as long as ever to be heard of.
+        # Who is elsewhere can still be heard of.
         await until(lambda: len(after.claims()) == 1)
         with pytest.raises(LeaseLost):
             await after.leasing.renew("far", far.token)
         # Tokens grow, also where the clock was set back.
         assert (await after.leasing.acquire(ask("new", 10))).token > max(wide.token, far.token)
+
+
+async def test_a_restart_gives_nobody_a_whole_ttl_again(tmp_path: Path) -> None:
+    async with rig(tmp_path, wall=lambda: 1_000.0) as before:
+        await before.leasing.acquire(ask(ttl_s=600.0))
+    for wall_s, lasts_s in [(1_400.0, 500.0), (9_000.0, 300.0), (9_000.0, 300.0), (0.0, 600.0)]:
+        async with rig(tmp_path, wall=lambda wall_s=wall_s: wall_s) as after:  # type: ignore[misc]
+            assert lasts_s - 30 < (await after.leasing.find("train")).expires_in_s <= lasts_s
+
+
+async def test_a_holder_that_was_heard_of_keeps_the_time_it_has_over_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_time, "GRACE_MIN_S", 0.02)
+    monkeypatch.setattr(lease_time, "GRACE_SHARE", 0.0)
+    wall_s = 1_000.0
+    async with rig(tmp_path, wall=lambda: wall_s) as before:
+        lease = await before.leasing.acquire(ask(ttl_s=600.0))
+        wall_s = 1_500.0
+        await asyncio.sleep(0.05)
+        await before.leasing.renew("train", lease.token)
+        await until(lambda: '"heard"' in (tmp_path / FILE_NAME).read_text())
+    wall_s = 1_900.0
+    async with rig(tmp_path, wall=lambda: wall_s) as after:
+        assert 170 < (await after.leasing.find("train")).expires_in_s < 201
+        # And whoever is heard of has its whole time again.
+        assert (await after.leasing.renew("train", lease.token)).expires_in_s == 600
 
 
 async def test_a_lease_whose_gpu_is_gone_after_a_restart_is_lost(tmp_path: Path) -> None:

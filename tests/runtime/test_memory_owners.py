@@ -8,7 +8,9 @@ from typing import Any, cast
 from greenroom.core.model import DeviceId, LeaseId, ModelId, ModelSpec, OtherLease, Slot, SlotId
 from greenroom.core.state import State
 from greenroom.memory.attribution import Owner
+from greenroom.runtime.hosted_slots import HostedSlots
 from greenroom.runtime.memory_owners import OTHER_WORD, MemoryOwners
+from greenroom.runtime.set_aside import WORKER_GPU_MIB
 from greenroom.runtime.slots import LiveSlot, Slots
 from tests.server.management_rig import FakeGateway
 
@@ -21,7 +23,8 @@ class Tables:
         self.state: State = FakeGateway().state
         self.slots = Slots()
         self.lease_pids: dict[SlotId, int] = {}
-        self.owners = MemoryOwners(self.state, self.slots, lambda: self.lease_pids, "gate:run:")
+        self.hosted = HostedSlots()
+        self.owners = MemoryOwners(self.state, self.slots, lambda: self.lease_pids, "gate:run:", self.hosted)
 
     def hold(self, slot_id: SlotId, mib: int, *, lease: str | None = None, seen: int | None = None) -> None:
         spec = ModelSpec(ModelId("m"))
@@ -77,3 +80,22 @@ def test_every_try_to_start_a_slot_is_that_slots_and_other_runs_are_nobodys() ->
     assert owners.by_identity("gate:run:s1.12") == "s1"
     assert owners.by_identity("gate:earlier:s1.1") is None
     assert owners.by_identity("gate:run:") is None
+
+
+def test_hosted_slots_live_in_their_worker_which_is_an_owner_itself() -> None:
+    tables = Tables()
+    tables.hold(S1, 500)
+    tables.hold(S2, 500)
+    worker: Any = SimpleNamespace(id="worker1", pid=7, key=SimpleNamespace(gpus=(A,)))
+    spare: Any = SimpleNamespace(id="worker2", pid=8, key=None)
+    tables.hosted.workers = {"worker1": worker, "worker2": spare}
+    told: Any = SimpleNamespace(worker=worker, told={A: 400})
+    orphan: Any = SimpleNamespace(worker=None, told={})
+    tables.hosted.there = {S1: told, S2: orphan}
+    assert tables.owners() == {
+        "s1": Owner({A: 500}, host="worker1", told={A: 400}),
+        "s2": Owner({A: 500}, host=""),
+        "worker1": Owner({A: WORKER_GPU_MIB}, frozenset({7}), is_host=True),
+        "worker2": Owner({}, frozenset({8}), is_host=True),
+    }
+    assert tables.owners.by_identity("gate:run:worker1.1") == "worker1"

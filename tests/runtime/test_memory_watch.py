@@ -6,7 +6,8 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -17,6 +18,7 @@ from greenroom.memory.attribution import Owner
 from greenroom.memory.devices import HOST
 from greenroom.memory.probe import GpuReading, Reading
 from greenroom.runtime import memory_watch
+from greenroom.runtime.hosted_slots import HostedSlot, HostedSlots
 from greenroom.runtime.memory_watch import MemoryWatch
 from tests.memory.readings import gpu, reading, used
 
@@ -47,6 +49,9 @@ class FakeProbe:
             raise self.now
         return self.now
 
+    def glance(self, uuid: str) -> GpuReading | None:
+        return self.look().gpu(uuid)
+
     def close(self) -> None:
         self.closed = True
 
@@ -70,7 +75,9 @@ class Rig:
         self.probe, self.owners = FakeProbe(), FakeOwners()
         self.posted: list[Event] = []
         clock = asyncio.get_running_loop().time
-        self.watch = MemoryWatch(self.probe, self.owners, self.posted.append, clock, every_s, reading(gpu()))
+        self.hosted = HostedSlots()
+        first = reading(gpu())
+        self.watch = MemoryWatch(self.probe, self.owners, self.posted.append, clock, every_s, first, self.hosted)
 
     def told(self) -> MemoryChanged:
         """The one event since this was last asked."""
@@ -363,3 +370,60 @@ async def test_room_on_a_gpu_that_cannot_be_seen_is_taken_for_granted(rig: Rig) 
 
 async def test_a_slot_of_which_nothing_was_seen_is_not_waited_for(rig: Rig) -> None:
     assert await rig.watch.back(reading(gpu()), {HOST: 500}, SOON_S) == {}
+
+
+# --- processes in which several live --------------------------------------------------------------------------------
+
+
+def host_two(rig: Rig, first_mib: int, second_mib: int) -> None:
+    """Two slots in one worker, by its word."""
+    rig.owners.own("worker1", {}, P1, is_host=True)
+    for slot, mib in ((S1, first_mib), (S2, second_mib)):
+        rig.owners.own(slot, {A: 1_000}, host="worker1", told={A: mib})
+        rig.hosted.there[slot] = cast(HostedSlot, SimpleNamespace(id=slot, told={A: mib}))
+
+
+async def test_slots_of_a_worker_are_told_by_its_word_and_its_own_use_as_foreign(rig: Rig) -> None:
+    host_two(rig, 500, 200)
+    rig.watch.set_aside_mib = {A: 100}
+    rig.probe.show(used("GPU-a", {P1: 1_000, P2: 40}))
+    await rig.watch.look_now()
+    told = rig.told()
+    assert told.seen == {S1: {A: 500}, S2: {A: 200}}
+    assert told.foreign_mib == {A: 40 + 200}, "strangers, and what the worker uses beyond what is set aside for it"
+    assert rig.watch.last.shares.strangers == {A: {P2: 40}}
+
+
+async def test_what_is_looked_at_while_memory_changes_hands_says_nothing_of_others(rig: Rig) -> None:
+    host_two(rig, 0, 200)
+    rig.probe.show(used("GPU-a", {P1: 300}))
+    await rig.watch.look_now()
+    assert rig.told().foreign_mib == {A: 100}
+    rig.probe.gate.clear()
+    looking = asyncio.create_task(rig.watch.look_now())
+    await asyncio.sleep(0)
+    with rig.hosted.stirring(A):
+        rig.probe.show(used("GPU-a", {P1: 1_300}))
+        rig.hosted.there[S1] = cast(HostedSlot, SimpleNamespace(id=S1, told={A: 1_000}))
+    rig.probe.gate.set()
+    await looking
+    told = rig.told()
+    assert (told.foreign_mib, told.seen) == ({}, {S1: {A: 1_000}}), "the worker's own is as it was, and slots as said"
+
+
+async def test_a_glance_tells_nobody_and_waits_for_no_look(rig: Rig) -> None:
+    rig.probe.show(used("GPU-a", {P1: 300}))
+    glance = await rig.watch.glance(A)
+    assert glance is not None and glance.used_mib == 300 and not rig.posted
+    assert await rig.watch.glance(B) is None
+    rig.probe.now = ProbeFailed("gone")
+    assert await rig.watch.glance(A) is None
+    await rig.watch.look_now()
+    looks = rig.probe.looks
+    assert await rig.watch.glance(A) is None and rig.probe.looks == looks, "a probe that fails is not asked"
+
+
+async def test_a_glance_at_a_driver_that_hangs_is_given_up(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_watch, "GLANCE_MAX_S", 0.05)
+    rig.probe.gate.clear()
+    assert await rig.watch.glance(A) is None

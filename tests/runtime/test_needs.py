@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,58 @@ async def test_the_catalogue_gives_models_what_they_need() -> None:
     alone = config.model_copy(update={"scheduler": config.scheduler.model_copy(update={"fit_memory": False})})
     assert {spec.need for spec in Catalog(needs).fill(alone)} == {Need()}
     await needs.close()
+
+
+# --- hosted models --------------------------------------------------------------------------------------------------
+
+
+def hosted(folder: Path, **keys: Any) -> Subject:
+    """A folder with 64 MiB of weights of a model that needs little else."""
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "vocab_size": 100}
+    (folder / "config.json").write_text(json.dumps(config))
+    size = 64 * 2**20
+    head = json.dumps({"w": {"dtype": "BF16", "shape": [size // 2], "data_offsets": [0, size]}}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + size)
+    return subject(path=str(folder), **keys)
+
+
+def test_a_hosted_model_needs_its_weights_twice_on_stage_and_once_asleep(tmp_path: Path) -> None:
+    needs, one = needs_in(), hosted(tmp_path)
+    need, asleep = needs.need_of(one)[0], needs.asleep_of(one)
+    assert asleep is not None and asleep.gpu_mib == 0 and asleep.host_mib >= 64
+    assert need.gpu_mib > asleep.host_mib == need.host_mib
+    assert needs.asleep_of(subject(path=big())) is None
+
+
+def test_without_gpus_a_hosted_model_has_its_weights_once(tmp_path: Path) -> None:
+    needs, one = needs_in(gpus={}), hosted(tmp_path)
+    need, asleep = needs.need_of(one)[0], needs.asleep_of(one)
+    assert asleep is not None and need.gpu_mib == 0 and asleep.host_mib < need.host_mib < 2 * asleep.host_mib + 1_000
+    said = hosted(tmp_path, memory_mib=500, host_memory_mib=10)
+    assert needs.need_of(said)[0] == Need(0, 510)
+
+
+def test_what_sleeps_is_part_of_what_is_declared_for_the_stage(tmp_path: Path) -> None:
+    needs, said = needs_in(), hosted(tmp_path, memory_mib=500)
+    asleep = needs.asleep_of(said)
+    assert asleep is not None and needs.need_of(said)[0] == Need(500, asleep.host_mib)
+
+
+async def test_what_was_measured_of_a_hosted_model_can_only_make_it_more(tmp_path: Path) -> None:
+    needs, one = needs_in(), hosted(tmp_path)
+    need = needs.need_of(one)[0]
+    needs.measured(one, {GPU: 10, HOST: 10})
+    assert needs.need_of(one)[0] == need
+    needs.measured(one, {GPU: need.gpu_mib + 50, HOST: 10})
+    assert needs.need_of(one)[0] == Need(need.gpu_mib + 50, need.host_mib)
+    await needs.close()
+
+
+def test_a_catalogue_says_what_sleepers_need(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    one = hosted(tmp_path / "m")
+    catalog = Catalog(needs_in())
+    specs = catalog.fill(Config(models={"m": one.config, "g": Model(path=big())}))
+    assert [spec.need_asleep is not None for spec in specs] == [True, False]

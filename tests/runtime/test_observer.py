@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from greenroom.core.effects import because
-from greenroom.core.model import ModelId, Move, MoveId, MoveKind, Outcome, SlotId
+from greenroom.core.effects import RejectCode, Rejection, because
+from greenroom.core.leases import model_of
+from greenroom.core.model import LeaseId, ModelId, Move, MoveId, MoveKind, Outcome, SlotId
 from greenroom.runtime.observer import DECISIONS_MAX, Observer
 from greenroom.telemetry.hub import Hub
-from greenroom.telemetry.metrics import Metrics
+from greenroom.telemetry.metrics import Gauges, Metrics
 
 
 def unload(number: int) -> Move:
@@ -47,3 +48,30 @@ def test_abort_says_whose_move_it_ends() -> None:
     observer.moved(unload(1), Outcome.ABORTED, 0.5)
     observer.aborting(MoveId("m-1"), because("late"))
     assert [decision["model"] for decision in observer.decisions if decision["what"] == "abort"] == ["a", None]
+
+
+def test_a_lease_is_called_by_its_own_name_wherever_it_is_told_of() -> None:
+    observer, lease = Observer(Hub(), Metrics()), model_of(LeaseId("lease:train"))
+    observer.moving(unload(1), because("evicted", for_model=lease, for_request="lease:train"))
+    observer.rejected("lease:train", Rejection(RejectCode.TOO_LARGE, lease), because("too_large"))
+    evicted, rejected = observer.decisions
+    assert (evicted["for_model"], rejected["model"], rejected["request"]) == ("lease:train",) * 3
+
+
+async def test_a_wake_is_told_with_its_bytes_and_its_rate() -> None:
+    hub, metrics = Hub(), Metrics()
+    observer, told = Observer(hub, metrics), hub.subscribe()
+    observer.woke("a", 16_000_000_000, 0.32)
+    observer.prepared("a", 1_000, 0.0)
+    observer.worker_started("w-1", spare=True)
+    observer.worker_lost("w-1", 2, "signal 9")
+    observer.prefetched("a", 4096, 0.1)
+    hub.close()
+    first, second, *rest = [event async for event in told]
+    assert first.data == {"model": "a", "bytes": 16_000_000_000, "took_s": 0.32, "gb_per_s": 50.0}
+    assert (first.kind, second.kind, second.data["gb_per_s"]) == ("woke", "prepared", None)
+    assert [event.kind for event in rest] == ["worker_started", "worker_lost"]
+    shown, _ = metrics.render(Gauges())
+    assert b'wake_bytes_total{model="a"} 1.6e+10' in shown
+    assert b"worker_losses_total 1.0" in shown
+    assert b'prefetch_bytes_total{model="a"} 4096.0' in shown

@@ -5,6 +5,7 @@ import pytest
 from greenroom.core.effects import RejectCode, Rejection, because
 from greenroom.core.model import ModelId
 from greenroom.errors import (
+    BadModel,
     BudgetPassed,
     GreenroomError,
     LoadFailed,
@@ -87,6 +88,13 @@ def test_load_that_ran_out_of_memory_keeps_its_numbers() -> None:
     assert (said.status, said.details, said.retry_after_s, said.beside) == (507, "x", 40.0, failed.beside)
 
 
+def test_bad_files_are_told_as_such_and_not_to_be_tried_again() -> None:
+    failed = BadModel("qwen could not be loaded: model.safetensors is cut off.")
+    said = rejections(failed=failed).error_for(Rejection(RejectCode.LOAD_FAILED, M, retry_after_s=40.0))
+    assert isinstance(said, BadModel) and said.final
+    assert (said.message, said.retry_after_s) == (failed.message, None)
+
+
 def test_nobody_is_sent_away_for_long() -> None:
     said = error(RejectCode.EXPIRED, retry_after_s=4_000.0)
     assert isinstance(said, ModelLoading) and said.retry_after_s == RETRY_AFTER_MAX_S
@@ -114,3 +122,9 @@ def test_only_a_model_that_loads_is_said_to_load(is_ready: bool, eta_s: float, s
     said = error(RejectCode.EXPIRED, is_ready=is_ready, retry_after_s=eta_s)
     assert says in said.message
     assert said.beside["loading"] == {"state": "ready" if is_ready else "loading", "eta_s": eta_s}
+
+
+def test_who_gives_up_on_a_load_hears_how_far_it_is() -> None:
+    halfway = Rejections({}, lambda: False, lambda _: False, lambda _: False, lambda model: 0.5)
+    said = halfway.error_for(Rejection(RejectCode.EXPIRED, M, retry_after_s=4.0))
+    assert said.beside["loading"] == {"state": "loading", "eta_s": 4.0, "progress": 0.5}

@@ -265,3 +265,20 @@ async def test_slot_that_used_nothing_is_not_waited_for(rig: Rig) -> None:
     looks = rig.probe.looks
     await rig.memory.back(S, rig.memory.held_by(S))
     assert rig.probe.looks == looks
+
+
+async def test_what_a_slot_grows_by_while_it_serves_is_remembered_before_it_ends(rig: Rig) -> None:
+    await rig.seen(5_000)
+    rig.memory.remember(S, rig.entry)
+    await rig.seen(7_000)
+    rig.memory.grew(S, rig.entry)
+    measured = rig.needs.account_of(rig.entry).measured
+    assert measured is not None and measured.gpu_mib == 7_000 and rig.need.gpu_mib == 7_000
+
+
+async def test_growth_of_an_outdated_slot_waits_for_its_end(rig: Rig) -> None:
+    await rig.seen(5_000)
+    old, changed = rig.entry, config(ttl_s=5, memory_mib=None, cmd="other ${PORT}")
+    rig.catalog.change(changed, diff(rig.config, changed))
+    rig.memory.grew(S, old)
+    assert not rig.remembered(old)

@@ -44,6 +44,7 @@ from greenroom.server.management import make_management
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
+from greenroom.tenancy.keys import Caller
 from tests.memory.readings import gpu, reading
 
 GPU = DeviceId("gpu0")
@@ -132,7 +133,10 @@ class FakeLeasing:
     may_answer: asyncio.Event | None = None
     given_up: int = 0
 
-    async def acquire(self, ask: LeaseAsk) -> Lease:
+    def known(self) -> list[Lease]:
+        return list(self.held.values())
+
+    async def acquire(self, ask: LeaseAsk, asker: str = "") -> Lease:
         self.asked.append(ask)
         if self.error is not None:
             raise self.error
@@ -148,6 +152,9 @@ class FakeLeasing:
         )
         self.held[ask.id] = lease
         return lease
+
+    async def unheard(self, id: str, asker: str) -> None:
+        self.held.pop(id, None)
 
     async def renew(self, id: str, token: int) -> Lease:
         lease = await self.find(id)
@@ -196,6 +203,10 @@ class FakeGateway:
         self.observer, self.edge = FakeDecided(), FakeListening()
         self.memory_watch, self.leasing = FakeWatch(), FakeLeasing()
         self.sharing: FakeStore | None = None
+        # What was to be forgotten, and what comes of it.
+        self.flushed: list[tuple[str, str | None, str | None]] = []
+        self.flush_error: Exception | None = None
+        self.before_flush: Callable[[], None] = lambda: None
         self.changes = Changes((), (), (), (), (), ())
         self.reload_error: Exception | None = None
         device = Device(GPU, DeviceKind.GPU, 8192, 512)
@@ -204,6 +215,13 @@ class FakeGateway:
     @property
     def clock(self) -> Callable[[], float]:
         return lambda: self.now
+
+    async def flush(self, slot: SlotId, tenant: str | None, tag: str | None) -> tuple[int, int]:
+        self.flushed.append((slot, tenant, tag))
+        self.before_flush()
+        if self.flush_error is not None:
+            raise self.flush_error
+        return 3, 5 * 2**20
 
     async def reload(self) -> Changes:
         if self.reload_error is not None:
@@ -259,9 +277,10 @@ class Answer:
 class Client:
     """Asks as the bridge does: a decoded path to route by, and the raw one beside it."""
 
-    def __init__(self, gateway: FakeGateway, *, is_admin: bool = True) -> None:
+    def __init__(self, gateway: FakeGateway, *, is_admin: bool = True, caller: Caller | None = None) -> None:
         self._app: Application = make_management(gateway)
         self._is_admin = is_admin
+        self._caller = caller
 
     async def get(self, target: str, **headers: str) -> Answer:
         return await self.ask("GET", target, headers=headers)
@@ -291,10 +310,12 @@ class Client:
                 await task
 
     def _scope(self, method: str, target: str, headers: Mapping[str, str]) -> dict[str, Any]:
-        return scope(method, target, headers, is_admin=self._is_admin)
+        return scope(method, target, headers, is_admin=self._is_admin, caller=self._caller)
 
 
-def scope(method: str, target: str, headers: Mapping[str, str], *, is_admin: bool = True) -> dict[str, Any]:
+def scope(
+    method: str, target: str, headers: Mapping[str, str], *, is_admin: bool = True, caller: Caller | None = None
+) -> dict[str, Any]:
     raw, _, query = target.encode().partition(b"?")
     return {
         "type": "http",
@@ -309,7 +330,7 @@ def scope(method: str, target: str, headers: Mapping[str, str], *, is_admin: boo
         "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()],
         "client": ("127.0.0.1", 0),
         "server": None,
-        "state": {"request_id": "r-test", "is_admin": is_admin},
+        "state": {"request_id": "r-test", "is_admin": is_admin, "caller": caller},
     }
 
 

@@ -140,6 +140,7 @@ async def test_who_leaves_while_it_waits_gives_up() -> None:
     await _asked_and_left(gateway)
     await until(lambda: gateway.leasing.given_up == 1)
     assert gateway.leasing.held == {}
+    assert b'greenroom_lease_asks_total{outcome="given_up"} 1.0' in (await Client(gateway).get("/metrics")).body
 
 
 async def test_who_has_left_when_its_lease_is_granted_does_not_keep_it() -> None:

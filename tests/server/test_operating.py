@@ -6,7 +6,7 @@ import pytest
 
 from greenroom.config.diff import Changes
 from greenroom.core.model import ModelId, MoveKind, Tier
-from greenroom.errors import ConfigError, LoadFailed, TooLarge
+from greenroom.errors import ConfigError, LoadFailed, TooLarge, Unsupported
 from tests.server.management_rig import Client, FakeGateway, model
 
 ORG = ModelId("org/name")
@@ -50,6 +50,46 @@ async def test_unload_leaves_the_grace_to_the_model_when_none_is_said() -> None:
     assert [asked[3] for asked in gateway.operations.asked] == [None, None]
 
 
+async def test_sleep_answers_when_the_model_is_in_the_green_room() -> None:
+    gateway = _gateway()
+    slot = gateway.add_slot("a", Tier.READY)
+
+    def done() -> None:
+        slot.tier = Tier.ASLEEP
+        gateway.state.ledger.hold(slot.id, {})
+        gateway.now += 0.25
+
+    gateway.operations.then = done
+    answer = await Client(gateway).post("/api/v1/models/first/sleep", {"grace_s": 2})
+    assert answer.json == {"model": "a", "tier": "asleep", "took_s": 0.25, "memory": {}}
+    assert gateway.operations.asked == [(MoveKind.SLEEP, "a", (), 2.0)]
+
+
+async def test_prepare_names_who_must_leave_for_it() -> None:
+    gateway = _gateway()
+    gateway.operations.then = lambda: gateway.add_slot("a", Tier.ASLEEP) and None
+    answer = await Client(gateway).post("/api/v1/models/a/prepare", {"evict": ["org/name"]})
+    assert (answer.status, answer.json["tier"]) == (200, "asleep")
+    assert gateway.operations.asked == [(MoveKind.PREPARE, "a", ("org/name",), None)]
+
+
+@pytest.mark.parametrize("order", ["sleep", "prepare"])
+async def test_an_engine_that_keeps_nothing_asleep_is_a_callers_mistake(order: str) -> None:
+    gateway = _gateway()
+    gateway.operations.error = Unsupported("a runs on command, which keeps no model asleep.", param="model")
+    answer = await Client(gateway).post(f"/api/v1/models/a/{order}")
+    assert (answer.status, answer.error["code"]) == (422, "unsupported")
+    assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("grace_s", [-1, "soon", 1e9])
+async def test_a_grace_that_is_none_is_refused_before_anything_moves(grace_s: object) -> None:
+    gateway = _gateway()
+    answer = await Client(gateway).post("/api/v1/models/a/sleep", {"grace_s": grace_s})
+    assert (answer.status, answer.error["param"]) == (400, "grace_s")
+    assert gateway.operations.asked == []
+
+
 async def test_load_names_who_must_leave_by_id_or_alias() -> None:
     gateway = _gateway()
     answer = await Client(gateway).post("/api/v1/models/org/name/load", {"evict": ["first", "a/b"]})
@@ -77,7 +117,7 @@ async def test_load_refuses_to_evict_a_stranger() -> None:
         ("org%2Fname%3Aq4", "org/name:q4"),
     ],
 )
-@pytest.mark.parametrize("order", ["load", "unload"])
+@pytest.mark.parametrize("order", ["load", "unload", "sleep", "prepare"])
 async def test_orders_reach_the_model_that_was_named(target: str, name: str, order: str) -> None:
     gateway = _gateway()
     assert (await Client(gateway).post(f"/api/v1/models/{target}/{order}")).status == 200
@@ -90,7 +130,7 @@ async def test_orders_reach_the_model_that_was_named(target: str, name: str, ord
 )
 async def test_orders_for_strangers_are_not_found(target: str) -> None:
     gateway = _gateway()
-    for order in ("load", "unload"):
+    for order in ("load", "unload", "sleep", "prepare"):
         answer = await Client(gateway).post(f"/api/v1/models/{target}/{order}")
         assert (answer.status, answer.error["type"]) == (404, "not_found_error")
     assert gateway.operations.asked == []

@@ -7,7 +7,7 @@ import pytest
 import greenroom
 from greenroom.core.model import LeaseId, ModelId, ModelSpec, Move, MoveId, MoveKind, RequestId, Slot, SlotId, Tier
 from greenroom.core.waitlist import WaiterKind
-from greenroom.errors import LoadFailed
+from greenroom.errors import LeaseDenied, LoadFailed
 from greenroom.server.snapshot import WAITING_SHOWN_MAX
 from greenroom.server.views import RequestView
 from greenroom.telemetry.activity import Record
@@ -138,12 +138,19 @@ async def test_metrics_tell_counts_and_the_moment() -> None:
 
 async def test_a_lease_is_counted_and_is_no_model() -> None:
     gateway = FakeGateway({"a": model()})
+    assert (await Client(gateway).post("/api/v1/leases", {"mib": 300, "id": "x"})).status == 201
+    waits, slots = dataclasses.replace(gateway.leasing.held["x"], id="y", state="waiting"), gateway.leasing.held["x"]
+    gateway.leasing.held |= {"y": waits, "z": dataclasses.replace(slots, id="z", kind="slot")}
+    gateway.leasing.error = LeaseDenied("no")
+    assert (await Client(gateway).post("/api/v1/leases", {"mib": 300})).status == 503
     slot = Slot(SlotId("s1"), ModelSpec(ModelId(" lease:x")), {GPU: 300}, tier=Tier.READY, lease=LeaseId("x"))
     gateway.state.add_slot(slot)
     gateway.state.ledger.hold(slot.id, slot.claim)
     slot.in_flight[RequestId("x")] = None
     text = (await Client(gateway).get("/metrics")).body.decode()
-    assert "\ngreenroom_leases 1.0\n" in text
+    assert "\ngreenroom_leases 1.0\n" in text and "\ngreenroom_leases_waiting 1.0\n" in text
+    assert '\ngreenroom_lease_asks_total{outcome="granted"} 1.0\n' in text
+    assert '\ngreenroom_lease_asks_total{outcome="denied"} 1.0\n' in text
     assert '\ngreenroom_lease_memory_mib{device="gpu0"} 300.0\n' in text
     assert "lease:x" not in text
 

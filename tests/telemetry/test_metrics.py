@@ -8,8 +8,9 @@ import threading
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from greenroom.telemetry import metrics as table
-from greenroom.telemetry.metrics import DeviceMemory, Gauges, Metrics
+from greenroom.telemetry import metrics as caps
+from greenroom.telemetry import table
+from greenroom.telemetry.metrics import DeviceMemory, Gauges, LeaseFigures, Metrics
 
 
 def series_of(metrics: Metrics, gauges: Gauges | None = None) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -83,6 +84,7 @@ def test_tokens_lookups_moves_evictions_and_refusals_are_counted() -> None:
     metrics.evicted("siglip2", "memory")
     metrics.rejected("qwen", "queue_full")
     metrics.edge_refused("bad_framing")
+    metrics.lease_asked("granted")
     assert value(metrics, "greenroom_tokens_total", model="qwen", tenant="lab", kind="completion") == 22
     assert value(metrics, "greenroom_tokens_total", model="qwen", tenant="lab", kind="cached") == 5
     assert value(metrics, "greenroom_model_lookups_total", model="qwen", result="hit") == 1
@@ -92,6 +94,7 @@ def test_tokens_lookups_moves_evictions_and_refusals_are_counted() -> None:
     assert value(metrics, "greenroom_evictions_total", model="siglip2", reason="memory") == 1
     assert value(metrics, "greenroom_rejections_total", model="qwen", code="queue_full") == 1
     assert value(metrics, "greenroom_edge_refusals_total", code="bad_framing") == 1
+    assert value(metrics, "greenroom_lease_asks_total", outcome="granted") == 1
 
 
 def test_gauges_show_this_scrape_and_forget_the_last() -> None:
@@ -102,8 +105,7 @@ def test_gauges_show_this_scrape_and_forget_the_last() -> None:
         slots={("qwen", "ready"): 1},
         memory_mib={("qwen", "gpu0"): 4096},
         devices={"gpu0": DeviceMemory(8192, 3000, 100)},
-        leases=2,
-        lease_memory_mib={"gpu0": 700},
+        leases=LeaseFigures(2, 3, {"gpu0": 700}),
         connections=7,
         uptime_s=12.5,
     )
@@ -115,12 +117,58 @@ def test_gauges_show_this_scrape_and_forget_the_last() -> None:
     assert value(metrics, "greenroom_device_free_mib", before, device="gpu0") == 3000
     assert value(metrics, "greenroom_device_foreign_mib", before, device="gpu0") == 100
     assert value(metrics, "greenroom_leases", before) == 2
+    assert value(metrics, "greenroom_leases_waiting", before) == 3
     assert value(metrics, "greenroom_lease_memory_mib", before, device="gpu0") == 700
     assert value(metrics, "greenroom_connections", before) == 7
     assert value(metrics, "greenroom_uptime_seconds", before) == 12.5
     after = series_of(metrics, Gauges())
     assert not [name for name, labels in after if dict(labels).get("model") == "qwen"]
     assert not [name for name, labels in after if "device" in dict(labels)]
+
+
+def test_wakes_and_prepares_are_counted_with_their_bytes_and_rates() -> None:
+    metrics = Metrics()
+    counts = metrics.green_room
+    counts.woke("qwen", 16_000_000_000, 0.32)
+    counts.woke("qwen", 16_000_000_000, 1.6)
+    counts.woke("qwen", 0, 0.0)
+    counts.prepared("qwen", 16_000_000_000, 8.0)
+    assert value(metrics, "greenroom_wake_bytes_total", model="qwen") == 32_000_000_000
+    name = "greenroom_wake_bytes_per_second"
+    assert value(metrics, f"{name}_count", model="qwen") == 2
+    assert value(metrics, f"{name}_sum", model="qwen") == pytest.approx(6e10)
+    assert value(metrics, f"{name}_bucket", model="qwen", le="12000000000.0") == 1
+    assert value(metrics, f"{name}_bucket", model="qwen", le="50000000000.0") == 2
+    assert value(metrics, "greenroom_prepare_bytes_total", model="qwen") == 16_000_000_000
+    assert value(metrics, "greenroom_prepare_bytes_per_second_sum", model="qwen") == pytest.approx(2e9)
+
+
+def test_workers_flushes_and_prefetches_are_counted() -> None:
+    metrics = Metrics(is_known=lambda name: name == "qwen")
+    counts = metrics.green_room
+    assert value(metrics, "greenroom_worker_losses_total") == 0
+    counts.worker_started(spare=True)
+    counts.worker_started(spare=False)
+    counts.worker_started(spare=False)
+    counts.worker_lost()
+    counts.flushed("qwen", 4096)
+    counts.prefetched("qwen", 8192)
+    counts.prefetched("made-up", 1)
+    assert value(metrics, "greenroom_worker_starts_total", purpose="needed") == 2
+    assert value(metrics, "greenroom_worker_starts_total", purpose="spare") == 1
+    assert value(metrics, "greenroom_worker_losses_total") == 1
+    assert value(metrics, "greenroom_cache_flushed_bytes_total", model="qwen") == 4096
+    assert value(metrics, "greenroom_prefetch_bytes_total", model="qwen") == 8192
+    assert value(metrics, "greenroom_prefetch_bytes_total", model="unknown") == 1
+
+
+def test_a_green_room_without_a_bound_has_no_size() -> None:
+    metrics = Metrics()
+    bounded = Gauges(green_room_size_mib=64_000, green_room_used_mib=15_320)
+    assert value(metrics, "greenroom_green_room_size_mib", bounded) == 64_000
+    assert value(metrics, "greenroom_green_room_used_mib", bounded) == 15_320
+    assert value(metrics, "greenroom_green_room_size_mib") is None
+    assert value(metrics, "greenroom_green_room_used_mib") == 0
 
 
 def test_every_metric_shown_is_in_the_table_and_the_other_way_round() -> None:
@@ -144,10 +192,10 @@ def test_fifty_thousand_made_up_ids_do_not_grow_the_series() -> None:
     assert b'greenroom_tenant_requests_total{model="unknown",tenant="other"} 40000.0' in lines
     assert b'greenroom_tenant_requests_total{model="qwen",tenant="other"} 1.0' in lines
     assert b'greenroom_rejections_total{code="model_not_found",model="unknown"} 50000.0' in lines
-    assert len(set(re.findall(rb'tenant="([^"]*)"', shown))) == table.TENANT_SERIES_MAX + 1
+    assert len(set(re.findall(rb'tenant="([^"]*)"', shown))) == caps.TENANT_SERIES_MAX + 1
     # The shortcuts of the hot path are bounded as well.
     assert set(metrics._request_series) == {("qwen", "chat", 200)}
-    assert len(metrics._tenant_series) <= table.TENANT_SERIES_MAX
+    assert len(metrics._tenant_series) <= caps.TENANT_SERIES_MAX
 
 
 def test_models_routes_and_statuses_are_capped_even_when_all_are_taken_for_real() -> None:
@@ -157,8 +205,8 @@ def test_models_routes_and_statuses_are_capped_even_when_all_are_taken_for_real(
     shown, _ = metrics.render(Gauges())
     counted = re.findall(rb'requests_total{model="(.*?)",route="(.*?)",status="(.*?)"}', shown)
     models, routes, statuses = (set(values) for values in zip(*counted, strict=True))
-    assert len(models) == table.MODELS_MAX + 1
-    assert len(routes) == table.ROUTES_MAX + 1
+    assert len(models) == caps.MODELS_MAX + 1
+    assert len(routes) == caps.ROUTES_MAX + 1
     assert len(statuses) == 500 + 1
 
 

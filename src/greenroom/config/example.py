@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
-from greenroom.config.fields import COMMAND_KEYS
+from greenroom.config.fields import COMMAND_KEYS, LLAMACPP_KEYS, TRANSFORMERS_KEYS
 from greenroom.config.reader import plain
 from greenroom.config.schema import ApiKey, Company, Config, Gpu, Group, Matrix, Model, Section
 
@@ -48,6 +48,8 @@ SAMPLES: Mapping[str, Any] = {
     "set_params": {"temperature": 0.7},
     "devices": ["gpu0"],
     "concurrency": 4,
+    "cache_tokens": 32768,
+    "model_roots": ["/srv/models"],
 }
 ITEMS: Mapping[str, tuple[type[Section], tuple[Mapping[str, Any], ...]]] = {
     "api_keys": (
@@ -66,6 +68,7 @@ COMPANIES: tuple[tuple[type[Section], tuple[str, ...], Mapping[str, Any]], ...] 
     (Matrix, ("matrix",), {"vars": {"w": "whisper"}, "evict_costs": {"w": 5}, "sets": {"both": "chat & w"}}),
 )
 LLAMACPP_MODEL = ("chat", {"engine": "llamacpp", "path": "models/chat.gguf"})
+TRANSFORMERS_MODEL = ("writer", {"engine": "transformers", "path": "models/writer"})
 COMMAND_MODEL = ("whisper", {"engine": "command", "cmd": "whisper-server --port ${PORT} --model models/whisper.bin"})
 
 
@@ -139,10 +142,18 @@ def _items(name: str) -> Iterator[str]:
 
 
 def _models() -> Iterator[str]:
-    yield from _model(*LLAMACPP_MODEL, [key for key in Model.model_fields if key not in COMMAND_KEYS])
+    own = TRANSFORMERS_KEYS - LLAMACPP_KEYS
+    yield from _model(*LLAMACPP_MODEL, [key for key in Model.model_fields if key not in COMMAND_KEYS | own])
     yield ""
     yield from _comment(
-        "A model run by any other program: it may have the keys above but those marked llamacpp, and these."
+        "A model that sleeps in host memory and wakes in a moment: it may have the keys above but those marked "
+        "llamacpp alone, and these."
+    )
+    yield from _model(*TRANSFORMERS_MODEL, ["engine", "path", *(key for key in Model.model_fields if key in own)])
+    yield ""
+    yield from _comment(
+        "A model run by any other program: it may have the keys above but those marked llamacpp or transformers, and "
+        "these."
     )
     yield from _model(*COMMAND_MODEL, ["engine", *(key for key in Model.model_fields if key in COMMAND_KEYS)])
 

@@ -24,7 +24,22 @@ LLAMACPP_KEYS = frozenset(
         "args",
     }
 )
+TRANSFORMERS_KEYS = frozenset(
+    {
+        "path",
+        "python",
+        "ctx_size",
+        "threads",
+        "embedding",
+        "dtype",
+        "cache_tokens",
+        "isolate",
+        "trust_remote_code",
+        "allow_pickle",
+    }
+)
 COMMAND_KEYS = frozenset({"cmd", "cmd_stop", "check_endpoint", "listener"})
+KEYS_OF_ENGINES = {"llamacpp": LLAMACPP_KEYS, "transformers": TRANSFORMERS_KEYS, "command": COMMAND_KEYS}
 
 # --- where the placeholders that only a start can fill may stand ----------------------------------------------------
 
@@ -41,6 +56,7 @@ GPU_KEYS = frozenset({"cmd", "cmd_stop", "env"})
 NEW_SLOT_KEYS = frozenset(
     {
         *LLAMACPP_KEYS,
+        *TRANSFORMERS_KEYS,
         "engine",
         "cmd",
         "check_endpoint",
@@ -119,6 +135,7 @@ AT_ONCE_KEYS = frozenset(
         "stay_warm.diffusion_s",
         "log.level",
         "log.format",
+        "model_roots",
     }
 )
 
@@ -149,6 +166,7 @@ RESTART_KEYS = frozenset(
         "memory.look_every_s",
         "memory.gpu_margin_mib",
         "memory.green_room_mib",
+        "memory.spare_worker",
         "leases.store",
         "leases.host",
         "leases.ttl_s",

@@ -26,7 +26,10 @@ def resolved(config: Config, folder: Path) -> Config:
     memory, state_dir = config.memory, _absolute(config.state_dir, folder)
     if memory.file is not None:
         memory = memory.model_copy(update={"file": _absolute(memory.file, folder)})
-    return config.model_copy(update={"server": server, "memory": memory, "models": models, "state_dir": state_dir})
+    roots = tuple(_absolute(root, folder) for root in config.model_roots)
+    return config.model_copy(
+        update={"server": server, "memory": memory, "models": models, "state_dir": state_dir, "model_roots": roots}
+    )
 
 
 def _model(model: Model, folder: Path) -> Model:

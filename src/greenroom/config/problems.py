@@ -25,6 +25,7 @@ def problems(config: Config) -> list[str]:
     """One sentence each, naming the model or key. Empty when nothing is to be said."""
     found = [f"models.{name}: {text}" for name, model in config.models.items() for text in _missing(model)]
     found += [text for name, model in config.models.items() for text in _misplaced(name, model, config)]
+    found += _outside_roots(config)
     found += _too_much_pinned(config)
     found += _kept_out(config)
     found += _unwritable_recordings(config.server)
@@ -78,8 +79,9 @@ def budget_mib(config: Config) -> int | None:
 
 
 def _missing(model: Model) -> Iterator[str]:
-    if model.path is not None and not os.path.isfile(model.path):
-        yield f"path: there is no file {model.path}"
+    is_there, what = (os.path.isdir, "folder") if model.engine == "transformers" else (os.path.isfile, "file")
+    if model.path is not None and not is_there(model.path):
+        yield f"path: there is no {what} {model.path}"
     if model.cwd is not None and not os.path.isdir(model.cwd):
         yield f"cwd: there is no directory {model.cwd}"
     first = words(model.cmd)[0] if model.cmd else None
@@ -109,6 +111,15 @@ def _misplaced(name: str, model: Model, config: Config) -> Iterator[str]:
     budget = budget_mib(config)
     if budget is not None and model.memory_mib is not None and model.memory_mib > budget:
         yield f"models.{name}: memory_mib: {model.memory_mib:,} MiB can never fit into the budget of {budget:,} MiB"
+
+
+def _outside_roots(config: Config) -> Iterator[str]:
+    """Models that no load will be allowed to read, by their own path; links inside of folders are followed then."""
+    roots = [os.path.realpath(root) for root in config.model_roots]
+    for name, model in config.models.items():
+        whole = None if model.path is None else os.path.realpath(model.path)
+        if roots and whole is not None and not any(os.path.commonpath((whole, root)) == root for root in roots):
+            yield f"models.{name}: path: {model.path} lies outside of model_roots and will not be loaded"
 
 
 def _too_much_pinned(config: Config) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from greenroom.config import company_rules, names
 from greenroom.config.commands import words
-from greenroom.config.fields import COMMAND_KEYS, LLAMACPP_KEYS
+from greenroom.config.fields import KEYS_OF_ENGINES
 from greenroom.config.report import Problem
 
 if TYPE_CHECKING:
@@ -23,14 +23,21 @@ NO_CHECK = "none"
 # `model` decides the route and `stream` the shape of the answer; both have been acted on when these are applied.
 PARAMS_NOT_OURS_TO_CHANGE = frozenset({"model", "stream"})
 
+# Where else what a key of another engine is meant for could be said.
+_INSTEAD = {
+    "llamacpp": "llamacpp takes its arguments in args",
+    "transformers": "transformers has nothing like it",
+    "command": "command takes its arguments in cmd",
+}
+
 
 def inferred_engine(model: Mapping[str, object]) -> str | None:
     """The engine of a model that names none, if its keys leave no doubt."""
     path, cmd = model.get("path"), model.get("cmd")
     if cmd is not None and path is None:
         return "command"
-    if cmd is None and isinstance(path, str) and path.lower().endswith(".gguf"):
-        return "llamacpp"
+    if cmd is None and isinstance(path, str) and path:
+        return "llamacpp" if path.lower().endswith(".gguf") else "transformers"
     return None
 
 
@@ -38,11 +45,11 @@ def of_model(model: Model) -> Iterator[Problem]:
     if model.engine is None:
         yield _engine_in_doubt(model)
         return
-    yield from _keys_of_the_other_engine(model)
+    yield from _keys_of_other_engines(model, model.engine)
     yield from _params(model)
     yield from _environment(model)
-    if model.engine == "llamacpp" and not model.path:
-        yield Problem((), "engine llamacpp needs path")
+    if model.engine in ("llamacpp", "transformers") and not model.path:
+        yield Problem((), f"engine {model.engine} needs path")
     if model.engine == "command":
         yield from _command(model)
     if model.device == "cpu" and any(device != "host" for device in model.devices):
@@ -99,23 +106,16 @@ def _company(config: Config) -> Iterator[Problem]:
 
 def _engine_in_doubt(model: Model) -> Problem:
     if model.path and model.cmd:
-        return Problem((), "give path (engine llamacpp) or cmd (engine command), not both")
-    if model.path:
-        return Problem(
-            ("path",), "does not end in .gguf, so the engine is not clear: say engine: llamacpp, or give cmd"
-        )
-    return Problem((), "give path (a .gguf file, for engine llamacpp) or cmd (for engine command)")
+        return Problem((), "give path (engine llamacpp or transformers) or cmd (engine command), not both")
+    return Problem((), "give path (a .gguf file or a folder) or cmd (for engine command)")
 
 
-def _keys_of_the_other_engine(model: Model) -> Iterator[Problem]:
-    strange, owner, instead = (
-        (COMMAND_KEYS, "command", "llamacpp takes its arguments in args")
-        if model.engine == "llamacpp"
-        else (LLAMACPP_KEYS, "llamacpp", "command takes its arguments in cmd")
-    )
+def _keys_of_other_engines(model: Model, engine: str) -> Iterator[Problem]:
+    strange = frozenset().union(*KEYS_OF_ENGINES.values()) - KEYS_OF_ENGINES[engine]
     for key in sorted(strange & model.model_fields_set):
         if getattr(model, key) is not None:
-            yield Problem((key,), f"{key} is for engine {owner}; {instead}")
+            owners = " or ".join(name for name, keys in KEYS_OF_ENGINES.items() if key in keys)
+            yield Problem((key,), f"{key} is for engine {owners}; {_INSTEAD[engine]}")
 
 
 def _command(model: Model) -> Iterator[Problem]:

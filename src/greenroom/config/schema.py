@@ -161,6 +161,8 @@ class Memory(Section):
     """Memory of each GPU that is never planned with, for drivers and contexts."""
     green_room_mib: Mib | None = None
     """Host memory for models that are asleep; what models may use of the host when not given."""
+    spare_worker: bool = True
+    """Keep a worker ready for each Python that hosts models: the next start, also after a crash, takes no imports."""
 
 
 class StayWarm(Section):
@@ -227,10 +229,11 @@ class Log(Section):
 class Model(Section):
     """One model: what callers ask for, which engine runs it, what it needs."""
 
-    engine: Literal["llamacpp", "command"] | None = None
-    """llamacpp or command; inferred from path (a .gguf file) or cmd when not given."""
+    engine: Literal["llamacpp", "transformers", "command"] | None = None
+    """llamacpp, transformers or command; inferred from path (a .gguf file or a folder) or cmd when not given."""
     path: str | None = None
-    """llamacpp: the model file; relative paths start at the folder of the configuration file."""
+    """llamacpp, transformers: the model file, or the folder with config.json and safetensors; relative paths start at
+    the folder of the configuration file."""
     cmd: str | tuple[str, ...] | None = None
     """command: the program and its arguments, split like a shell would, never run by one. ${PORT} is a free port;
     ${GPUS}, ${GPU_COUNT} and ${TENSOR_SPLIT} are its GPUs, how many, and the MiB on each: where none of these stands it
@@ -248,9 +251,9 @@ class Model(Section):
     program: str | None = None
     """llamacpp: the llama-server binary to run; otherwise the one on PATH, otherwise the embedded build."""
     python: str | None = None
-    """llamacpp: Python interpreter for the embedded build; the gateway's own when not given."""
+    """llamacpp, transformers: Python interpreter that has the engine's packages; the gateway's own when not given."""
     ctx_size: CountFromZero = 4096
-    """llamacpp: context length in tokens; 0 takes the model's own."""
+    """llamacpp, transformers: context length in tokens; 0 takes the model's own."""
     cache_type_k: CacheType = "f16"
     """llamacpp: how the keys of the KV cache are kept."""
     cache_type_v: CacheType = "f16"
@@ -262,13 +265,23 @@ class Model(Section):
     parallel: Annotated[int, Field(ge=1, le=256), NotBool] = 4
     """llamacpp: requests answered at once; they share the context."""
     threads: Count | None = None
-    """llamacpp: CPU threads; the engine's own choice when not given."""
+    """llamacpp, transformers: CPU threads; the engine's own choice when not given."""
     embedding: bool = False
-    """llamacpp: serve embeddings instead of text."""
+    """llamacpp, transformers: serve embeddings instead of text."""
     reranking: bool = False
     """llamacpp: serve /v1/rerank instead of text."""
     args: tuple[str, ...] = ()
     """llamacpp: further arguments for llama-server, as they are."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """transformers: the kind of numbers its weights are kept in; auto takes the files' own."""
+    cache_tokens: Count | None = None
+    """transformers: tokens that the KV cache holds for all requests together; four contexts when not given."""
+    isolate: bool = False
+    """transformers: a worker process of its own, so that no other model's fault can reach it, nor its own them."""
+    trust_remote_code: bool = False
+    """transformers: run Python code that lies in the model's folder. Only for folders you trust like a program."""
+    allow_pickle: bool = False
+    """transformers: load .bin files, which can run any code. Only for folders you trust like a program."""
     aliases: tuple[ModelId, ...] = ()
     """Other ids this model answers to."""
     name: str | None = None
@@ -343,6 +356,8 @@ class Config(Section):
     log: Log = Log()
     state_dir: str = "~/.local/state/greenroom"
     """A directory of its own for the gateway's lock, identity and sockets; one gateway a directory."""
+    model_roots: tuple[str, ...] = ()
+    """Folders below which files of models must lie once links are resolved; anywhere when empty."""
     macros: dict[str, JsonValue] = {}
     """Names for values used below as ${name}."""
     models: dict[ModelId, Model] = {}

@@ -1,14 +1,17 @@
 """What the gateway must know of an engine: what it needs, how it starts, how usage is learned, what it can do.
 
-An engine describes; it never starts anything itself. `runtime/` carries its launches out through `process/`.
+An engine describes; it never starts anything itself. `runtime/` carries its launches out through `process/`. Most have
+a process for each slot (`ProcessEngine`); some have workers that host many (`HostedEngine`, docs/adr/0009).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from pathlib import Path
+from typing import Literal, Protocol
 
 from greenroom.config.gpu_names import cuda_name
 from greenroom.config.schema import Model
@@ -76,9 +79,34 @@ class Launch:
     check_path: str | None
 
 
-class Engine(Protocol):
+@dataclass(frozen=True, slots=True)
+class HostKey:
+    """Which worker hosts a slot: those with the same key share one. `alone` is empty, or the slot that has its own.
+
+    `gpus` are those the worker uses; None: this machine has none to plan with.
+    """
+
+    python: str
+    gpus: tuple[DeviceId, ...] | None
+    alone: str = ""
+    env: tuple[tuple[str, str], ...] = ()
+    cwd: str | None = None
+
+    @property
+    def may_take_spare(self) -> bool:
+        """A worker that was started before anybody knew for whom has no environment of anyone's."""
+        return not self.env and self.cwd is None
+
+    @property
+    def visible(self) -> str | None:
+        """The GPUs as CUDA's variable names them, to be told to one that was started before they were known."""
+        return gpus_shown(self.gpus).get(GPUS_VARIABLE)
+
+
+class Describing(Protocol):
+    """What every engine says of itself and of its models."""
+
     name: str
-    listens: Listens
     usage_source: UsageSource
     sizes_itself: bool
 
@@ -101,8 +129,8 @@ class Engine(Protocol):
         """How many requests it answers at once."""
         ...
 
-    def launch(self, model_id: str, model: Model, place: Place) -> Launch:
-        """How to start it there. Raises LoadFailed when something is missing, saying what to do."""
+    def files(self, model: Model) -> list[Path]:
+        """The files a load reads, as far as they can be told. Looks at folders, and never raises."""
         ...
 
     def abilities(self, model: Model) -> frozenset[Ability] | None:
@@ -114,13 +142,58 @@ class Engine(Protocol):
         ...
 
 
+class ProcessEngine(Describing, Protocol):
+    """A program of its own for each slot. It cannot sleep."""
+
+    hosted: Literal[False]
+    listens: Listens
+
+    def launch(self, model_id: str, model: Model, place: Place) -> Launch:
+        """How to start it there. Raises LoadFailed when something is missing, saying what to do."""
+        ...
+
+
+class HostedEngine(Describing, Protocol):
+    """Workers of ours, each of which hosts many slots that sleep in host memory."""
+
+    hosted: Literal[True]
+
+    def host_key(self, slot: str, model: Model, gpus: tuple[DeviceId, ...] | None) -> HostKey:
+        """Which worker this slot belongs into."""
+        ...
+
+    def launch_worker(self, key: HostKey, socket: str) -> Command:
+        """How to start a worker that is controlled through this socket. One that is to be a spare has a bare key."""
+        ...
+
+    def options(self, model: Model, gpus: tuple[DeviceId, ...] | None) -> Mapping[str, object]:
+        """What the worker is told of how to run this model."""
+        ...
+
+    def estimate_asleep(self, model: Model) -> Estimate | None:
+        """What it will take when asleep; None when it has nothing to go by. Never raises."""
+        ...
+
+
+Engine = ProcessEngine | HostedEngine
+
+
 def environment(model: Model, place: Place) -> dict[str, str]:
     """The engine's whole environment: the harmless part of ours, the GPUs it may see, then what the operator gave."""
-    kept = {
+    return _inherited() | gpus_shown(() if model.device == "cpu" else place.gpus) | model.env
+
+
+def worker_environment(key: HostKey, own: Mapping[str, str]) -> dict[str, str]:
+    """The same for a worker; `own` is what its program wants unless the operator says otherwise."""
+    return _inherited() | gpus_shown(key.gpus) | dict(own) | dict(key.env)
+
+
+def gpus_shown(gpus: tuple[DeviceId, ...] | None) -> dict[str, str]:
+    """By id: programs number GPUs in more than one order. Empty, not absent, where it shall see none."""
+    return {} if gpus is None else {GPUS_VARIABLE: ",".join(cuda_name(gpu) for gpu in gpus)}
+
+
+def _inherited() -> dict[str, str]:
+    return {
         name: value for name, value in os.environ.items() if name in INHERITED or name.startswith(INHERITED_PREFIXES)
     }
-    gpus = () if model.device == "cpu" else place.gpus
-    if gpus is not None:
-        # By id: programs number GPUs in more than one order. Empty, not absent, where it shall see none.
-        kept[GPUS_VARIABLE] = ",".join(cuda_name(gpu) for gpu in gpus)
-    return kept | model.env

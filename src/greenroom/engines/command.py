@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
 
 from greenroom.config.commands import words
 from greenroom.config.fields import GPU_HOLES
@@ -20,6 +22,7 @@ CONCURRENCY = 8
 
 class CommandEngine:
     name = "command"
+    hosted: Literal[False] = False
     listens = Listens.PORT
     usage_source = UsageSource.ASK
     sizes_itself = False
@@ -39,6 +42,9 @@ class CommandEngine:
 
     def concurrency(self, model: Model) -> int:
         return model.concurrency or CONCURRENCY
+
+    def files(self, model: Model) -> list[Path]:
+        return list(files_of_command(words(model.cmd or ())))
 
     def launch(self, model_id: str, model: Model, place: Place) -> Launch:
         assert model.cmd is not None, "the configuration refuses a command without cmd"

@@ -101,7 +101,7 @@ def estimate_folder(path: Path, options: FolderOptions, gpus: int) -> Estimate |
     if not files:
         return None
     try:
-        weights, facts = read_all(files), Facts(_config(path))
+        weights, facts = read_all(files), Facts(folder_config(path))
     except BadModelFile:
         return _by_size(files, gpus)
     return Estimate(known(_parts(weights, facts, options, gpus)), SAFETENSORS)
@@ -120,7 +120,8 @@ def weight_files(path: Path) -> list[Path]:
     return [one for one in found if one in split or one.parent not in folders]
 
 
-def _config(path: Path) -> dict[str, Any]:
+def folder_config(path: Path) -> dict[str, Any]:
+    """Its config.json; empty where there is none. Raises BadModelFile if it is there and cannot be read."""
     try:
         with (path / "config.json").open("rb") as file:
             said = msgspec.json.decode(file.read(CONFIG_MAX_BYTES))
@@ -148,17 +149,17 @@ def _by_size(files: Sequence[Path], gpus: int) -> Estimate | None:
 def _parts(weights: SafetensorsHeader, facts: Facts, options: FolderOptions, gpus: int) -> list[Part]:
     number_bytes = DTYPE_BYTES.get(options.dtype or facts.text("torch_dtype", "dtype") or weights.dtype, 2)
     context = options.context or facts.number("max_position_embeddings", "n_positions", default=CONTEXT_DEFAULT)
-    weight_bytes = _weight_bytes(weights, options)
+    in_memory = weight_bytes(weights, options)
     layers = folder_cache(facts)
     cache_bytes = sum(_layer_bytes(layer, context, options.sequences) for layer in layers) * max(number_bytes, 1)
     parts = [
-        _placed("weights", weight_bytes, gpus),
+        _placed("weights", in_memory, gpus),
         _placed("KV cache", cache_bytes, gpus),
         _placed("compute buffers", _activation_bytes(facts, layers, context, max(number_bytes, 2)), gpus),
     ]
     if not gpus:
         return [*parts, Part("process", 0, PROCESS_MIB)]
-    rounding = (weight_bytes + cache_bytes) * CACHING_SHARE
+    rounding = (in_memory + cache_bytes) * CACHING_SHARE
     return [
         *parts,
         part("allocator", rounding),
@@ -170,7 +171,7 @@ def _placed(what: str, size: float, gpus: int) -> Part:
     return part(what, size if gpus else 0, 0 if gpus else size)
 
 
-def _weight_bytes(weights: SafetensorsHeader, options: FolderOptions) -> float:
+def weight_bytes(weights: SafetensorsHeader, options: FolderOptions) -> float:
     """As they lie in the files, unless they are loaded in numbers of another size. Packed ones stay packed."""
     wanted = DTYPE_BYTES.get(options.dtype or "")
     if wanted is None:

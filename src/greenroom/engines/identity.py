@@ -32,7 +32,7 @@ CACHE_MAX: Final = 1_024
 _BESIDE: Final = frozenset(
     (
         *("path", "memory_mib", "host_memory_mib", "gpu_memory_budget_mib", "devices", "concurrency"),
-        *("check_endpoint", "listener", "cmd_stop", "program", "python"),
+        *("check_endpoint", "listener", "cmd_stop", "program", "python", "isolate"),
     )
 )
 _PROGRAM_ENDINGS: Final = (".py", ".pyz", ".sh", ".so", ".js", ".jar")
@@ -59,12 +59,18 @@ def _is_program(word: str) -> bool:
 
 
 def embedded_identity(python: str | None) -> str:
-    """The embedded llama.cpp of an interpreter, by the name of the folder its package was installed with."""
+    """The embedded llama.cpp of an interpreter."""
+    return packages_identity(python, (_EMBEDDED,))
+
+
+def packages_identity(python: str | None, names: Sequence[str]) -> str:
+    """Packages of an interpreter, by the names of the folders they were installed with, which have their versions."""
     if python is None:
         homes = [_PACKAGES]
     else:
         homes = list(Path(shutil.which(python) or python).parent.parent.glob("lib/python*/site-packages"))
-    return _hash([_EMBEDDED, *sorted(one.name for home in homes for one in home.glob(f"{_EMBEDDED}-*.dist-info"))])
+    found = (one.name for home in homes for name in names for one in home.glob(f"{name}-*.dist-info"))
+    return _hash([*names, *sorted(found)])
 
 
 def arguments_identity(model: Model) -> str:

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Literal
 
 from greenroom.config.schema import Model
 from greenroom.engines.base import Ability, Launch, Listens, Place, UsageSource, environment
@@ -31,6 +32,7 @@ BATCH = 8192
 
 class LlamaCppEngine:
     name = "llamacpp"
+    hosted: Literal[False] = False
     listens = Listens.SOCKET
     usage_source = UsageSource.TIMINGS
     sizes_itself = False
@@ -49,6 +51,9 @@ class LlamaCppEngine:
 
     def concurrency(self, model: Model) -> int:
         return model.concurrency or model.parallel
+
+    def files(self, model: Model) -> list[Path]:
+        return list(files_of(of_model(model)))
 
     def launch(self, model_id: str, model: Model, place: Place) -> Launch:
         # Unlike the method of a path, this answers also where the file may not be looked at, or cannot be one.

@@ -8,10 +8,13 @@ from greenroom.config.schema import Model
 from greenroom.engines.base import Engine
 from greenroom.engines.command import CommandEngine
 from greenroom.engines.llamacpp import LlamaCppEngine
+from greenroom.engines.transformers import TransformersEngine
 
-ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in (LlamaCppEngine(), CommandEngine())}
+_ALL: tuple[Engine, ...] = (LlamaCppEngine(), TransformersEngine(), CommandEngine())
+ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in _ALL}
 
 
 def engine_for(model: Model) -> Engine:
-    """The engine the operator named, or the one its file or command implies; the configuration refuses neither."""
-    return ENGINES[model.engine or ("llamacpp" if model.path else "command")]
+    """The engine of a model, which the configuration has named where the operator has not."""
+    assert model.engine is not None, "a model whose engine is in doubt is refused"
+    return ENGINES[model.engine]

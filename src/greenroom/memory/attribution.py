@@ -19,13 +19,17 @@ class Owner:
 
     `roots` are pids: they and all below them are his. `held` is what he was last seen to use, or his claim if that was
     never measured. A `hidden` one runs where his processes cannot be told from strangers' (a container of a daemon).
-    `claim` is what he was given; by it those share who hold memory with the same process.
+    `claim` is what he was given; by it those share who hold memory with the same process. One that `is_host` is a
+    process in which others live: they name it as their `host`, and its word on what each of them holds is `told`.
     """
 
     held: Claim
     roots: frozenset[int] = frozenset()
     hidden: bool = False
     claim: Claim = field(default_factory=dict)
+    is_host: bool = False
+    host: str | None = None
+    told: Claim = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class Attribution:
     seen: Mapping[str, Claim] = field(default_factory=dict)  # By owner; only devices where his processes were seen.
     strangers: Mapping[DeviceId, Mapping[int, int]] = field(default_factory=dict)  # MiB by pid.
     unseen: frozenset[DeviceId] = frozenset()  # Devices whose processes cannot be seen.
+    # What processes in which several live use beside what they say that those hold.
+    own_mib: Mapping[DeviceId, int] = field(default_factory=dict)
 
 
 def attribute(reading: Reading, owners: Mapping[str, Owner], owner_of: Mapping[int, str]) -> Attribution:
@@ -53,8 +59,23 @@ def attribute(reading: Reading, owners: Mapping[str, Owner], owner_of: Mapping[i
         foreign[device] = _foreign_mib(gpu, sum(strangers[device].values()), _hidden_mib(device, owners, seen))
     for group in _with_the_same_roots(owners):
         _share(group, owners, seen)
+    own = _own_mib(owners, seen)
     unseen = frozenset(DeviceId(gpu.uuid) for gpu in reading.gpus if gpu.processes is None)
-    return Attribution(foreign, {owner: _sorted(claim) for owner, claim in seen.items()}, strangers, unseen)
+    return Attribution(foreign, {owner: _sorted(claim) for owner, claim in seen.items()}, strangers, unseen, own)
+
+
+def _own_mib(owners: Mapping[str, Owner], seen: dict[str, dict[DeviceId, int]]) -> dict[DeviceId, int]:
+    """Share out what processes use in which others live: by their word, and the rest is their own."""
+    own: dict[DeviceId, int] = {}
+    for guest, owner in owners.items():
+        if owner.host is not None:
+            seen[guest] = dict(owner.told)
+    for name in [name for name, owner in owners.items() if owner.is_host]:
+        guests = [owner for owner in owners.values() if owner.host == name]
+        for device, mib in seen.pop(name).items():
+            said_mib = sum(guest.told.get(device, 0) for guest in guests)
+            own[device] = own.get(device, 0) + max(0, mib - said_mib)
+    return own
 
 
 def _with_the_same_roots(owners: Mapping[str, Owner]) -> list[list[str]]:

@@ -77,6 +77,9 @@ class FileProbe:
         gpus = (_reading(index, gpu, processes, described.pids_visible) for index, gpu in enumerate(described.gpus))
         return Reading(tuple(gpus), self._host.look())
 
+    def glance(self, uuid: str) -> GpuReading | None:
+        return self.look().gpu(uuid)
+
     def close(self) -> None:
         """Nothing is held."""
 

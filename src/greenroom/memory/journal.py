@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,16 @@ class Kept:
     grace_s: float
     ttl_s: float
     holder: Holder | None = None
+    # When its holder was heard of, by the wall clock; None in what an older version wrote.
+    heard_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Its holder was heard of. Not every time: who writes it says how often."""
+
+    id: str
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +58,7 @@ class Ended:
     id: str
 
 
-Change = Kept | Ended
+Change = Kept | Heard | Ended
 
 
 class Journal:
@@ -116,6 +126,9 @@ class Journal:
         elif isinstance(change, Kept):
             self.last_token = max(self.last_token, change.token)
             self.live[change.id] = change
+        elif isinstance(change, Heard):
+            if change.id in self.live:
+                self.live[change.id] = replace(self.live[change.id], heard_at=change.at)
         else:
             self.live.pop(change.id, None)
 
@@ -177,7 +190,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _line(change: Change) -> str:
-    return _encoded({"ended": change.id} if isinstance(change, Ended) else {"granted": asdict(change)})
+    if isinstance(change, Kept):
+        return _encoded({"granted": asdict(change)})
+    return _encoded({"ended": change.id} if isinstance(change, Ended) else {"heard": change.id, "at": change.at})
 
 
 def _encoded(value: Mapping[str, Any]) -> str:
@@ -185,9 +200,12 @@ def _encoded(value: Mapping[str, Any]) -> str:
 
 
 def _change(value: Mapping[str, Any]) -> Change | int:
-    """What a line says: a grant, an end, or the last token of an earlier file. Raises for anything else."""
+    """What a line says: a grant, a sign of life, an end, or the last token of an earlier file. Raises for anything
+    else."""
     if "ended" in value:
         return Ended(str(value["ended"]))
+    if "heard" in value:
+        return Heard(str(value["heard"]), _moment(value["at"]))
     if "last_token" in value:
         return _whole_number(value["last_token"])
     said = dict(value["granted"])
@@ -207,7 +225,15 @@ def _checked(kept: Kept) -> Kept:
         _whole_number(number)
     if not (0 <= kept.grace_s <= SECONDS_MAX and 0 < kept.ttl_s <= SECONDS_MAX):
         raise ValueError("a time is out of range")
+    if kept.heard_at is not None:
+        _moment(kept.heard_at)
     return kept
+
+
+def _moment(said: object) -> float:
+    if isinstance(said, bool) or not isinstance(said, int | float) or not 0 <= said <= NUMBER_MAX:
+        raise ValueError(f"{said!r} is no time")
+    return float(said)
 
 
 def _whole_number(said: object) -> int:

@@ -67,6 +67,15 @@ class NvmlProbe:
             raise ProbeFailed(f"NVML does not answer: {error}.") from error
         return Reading(gpus, self._host.look())
 
+    def glance(self, uuid: str) -> GpuReading | None:
+        """Its memory alone: who uses it and how busy it is takes the driver longer to say."""
+        try:
+            total, used = self._memory_bytes(self._nvml.nvmlDeviceGetHandleByUUID(uuid))
+        except Exception as error:
+            # The next look finds out whether it opens anew.
+            raise ProbeFailed(f"NVML does not answer for {uuid}: {error}.") from error
+        return GpuReading(uuid, 0, "", total // BYTES_A_MIB, -(-used // BYTES_A_MIB), None)
+
     def close(self) -> None:
         self._is_open = False
         self._or_none(self._nvml.nvmlShutdown)

@@ -44,6 +44,9 @@ class Reading:
     gpus: tuple[GpuReading, ...]
     host: HostReading
 
+    def gpu(self, uuid: str) -> GpuReading | None:
+        return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
+
 
 class Probe(Protocol):
     @property
@@ -52,6 +55,12 @@ class Probe(Protocol):
 
     def look(self) -> Reading:
         """See what is the case now. Blocks, so it is called beside the loop. Raises ProbeFailed."""
+
+    def glance(self, uuid: str) -> GpuReading | None:
+        """What of one GPU's memory is used now, in as little time as there is; None if it is not there.
+
+        Blocks and raises as `look` does, and may be called beside it.
+        """
 
     def close(self) -> None:
         """Give back what it held. It is not asked again."""

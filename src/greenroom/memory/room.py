@@ -19,11 +19,15 @@ def not_back(before: Reading, now: Reading, released: Claim) -> Claim:
     found: dict[DeviceId, int] = {}
     for gpu in now.gpus:
         mib = released.get(DeviceId(gpu.uuid), 0)
-        if mib and gpu.uuid in then:
-            away_mib = min(mib, gpu.used_mib - (then[gpu.uuid].used_mib - mib) - _grown_mib(then[gpu.uuid], gpu))
-            if away_mib > max(KEPT_MIB, mib * KEPT_SHARE):
-                found[DeviceId(gpu.uuid)] = away_mib
+        if mib and gpu.uuid in then and (away_mib := away(then[gpu.uuid], gpu, mib)):
+            found[DeviceId(gpu.uuid)] = away_mib
     return found
+
+
+def away(before: GpuReading, now: GpuReading, mib: int) -> int:
+    """What of this memory of one GPU is still used; 0 if that is no more than drivers may keep."""
+    away_mib = min(mib, now.used_mib - (before.used_mib - mib) - _grown_mib(before, now))
+    return away_mib if away_mib > max(KEPT_MIB, mib * KEPT_SHARE) else 0
 
 
 def short_of(now: Reading, claim: Claim) -> Claim:

@@ -26,6 +26,9 @@ class SimulatedProbe:
         )
         return Reading(tuple(seen), self.host.look())
 
+    def glance(self, uuid: str) -> GpuReading | None:
+        return self.look().gpu(uuid)
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -40,6 +43,9 @@ class NoProbe:
 
     def look(self) -> Reading:
         return Reading((), self.host.look())
+
+    def glance(self, uuid: str) -> GpuReading | None:
+        return None
 
     def close(self) -> None:
         """Nothing is held."""

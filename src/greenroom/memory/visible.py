@@ -37,6 +37,9 @@ class VisibleProbe:
             self._uuids = frozenset(gpu.uuid for gpu in visible(reading.gpus, self._said))
         return replace(reading, gpus=tuple(gpu for gpu in reading.gpus if gpu.uuid in self._uuids))
 
+    def glance(self, uuid: str) -> GpuReading | None:
+        return self._probe.glance(uuid) if uuid in (self._uuids or ()) else None
+
     def close(self) -> None:
         self._probe.close()
 

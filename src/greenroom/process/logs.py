@@ -92,6 +92,20 @@ class LogRing:
             subscription.put(line)
 
 
+class SharedLog(LogRing):
+    """The lines of a process that works for several: each line goes to everybody's ring besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listeners: list[LogRing] = []
+
+    def _end_line(self) -> None:
+        super()._end_line()
+        for ring in self.listeners:
+            # Whole lines only: two processes may write to the same ring.
+            ring.write(self._lines[-1] + b"\n")
+
+
 class Subscription:
     """An async iterator over lines for one reader. Holds at most `UNREAD_LINES_MAX`, then forgets the oldest."""
 

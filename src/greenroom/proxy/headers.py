@@ -68,8 +68,12 @@ def build_request(
     request_id: bytes,
     allowed: Collection[bytes] = REQUEST_ALLOWED,
     upgrade: bytes | None = None,
+    ours: Headers | None = None,
 ) -> bytes:
-    """The head of a request to an engine. `headers` are the client's. Raises GatewayBug if it would not be one head."""
+    """The head of a request to an engine. `headers` are the client's, of which none passes that is named in `ours`.
+
+    Raises GatewayBug if it would not be one head.
+    """
     if _TARGET.fullmatch(target) is None:
         raise GatewayBug("The target of a request to an engine must be a path of printable characters.")
     if _BREAK.search(host + request_id) is not None:
@@ -80,6 +84,12 @@ def build_request(
     if upgrade is not None:
         head += b"connection: upgrade\r\nupgrade: %b\r\n" % upgrade
         allowed = UPGRADE_ALLOWED.union(allowed)
+    if ours:
+        for name, value in ours:
+            if _BREAK.search(value) is not None:
+                raise GatewayBug("A header of a request to an engine holds a line break or NUL.")
+            head += b"%b: %b\r\n" % (name, value)
+        allowed = frozenset(allowed).difference(name for name, _ in ours)
     # The client's values came through the parser, which lets no line break pass.
     for name, value in headers:
         if name in allowed and name not in NEVER_FORWARDED and not name.startswith(b"x-forwarded"):
@@ -87,8 +97,11 @@ def build_request(
     return head + b"\r\n"
 
 
-def response_headers(headers: Headers, extra: Headers) -> Headers:
-    """The engine's headers that may pass to the client, then ours. Ours replace the engine's of the same name."""
+def response_headers(headers: Headers, extra: Headers, defaults: Headers | None = None) -> Headers:
+    """The engine's headers that may pass to the client, then ours. Ours replace the engine's of the same name.
+
+    `defaults` are told where the engine says nothing of the kind.
+    """
     kept: Headers = []
     ours = [name for name, _ in extra]
     for header in headers:
@@ -102,4 +115,7 @@ def response_headers(headers: Headers, extra: Headers) -> Headers:
         # Names listed in Connection belong to that hop too, wherever they stood.
         kept = [header for header in kept if header[0] not in ours]
     kept += extra
+    if defaults:
+        said = [name for name, _ in kept]
+        kept += [header for header in defaults if header[0] not in said]
     return kept

@@ -50,6 +50,7 @@ class Relay:
         "_bad_body",
         "_clock",
         "_counter",
+        "_defaults",
         "_extra",
         "_filter",
         "_on_bad_head",
@@ -75,6 +76,7 @@ class Relay:
         exchange: Exchange,
         *,
         extra_headers: Headers | None = None,
+        default_headers: Headers | None = None,
         committed: bool = False,
         drop_usage_event: bool = False,
         on_bad_head: OnBadHead | None = None,
@@ -99,6 +101,7 @@ class Relay:
         self._counter: EventCounter | None = None
         self._filter = UsageFilter() if drop_usage_event else None
         self._extra = extra_headers or []
+        self._defaults = default_headers
         self._bad_body: bytearray | None = None
         self._on_bad_head = on_bad_head
         self._on_done = on_done
@@ -178,7 +181,7 @@ class Relay:
         self.upstream = None
         self._read_bytes = len(body)
         self._tail = body[-TAIL_BYTES:]
-        self.exchange.respond(status, response_headers(headers, self._extra), body)
+        self.exchange.respond(status, response_headers(headers, self._extra, self._defaults), body)
         self._settle(Outcome.COMPLETE)
 
     def head(self, status: int, headers: Headers) -> None:
@@ -240,7 +243,8 @@ class Relay:
             # Without events, or with a promised length, nothing may be left out.
             self._filter = None
         if not self.committed:
-            self.exchange.start(self.status, response_headers(self.headers, self._extra), length)
+            kept = response_headers(self.headers, self._extra, self._defaults)
+            self.exchange.start(self.status, kept, length)
         elif self.status != 200 or self._counter is None:
             self._bad_body = bytearray()
         if self.exchange.paused:

@@ -80,6 +80,11 @@ class Catalog:
     def is_known(self, name: str) -> bool:
         return name in self._names
 
+    def engine_of(self, model: ModelId) -> str:
+        """What runs this model, by its name. A reload may have removed the model while it was being asked about."""
+        entry = self._entries.get(model)
+        return "an engine" if entry is None else entry.engine.name
+
     def revision(self, model: ModelId, revision: int) -> Entry | None:
         """The current entry, if it still is of that revision."""
         entry = self._entries.get(model)
@@ -120,11 +125,16 @@ class Catalog:
 
     def _entry(self, model_id: ModelId, revision: int, model: Model, shared: Shared) -> Entry:
         engine = engine_for(model)
+        subject = Subject(model_id, model, engine)
+        # Where rules about company stand alone, models take no room.
+        need, asleep = Need(), Need() if engine.hosted else None
+        if shared.fits_memory:
+            need, asleep = self.needs.need_of(subject)[0], self.needs.asleep_of(subject)
         spec = ModelSpec(
             id=model_id,
             revision=revision,
-            # Where rules about company stand alone, models take no room.
-            need=self.needs.need_of(Subject(model_id, model, engine))[0] if shared.fits_memory else Need(),
+            need=need,
+            need_asleep=asleep,
             # Two names may mean one device.
             devices=tuple(dict.fromkeys(self.device_of(device) for device in model.devices)),
             can_split=engine.can_split(model),

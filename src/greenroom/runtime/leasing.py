@@ -8,6 +8,7 @@ so by `granted`, `rejected` and `recalled`. Never ends a stranger's process.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,10 +22,11 @@ from greenroom.memory.leases import holder as holders
 from greenroom.memory.leases.records import Lease, LeaseAsk
 from greenroom.runtime.holders import Holders
 from greenroom.runtime.lease_devices import DeviceNamed, devices_meant
-from greenroom.runtime.lease_entry import Entry, ask_again, core_id
+from greenroom.runtime.lease_entry import SEVERAL, Entry, ask_again, core_id
 from greenroom.runtime.lease_line import is_behind, may_ask
 from greenroom.runtime.lease_log import LeaseLog
-from greenroom.runtime.lease_refusals import not_free, not_written, refusal
+from greenroom.runtime.lease_refusals import never_free, not_free, not_written, refusal
+from greenroom.runtime.lease_time import is_to_be_written, lasts_s
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("leases")
@@ -42,8 +44,9 @@ Tell = Callable[[str, Mapping[str, object]], None]
 
 
 class Leasing:
-    """`free_mib` tells what is free on each GPU now; `claim_of` what the scheduler gave a slot; `device_named` which
-    device people mean by a name; `room_for` waits until memory is really free and tells what is missing then."""
+    """`free_mib` tells what is free on each GPU now, and `most_mib` what could ever be; `claim_of` what the scheduler
+    gave a slot; `device_named` which device people mean by a name; `room_for` waits until memory is really free and
+    tells what is missing then."""
 
     lists_slots = False
 
@@ -56,6 +59,7 @@ class Leasing:
         wait_max_s: float,
         claim_of: Callable[[SlotId], Claim],
         free_mib: Callable[[], Mapping[str, int]],
+        most_mib: Callable[[], Mapping[str, int]],
         device_named: DeviceNamed,
         room_for: Callable[[Claim, float], Awaitable[Claim]],
         tell: Tell,
@@ -67,6 +71,7 @@ class Leasing:
         self._wait_max_s = wait_max_s
         self._claim_of = claim_of
         self._free_mib = free_mib
+        self._most_mib = most_mib
         self._device_named = device_named
         self._room_for = room_for
         self._tell = tell
@@ -79,20 +84,33 @@ class Leasing:
 
     # --- what holders ask -------------------------------------------------------------------------------------------
 
-    async def acquire(self, ask: LeaseAsk) -> Lease:
-        """Ask for memory and wait for it up to `wait_s`. One that is cancelled meanwhile gives up."""
+    async def acquire(self, ask: LeaseAsk, asker: str = SEVERAL) -> Lease:
+        """Ask for memory and wait for it up to `wait_s`. One that is cancelled meanwhile gives up.
+
+        `asker` is this call's name, by which it can say later that it was `unheard`.
+        """
         ask = replace(ask, wait_s=min(ask.wait_s, self._wait_max_s), devices=devices_meant(ask, self._device_named))
         entry = self._entries.get(ask.id) or self._begin(ask)
         _check_same(entry.ask, ask)
         entry.askers += 1
         try:
             await self._settled(entry, ask)
-            entry.was_told = True
+            entry.told_to = asker if entry.told_to in (None, asker) else SEVERAL
         finally:
             entry.askers -= 1
-            if not entry.askers and not entry.was_told:
-                self._end(entry, "given up")
+            self._end_if_unheard_of(entry)
         return self._heard(entry)
+
+    async def unheard(self, id: str, asker: str) -> None:
+        """Who made this call had left before it was answered. Gives the lease back, unless another was told of it."""
+        entry = self._entries.get(id)
+        if entry is not None and asker != SEVERAL and entry.told_to == asker:
+            entry.told_to = None
+            self._end_if_unheard_of(entry)
+
+    def _end_if_unheard_of(self, entry: Entry) -> None:
+        if not entry.askers and entry.told_to is None:
+            self._end(entry, "given up")
 
     async def _settled(self, entry: Entry, ask: LeaseAsk) -> None:
         """Wait until it is held. Raises why it is not."""
@@ -123,6 +141,9 @@ class Leasing:
         self._end(entry, "released", LeaseDenied(f"The lease {id} was withdrawn while it was waited for."))
 
     async def leases(self) -> list[Lease]:
+        return self.known()
+
+    def known(self) -> list[Lease]:
         now = self._clock()
         return [entry.shown(now) for entry in self._entries.values()]
 
@@ -152,7 +173,8 @@ class Leasing:
         # Who does not wait must neither make others leave for nothing nor go before who waits.
         waits = is_behind(entry, self._entries.values())
         if not ask.wait_s and (waits or not self._is_free_now(ask)):
-            raise not_free(ask, self._free_mib())
+            free = self._free_mib()
+            raise never_free(ask, self._most_mib(), free) or not_free(ask, free)
         self._lost.pop(ask.id, None)
         self._put(entry)
         if not waits:
@@ -197,6 +219,9 @@ class Leasing:
     def _heard(self, entry: Entry) -> Lease:
         now = self._clock()
         entry.expires_at = now + entry.ask.ttl_s
+        if is_to_be_written(entry.ask.ttl_s, now - entry.written_at):
+            entry.written_at = now
+            self._journal.heard(entry.id, self._wall())
         return entry.shown(now)
 
     def _not_held(self, id: str) -> LeaseLost:
@@ -257,7 +282,7 @@ class Leasing:
 
     async def _not_written(self, entry: Entry) -> GreenroomError | None:
         try:
-            await self._journal.granted(entry.kept())
+            await self._journal.granted(entry.kept(self._wall()))
         except OSError as error:
             return not_written(entry.ask, error)
         return None
@@ -265,8 +290,11 @@ class Leasing:
     # --- held -------------------------------------------------------------------------------------------------------
 
     def _hold(self, entry: Entry) -> None:
+        now = self._clock()
         entry.is_held = True
-        self._heard(entry)
+        entry.expires_at = now + (entry.ask.ttl_s if entry.lasts_s is None else entry.lasts_s)
+        # One of an earlier run was written down then, and its first renewal is to be.
+        entry.written_at = now if entry.lasts_s is None else -math.inf
         self._look_later(entry)
         if entry.ask.holder is not None:
             self._holders.watch(entry.id, entry.ask.holder, lambda: self._on_holder_ended(entry))
@@ -288,7 +316,7 @@ class Leasing:
         if entry.expires_at > now:
             self._look_later(entry)
         elif now - due > STOOD_STILL_S:
-            self._heard(entry)
+            entry.expires_at = now + entry.ask.ttl_s
             self._look_later(entry)
         else:
             self._lose(entry, f"its holder was not heard of for {entry.ask.ttl_s:g} s")
@@ -331,7 +359,7 @@ class Leasing:
     def restore(self) -> None:
         """Enter the leases of an earlier run again, before anything else is planned. Those of the dead are over."""
         for kept in self._journal.open():
-            entry = ask_again(kept, asyncio.get_running_loop().create_future())
+            entry = ask_again(kept, asyncio.get_running_loop().create_future(), lasts_s(kept, self._wall()))
             self._put(entry)
             if kept.holder is not None and holders.is_here(kept.holder) and not holders.is_alive(kept.holder):
                 self._lose(entry, "its holder has ended")

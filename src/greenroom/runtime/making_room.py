@@ -121,15 +121,16 @@ class MakingRoom:
     def _places(self, ask: LeaseAsk, got: Mapping[str, int]) -> list[tuple[DeviceId, int]]:
         """Where to make how much free: where it has something already, then where it was tried least, then most."""
         free, gives = self._state.ledger.free_mib(frozenset()), self._gives()
-        lacks = ask.gpus - sum(mib >= ask.mib for mib in got.values())
+        lacks = ask.gpus - sum(mib >= ask.mib_on(device) for device, mib in got.items())
         found: list[tuple[tuple[bool, int, bool, int], DeviceId, int]] = []
         for device in self._state.devices:
             if device.kind is not DeviceKind.GPU or (ask.devices and device.id not in ask.devices):
                 continue
             has, is_free = got.get(device.id, 0), max(0, free[device.id])
-            mib = min(ask.mib - has, is_free + gives.get(device.id, 0))
+            wants = ask.mib_on(device.id) - has
+            mib = min(wants, is_free + gives.get(device.id, 0))
             if mib > is_free:
-                order = (has == 0, self._tries.get((ask.id, device.id), 0), mib < ask.mib - has, -mib)
+                order = (has == 0, self._tries.get((ask.id, device.id), 0), mib < wants, -mib)
                 found.append((order, device.id, mib))
         return [(device, mib) for _, device, mib in sorted(found)[: max(0, lacks)]]
 

@@ -11,6 +11,8 @@ from greenroom.core.ledger import Holding
 from greenroom.core.model import Claim, Slot, SlotId
 from greenroom.core.state import State
 from greenroom.memory.attribution import Owner
+from greenroom.runtime.hosted_slots import HostedSlots
+from greenroom.runtime.set_aside import WORKER_GPU_MIB
 from greenroom.runtime.slots import Slots
 
 # Who holds leases, by the slot of each: only processes of this machine that are known.
@@ -21,12 +23,15 @@ OTHER_WORD = "other gateway's "
 
 
 class MemoryOwners:
-    def __init__(self, state: State, slots: Slots, lease_pids: LeasePids, identity: str) -> None:
+    def __init__(
+        self, state: State, slots: Slots, lease_pids: LeasePids, identity: str, hosted: HostedSlots | None = None
+    ) -> None:
         """`identity` is what the identities of all slots of this run begin with."""
         self._state = state
         self._slots = slots
         self._lease_pids = lease_pids
         self._identity = identity
+        self._hosted = hosted or HostedSlots()
 
     def __call__(self) -> dict[str, Owner]:
         """Every slot and lease that holds memory now, also those of other gateways."""
@@ -38,7 +43,18 @@ class MemoryOwners:
         }
         # What they use looks like strangers' and is in the ledger already.
         others = {f"{OTHER_WORD}{lease.id}": Owner(lease.claim, hidden=True) for lease in ledger.others}
-        return {**ours, **others}
+        return {**ours, **others, **self._workers()}
+
+    def _workers(self) -> dict[str, Owner]:
+        """Processes in which slots live. Where they cannot be seen, each is taken to use what is set aside for one."""
+        own = {
+            worker.id: {} if worker.key is None else dict.fromkeys(worker.key.gpus or (), WORKER_GPU_MIB)
+            for worker in self._hosted.workers.values()
+        }
+        return {
+            worker.id: Owner(own[worker.id], frozenset({worker.pid}), is_host=True)
+            for worker in self._hosted.workers.values()
+        }
 
     def by_identity(self, identity: str) -> str | None:
         """The slot with this identity. Each try to start one has a number of its own behind a dot."""
@@ -49,6 +65,10 @@ class MemoryOwners:
     def _owner(self, slot: Slot, holding: Holding, lease_pids: Mapping[SlotId, int]) -> Owner:
         # Per device what was seen, or the claim where nothing ever was.
         held: Claim = {**holding.claim, **holding.seen}
+        hosted = self._hosted.there.get(slot.id)
+        if hosted is not None:
+            worker = hosted.worker
+            return Owner(held, host="" if worker is None else worker.id, told=hosted.told)
         if slot.lease is None:
             return Owner(held, self._roots(slot.id), hidden=self._is_hidden(slot.id))
         pid = lease_pids.get(slot.id)

@@ -14,23 +14,28 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from greenroom.core.events import Event, MemoryChanged
-from greenroom.core.model import NO_CLAIM, Claim, SlotId, larger
+from greenroom.core.model import NO_CLAIM, Claim, DeviceId, SlotId, larger
 from greenroom.errors import ProbeFailed
 from greenroom.memory.attribution import Attribution, Owner, attribute
 from greenroom.memory.devices import HOST
 from greenroom.memory.host import THIS_MACHINE
-from greenroom.memory.probe import Probe, Reading
+from greenroom.memory.probe import GpuReading, Probe, Reading
 from greenroom.memory.room import not_back, short_of
 from greenroom.process import ownership
 from greenroom.runtime.beside import beside
+from greenroom.runtime.hosted_slots import HostedSlots
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("memory")
 
 # A look takes milliseconds; a driver that does not answer for this long is stuck.
 LOOK_MAX_S = 10.0
+# A glance that somebody waits for in the middle of a swap is given up sooner.
+GLANCE_MAX_S = 1.0
 # However much happens, looks are this far apart, unless one is waited for.
 GAP_S = 0.1
+# What hosted slots need to change places, but for copies that go on beside.
+SWAP_S = 0.05
 # How often memory is looked for that somebody waits for.
 AGAIN_S = 0.05
 # What engines use of the host changes all the time; only this much is news.
@@ -68,13 +73,19 @@ class MemoryWatch:
         clock: Callable[[], float],
         every_s: float,
         first: Reading,
+        hosted: HostedSlots | None = None,
     ) -> None:
         self._probe = probe
         self._owners = owners
         self._post = post
         self._clock = clock
         self._every_s = every_s
+        self._hosted = hosted or HostedSlots()
+        # What plans leave to workers on each GPU; only what they use beyond that is told.
+        self.set_aside_mib: Mapping[DeviceId, int] = {}
         self.last = Look(clock(), first)
+        # Told after each look that new peaks may have been seen.
+        self.on_look: Callable[[], None] = lambda: None
         # Why the probe fails, for as long as it does.
         self.failure: str | None = None
         self._told = Attribution()
@@ -131,6 +142,9 @@ class MemoryWatch:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._every_s):
                     await self._wanted.wait()
+            if self._hosted.there:
+                # A swap is two moves in a row: a look between them would see neither, and hold the second up.
+                await asyncio.sleep(min(SWAP_S, self._every_s))
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
@@ -138,12 +152,13 @@ class MemoryWatch:
         """Look, and tell the scheduler what changed. The last reading again if the probe fails; never raises."""
         async with self._one_look:
             try:
+                stirs = dict(self._hosted.stirs)
                 look = await self._looked()
             except ProbeFailed as error:
                 self._fail(error.message)
                 return self.last.reading
             self._recover()
-            self._take(look)
+            self._take(self._settled(look, self._hosted.stirred_since(stirs)))
         return self.last.reading
 
     async def _looked(self) -> Look:
@@ -173,6 +188,19 @@ class MemoryWatch:
         shares = replace(shares, seen={**shares.seen, **_host_use(owners, shares.seen, roots)})
         return Look(self._clock(), reading, shares, _names(shares))
 
+    def _settled(self, look: Look, stirred: frozenset[DeviceId]) -> Look:
+        """Where memory changed hands inside workers while it was looked at, whose it is was not seen: see later."""
+        told = self._hosted.told()
+        seen = {owner: told.get(owner, claim) for owner, claim in look.shares.seen.items()}
+        last = self.last.shares
+        shares = replace(
+            look.shares,
+            seen=seen,
+            foreign_mib={**look.shares.foreign_mib, **{gpu: last.foreign_mib.get(gpu, 0) for gpu in stirred}},
+            own_mib={**look.shares.own_mib, **{gpu: last.own_mib.get(gpu, 0) for gpu in stirred}},
+        )
+        return replace(look, shares=shares)
+
     def _take(self, look: Look) -> None:
         self._tell_of_missing(look.reading)
         self.last = look
@@ -183,17 +211,34 @@ class MemoryWatch:
         for owner in list(self._peaks)[: max(0, len(self._peaks) - len(look.shares.seen) - GONE_KEPT_MAX)]:
             del self._peaks[owner]
         self._tell(look.shares)
+        self.on_look()
 
     def _tell(self, now: Attribution) -> None:
         """One event for all that changed."""
-        told = self._told
-        foreign = {device: mib for device, mib in now.foreign_mib.items() if mib != told.foreign_mib.get(device, 0)}
+        told, others = self._told, self._others_mib(now)
+        foreign = {device: mib for device, mib in others.items() if mib != told.foreign_mib.get(device, 0)}
         known = {owner: told.seen.get(owner, NO_CLAIM) for owner in now.seen}
         news = {owner: claim for owner, claim in now.seen.items() if _is_news(claim, known[owner])}
-        self._told = Attribution(now.foreign_mib, known | news)
+        self._told = Attribution(others, known | news)
         if foreign or news:
             seen = {SlotId(owner): claim for owner, claim in news.items()}
             self._post(MemoryChanged(self._clock(), foreign, seen or None))
+
+    async def glance(self, gpu: DeviceId) -> GpuReading | None:
+        """What of this GPU's memory is used now, and nothing more; nobody is told. None if that cannot be seen."""
+        if self.failure is not None:
+            return None
+        try:
+            async with asyncio.timeout(GLANCE_MAX_S):
+                return await beside(lambda: self._probe.glance(gpu), "glance at memory")
+        except (ProbeFailed, TimeoutError):
+            # The next look finds out whether that was a moment or lasts.
+            return None
+
+    def _others_mib(self, now: Attribution) -> dict[DeviceId, int]:
+        """What is no slot's: strangers' use, and what workers use for themselves beyond what is set aside for them."""
+        own = {gpu: max(0, mib - self.set_aside_mib.get(gpu, 0)) for gpu, mib in now.own_mib.items()}
+        return {gpu: mib + own.get(gpu, 0) for gpu, mib in now.foreign_mib.items()}
 
     # --- what was seen ----------------------------------------------------------------------------------------------
 

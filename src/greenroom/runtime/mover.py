@@ -1,6 +1,7 @@
 """Carries moves out. Every move is an owned task that ends in exactly one `MoveDone`, whatever happens to it.
 
-Owns the way from a launch to a live slot and back. Never decides: what moves was decided by the scheduler.
+Owns the way from a launch to a live slot and back, for engines with a process for each slot; moves of slots that live
+in workers are carried out by `hosted_moves.py`. Never decides: what moves was decided by the scheduler.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ from pathlib import Path
 
 from greenroom.core.events import Event, MoveDone, SlotsLost
 from greenroom.core.model import Claim, ModelId, Move, MoveId, MoveKind, Outcome, SlotId, Tier
-from greenroom.engines.base import Launch, Listens, Place
+from greenroom.engines.base import HostedEngine, Launch, Listens, Place, ProcessEngine
 from greenroom.errors import GreenroomError, LoadFailed, OutOfMemory, StoreDown
 from greenroom.process.ports import PortRange, is_ours, listener_pids
 from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.process.state_dir import StateDir
 from greenroom.proxy.upstream import Address, Pool
+from greenroom.runtime.beside import beside
 from greenroom.runtime.catalog import Catalog, Entry
 from greenroom.runtime.evidence import Evidence
-from greenroom.runtime.grants import Alone, Grants, NoGrant
+from greenroom.runtime.grants import Grants, NoGrant
+from greenroom.runtime.hosted_moves import Arrival, HostedMoves
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.ready import until_ready
 from greenroom.runtime.remains import Remains
+from greenroom.runtime.roots import check_roots
 from greenroom.runtime.slot_memory import Held, SlotMemory
 from greenroom.runtime.slots import LiveSlot, Slots
 from greenroom.telemetry.logs import get_logger
@@ -54,9 +58,12 @@ class Mover:
         post: Callable[[Event], None],
         clock: Callable[[], float],
         memory: SlotMemory,
-        grants: Grants | None = None,
+        grants: Grants,
+        remains: Remains,
+        hosted: HostedMoves,
+        roots: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
-        """`grants` is asked where GPUs are shared with other gateways."""
+        """`grants` is asked where GPUs are shared with other gateways; files of models lie below `roots`, if any."""
         self._observer = observer
         self._catalog = catalog
         self._slots = slots
@@ -65,12 +72,14 @@ class Mover:
         self._post = post
         self._clock = clock
         self._memory = memory
-        self._grants = grants or Alone()
-        self._tasks: dict[MoveId, asyncio.Task[Claim | None]] = {}
+        self._grants = grants
+        self._hosted = hosted
+        self._roots = roots
+        self._tasks: dict[MoveId, asyncio.Task[Arrival]] = {}
         self._aborted: set[MoveId] = set()
         self._ports_in_use: dict[SlotId, int] = {}
         # What engines that crashed left of their trees, being ended by their keepers.
-        self._remains = Remains()
+        self._remains = remains
         # Why the last load of a model failed; the scheduler knows only that it did.
         self.failures: dict[ModelId, GreenroomError] = {}
 
@@ -96,18 +105,20 @@ class Mover:
         """Wait until nothing is left of engines that crashed. Each tree has its deadline in the keeper."""
         await self._remains.cleared_up()
 
-    def _ended(self, move: Move, task: asyncio.Task[Claim | None], began: float) -> None:
+    def _ended(self, move: Move, task: asyncio.Task[Arrival], began: float) -> None:
         del self._tasks[move.id]
         self._aborted.discard(move.id)
-        seen: Claim | None = None
+        arrival = Arrival()
         if task.cancelled():
             outcome = Outcome.ABORTED
         elif (error := task.exception()) is None:
-            outcome, seen = Outcome.DONE, task.result()
+            outcome, arrival = Outcome.DONE, task.result()
         else:
             outcome = self._setback(move, error)
-        self._observer.moved(move, outcome, round(self._clock() - began, 3))
-        self._tell(move, MoveDone(self._clock(), move.id, outcome, seen))
+        took_s = self._clock() - began if arrival.took_s is None else arrival.took_s
+        self._observer.moved(move, outcome, round(took_s, 3))
+        self._tell(move, MoveDone(self._clock(), move.id, outcome, arrival.seen, took_s=arrival.took_s))
+        self._hosted.reconcile(move.slot)
 
     def _setback(self, move: Move, error: BaseException) -> Outcome:
         """What went wrong is kept for those who are told that it did."""
@@ -135,30 +146,58 @@ class Mover:
         elif entry is not None and done.outcome is Outcome.DONE and move.kind is MoveKind.LOAD:
             self._memory.remember(move.slot, entry)
 
-    async def _carry_out(self, move: Move) -> Claim | None:
+    async def _carry_out(self, move: Move) -> Arrival:
         """Returns what the slot was seen to use when it had arrived."""
+        if self._hosted.has(move.slot):
+            return await self._move_hosted(move)
         if move.kind is MoveKind.UNLOAD:
             await self._unload(move)
-            return None
-        assert move.kind is MoveKind.LOAD, "no engine here can sleep"
+            return Arrival()
+        entry = self._current(move)
+        engine = entry.engine
+        if engine.hosted is True:
+            return await self._bring_hosted(move, entry, engine)
+        assert move.kind is MoveKind.LOAD, "an engine with a process for each slot cannot sleep"
+        seen = await self._load(move, entry, engine)
+        self.failures.pop(move.model, None)
+        return Arrival(seen)
+
+    def _current(self, move: Move) -> Entry:
         entry = self._catalog.revision(move.model, move.revision)
         if entry is None:
-            raise Outdated(f"{move.model} has changed since this load was decided.")
-        seen = await self._load(move, entry)
+            raise Outdated(f"{move.model} has changed since this {move.kind.value} was decided.")
+        return entry
+
+    async def _bring_hosted(self, move: Move, entry: Entry, engine: HostedEngine) -> Arrival:
+        bring = self._hosted.prepare if move.kind is MoveKind.PREPARE else self._hosted.load
+        arrival = await bring(move, entry, engine)
         self.failures.pop(move.model, None)
-        return seen
+        return arrival
+
+    async def _move_hosted(self, move: Move) -> Arrival:
+        if move.kind is MoveKind.UNLOAD:
+            await self._hosted.unload(move)
+            return Arrival()
+        if move.kind is MoveKind.SLEEP:
+            return await self._hosted.sleep(move)
+        self._current(move)
+        arrival = await self._hosted.wake(move)
+        self.failures.pop(move.model, None)
+        return arrival
 
     # --- load -----------------------------------------------------------------------------------------------------
 
-    async def _load(self, move: Move, entry: Entry) -> Claim | None:
+    async def _load(self, move: Move, entry: Entry, engine: ProcessEngine) -> Claim | None:
         """Start the engine and wait until it answers. Raises LoadFailed, NoGrant or StoreDown, and leaves nothing."""
+        if roots := self._roots():
+            await beside(lambda: check_roots(entry, roots), f"roots of {entry.id}")
         # What a crashed engine held, memory above all, is free only when its last process has ended.
         await self._remains.cleared_up(move.claim)
         try:
             await self._grants.enter(move)
             await self._check_room(move)
             await self._grants.confirm(move.slot)
-            return await self._load_granted(move, entry)
+            return await self._load_granted(move, entry, engine)
         except BaseException:
             await self._grants.leave(move.slot)
             raise
@@ -169,18 +208,19 @@ class Mover:
             said = " ".join(f"{device}={mib}" for device, mib in missing.items())
             raise NoGrant(f"memory is free on paper only, missing_mib: {said}")
 
-    async def _load_granted(self, move: Move, entry: Entry) -> Claim | None:
+    async def _load_granted(self, move: Move, entry: Entry, engine: ProcessEngine) -> Claim | None:
         for attempt in range(1, PORT_TRIES):
             try:
-                return await self._load_once(move, entry, attempt)
+                return await self._load_once(move, entry, engine, attempt)
             except PortTaken as error:
                 _log.warning("port taken", model=move.model, attempt=attempt, error=error.message)
-        return await self._load_once(move, entry, PORT_TRIES)
+        return await self._load_once(move, entry, engine, PORT_TRIES)
 
-    async def _load_once(self, move: Move, entry: Entry, attempt: int) -> Claim | None:
-        place = self._place(move, entry)
+    async def _load_once(self, move: Move, entry: Entry, engine: ProcessEngine, attempt: int) -> Claim | None:
+        place = self._place(move, entry, engine)
         try:
-            child, seen = await self._ready_child(move, entry, place, attempt)
+            launch = engine.launch(move.model, entry.config, place)
+            child, seen = await self._ready_child(move, entry, launch, place, attempt)
         except BaseException:
             self._give_back(move.slot, place.socket)
             raise
@@ -189,8 +229,9 @@ class Mover:
         child.on_exit(lambda exit: self._on_exit(live, exit))
         return seen
 
-    async def _ready_child(self, move: Move, entry: Entry, place: Place, attempt: int) -> tuple[Child, Claim | None]:
-        launch = entry.engine.launch(move.model, entry.config, place)
+    async def _ready_child(
+        self, move: Move, entry: Entry, launch: Launch, place: Place, attempt: int
+    ) -> tuple[Child, Claim | None]:
         evidence = Evidence(self._slots.log(move.model))
         identity = self._state_dir.identity(f"{move.slot}.{attempt}")
         try:
@@ -209,9 +250,9 @@ class Mover:
                 raise self._memory.shortage(move, entry, complaint, error.details or "") from error
             raise
 
-    def _place(self, move: Move, entry: Entry) -> Place:
+    def _place(self, move: Move, entry: Entry, engine: ProcessEngine) -> Place:
         gpus = self._memory.gpus_for(entry, move.claim)
-        if entry.engine.listens is Listens.SOCKET:
+        if engine.listens is Listens.SOCKET:
             # A name of its own for every slot, and slots are never used again: no leftover can be in the way.
             return Place(move.claim, socket=str(self._state_dir.run_dir / f"{move.slot}.sock"), gpus=gpus)
         port = self._ports.pick(set(self._ports_in_use.values()))

@@ -66,6 +66,7 @@ class Look:
     config: Model
     key: BookKey
     estimate: Estimate | None
+    asleep: Need | None = None  # None: its engine cannot sleep.
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +114,19 @@ class Needs:
         model, look = entry.config, self._look_of(entry)
         known = self._known(look)
         need, source = _chosen(model, known, look.estimate)
+        if look.asleep is not None:
+            # What it is seen to take is without what its worker needs to compute, so that can only make it more.
+            guess = look.estimate.need if look.estimate is not None and source == MEASURED else Need()
+            need = self._hosted(need.or_more(guess), look.asleep)
         if known is not None and not _covers(need, known.raised):
             need, source = _larger(need, known.raised), RAISED
         if model.gpu_memory_budget_mib is not None and need.gpu_mib > model.gpu_memory_budget_mib:
             need, source = Need(model.gpu_memory_budget_mib, need.host_mib), BUDGET
         return Account(need, source, look.estimate, known)
+
+    def asleep_of(self, entry: Described) -> Need | None:
+        """What it needs when asleep; None where its engine cannot sleep. Reads nothing if `need_of` was asked."""
+        return self._look_of(entry).asleep
 
     def estimate_of(self, entry: Described, gpus: int) -> Estimate | None:
         """What its engine makes of its files for so many GPUs, else what its name says. Reads its files."""
@@ -157,7 +166,18 @@ class Needs:
         model, engine = entry.config, entry.engine
         file, program = engine.identity(model)
         key = BookKey(file, f"{engine.name} {program}", arguments_identity(model), "")
-        return Look(model, key, self.estimate_of(entry, min(1, len(self.gpus))))
+        estimate = self.estimate_of(entry, min(1, len(self.gpus)))
+        if not engine.hosted:
+            return Look(model, key, estimate)
+        asleep = engine.estimate_asleep(model)
+        return Look(model, key, estimate, Need() if asleep is None else asleep.need)
+
+    def _hosted(self, need: Need, asleep: Need) -> Need:
+        """What sleeps on the host is there when it is ready too."""
+        if need.gpu_mib and not self.gpus:
+            # Without GPUs what was said of their memory is the host's.
+            need = Need(0, need.gpu_mib + need.host_mib)
+        return need.or_more(Need(0, asleep.host_mib))
 
     def _known(self, look: Look) -> Measured | None:
         """What was measured where it would most likely run: on one GPU, else over as few as were seen."""

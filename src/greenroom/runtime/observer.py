@@ -10,9 +10,10 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final, TypeVar, cast
 
 from greenroom.core.effects import Reason, Rejection
+from greenroom.core.leases import model_of
 from greenroom.core.model import LeaseId, Move, MoveId, MoveKind, Outcome
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.logs import get_logger
@@ -22,6 +23,11 @@ _log = get_logger("scheduler")
 
 # Decisions kept for those who ask why.
 DECISIONS_MAX = 500
+# What the scheduler puts before a lease to tell it from a model; people know it by its own name.
+_LEASE_MARK: Final = model_of(LeaseId(""))
+
+
+_Said = TypeVar("_Said")
 
 
 class Observer:
@@ -36,8 +42,8 @@ class Observer:
 
     def moving(self, move: Move, reason: Reason) -> None:
         self._moving[move.id] = move
-        facts = {"model": move.model, "slot": move.slot, "move": move.id}
-        _log.info(f"{move.kind.value} started", **facts, why=str(reason))
+        facts = {"model": _plain(move.model), "slot": move.slot, "move": move.id}
+        _log.info(f"{move.kind.value} started", **facts, why=_plain(str(reason)))
         self._tell(move.kind.value, facts, reason)
         if move.kind in (MoveKind.UNLOAD, MoveKind.SLEEP):
             self._metrics.evicted(move.model, reason.why)
@@ -45,17 +51,19 @@ class Observer:
     def moved(self, move: Move, outcome: Outcome, took_s: float) -> None:
         self._moving.pop(move.id, None)
         self._metrics.move_done(move.model, move.kind.value, outcome.value, took_s)
-        said = {"model": move.model, "slot": move.slot, "move": move.id, "outcome": outcome.value, "took_s": took_s}
+        facts = {"model": _plain(move.model), "slot": move.slot, "move": move.id}
+        said = {**facts, "outcome": outcome.value, "took_s": took_s}
         _log.info(f"{move.kind.value} {outcome.value}", **said)
         self._hub.publish(f"{move.kind.value}_done", said)
 
     def rejected(self, request: str, rejection: Rejection, reason: Reason) -> None:
         self._metrics.rejected(rejection.model, rejection.code.value)
-        _log.info("rejected", request=request, model=rejection.model, code=rejection.code.value)
-        self._tell("reject", {"request": request, "model": rejection.model, "code": rejection.code.value}, reason)
+        facts = {"request": request, "model": _plain(rejection.model), "code": rejection.code.value}
+        _log.info("rejected", **facts)
+        self._tell("reject", facts, reason)
 
     def cut(self, request: str, model: str | None, reason: Reason) -> None:
-        _log.info("cut", request=request, model=model, why=str(reason))
+        _log.info("cut", request=request, model=model, why=_plain(str(reason)))
         self._tell("cut", {"request": request, "model": model}, reason)
 
     def aborting(self, move: MoveId, reason: Reason) -> None:
@@ -69,7 +77,48 @@ class Observer:
         _log.warning("engine lost", model=model, slot=slot, cause=cause)
         self._hub.publish("lost", {"model": model, "slot": slot, "cause": cause})
 
+    # --- the green room ---------------------------------------------------------------------------------------------
+
+    def woke(self, model: str, size_bytes: int, seconds: float) -> None:
+        """So many bytes of weights were copied to a device in so long."""
+        self._metrics.green_room.woke(model, size_bytes, seconds)
+        self._copied("woke", model, size_bytes, seconds)
+
+    def prepared(self, model: str, size_bytes: int, seconds: float) -> None:
+        """So many bytes of weights were read from disk into host memory in so long."""
+        self._metrics.green_room.prepared(model, size_bytes, seconds)
+        self._copied("prepared", model, size_bytes, seconds)
+
+    def _copied(self, what: str, model: str, size_bytes: int, seconds: float) -> None:
+        rate = round(size_bytes / seconds / 1e9, 2) if seconds > 0 else None
+        said = {"model": model, "bytes": size_bytes, "took_s": round(seconds, 3), "gb_per_s": rate}
+        _log.info(what, **said)
+        self._hub.publish(what, said)
+
+    def worker_started(self, worker: str, *, spare: bool) -> None:
+        """A process that can host models is up. A spare one hosts none yet."""
+        self._metrics.green_room.worker_started(spare=spare)
+        _log.info("worker started", worker=worker, spare=spare)
+        self._hub.publish("worker_started", {"worker": worker, "spare": spare})
+
+    def worker_lost(self, worker: str, slots: int, cause: str) -> None:
+        """It ended and was not asked to, and so many slots with it. Each of these is told of by `lost` too."""
+        self._metrics.green_room.worker_lost()
+        _log.warning("worker lost", worker=worker, slots=slots, cause=cause)
+        self._hub.publish("worker_lost", {"worker": worker, "slots": slots, "cause": cause})
+
+    def prefetched(self, model: str, size_bytes: int, seconds: float) -> None:
+        """So much of its files was read ahead while somebody waited for it."""
+        self._metrics.green_room.prefetched(model, size_bytes)
+        _log.info("prefetched", model=model, bytes=size_bytes, took_s=round(seconds, 3))
+
     def _tell(self, what: str, facts: Mapping[str, Any], reason: Reason) -> None:
-        told = {**facts, "why": reason.why, **{name: value for name, value in reason.facts if name not in facts}}
+        more = {name: _plain(value) for name, value in reason.facts if name not in facts}
+        told = {**facts, "why": reason.why, **more}
         self.decisions.append({"seq": next(self._numbers), "at": round(self._wall(), 3), "what": what, **told})
         self._hub.publish(what, told)
+
+
+def _plain(said: _Said) -> _Said:
+    """As people are to read it."""
+    return cast(_Said, said.replace(_LEASE_MARK, "")) if isinstance(said, str) else said

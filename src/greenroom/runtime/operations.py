@@ -16,6 +16,7 @@ from greenroom.errors import (
     GreenroomError,
     LoadFailed,
     ModelNotFound,
+    NoPlace,
     TooLarge,
     Unloaded,
     Unsupported,
@@ -26,8 +27,15 @@ from greenroom.runtime.mover import Mover
 
 class Operations:
     def __init__(
-        self, effects: AsyncEffects, mover: Mover, post: Callable[[Event], None], clock: Callable[[], float]
+        self,
+        effects: AsyncEffects,
+        mover: Mover,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+        engine_of: Callable[[ModelId], str],
     ) -> None:
+        """`engine_of` names the engine of a model that is known."""
+        self._engine_of = engine_of
         self._effects = effects
         self._mover = mover
         self._post = post
@@ -51,12 +59,27 @@ class Operations:
             case OpOutcome.UNKNOWN_MODEL:
                 return ModelNotFound(f"There is no model {model}.", param="model")
             case OpOutcome.REFUSED:
-                return Unsupported(f"The engine of {model} cannot {kind.value}.")
+                return Unsupported(
+                    f"{model} runs on {self._engine_of(model)}, which keeps no model asleep in host memory. `load` and "
+                    "`unload` work for it; models of the engine transformers can sleep and be prepared.",
+                    param="model",
+                )
+            case OpOutcome.TOO_LARGE if kind is MoveKind.PREPARE:
+                return TooLarge(
+                    f"{model} does not fit into the green room beside what is pinned there. Raise "
+                    "`memory.green_room_mib`, or free host memory; `greenroom ps` shows who is there."
+                )
             case OpOutcome.TOO_LARGE:
                 return TooLarge(
                     f"{model} does not fit on the devices there are beside what is pinned; `greenroom ps` shows it."
                 )
             case OpOutcome.CANCELLED:
                 return Unloaded(f"The {kind.value} of {model} was overtaken by an unload, a removal or a shutdown.")
+            case _ if kind is MoveKind.SLEEP and model not in self._mover.failures:
+                # The scheduler lets nobody keep a GPU's memory because there is no bed for him.
+                return NoPlace(
+                    f"{model} was unloaded instead: the green room had no place for it. Raise `memory.green_room_mib`, "
+                    "or unload somebody who is asleep; `greenroom ps` shows who is."
+                )
             case _:
                 return self._mover.failures.get(model) or LoadFailed(f"The {kind.value} of {model} failed.")

@@ -14,7 +14,6 @@ from greenroom.errors import (
     LoadFailed,
     ModelLoading,
     ModelNotFound,
-    OutOfMemory,
     QueueFull,
     ShuttingDown,
     TooLarge,
@@ -30,7 +29,8 @@ BUDGET = "budget"
 class Rejections:
     """`is_draining` tells whether the gateway is on its way out, `is_ready` whether a model serves, though busy.
 
-    `is_whole` tells whether there are several GPUs and a model's engine can be put on one of them only.
+    `is_whole` tells whether there are several GPUs and a model's engine can be put on one of them only; `progress` how
+    much of a model that is being loaded is there, where that is known.
     """
 
     def __init__(
@@ -39,11 +39,13 @@ class Rejections:
         is_draining: Callable[[], bool],
         is_ready: Callable[[ModelId], bool],
         is_whole: Callable[[ModelId], bool],
+        progress: Callable[[ModelId], float | None] = lambda _: None,
     ) -> None:
         self._failures = failures
         self._is_draining = is_draining
         self._is_ready = is_ready
         self._is_whole = is_whole
+        self._progress = progress
 
     def error_for(self, rejection: Rejection) -> GreenroomError:
         model, retry_s = rejection.model, _bounded(rejection.retry_after_s)
@@ -59,7 +61,7 @@ class Rejections:
             case RejectCode.UNLOADED:
                 return Unloaded(f"{model} was unloaded by an operator; ask again to load it.", retry_after_s=1.0)
             case RejectCode.EXPIRED:
-                return _late(rejection, retry_s, self._is_ready(model))
+                return _late(rejection, retry_s, self._is_ready(model), self._progress(model))
             case RejectCode.SHUTTING_DOWN:
                 return ShuttingDown("The gateway is shutting down; ask again when it is back.", retry_after_s=5.0)
             case RejectCode.LOST:
@@ -80,8 +82,10 @@ class Rejections:
         cause = self._failures.get(model)
         if cause is None:
             return LoadFailed(f"{model} could not be loaded.", retry_after_s=retry_s)
-        kind = OutOfMemory if isinstance(cause, OutOfMemory) else LoadFailed
-        return kind(cause.message, details=cause.details, retry_after_s=retry_s, beside=cause.beside)
+        kind = type(cause) if isinstance(cause, LoadFailed) else LoadFailed
+        # What would fail again in the same way is not to be tried again at some time.
+        again_s = None if kind.final else retry_s
+        return kind(cause.message, details=cause.details, retry_after_s=again_s, beside=cause.beside)
 
 
 def _bounded(retry_s: float | None) -> float | None:
@@ -117,7 +121,7 @@ def _numbers(rejection: Rejection) -> dict[str, dict[str, int]]:
     return {"memory": named} if rejection.needs_mib else {}
 
 
-def _late(rejection: Rejection, retry_s: float | None, is_ready: bool) -> ModelLoading:
+def _late(rejection: Rejection, retry_s: float | None, is_ready: bool, progress: float | None) -> ModelLoading:
     """Nobody may be told that a model goes on loading which is there and only has too much to do."""
     eta_s = rejection.retry_after_s
     if not is_ready and rejection.needs_mib:
@@ -134,4 +138,6 @@ def _late(rejection: Rejection, retry_s: float | None, is_ready: bool) -> ModelL
     else:
         message = f"{rejection.model} is ready, but cannot give this answer in the time there is for it."
     state = {"state": "ready" if is_ready else "loading", "eta_s": None if eta_s is None else round(eta_s, 1)}
+    if progress is not None:
+        state["progress"] = round(progress, 3)
     return ModelLoading(message, retry_after_s=retry_s or 10.0, beside={"loading": state, **_numbers(rejection)})

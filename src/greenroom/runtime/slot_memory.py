@@ -94,6 +94,11 @@ class SlotMemory:
         need = account.need
         _log.info("need", model=entry.id, gpu_mib=need.gpu_mib, host_mib=need.host_mib, source=account.source)
 
+    def grew(self, slot: SlotId, entry: Entry) -> None:
+        """A slot that serves was seen to use more than was remembered. Nothing is read from a disk for that."""
+        if self._catalog.revision(entry.id, entry.spec.revision) is not None:
+            self.remember(slot, entry)
+
     def running_out(self, move: Move, entry: Entry) -> None:
         """Called before the end of such a load is told: where nobody knew what it needs, that was more than is free."""
         record, gpus = self._state.models.get(move.model), self.gpus_for(entry, move.claim) or ()

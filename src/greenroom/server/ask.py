@@ -16,8 +16,10 @@ from greenroom.engines.base import Ability, UsageSource
 from greenroom.errors import BadRequest, ModelNotFound, PostOnly, Unsupported
 from greenroom.proxy.body import Payload
 from greenroom.proxy.edge import Exchange, Head
+from greenroom.proxy.head import Headers
 from greenroom.runtime.catalog import Catalog, Entry
 from greenroom.server import multipart, peek
+from greenroom.server.cache_headers import cache_headers
 from greenroom.server.ids import split_model
 from greenroom.server.keep_alive import capped
 from greenroom.server.routes import UPSTREAM_PREFIX, Route
@@ -25,7 +27,12 @@ from greenroom.tenancy.keys import Caller
 from greenroom.tenancy.tenants import Tenants, cap, parse_priority
 
 # The headers that are words to us; one pass over a request's headers finds them.
-_OURS: Final = frozenset((b"x-priority", b"x-tenant-id", b"x-client-id", b"x-heartbeat", b"x-request-timeout-s"))
+_OURS: Final = frozenset(
+    (
+        *(b"x-priority", b"x-tenant-id", b"x-client-id", b"x-heartbeat", b"x-request-timeout-s"),
+        *(b"x-cache-mode", b"x-cache-tag"),
+    )
+)
 _HEARTBEATS: Final = {kind.value.encode(): kind for kind in Heartbeat}
 CLIENT_CHARS_MAX: Final = 128
 _EMPTY: Final[frozenset[str]] = frozenset()
@@ -40,6 +47,7 @@ class Ask:
     __slots__ = (
         "asked_as",
         "budget_s",
+        "cache_headers",
         "client",
         "drop_usage",
         "entry",
@@ -83,6 +91,8 @@ class Ask:
         self.keep_alive_s: float | None = None
         # The body as it was read, for a payload that is made at once. Cleared when the request has to wait.
         self.kept: list[peek.Peeked] | None = None
+        # What an engine that keeps a prefix cache is told of whose it is.
+        self.cache_headers: Headers | None = None
         # We asked the engine for usage and the caller did not: its one event is dropped.
         self.drop_usage = False
 
@@ -176,7 +186,7 @@ class AskReader:
         if route.ability is not None:
             _check_ability(entry, route.ability)
         said = {known: value for known, value in head.headers if known in _OURS}
-        return Ask(
+        ask = Ask(
             route,
             entry,
             name,
@@ -189,6 +199,8 @@ class AskReader:
             payload,
             _budget_s(said),
         )
+        ask.cache_headers = cache_headers(entry.engine.hosted, ask.tenant, said)
+        return ask
 
     def _rewrites_of(self, entry: Entry) -> tuple[dict[str, bytes], frozenset[str]]:
         """What the operator sets and strips for this model, encoded once."""

@@ -23,8 +23,8 @@ from greenroom.tenancy.keys import ANYONE, Caller, Keys, presented_key
 
 # Answered to anyone: load balancers and orchestrators ask it and hold no key.
 OPEN_PATHS: Final = frozenset({b"/health"})
-# Answered to every key; all other paths of the management API need an admin's.
-CALLER_PATHS: Final = frozenset({b"/v1/models", b"/models", b"/metrics"})
+# Answered to every key, by what that key may see or do; all other paths of the management API need an admin's.
+CALLER_PATHS: Final = frozenset({b"/v1/models", b"/models", b"/metrics", b"/v1/cache/flush"})
 CALLER_PREFIXES: Final = (b"/v1/models/",)
 # The management API takes small JSON only.
 MANAGEMENT_BODY_MAX: Final = 1024 * 1024

@@ -12,10 +12,10 @@ from greenroom.config.diff import Changes
 from greenroom.config.schema import Config
 from greenroom.core.events import RequestArrived
 from greenroom.core.explain import Explanation
-from greenroom.core.model import ModelId, MoveKind
+from greenroom.core.model import ModelId, MoveKind, SlotId
 from greenroom.core.state import State
 from greenroom.errors import GreenroomError
-from greenroom.memory.leases.records import Lease, LeaseStore
+from greenroom.memory.leases.records import Lease, LeaseAsk, LeaseStore
 from greenroom.memory.probe import Reading
 from greenroom.proxy.limits import EdgeStats
 from greenroom.runtime.catalog import Catalog
@@ -66,6 +66,18 @@ class Leasing(LeaseStore, Protocol):
     @property
     def lists_slots(self) -> bool:
         """Whether the models' own claims are among its leases."""
+        ...
+
+    def known(self) -> Sequence[Lease]:
+        """Everybody's leases as they were when the store was last heard of. Asks nobody."""
+        ...
+
+    async def acquire(self, ask: LeaseAsk, asker: str = "") -> Lease:
+        """As every store does; `asker` names this call for `unheard`."""
+        ...
+
+    async def unheard(self, id: str, asker: str) -> None:
+        """Who made this call had left before it was answered. Gives the lease back, unless another was told of it."""
         ...
 
     async def find(self, id: str) -> Lease:
@@ -187,6 +199,13 @@ class Gateway(Protocol):
 
     @property
     def edge(self) -> Listening: ...
+
+    async def flush(self, slot: SlotId, tenant: str | None, tag: str | None) -> tuple[int, int]:
+        """Forget what this slot's prefix cache keeps of them; None: of all. Gives entries removed and bytes freed.
+
+        Raises EngineFault, in bounded time.
+        """
+        ...
 
     async def reload(self) -> Changes:
         """Read the configuration again. Raises ConfigError, and then nothing has changed."""

@@ -10,7 +10,8 @@ from greenroom.core.state import State
 from greenroom.core.waitlist import WaiterKind
 from greenroom.memory.probe import Reading
 from greenroom.server.gateway import Gateway
-from greenroom.telemetry.metrics import DeviceMemory, Gauges, GpuFigures, StoreFigures
+from greenroom.server.green_room_views import green_room_used_mib
+from greenroom.telemetry.metrics import DeviceMemory, Gauges, GpuFigures, LeaseFigures, StoreFigures
 
 
 def gauges(gateway: Gateway, uptime_s: float) -> Gauges:
@@ -21,7 +22,6 @@ def gauges(gateway: Gateway, uptime_s: float) -> Gauges:
     waiting.update(waiter.model for waiter in state.waitlist if waiter.kind is WaiterKind.REQUEST)
     # A lease has a slot too, whose id anybody may make up: it must not become the name of a model.
     models = [slot for slot in state.slots.values() if slot.lease is None]
-    leases = [slot for slot in state.slots.values() if slot.lease is not None]
     in_flight.update(slot.model for slot in models for _ in slot.in_flight)
     return Gauges(
         queue_depth=waiting,
@@ -31,8 +31,9 @@ def gauges(gateway: Gateway, uptime_s: float) -> Gauges:
         devices=_devices(state),
         gpus=_gpus(gateway.memory_watch.last.reading),
         store=_store(gateway),
-        leases=len(leases),
-        lease_memory_mib=_lease_memory_mib(state, leases),
+        leases=_leases(gateway),
+        green_room_size_mib=state.limits.green_room_mib,
+        green_room_used_mib=green_room_used_mib(state),
         connections=gateway.edge.connections,
         uptime_s=uptime_s,
     )
@@ -43,13 +44,16 @@ def _store(gateway: Gateway) -> StoreFigures | None:
     return None if sharing is None else StoreFigures(sharing.failure is None, sharing.slots_without_lease)
 
 
-def _lease_memory_mib(state: State, leases: Iterable[Slot]) -> dict[str, float]:
-    """Devices always have their number, zero included."""
-    total: dict[str, float] = {str(device): 0 for device in state.ledger.devices}
-    for slot in leases:
-        for device, mib in state.ledger.held_by(slot.id).items():
+def _leases(gateway: Gateway) -> LeaseFigures:
+    """Of programs, wherever they are kept. Devices always have their number, zero included."""
+    devices = gateway.loop.scheduler.state.ledger.devices
+    total: dict[str, float] = {str(device): 0 for device in devices}
+    programs = [lease for lease in gateway.leasing.known() if lease.kind == "program"]
+    held = [lease for lease in programs if lease.state == "held"]
+    for lease in held:
+        for device, mib in lease.claim.items():
             total[device] = total.get(device, 0) + mib
-    return total
+    return LeaseFigures(len(held), len(programs) - len(held), total)
 
 
 def _memory_mib(state: State, models: Iterable[Slot]) -> dict[tuple[str, str], float]:

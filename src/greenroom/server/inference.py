@@ -17,6 +17,7 @@ from greenroom.engines import usage
 from greenroom.errors import GatewayBug, GreenroomError
 from greenroom.proxy.edge import Exchange
 from greenroom.proxy.relay import Outcome, Relay
+from greenroom.runtime.catalog import Entry
 from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.tickets import Desk
 from greenroom.server import render
@@ -48,8 +49,9 @@ class Inference:
         settings: Callable[[], Settings],
         clock: Callable[[], float],
         write_down: Callable[[Record], None] | None = None,
+        waits: Callable[[Entry], None] | None = None,
     ) -> None:
-        """`write_down` is told of every request that has ended."""
+        """`write_down` is told of every request that has ended, `waits` of every one that has to wait for a model."""
         self._reader = reader
         self._loop = loop
         self._activity = activity
@@ -57,6 +59,7 @@ class Inference:
         self._settings = settings
         self._clock = clock
         self._write_down = write_down
+        self._waits = waits
         self._desk = desk
         self._tasks: set[asyncio.Task[None]] = set()
         # Ids of different runs do not meet; within one they are counted.
@@ -100,7 +103,10 @@ class Inference:
         self._activity.begin(record)
         running = Running(exchange, ask, request_id, record, self._settings(), self._shared)
         running.begin()
-        self._metrics.looked_up(ask.entry.id, running.ticket.granted_at == running.ticket.arrived)
+        is_hit = running.ticket.granted_at == running.ticket.arrived
+        self._metrics.looked_up(ask.entry.id, is_hit)
+        if not is_hit and self._waits is not None:
+            self._waits(ask.entry)
 
     def refused(self, error: GreenroomError) -> None:
         """Count a request that never came to the scheduler."""

@@ -17,6 +17,7 @@ from starlette.responses import HTMLResponse, Response
 import greenroom
 from greenroom.server.answers import add_error_answers, error_answer, nothing_at
 from greenroom.server.asgi import Application, Message
+from greenroom.server.cache import Caches
 from greenroom.server.docs_page import HEADERS, docs_page
 from greenroom.server.explaining import Explaining
 from greenroom.server.gateway import Gateway
@@ -55,6 +56,7 @@ def make_management(gateway: Gateway) -> Application:
     Explaining(gateway).add_to(app)
     Gpus(gateway).add_to(app)
     Leases(gateway).add_to(app)
+    Caches(gateway).add_to(app)
     _add_docs(app, gateway)
     return _guarded(app)
 

@@ -17,7 +17,7 @@ from greenroom.server.views import ModelStatusList, ModelView
 
 PATH = "/api/v1/models"
 # What can be ordered of a model stands behind its id, and takes what methods it takes.
-_BELOW = (b"/load", b"/unload", b"/logs", b"/logs/stream", b"/")
+_BELOW = (b"/load", b"/unload", b"/sleep", b"/prepare", b"/logs", b"/logs/stream", b"/")
 
 
 class OneModel(APIRoute):

@@ -1,4 +1,4 @@
-"""What an operator can order: load, unload, reload; and what an engine printed, to see why.
+"""What an operator can order: load, unload, sleep, prepare, reload; and what an engine printed, to see why.
 
 Orders are answered when they are done. One who leaves meanwhile changes nothing: the move goes on.
 """
@@ -41,6 +41,8 @@ class Operating:
     def add_to(self, app: FastAPI) -> None:
         app.post(f"{_ONE}/load")(self.load)
         app.post(f"{_ONE}/unload")(self.unload)
+        app.post(f"{_ONE}/sleep")(self.sleep)
+        app.post(f"{_ONE}/prepare")(self.prepare)
         app.get(f"{_ONE}/logs")(self.logs)
         app.get(f"{_ONE}/logs/stream", response_class=Response, responses=_STREAM_KINDS)(self.stream_logs)
         app.post("/api/v1/reload")(self.reload)
@@ -57,6 +59,24 @@ class Operating:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
         entry = self._entry(request, model_id, "/unload")
         return await self._move(MoveKind.UNLOAD, entry, (), order.grace_s if order is not None else None)
+
+    async def sleep(self, request: Request, model_id: ModelPath, order: views.SleepOrder | None = None) -> views.Moved:
+        """Send a model that is ready to the green room: its GPU memory is freed, its weights stay in host memory.
+
+        Waiting requests are rejected, running answers may go on for `grace_s`, then are cut. A model that is not ready
+        stays where it is. 422 if its engine cannot sleep.
+        """
+        entry = self._entry(request, model_id, "/sleep")
+        return await self._move(MoveKind.SLEEP, entry, (), order.grace_s if order is not None else None)
+
+    async def prepare(self, request: Request, model_id: ModelPath, order: views.LoadOrder | None = None) -> views.Moved:
+        """Bring a cold model into the green room, beside everything that is served, so that it can wake at once.
+
+        422 if its engine cannot sleep.
+        """
+        entry = self._entry(request, model_id, "/prepare")
+        evict = tuple(self._named(name) for name in order.evict) if order is not None else ()
+        return await self._move(MoveKind.PREPARE, entry, evict, None)
 
     async def logs(self, request: Request, model_id: ModelPath, lines: Lines = 200) -> views.LogLines:
         """The last lines its engine printed, also of engines that have ended."""

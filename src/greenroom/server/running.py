@@ -42,6 +42,9 @@ _SSE: Final[Headers] = [
     (b"x-accel-buffering", b"no"),
 ]
 _NO_BUFFERING: Final = (b"x-accel-buffering", b"no")
+# What is said of the prefix cache where the engine keeps none for tenants. Engines that do speak for themselves, where
+# they know it when their answer begins.
+_NOT_CACHED: Final[Headers] = [(b"x-cache-hit", b"false"), (b"x-cache-tokens-reused", b"0")]
 _DID_NOT_WAIT: Final = (b"x-queue-wait-ms", b"0")
 # What an engine said of its own failure goes into the error up to this length.
 SAID_MAX: Final = 2000
@@ -202,6 +205,7 @@ class Running:
             relay = Relay(
                 self.exchange,
                 extra_headers=self._extra_headers(),
+                default_headers=_NOT_CACHED if self.ask.route.has_prefix and not self.ask.entry.engine.hosted else None,
                 committed=self.exchange.started,
                 drop_usage_event=self.ask.drop_usage,
                 on_bad_head=self._bad_head,
@@ -235,6 +239,7 @@ class Running:
             request_id=self.request_id.encode(),
             allowed=self._settings.forward_headers,
             upgrade=head.upgrade,
+            ours=self.ask.cache_headers,
         )
 
     # --- how it ends ------------------------------------------------------------------------------------------------

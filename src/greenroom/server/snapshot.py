@@ -18,6 +18,7 @@ from greenroom.runtime.needs import Account
 from greenroom.server import views
 from greenroom.server.gateway import Gateway
 from greenroom.server.gpu_views import GpuPicture
+from greenroom.server.green_room_views import green_room_view
 from greenroom.server.status_word import StatusWord, is_failing, status_word, tier_of
 
 # A page of status stays readable, and small, however long the queue is.
@@ -111,6 +112,7 @@ class Snapshot:
             queue=self._queue(),
             lease_store=self._lease_store(),
             devices=[self._device(device, free) for device in state.ledger.devices.values()],
+            green_room=green_room_view(state),
             probe=picture.probe(),
             gpus=picture.gpus(),
             models=self.models(),

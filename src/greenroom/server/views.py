@@ -232,6 +232,19 @@ class LeaseStoreView(View):
     """Models that run though the store gave their memory to somebody else."""
 
 
+class GreenRoomView(View):
+    """Host memory where models wait that are asleep."""
+
+    size_mib: int | None
+    """`memory.green_room_mib`; null: as much as the host has."""
+    used_mib: int
+    """Held by those who are asleep there, or on their way."""
+    free_mib: int | None
+    """What is left of its size, as far as the host has it."""
+    models: list[str]
+    """Who is asleep."""
+
+
 class StatusView(View):
     version: str
     started: str
@@ -243,6 +256,7 @@ class StatusView(View):
     lease_store: LeaseStoreView | None
     """null where this gateway keeps leases itself."""
     devices: list[DeviceView]
+    green_room: GreenRoomView
     probe: ProbeView
     gpus: list[GpuView]
     """What was seen at the last look; `devices` is what is planned with."""
@@ -313,6 +327,11 @@ class LoadOrder(Order):
 
 
 class UnloadOrder(Order):
+    grace_s: Annotated[float, Field(ge=0, le=GRACE_MAX_S, allow_inf_nan=False)] | None = None
+    """How long running answers may go on; the model's own `grace_s` when not given."""
+
+
+class SleepOrder(Order):
     grace_s: Annotated[float, Field(ge=0, le=GRACE_MAX_S, allow_inf_nan=False)] | None = None
     """How long running answers may go on; the model's own `grace_s` when not given."""
 

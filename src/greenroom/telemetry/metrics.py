@@ -1,8 +1,8 @@
 """What is counted and measured, for Prometheus.
 
-Owns every metric's name (the table below is the whole list) and the caps on label values, so that nobody can make us
-keep a series for each name he invents. Never measures anything itself: callers say what happened, and hand over what
-is the case now (`Gauges`) when somebody asks.
+Owns the caps on label values, so that nobody can make us keep a series for each name he invents; the names of metrics
+are in `table.py`. Never measures anything itself: callers say what happened, and hand over what is the case now
+(`Gauges`) when somebody asks.
 """
 
 from __future__ import annotations
@@ -17,54 +17,9 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from greenroom.telemetry.series import Count, Counter, Histogram, Row, Spread, gauge_family
-
-# Answers take from a cached embedding's milliseconds to a long generation's minutes.
-_ANSWER_S: Final = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-# Most requests do not wait at all; the longest wait is wait_max_s.
-_WAIT_S: Final = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-# A wake takes a fraction of a second, a load from a slow disk minutes.
-_MOVE_S: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
-
-# --- the table: every metric there is -------------------------------------------------------------------------------
-REQUESTS = Row("greenroom_requests_total", "Requests answered.", ("model", "route", "status"))
-REQUEST_SECONDS = Row("greenroom_request_seconds", "From arrival to last byte.", ("model", "route"), _ANSWER_S)
-WAIT_SECONDS = Row("greenroom_queue_wait_seconds", "From arrival to a slot's grant.", ("model",), _WAIT_S)
-FIRST_BYTE_SECONDS = Row("greenroom_first_byte_seconds", "From arrival to the answer's start.", ("model",), _ANSWER_S)
-TENANT_REQUESTS = Row("greenroom_tenant_requests_total", "Requests answered, by tenant.", ("model", "tenant"))
-TOKENS = Row("greenroom_tokens_total", "Tokens; kind is prompt, completion or cached.", ("model", "tenant", "kind"))
-LOOKUPS = Row("greenroom_model_lookups_total", "Was the model ready when asked for: hit or miss.", ("model", "result"))
-MOVES = Row("greenroom_moves_total", "Moves between tiers that ended.", ("model", "kind", "outcome"))
-MOVE_SECONDS = Row("greenroom_move_seconds", "How long moves took that succeeded.", ("model", "kind"), _MOVE_S)
-EVICTIONS = Row("greenroom_evictions_total", "Models that had to leave.", ("model", "reason"))
-REJECTIONS = Row("greenroom_rejections_total", "Requests refused while they waited or before.", ("model", "code"))
-EDGE_REFUSALS = Row("greenroom_edge_refusals_total", "Requests refused before they were read.", ("code",))
-
-QUEUE_DEPTH = Row("greenroom_queue_depth", "Requests that wait now.", ("model",))
-IN_FLIGHT = Row("greenroom_in_flight", "Requests that are answered now.", ("model",))
-SLOTS = Row("greenroom_slots", "Slots by tier: ready, asleep, cold.", ("model", "tier"))
-MODEL_MEMORY = Row("greenroom_model_memory_mib", "Memory a model holds on a device.", ("model", "device"))
-DEVICE_CAPACITY = Row("greenroom_device_capacity_mib", "Memory a device has.", ("device",))
-DEVICE_FREE = Row("greenroom_device_free_mib", "Memory that can still be planned with.", ("device",))
-DEVICE_FOREIGN = Row("greenroom_device_foreign_mib", "Memory of processes that are not ours.", ("device",))
-GPU_TOTAL = Row("greenroom_gpu_total_mib", "Memory of a GPU that can be allocated.", ("device",))
-GPU_USED = Row("greenroom_gpu_used_mib", "Memory of a GPU that is used, by whomever.", ("device",))
-GPU_UTILISATION = Row("greenroom_gpu_utilisation_percent", "Share of the time something ran on a GPU.", ("device",))
-GPU_TEMPERATURE = Row("greenroom_gpu_temperature_celsius", "How hot a GPU is.", ("device",))
-STORE_UP = Row("greenroom_lease_store_up", "Whether the shared lease store answers; absent where there is none.")
-UNLEASED = Row("greenroom_slots_without_lease", "Models that run though the shared store gave their lease away.")
-LEASES = Row("greenroom_leases", "Leases of other programs that this gateway keeps: held.")
-LEASE_MEMORY = Row("greenroom_lease_memory_mib", "Memory that such leases hold on a device.", ("device",))
-CONNECTIONS = Row("greenroom_connections", "Open connections of callers.")
-UPTIME = Row("greenroom_uptime_seconds", "Since the gateway started.")
-
-TABLE: Final = (
-    *(REQUESTS, REQUEST_SECONDS, WAIT_SECONDS, FIRST_BYTE_SECONDS, TENANT_REQUESTS, TOKENS, LOOKUPS),
-    *(MOVES, MOVE_SECONDS, EVICTIONS, REJECTIONS, EDGE_REFUSALS),
-    *(QUEUE_DEPTH, IN_FLIGHT, SLOTS, MODEL_MEMORY, DEVICE_CAPACITY, DEVICE_FREE, DEVICE_FOREIGN),
-    *(GPU_TOTAL, GPU_USED, GPU_UTILISATION, GPU_TEMPERATURE, STORE_UP, UNLEASED, LEASES, LEASE_MEMORY),
-    *(CONNECTIONS, UPTIME),
-)
+from greenroom.telemetry import table
+from greenroom.telemetry.green_room import GreenRoomCounts
+from greenroom.telemetry.series import Count, Counter, Histogram, Spread, gauge_family
 
 # A series costs memory here and in every Prometheus that scrapes us. Callers choose tenants, and may ask for any model.
 MODELS_MAX: Final = 1_000
@@ -104,6 +59,16 @@ class StoreFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseFigures:
+    """Of programs that are not models."""
+
+    held: int = 0
+    waiting: int = 0
+    memory_mib: Mapping[str, float] = field(default_factory=dict)
+    """By device."""
+
+
+@dataclass(frozen=True, slots=True)
 class Gauges:
     """What is the case at the moment of a scrape. What is not named here any more has no series any more."""
 
@@ -118,9 +83,9 @@ class Gauges:
     devices: Mapping[str, DeviceMemory] = field(default_factory=dict)
     gpus: Mapping[str, GpuFigures] = field(default_factory=dict)
     store: StoreFigures | None = None
-    leases: int = 0
-    lease_memory_mib: Mapping[str, float] = field(default_factory=dict)
-    """By device."""
+    leases: LeaseFigures = field(default_factory=LeaseFigures)
+    green_room_size_mib: float | None = None
+    green_room_used_mib: float = 0
     connections: int = 0
     uptime_s: float = 0.0
 
@@ -142,12 +107,17 @@ class Metrics:
 
     def __init__(self, is_known: Callable[[str], bool] | None = None) -> None:
         self._is_known = is_known
-        self._requests, self._seconds = Counter(REQUESTS), Histogram(REQUEST_SECONDS)
-        self._wait, self._first_byte = Histogram(WAIT_SECONDS), Histogram(FIRST_BYTE_SECONDS)
-        self._tenant_requests, self._tokens = Counter(TENANT_REQUESTS), Counter(TOKENS)
-        self._lookups, self._moves, self._move_seconds = Counter(LOOKUPS), Counter(MOVES), Histogram(MOVE_SECONDS)
-        self._evictions, self._rejections = Counter(EVICTIONS), Counter(REJECTIONS)
-        self._edge_refusals = Counter(EDGE_REFUSALS)
+        self._requests, self._seconds = Counter(table.REQUESTS), Histogram(table.REQUEST_SECONDS)
+        self._wait, self._first_byte = Histogram(table.WAIT_SECONDS), Histogram(table.FIRST_BYTE_SECONDS)
+        self._tenant_requests, self._tokens = Counter(table.TENANT_REQUESTS), Counter(table.TOKENS)
+        self._lookups, self._moves, self._move_seconds = (
+            Counter(table.LOOKUPS),
+            Counter(table.MOVES),
+            Histogram(table.MOVE_SECONDS),
+        )
+        self._evictions, self._rejections = Counter(table.EVICTIONS), Counter(table.REJECTIONS)
+        self._edge_refusals, self._lease_asks = Counter(table.EDGE_REFUSALS), Counter(table.LEASE_ASKS)
+        self.green_room = GreenRoomCounts(self._model)
         self._models: set[str] = set()
         self._routes: set[str] = set()
         self._tenant_pairs: set[tuple[str, str]] = set()
@@ -206,6 +176,10 @@ class Metrics:
 
     def edge_refused(self, code: str) -> None:
         self._edge_refusals.at(code).add()
+
+    def lease_asked(self, outcome: str) -> None:
+        """A program asked for memory and was answered, or left: granted, denied or given_up."""
+        self._lease_asks.at(outcome).add()
 
     def render(self, gauges: Gauges, *, by_tenant: bool = True) -> tuple[bytes, str]:
         """Everything in the text format of Prometheus, and its content type. Who is not to know of tenants gets sums.
@@ -273,10 +247,11 @@ class Metrics:
             yield counted.family() if by_tenant else counted.summed("tenant", ALL).family()
         for counted in (self._requests, self._lookups, self._moves):
             yield counted.family()
-        for counted in (self._evictions, self._rejections, self._edge_refusals):
+        for counted in (self._evictions, self._rejections, self._edge_refusals, self._lease_asks):
             yield counted.family()
         for measured in (self._seconds, self._wait, self._first_byte, self._move_seconds):
             yield measured.family()
+        yield from self.green_room.families()
         yield from _gauge_families(gauges)
 
 
@@ -291,29 +266,33 @@ class _Everything(Collector):
 
 
 def _gauge_families(now: Gauges) -> Iterator[Metric]:
-    yield gauge_family(QUEUE_DEPTH, {(model,): depth for model, depth in now.queue_depth.items()})
-    yield gauge_family(IN_FLIGHT, {(model,): count for model, count in now.in_flight.items()})
-    yield gauge_family(SLOTS, now.slots)
-    yield gauge_family(MODEL_MEMORY, now.memory_mib)
-    yield gauge_family(DEVICE_CAPACITY, {(name,): device.capacity_mib for name, device in now.devices.items()})
-    yield gauge_family(DEVICE_FREE, {(name,): device.free_mib for name, device in now.devices.items()})
-    yield gauge_family(DEVICE_FOREIGN, {(name,): device.foreign_mib for name, device in now.devices.items()})
+    yield gauge_family(table.QUEUE_DEPTH, {(model,): depth for model, depth in now.queue_depth.items()})
+    yield gauge_family(table.IN_FLIGHT, {(model,): count for model, count in now.in_flight.items()})
+    yield gauge_family(table.SLOTS, now.slots)
+    yield gauge_family(table.MODEL_MEMORY, now.memory_mib)
+    yield gauge_family(table.DEVICE_CAPACITY, {(name,): device.capacity_mib for name, device in now.devices.items()})
+    yield gauge_family(table.DEVICE_FREE, {(name,): device.free_mib for name, device in now.devices.items()})
+    yield gauge_family(table.DEVICE_FOREIGN, {(name,): device.foreign_mib for name, device in now.devices.items()})
     yield from _gpu_families(now.gpus)
-    yield gauge_family(STORE_UP, {} if now.store is None else {(): float(now.store.is_up)})
-    yield gauge_family(UNLEASED, {} if now.store is None else {(): now.store.slots_without_lease})
-    yield gauge_family(LEASES, {(): now.leases})
-    yield gauge_family(LEASE_MEMORY, {(device,): mib for device, mib in now.lease_memory_mib.items()})
-    yield gauge_family(CONNECTIONS, {(): now.connections})
-    yield gauge_family(UPTIME, {(): now.uptime_s})
+    yield gauge_family(table.STORE_UP, {} if now.store is None else {(): float(now.store.is_up)})
+    yield gauge_family(table.UNLEASED, {} if now.store is None else {(): now.store.slots_without_lease})
+    yield gauge_family(table.LEASES, {(): now.leases.held})
+    yield gauge_family(table.LEASES_WAITING, {(): now.leases.waiting})
+    yield gauge_family(table.LEASE_MEMORY, {(device,): mib for device, mib in now.leases.memory_mib.items()})
+    size_mib = now.green_room_size_mib
+    yield gauge_family(table.GREEN_ROOM_SIZE, {} if size_mib is None else {(): size_mib})
+    yield gauge_family(table.GREEN_ROOM_USED, {(): now.green_room_used_mib})
+    yield gauge_family(table.CONNECTIONS, {(): now.connections})
+    yield gauge_family(table.UPTIME, {(): now.uptime_s})
 
 
 def _gpu_families(gpus: Mapping[str, GpuFigures]) -> Iterator[Metric]:
-    yield gauge_family(GPU_TOTAL, {(name,): gpu.total_mib for name, gpu in gpus.items()})
-    yield gauge_family(GPU_USED, {(name,): gpu.used_mib for name, gpu in gpus.items()})
+    yield gauge_family(table.GPU_TOTAL, {(name,): gpu.total_mib for name, gpu in gpus.items()})
+    yield gauge_family(table.GPU_USED, {(name,): gpu.used_mib for name, gpu in gpus.items()})
     utilisation = {(name,): gpu.utilisation for name, gpu in gpus.items() if gpu.utilisation is not None}
     temperature = {(name,): gpu.temperature_c for name, gpu in gpus.items() if gpu.temperature_c is not None}
-    yield gauge_family(GPU_UTILISATION, utilisation)
-    yield gauge_family(GPU_TEMPERATURE, temperature)
+    yield gauge_family(table.GPU_UTILISATION, utilisation)
+    yield gauge_family(table.GPU_TEMPERATURE, temperature)
 
 
 def _admit(values: set[_Label], value: _Label, most: int) -> bool:

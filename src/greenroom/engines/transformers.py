@@ -1,0 +1,107 @@
+"""Transformers: our own workers host many models each, which sleep in host memory and wake at the speed of the bus.
+
+Owns how such a worker is started, which one a model belongs into, and what it is told of the model. Folders with
+config.json and safetensors. Nothing of torch is imported here: a worker has a Python of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Literal
+
+from greenroom.config.schema import Model
+from greenroom.core.model import DeviceId
+from greenroom.engines.base import Ability, HostKey, UsageSource, worker_environment
+from greenroom.engines.estimate import Estimate
+from greenroom.engines.estimate_transformers import (
+    BATCH_DEFAULT,
+    CONTEXTS_CACHED,
+    HostedOptions,
+    estimate_asleep,
+    estimate_ready,
+)
+from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity
+from greenroom.engines.usage import Usage, from_usage
+from greenroom.errors import BadModel, LoadFailed
+from greenroom.process.spawn import Command
+
+WORKER: Final = Path(__file__).parent.parent / "workers" / "torch_worker.py"
+# Files of a folder are what is served: nothing is looked for elsewhere. Whether there is a GPU is asked of the driver
+# without settling which are seen: a spare is told that only when it gets its first model. And its lines come at once.
+_OWN_ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class TransformersEngine:
+    name = "transformers"
+    hosted: Literal[True] = True
+    usage_source = UsageSource.ASK
+    sizes_itself = False
+
+    def can_split(self, model: Model) -> bool:
+        return False
+
+    def estimate(self, model: Model, gpus: int) -> Estimate | None:
+        return estimate_ready(Path(model.path or ""), _sizes(model), gpus)
+
+    def estimate_asleep(self, model: Model) -> Estimate | None:
+        return estimate_asleep(Path(model.path or ""), _sizes(model))
+
+    def identity(self, model: Model) -> tuple[str, str]:
+        return file_identity([Path(model.path or "")]), packages_identity(model.python, ("torch", "transformers"))
+
+    def concurrency(self, model: Model) -> int:
+        return model.concurrency or BATCH_DEFAULT
+
+    def files(self, model: Model) -> list[Path]:
+        try:
+            return sorted(one for one in Path(model.path or "").iterdir() if one.is_file())[:FILES_MAX]
+        except (OSError, ValueError):
+            return []
+
+    def host_key(self, slot: str, model: Model, gpus: tuple[DeviceId, ...] | None) -> HostKey:
+        return HostKey(
+            python=model.python or sys.executable,
+            gpus=() if model.device == "cpu" else gpus,
+            alone=slot if model.isolate else "",
+            env=tuple(sorted(model.env.items())),
+            cwd=model.cwd,
+        )
+
+    def launch_worker(self, key: HostKey, socket: str) -> Command:
+        if shutil.which(key.python) is None:
+            raise LoadFailed(f"there is no Python {key.python}. Correct `python` in the configuration.")
+        return Command(
+            (key.python, str(WORKER), "--control", socket), worker_environment(key, _OWN_ENVIRONMENT), key.cwd
+        )
+
+    def options(self, model: Model, gpus: tuple[DeviceId, ...] | None) -> Mapping[str, object]:
+        if not os.path.isdir(model.path or ""):
+            raise BadModel(f"there is no folder {model.path}. Correct `path` in the configuration.")
+        sizes = _sizes(model)
+        return {
+            "dtype": model.dtype,
+            "context": sizes.context,
+            "cache_tokens": sizes.cache_tokens,
+            "batch_max": sizes.batch_max,
+            "embedding": model.embedding,
+            "device": "cpu" if model.device == "cpu" or gpus == () else "auto",
+            "trust_remote_code": model.trust_remote_code,
+            "allow_pickle": model.allow_pickle,
+            "threads": model.threads,
+        }
+
+    def abilities(self, model: Model) -> frozenset[Ability] | None:
+        return frozenset({Ability.EMBEDDINGS} if model.embedding else {Ability.CHAT, Ability.COMPLETIONS})
+
+    def usage(self, tail: bytes, *, stream: bool) -> Usage | None:
+        return from_usage(tail)
+
+
+def _sizes(model: Model) -> HostedOptions:
+    context = model.ctx_size or None
+    cache_tokens = model.cache_tokens or (CONTEXTS_CACHED * context if context else None)
+    return HostedOptions(context, cache_tokens, model.concurrency or BATCH_DEFAULT, model.dtype)

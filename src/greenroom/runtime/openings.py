@@ -1,0 +1,140 @@
+"""Slots in workers: opened, which fills an arena or takes a filled one over, and closed.
+
+Owns the way into a worker and out of it. Whatever goes wrong on the way in, nothing of the slot is left there. A worker
+that cannot let go of a slot is ended. Never touches a GPU's memory: an open slot is asleep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from greenroom.core.model import Move
+from greenroom.errors import LoadFailed
+from greenroom.process.state_dir import StateDir
+from greenroom.proxy.upstream import Address, Pool
+from greenroom.runtime.beside import beside
+from greenroom.runtime.control_link import Answer, OpFailed, WorkerLost, count
+from greenroom.runtime.hosted_memory import HostedMemory
+from greenroom.runtime.hosted_slots import HostedSlot
+from greenroom.runtime.hosts import Hosts
+from greenroom.runtime.mishaps import Mishaps
+from greenroom.runtime.observer import Observer
+from greenroom.runtime.roots import check_roots
+from greenroom.runtime.slots import Slots
+
+# A worker that cannot close a slot in this time is stuck. It is ended, and what else lives there goes on in another.
+CLOSE_MAX_S: Final = 20.0
+
+
+class Openings:
+    def __init__(
+        self,
+        slots: Slots,
+        state_dir: StateDir,
+        hosts: Hosts,
+        observer: Observer,
+        memory: HostedMemory,
+        mishaps: Mishaps,
+        roots: Callable[[], tuple[str, ...]],
+    ) -> None:
+        self._slots = slots
+        self._state_dir = state_dir
+        self._hosts = hosts
+        self._observer = observer
+        self._memory = memory
+        self._mishaps = mishaps
+        self._roots = roots
+
+    async def open(self, move: Move, slot: HostedSlot) -> None:
+        """Have a worker that has this slot, asleep. An arena that is filled is taken over as it is."""
+        limit_s = slot.entry.config.load_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._open_in_time(move, slot)
+        except WorkerLost:
+            raise
+        except BaseException as error:
+            await self.shut(slot)
+            if isinstance(error, OpFailed):
+                raise self._mishaps.no_load(move, slot.entry, error) from error
+            if isinstance(error, TimeoutError):
+                raise LoadFailed(f"{slot.entry.id} could not be loaded: it took more than {limit_s:g} s.") from error
+            raise
+
+    async def _open_in_time(self, move: Move, slot: HostedSlot) -> None:
+        entry, roots = slot.entry, self._roots()
+        if roots:
+            await beside(lambda: check_roots(entry, roots), f"roots of {entry.id}")
+        options = self._options(slot)
+        try:
+            worker = await self._hosts.let_in(slot.engine, slot.key, slot.id, self._slots.log(entry.id))
+        except LoadFailed as error:
+            why = error.message.rstrip(".")
+            raise LoadFailed(f"{entry.id} could not be loaded: {why}.", details=error.details) from error
+        slot.worker, slot.had_company = worker, len(worker.slots) > 1
+        slot.is_on_host = worker.device == "cpu"
+        if not slot.arena.is_filled:
+            slot.arena.empty()
+        slot.socket = str(self._state_dir.run_dir / slot.socket_name())
+        answer = await worker.ask(
+            "open",
+            fd=slot.arena.fd,
+            on_progress=lambda share: setattr(slot, "progress", share),
+            slot=slot.id,
+            model=entry.id,
+            path=entry.config.path,
+            socket=slot.socket,
+            filled=slot.arena.is_filled,
+            gpus=slot.key.visible,
+            options=options,
+        )
+        self._is_open(slot, answer)
+
+    def _options(self, slot: HostedSlot) -> Mapping[str, object]:
+        try:
+            said = slot.engine.options(slot.entry.config, slot.key.gpus)
+        except LoadFailed as error:
+            raise type(error)(f"{slot.entry.id} could not be loaded: {error.message}", details=error.details) from error
+        return {**said, "arena_max_bytes": self._memory.host_max_bytes}
+
+    def _is_open(self, slot: HostedSlot, answer: Answer) -> None:
+        if not slot.arena.is_filled:
+            self._observer.prepared(
+                slot.entry.id, count(answer, "read_bytes"), max(0.0, float(answer.get("seconds") or 0.0))
+            )
+        slot.arena.is_filled, slot.progress = True, None
+        slot.arena_bytes = count(answer, "arena_bytes")
+        slot.pool = Pool(Address(path=slot.socket or ""))
+        self._hosts.want_spare(slot.engine, slot.key)
+
+    async def shut(self, slot: HostedSlot) -> None:
+        """Have the worker let go of it. One that does not is ended, and the others who live there go on elsewhere."""
+        worker = slot.worker
+        if worker is not None:
+            if slot.pool is not None:
+                slot.pool.close()
+            try:
+                async with asyncio.timeout(CLOSE_MAX_S):
+                    await worker.ask("close", slot=slot.id)
+            except OpFailed as error:
+                if error.kind != "unknown_slot":
+                    worker.end()
+            except (WorkerLost, TimeoutError):
+                worker.end()
+            if worker.is_lost:
+                await worker.gone.wait()
+        self.let_go(slot)
+
+    def let_go(self, slot: HostedSlot) -> None:
+        """It lives in no worker any more."""
+        worker, slot.worker = slot.worker, None
+        if slot.pool is not None:
+            slot.pool.close()
+        if slot.socket is not None:
+            Path(slot.socket).unlink(missing_ok=True)
+        slot.pool = slot.socket = slot.progress = None
+        if worker is not None:
+            self._hosts.let_out(worker, slot.id)

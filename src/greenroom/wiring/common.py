@@ -1,0 +1,74 @@
+"""What every part of a gateway stands on: its tables, the scheduler and how events reach it.
+
+Owns how these are made. They know nothing of memory, moves or HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from greenroom.config import plugins
+from greenroom.config.schema import Server
+from greenroom.core.events import Event
+from greenroom.core.scheduler import Scheduler
+from greenroom.core.state import State
+from greenroom.process.state_dir import StateDir
+from greenroom.runtime.catalog import Catalog
+from greenroom.runtime.effects import AsyncEffects
+from greenroom.runtime.hosted_slots import HostedSlots
+from greenroom.runtime.loop import SchedulerLoop
+from greenroom.runtime.observer import Observer
+from greenroom.runtime.recording import EventRecorder
+from greenroom.runtime.slots import Slots
+from greenroom.telemetry.activity import Activity
+from greenroom.telemetry.hub import Hub
+from greenroom.telemetry.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    catalog: Catalog
+    slots: Slots
+    hosted_slots: HostedSlots
+    hub: Hub
+    metrics: Metrics
+    activity: Activity
+    observer: Observer
+    effects: AsyncEffects
+    loop: SchedulerLoop
+    post: Callable[[Event], None]
+    """Everything is posted by it, so that what is written down is what the scheduler was given."""
+    events_file: EventRecorder | None
+    clock: Callable[[], float]
+    state_dir: StateDir
+
+    @property
+    def state(self) -> State:
+        return self.loop.scheduler.state
+
+
+def wire_common(server: Server, state_dir: StateDir, clock: Callable[[], float]) -> Common:
+    catalog, slots, hub = Catalog(), Slots(), Hub()
+    metrics = Metrics(catalog.is_known)
+    observer = Observer(hub, metrics)
+    effects = AsyncEffects(slots, observer, clock)
+    recorder = EventRecorder(Path(server.record_events)) if server.record_events else None
+    seen_effects = effects if recorder is None else recorder.watching(effects)
+    loop = SchedulerLoop(Scheduler(seen_effects, plugins.POLICIES, plugins.SWAPPERS_BY_NAME))
+    return Common(
+        catalog=catalog,
+        slots=slots,
+        hosted_slots=HostedSlots(),
+        hub=hub,
+        metrics=metrics,
+        activity=Activity(),
+        observer=observer,
+        effects=effects,
+        loop=loop,
+        post=loop.post if recorder is None else recorder.posting(loop.post),
+        events_file=recorder,
+        clock=clock,
+        state_dir=state_dir,
+    )

@@ -1,0 +1,88 @@
+"""The front: the HTTP edge, the door behind it, inference and the management API.
+
+Owns how these are made and joined, and how they open together. Whose they are is read afresh at each request: a reload
+replaces the configuration as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from greenroom.config.schema import Server
+from greenroom.proxy.edge import Edge
+from greenroom.proxy.hosts import HostRule
+from greenroom.proxy.limits import limits_for
+from greenroom.runtime.prefetch import Prefetch
+from greenroom.runtime.recording import ActivityRecorder
+from greenroom.runtime.tickets import Desk
+from greenroom.server.asgi import AsgiBridge
+from greenroom.server.ask import AskReader
+from greenroom.server.front import FrontDoor
+from greenroom.server.gateway import Gateway
+from greenroom.server.inference import Inference
+from greenroom.server.management import make_management
+from greenroom.server.settings import Settings
+from greenroom.tenancy.keys import Keys
+from greenroom.tenancy.tenants import Tenants
+from greenroom.wiring.common import Common
+from greenroom.wiring.memory import Memory
+
+
+class Served(Gateway, Protocol):
+    """The gateway whose front this is."""
+
+    @property
+    def settings(self) -> Settings: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    activity_file: ActivityRecorder | None
+    prefetch: Prefetch
+    inference: Inference
+    management: AsgiBridge
+    door: FrontDoor
+    edge: Edge
+
+    def admit(self, server: Server) -> None:
+        """Who may come in, and under which names; also anew at a reload."""
+        self.door.keys = Keys(server.api_keys)
+        self.door.hosts = HostRule((server.host, *server.allowed_hosts), server.allowed_origins)
+
+
+def wire_front(common: Common, memory: Memory, desk: Desk, gateway: Served) -> Front:
+    server = gateway.config.server
+    activity_file = ActivityRecorder(Path(server.record_activity)) if server.record_activity else None
+    prefetch = Prefetch(
+        common.state,
+        lambda: memory.watch.last.reading.host.available_mib,
+        common.observer.prefetched,
+    )
+    inference = Inference(
+        _reader(common, gateway),
+        common.loop,
+        desk,
+        common.activity,
+        common.metrics,
+        lambda: gateway.settings,
+        common.clock,
+        None if activity_file is None else activity_file.add,
+        prefetch.waits,
+    )
+    management = AsgiBridge(make_management(gateway))
+    door = FrontDoor(inference, management, lambda: gateway.settings)
+    edge = Edge(admit=door.admit, handle=door.handle, refuse=door.refuse, limits=limits_for(server))
+    front = Front(activity_file, prefetch, inference, management, door, edge)
+    front.admit(server)
+    return front
+
+
+def _reader(common: Common, gateway: Served) -> AskReader:
+    return AskReader(
+        common.catalog,
+        Tenants(),
+        lambda: gateway.settings.heartbeat,
+        lambda: gateway.config.scheduler.keep_alive_max_s,
+    )

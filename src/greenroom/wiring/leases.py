@@ -1,0 +1,92 @@
+"""Leases: kept by this gateway itself, or in a store that it shares with others.
+
+Owns which of the two it is, and what follows from it for the scheduler's and the models' own claims.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from greenroom.config.schema import Config
+from greenroom.memory.leases.holder import holder_of
+from greenroom.memory.leases.opening import open_store
+from greenroom.runtime.grants import Alone, Grants
+from greenroom.runtime.lease_devices import leasable_mib, most_leasable_mib
+from greenroom.runtime.lease_log import LeaseLog
+from greenroom.runtime.leasing import Leasing
+from greenroom.runtime.making_room import MakingRoom
+from greenroom.runtime.shared_leasing import SharedLeasing
+from greenroom.runtime.sharing import Sharing
+from greenroom.wiring.common import Common
+from greenroom.wiring.memory import Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Leases:
+    own: Leasing
+    """Those kept here. There are none where a store is shared."""
+    leasing: Leasing | SharedLeasing
+    """Whom callers ask."""
+    sharing: Sharing | None = None
+
+    @property
+    def room(self) -> Leasing | MakingRoom:
+        """Whom the scheduler tells what it decided of leases."""
+        return self.own if self.sharing is None else self.sharing.room
+
+    @property
+    def grants(self) -> Grants:
+        """Whom moves ask before they take memory."""
+        return Alone() if self.sharing is None else self.sharing.slots
+
+    def begin(self) -> None:
+        """Leases of an earlier run, or of others: their memory is in use."""
+        if self.sharing is None:
+            self.own.restore()
+        else:
+            self.sharing.begin()
+
+
+def wire_leases(common: Common, memory: Memory, config: Config) -> Leases:
+    """Raises ConfigError where the client of the shared store is not installed."""
+    own = Leasing(
+        memory.post_and_look,
+        common.clock,
+        LeaseLog(common.state_dir.path),
+        wait_max_s=config.leases.wait_max_s,
+        claim_of=lambda slot: common.state.slots[slot].claim,
+        free_mib=lambda: leasable_mib(common.state.ledger),
+        most_mib=lambda: most_leasable_mib(common.state),
+        device_named=memory.device_names.id_of,
+        room_for=memory.watch.room_for,
+        tell=common.hub.publish,
+    )
+    if config.leases.store is None:
+        return Leases(own, own)
+    return _shared(common, memory, config, config.leases.store, own)
+
+
+def _shared(common: Common, memory: Memory, config: Config, url: str, own: Leasing) -> Leases:
+    store = open_store(config, url)
+    sharing = Sharing(
+        store,
+        f"{common.state_dir.id}.{common.state_dir.run}",
+        common.state,
+        memory.post_and_look,
+        common.clock,
+        ttl_s=config.leases.ttl_s,
+        holder=holder_of(os.getpid()),
+        reading=lambda: memory.watch.last.reading,
+        look=memory.watch.look_now,
+        nudge=memory.watch.nudge,
+        tell=common.hub.publish,
+    )
+    leasing = SharedLeasing(
+        store,
+        wait_max_s=config.leases.wait_max_s,
+        device_named=memory.device_names.id_of,
+        room_for=memory.watch.room_for,
+        known=lambda: sharing.leases,
+    )
+    return Leases(own, leasing, sharing)

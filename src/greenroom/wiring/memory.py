@@ -1,0 +1,60 @@
+"""Memory: who looks at it, what models need of it, and which devices there are to plan with.
+
+Owns how these are made and joined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from greenroom.config.schema import Config
+from greenroom.core.events import Event
+from greenroom.core.model import Device, DeviceId
+from greenroom.memory.book import NeedBook
+from greenroom.memory.devices import DeviceNames, devices
+from greenroom.memory.probe import Probe, Reading
+from greenroom.runtime.growth import Growth
+from greenroom.runtime.memory_owners import LeasePids, MemoryOwners
+from greenroom.runtime.memory_watch import MemoryWatch
+from greenroom.runtime.needs import Needs, warn
+from greenroom.runtime.set_aside import set_aside, without
+from greenroom.runtime.slot_memory import SlotMemory
+from greenroom.runtime.whole_file import replace_file
+from greenroom.wiring.common import Common
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    common: Common
+    device_names: DeviceNames
+    watch: MemoryWatch
+    needs: Needs
+    slot_memory: SlotMemory
+
+    def post_and_look(self, event: Event) -> None:
+        """Moves, lost engines and leases change what is used: memory is looked at soon after."""
+        self.common.post(event)
+        self.watch.nudge()
+
+    def devices(self, config: Config) -> tuple[Device, ...]:
+        """All there are to plan with, without what is set aside for workers. GPUs that are a budget show no process."""
+        known = devices(config, self.watch.last.reading)
+        kept = {} if config.gpus else set_aside(self.common.catalog, known)
+        self.watch.set_aside_mib = kept
+        return without(known, kept)
+
+
+def wire_memory(common: Common, config: Config, probe: Probe, seen: Reading, lease_pids: LeasePids) -> Memory:
+    """`seen` is the probe's first look."""
+    catalog, post, clock = common.catalog, common.post, common.clock
+    names = DeviceNames(seen.gpus)
+    catalog.device_of = names.expected
+    run = common.state_dir.identity("")
+    owners = MemoryOwners(common.state, common.slots, lease_pids, run, common.hosted_slots)
+    watch = MemoryWatch(probe, owners, post, clock, config.memory.look_every_s, seen, common.hosted_slots)
+    kinds = {DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus}
+    needs = catalog.needs = Needs(NeedBook(common.state_dir.path, replace_file, warn), kinds)
+    slot_memory = SlotMemory(common.state, catalog, needs, watch, post, clock)
+    growth = Growth(common.slots, watch.peak_of, slot_memory.grew, clock)
+    watch.on_look = growth.look
+    return Memory(common, names, watch, needs, slot_memory)

@@ -1,0 +1,86 @@
+"""Moves: who carries them out, in processes of their own and in our workers, and what their failures mean to callers.
+
+Owns how these are made and joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from greenroom.config.schema import Config
+from greenroom.core.model import DeviceKind, ModelId
+from greenroom.core.state import State
+from greenroom.process.ports import PortRange
+from greenroom.runtime.hosted_memory import HostedMemory
+from greenroom.runtime.hosted_moves import HostedMoves
+from greenroom.runtime.mishaps import Mishaps
+from greenroom.runtime.mover import Mover
+from greenroom.runtime.rejections import Rejections
+from greenroom.runtime.remains import Remains
+from greenroom.wiring.common import Common
+from greenroom.wiring.leases import Leases
+from greenroom.wiring.memory import Memory
+
+Roots = Callable[[], tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    hosted: HostedMoves
+    mover: Mover
+
+
+def wire_moves(common: Common, memory: Memory, leases: Leases, config: Config, roots: Roots) -> Moves:
+    """`roots` are the folders below which files of models must lie, as they are configured now."""
+    grants, remains = leases.grants, Remains()
+    hosted_memory = HostedMemory(common.state, common.hosted_slots, memory.watch, common.clock)
+    hosted = HostedMoves(
+        common.hosted_slots,
+        common.slots,
+        common.state_dir,
+        common.observer,
+        memory.post_and_look,
+        common.clock,
+        hosted_memory,
+        Mishaps(hosted_memory, memory.slot_memory.shortage),
+        grants,
+        remains,
+        keeps_spare=config.memory.spare_worker,
+        roots=roots,
+    )
+    mover = Mover(
+        common.catalog,
+        common.slots,
+        common.state_dir,
+        PortRange(config.ports.first, config.ports.last),
+        common.observer,
+        memory.post_and_look,
+        common.clock,
+        memory.slot_memory,
+        grants,
+        remains,
+        hosted,
+        roots,
+    )
+    return Moves(hosted, mover)
+
+
+def wire_rejections(common: Common, moves: Moves, is_draining: Callable[[], bool]) -> Rejections:
+    return Rejections(
+        moves.mover.failures,
+        is_draining,
+        lambda model: _is_ready(common.state, model),
+        lambda model: _is_whole(common.state, model),
+        common.hosted_slots.progress_of,
+    )
+
+
+def _is_ready(state: State, model: ModelId) -> bool:
+    return any(slot.is_serving for slot in state.slots_of(model))
+
+
+def _is_whole(state: State, model: ModelId) -> bool:
+    """Whether there are several GPUs and this model can be put on one of them only."""
+    gpus = sum(device.kind is DeviceKind.GPU for device in state.ledger.devices.values())
+    return gpus > 1 and model in state.models and not state.models[model].spec.can_split

@@ -1,0 +1,62 @@
+"""Shutdown, once it was asked for: wait until nothing runs, then let go of everything.
+
+Owns the order, and how long each part of it may take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Sequence
+from typing import Protocol
+
+from greenroom.wiring.common import Common
+from greenroom.wiring.front import Front
+from greenroom.wiring.leases import Leases
+from greenroom.wiring.memory import Memory
+from greenroom.wiring.moves import Moves
+
+# After the drain, engines get their own time to stop; nothing else may hold the exit up longer than this.
+STOP_MAX_S = 60.0
+# The last of all: what is still to be written to disk.
+WRITE_MAX_S = 10.0
+
+
+class File(Protocol):
+    def close(self) -> Awaitable[None]: ...
+
+
+async def stopped(common: Common, moves: Moves, front: Front, drain_s: float) -> None:
+    """Return when nothing runs any more, or when that takes too long."""
+    state = common.state
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(drain_s + STOP_MAX_S):
+            await common.loop.until(lambda: all(slot.lease is not None for slot in state.slots.values()))
+            await front.inference.finished()
+            await moves.mover.cleared_up()
+            await moves.hosted.close()
+
+
+async def let_go(common: Common, memory: Memory, leases: Leases, front: Front) -> None:
+    """Close everything but the files, those who speak to others first."""
+    if leases.sharing is not None:
+        await leases.sharing.close()
+    # Streams of events and logs end by themselves once nothing more will be said.
+    common.hub.close()
+    await asyncio.sleep(0)
+    front.management.close()
+    await front.edge.close()
+    front.inference.vigil.close()
+    front.prefetch.close()
+    common.effects.close()
+    await memory.watch.close()
+    # One turn of the loop for last bytes on their way out.
+    await asyncio.sleep(0.05)
+    front.edge.abort()
+
+
+async def write_last(files: Sequence[File | None]) -> None:
+    """What was learned and what is being recorded; a disk that hangs does not keep us."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(WRITE_MAX_S):
+            await asyncio.gather(*(file.close() for file in files if file is not None))

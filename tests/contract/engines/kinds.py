@@ -1,0 +1,47 @@
+"""Every engine there is, as the contract suite wants it: models that say their name, and one that does not end.
+
+To add an engine: describe it by a `Kind` and name it in KINDS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.harness import fake, tiny
+from tests.models import tiny as tiny_gguf
+from tests.models import tiny_hf
+from tests.torch_python import hosted
+
+# Wide enough that an answer of the longest context takes many seconds, so that its end is no accident.
+HIDDEN, LAYERS = 512, 8
+CONTEXT = 4096
+
+Described = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """`named` makes a model that says its name and ends; `endless` one that goes on until nobody listens."""
+
+    named: Callable[[str], Described]
+    endless: Callable[[str], Described]
+    can_sleep: bool = False
+
+
+KINDS = {
+    "command": Kind(
+        named=lambda name: fake(name),
+        endless=lambda name: fake(name, "--tokens", str(10**9)),
+    ),
+    "llamacpp": Kind(
+        named=lambda name: tiny(tiny_gguf(name)),
+        endless=lambda name: tiny(tiny_gguf(name, loop=True, hidden=HIDDEN, layers=LAYERS), ctx_size=CONTEXT),
+    ),
+    "transformers": Kind(
+        named=lambda name: hosted(tiny_hf(name)),
+        endless=lambda name: hosted(tiny_hf(name, loop=True, hidden=HIDDEN, layers=LAYERS), ctx_size=CONTEXT),
+        can_sleep=True,
+    ),
+}

@@ -1,0 +1,111 @@
+"""What the gateway says of hosted models: which worker, how it starts, and what it is told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greenroom.config.schema import Model
+from greenroom.core.model import DeviceId
+from greenroom.engines.base import Ability, HostKey
+from greenroom.engines.registry import engine_for
+from greenroom.engines.transformers import WORKER, TransformersEngine
+from greenroom.errors import LoadFailed
+
+ENGINE = TransformersEngine()
+GPU = (DeviceId("GPU-a"),)
+
+
+def model(folder: Path, **keys: Any) -> Model:
+    return Model(path=str(folder), **keys)
+
+
+def test_a_folder_is_hosted(tmp_path: Path) -> None:
+    engine = engine_for(model(tmp_path))
+    assert engine.name == "transformers" and engine.hosted is True
+
+
+def test_models_share_a_worker_unless_python_gpus_environment_or_wish_differ(tmp_path: Path) -> None:
+    plain = ENGINE.host_key("s1", model(tmp_path), GPU)
+    assert plain == ENGINE.host_key("s2", model(tmp_path, dtype="float32", ctx_size=7), GPU)
+    assert plain.python == sys.executable and plain.may_take_spare
+    others = [
+        ENGINE.host_key("s1", model(tmp_path, python="/other/python"), GPU),
+        ENGINE.host_key("s1", model(tmp_path), (DeviceId("GPU-b"),)),
+        ENGINE.host_key("s1", model(tmp_path, env={"A": "b"}), GPU),
+        ENGINE.host_key("s1", model(tmp_path, cwd="/"), GPU),
+        ENGINE.host_key("s1", model(tmp_path, isolate=True), GPU),
+        ENGINE.host_key("s2", model(tmp_path, isolate=True), GPU),
+        ENGINE.host_key("s1", model(tmp_path, device="cpu"), GPU),
+    ]
+    assert len({plain, *others}) == len(others) + 1
+    assert [key.may_take_spare for key in others] == [True, True, False, False, True, True, True]
+
+
+def test_a_worker_is_started_by_path_with_its_gpus_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "s")
+    command = ENGINE.launch_worker(HostKey(sys.executable, GPU, env=(("A", "b"),), cwd="/"), "/run/w1.sock")
+    assert command.argv == (sys.executable, str(WORKER), "--control", "/run/w1.sock") and command.cwd == "/"
+    assert WORKER.is_file()
+    assert command.env["CUDA_VISIBLE_DEVICES"] == "GPU-a" and command.env["A"] == "b" and "SECRET" not in command.env
+
+
+def test_a_spare_is_told_of_no_gpus_and_the_operator_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    spare = HostKey(sys.executable, None)
+    assert "CUDA_VISIBLE_DEVICES" not in ENGINE.launch_worker(spare, "s").env and spare.visible is None
+    assert HostKey("p", ()).visible == "" and HostKey("p", (*GPU, DeviceId("GPU-b"))).visible == "GPU-a,GPU-b"
+    said = ENGINE.launch_worker(HostKey(sys.executable, None, env=(("HF_HUB_OFFLINE", "0"),)), "s").env
+    assert said["HF_HUB_OFFLINE"] == "0"
+
+
+def test_a_python_that_is_not_there_is_named() -> None:
+    with pytest.raises(LoadFailed, match="there is no Python /no/python"):
+        ENGINE.launch_worker(HostKey("/no/python", GPU), "s")
+
+
+def test_keys_of_a_model_become_options(tmp_path: Path) -> None:
+    said = ENGINE.options(model(tmp_path, ctx_size=1000, concurrency=5, threads=2, dtype="float16"), GPU)
+    assert said == {
+        "dtype": "float16",
+        "context": 1000,
+        "cache_tokens": 4000,
+        "batch_max": 5,
+        "embedding": False,
+        "device": "auto",
+        "trust_remote_code": False,
+        "allow_pickle": False,
+        "threads": 2,
+    }
+    open_handed = model(tmp_path, ctx_size=0, cache_tokens=77, trust_remote_code=True, allow_pickle=True)
+    said = ENGINE.options(open_handed, None)
+    assert (said["context"], said["cache_tokens"], said["batch_max"]) == (None, 77, 32)
+    assert said["trust_remote_code"] is True and said["allow_pickle"] is True
+
+
+def test_what_is_on_the_host_is_told_so(tmp_path: Path) -> None:
+    assert ENGINE.options(model(tmp_path, device="cpu"), ())["device"] == "cpu"
+    assert ENGINE.options(model(tmp_path), ())["device"] == "cpu"
+    assert ENGINE.options(model(tmp_path), None)["device"] == "auto"
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LoadFailed, match=r"there is no folder .*gone"):
+        ENGINE.options(model(tmp_path / "gone"), None)
+    assert ENGINE.files(model(tmp_path / "gone")) == []
+
+
+def test_files_are_those_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "b").write_text("")
+    (tmp_path / "a").write_text("")
+    (tmp_path / "folder").mkdir()
+    assert [file.name for file in ENGINE.files(model(tmp_path))] == ["a", "b"]
+
+
+def test_abilities_follow_the_mode(tmp_path: Path) -> None:
+    assert ENGINE.abilities(model(tmp_path)) == {Ability.CHAT, Ability.COMPLETIONS}
+    assert ENGINE.abilities(model(tmp_path, embedding=True)) == {Ability.EMBEDDINGS}
+    assert ENGINE.concurrency(model(tmp_path)) == 32 and not ENGINE.can_split(model(tmp_path))

@@ -1,0 +1,86 @@
+"""Models that fake workers host, for tests of what goes well and wrong with them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greenroom.app import App
+from greenroom.core.model import ModelId, MoveKind, Tier
+from greenroom.engines import transformers
+from greenroom.runtime import hosts
+from tests.harness import until
+
+FAKE_WORKER = Path(__file__).parent.parent / "fake_worker.py"
+
+
+@pytest.fixture
+def fake_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Workers are fakes; a spare comes at once where there is to be one."""
+    monkeypatch.setattr(transformers, "WORKER", FAKE_WORKER)
+    monkeypatch.setattr(hosts, "SPARE_AFTER_S", 0.0)
+    yield
+    assert not arenas(), "memory of arenas was left behind"
+
+
+def arenas() -> list[str]:
+    """Arenas that this process holds."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            continue
+    return [link for link in links if "memfd:greenroom-s" in link]
+
+
+class Folder:
+    """A model's folder: how its worker behaves, and what it did."""
+
+    def __init__(self, base: Path, name: str, **conduct: Any) -> None:
+        self.path = base / f"{name}.model"
+        self.path.mkdir()
+        self.behave(**conduct)
+
+    def behave(self, **conduct: Any) -> None:
+        draft = self.path / ".fake"
+        draft.write_text(json.dumps(conduct))
+        draft.replace(self.path / "fake.json")
+
+    def model(self, **keys: Any) -> dict[str, Any]:
+        return {"path": str(self.path), "engine": "transformers", "memory_mib": 100, **keys}
+
+    def lines(self, *events: str) -> list[dict[str, Any]]:
+        journal = self.path / "journal"
+        if not journal.exists():
+            return []
+        lines = [json.loads(line) for line in journal.read_text().rpartition("\n")[0].splitlines()]
+        return [line for line in lines if not events or line["event"] in events]
+
+    def events(self) -> list[str]:
+        return [line["event"] for line in self.lines()]
+
+
+def tier(app: App, model: str) -> Tier:
+    slots = app.loop.scheduler.state.slots_of(ModelId(model))
+    return slots[0].tier if slots else Tier.COLD
+
+
+async def until_in(app: App, model: str, wanted: Tier) -> None:
+    await until(lambda: tier(app, model) is wanted and not app.mover.moving, f"{model} is {wanted.value}")
+
+
+async def move(app: App, kind: MoveKind, model: str) -> None:
+    await app.operations.move(kind, ModelId(model))
+
+
+def worker_of(app: App, model: str) -> int:
+    """The pid of the process in which this model lives."""
+    (slot,) = [slot for slot in app.hosted_slots.there.values() if slot.entry.id == model]
+    assert slot.worker is not None
+    return slot.worker.pid

@@ -1,0 +1,38 @@
+"""A gateway as its operator sees it: what it says of a model, orders, and waiting for what it will say."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from greenroom.app import App
+from tests.harness import PATIENCE_S
+from tests.integration.raw import Answer, http
+
+
+async def view(app: App, model: str) -> dict[str, Any]:
+    answer = await http(app, "GET", f"/api/v1/models/{model}")
+    assert answer.status == 200, answer.body
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def pid_of(app: App, model: str) -> int:
+    pid = (await view(app, model))["pid"]
+    assert isinstance(pid, int), f"{model} has no process"
+    return pid
+
+
+async def order(app: App, move: str, model: str, **more: Any) -> Answer:
+    """load, unload, sleep or prepare a model."""
+    return await http(app, "POST", f"/api/v1/models/{model}/{move}", more)
+
+
+async def eventually(fact: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Wait until awaiting this gives something true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not await fact():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
+        await asyncio.sleep(0.02)

@@ -1,0 +1,88 @@
+"""What callers and operators see of the green room where an engine has none, and what is done for them anyway."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from greenroom.runtime import prefetch
+from tests.harness import fake, gateway, until
+from tests.integration.raw import Raw, asking, chat, http
+
+FLUSH = "/v1/cache/flush"
+MIB = 2**20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_without_a_prefix_cache_says_that_nothing_was_reused(tmp_path: Path, stream: bool) -> None:
+    async with gateway(tmp_path, {"a": fake("a")}) as app:
+        answer = await chat(app, "a", stream=stream, headers={"X-Cache-Mode": "prefix", "X-Cache-Tag": "session-1"})
+        other = await http(app, "GET", "/v1/models")
+    assert (answer.headers["x-cache-hit"], answer.headers["x-cache-tokens-reused"]) == ("false", "0")
+    assert "x-queue-wait-ms" in answer.headers and "x-cache-hit" not in other.headers
+
+
+async def test_words_about_caches_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a")}) as app:
+        long = await chat(app, "a", headers={"X-Cache-Tag": "x" * 65})
+        odd = await chat(app, "a", headers={"X-Cache-Mode": "always"})
+    assert (long.status, long.error["param"]) == (400, "X-Cache-Tag")
+    assert (odd.status, odd.error["param"]) == (400, "X-Cache-Mode")
+
+
+async def test_what_is_said_of_caches_stays_here_where_nobody_keeps_one(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    async with gateway(tmp_path, {"a": fake("a", "--journal", str(journal), "--record")}) as app:
+        await chat(app, "a", headers={"X-Cache-Tag": "secret-tag", "X-Tenant-ID": "lab"})
+    assert "secret-tag" not in journal.read_text() and "x-tenant-id" not in journal.read_text().lower()
+
+
+async def test_a_key_that_may_only_ask_may_flush_its_own_tenant_only(tmp_path: Path) -> None:
+    keys = [{"name": "lab", "key": "lab-key", "admin": False}, {"name": "admin", "key": "admin-key"}]
+    async with gateway(tmp_path, {"a": fake("a")}, server={"api_keys": keys}) as app:
+        lab, admin = ({"Authorization": f"Bearer {key}"} for key in ("lab-key", "admin-key"))
+        assert (await http(app, "POST", FLUSH, {"scope": "all"})).status == 401
+        assert (await http(app, "POST", FLUSH, {"scope": "all"}, headers=lab)).status == 403
+        assert (await http(app, "POST", FLUSH, {"scope": "tenant", "tenantId": "x"}, headers=lab)).status == 403
+        own = await http(app, "POST", FLUSH, {"scope": "tenant"}, headers=lab)
+        everything = await http(app, "POST", FLUSH, {"scope": "all"}, headers=admin)
+    assert own.json() == everything.json() == {"flushed": True, "entriesRemoved": 0, "memoryFreedMB": 0.0}
+
+
+@pytest.mark.parametrize("order", ["sleep", "prepare"])
+async def test_an_engine_that_cannot_sleep_says_which_it_is_and_what_to_do(tmp_path: Path, order: str) -> None:
+    async with gateway(tmp_path, {"a": fake("a")}) as app:
+        await chat(app, "a")
+        answer = await http(app, "POST", f"/api/v1/models/a/{order}")
+        still = await http(app, "GET", "/api/v1/models/a")
+    assert (answer.status, answer.error["code"]) == (422, "unsupported")
+    assert "command" in answer.error["message"] and "unload" in answer.error["message"]
+    assert still.json()["tier"] == "ready"
+
+
+async def test_the_file_of_a_model_is_read_ahead_while_its_caller_waits_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one on stage answers slowly; the other, which shall have its place, is read meanwhile and never loaded."""
+    monkeypatch.setattr(prefetch, "_is_cached", lambda descriptor, piece: False)
+    (tmp_path / "b.gguf").write_bytes(bytes(3 * MIB))
+    models = {
+        "a": fake("a", "--token-s", "0.2", "--tokens", "500"),
+        "b": {"path": str(tmp_path / "b.gguf"), "memory_mib": 100},
+    }
+    async with (
+        gateway(tmp_path, models, budget_mib=100) as app,
+        await Raw.open(app) as busy,
+        await Raw.open(app) as raw,
+    ):
+        busy.ask(asking("a", stream=True))
+        await busy.head()
+        raw.ask(asking("b"))
+        counts = app.metrics.green_room._prefetched
+        await until(lambda: counts.at("b").value == 3 * MIB, "the file was read")
+        assert not any(slot.model == "b" and slot.move for slot in app.loop.scheduler.state.slots.values())
+        raw.leave()
+        busy.leave()
+        await asyncio.sleep(0)

@@ -1,0 +1,409 @@
+"""Models that live in workers: they sleep, wake, share a process, and outlive it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greenroom.core.model import ModelId, MoveKind, Tier
+from greenroom.errors import BadModel, LoadFailed, OutOfMemory, OutsideRoots
+from greenroom.runtime import hosted_moves, openings
+from greenroom.runtime.hosted_memory import HostedMemory
+from tests.harness import gateway, until, write_config
+from tests.integration.facts import at_rest
+from tests.integration.hosted_rig import Folder, arenas, fake_workers, move, tier, until_in, worker_of
+from tests.integration.raw import chat
+
+pytestmark = pytest.mark.usefixtures("fake_workers")
+__all__ = ["fake_workers"]
+
+QUIET: dict[str, Any] = {"memory": {"spare_worker": False}}
+
+
+async def test_a_model_is_loaded_answers_and_leaves_nothing_when_it_is_unloaded(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "alpha")
+    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+        answer = await chat(app, "alpha")
+        assert answer.status == 200 and answer.text.startswith("alpha")
+        assert folder.events() == ["open", "wake"] and arenas()
+        assert "worker: opening alpha" in "\n".join(app.slots.log(ModelId("alpha")).tail(20))
+        await move(app, MoveKind.UNLOAD, "alpha")
+        assert folder.events() == ["open", "wake", "close"]
+        assert not arenas() and not app.hosted_slots.there and not app.slots.live
+
+
+async def test_models_that_do_not_fit_together_change_places_without_being_read_again(tmp_path: Path) -> None:
+    folders = {name: Folder(tmp_path, name) for name in ("alpha", "beta")}
+    models = {name: folder.model() for name, folder in folders.items()}
+    async with gateway(tmp_path, models, budget_mib=150, **QUIET) as app:
+        for name in ("alpha", "beta", "alpha", "beta"):
+            assert (await chat(app, name)).text.startswith(name)
+        assert folders["alpha"].events() == ["open", "wake", "sleep", "wake", "sleep"]
+        assert folders["beta"].events() == ["open", "wake", "sleep", "wake"]
+        assert (tier(app, "alpha"), tier(app, "beta")) == (Tier.ASLEEP, Tier.READY)
+        assert len(app.hosted_slots.workers) == 1
+        assert worker_of(app, "alpha") == worker_of(app, "beta")
+
+
+async def test_a_prepared_model_sleeps_until_it_is_asked_for(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "alpha")
+    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+        await move(app, MoveKind.PREPARE, "alpha")
+        assert (tier(app, "alpha"), folder.events()) == (Tier.ASLEEP, ["open"])
+        assert (await chat(app, "alpha")).status == 200
+        await move(app, MoveKind.SLEEP, "alpha")
+        assert (tier(app, "alpha"), folder.events()) == (Tier.ASLEEP, ["open", "wake", "sleep"])
+        await move(app, MoveKind.UNLOAD, "alpha")
+        assert not arenas()
+
+
+async def test_what_a_wake_takes_until_all_has_arrived_is_learned(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "alpha", expected_s=30)
+    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+        await move(app, MoveKind.PREPARE, "alpha")
+        await chat(app, "alpha")
+        learned = app.loop.scheduler.state.models[ModelId("alpha")].learned_s
+        assert 30 <= learned[MoveKind.WAKE] < 60
+
+
+async def test_who_does_not_want_to_wait_hears_how_far_the_load_is(tmp_path: Path) -> None:
+    folder, other = Folder(tmp_path, "alpha", at={"open": "slow 5"}), Folder(tmp_path, "other")
+    models = {"alpha": folder.model(), "other": other.model()}
+    async with gateway(tmp_path, models, server={"wait_max_s": 3}, **QUIET) as app:
+        await move(app, MoveKind.LOAD, "other")
+        answer = await chat(app, "alpha")
+        assert (answer.status, answer.error["code"]) == (503, "model_loading")
+        assert answer.error["loading"]["progress"] == 0.5
+        await until_in(app, "alpha", Tier.READY)
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+async def test_an_isolated_model_has_a_process_of_its_own_and_it_ends_with_it(tmp_path: Path) -> None:
+    folders = {name: Folder(tmp_path, name) for name in ("alpha", "beta")}
+    models = {"alpha": folders["alpha"].model(), "beta": folders["beta"].model(isolate=True)}
+    async with gateway(tmp_path, models, **QUIET) as app:
+        await chat(app, "alpha")
+        await chat(app, "beta")
+        own = worker_of(app, "beta")
+        assert own != worker_of(app, "alpha")
+        await move(app, MoveKind.UNLOAD, "beta")
+        await until(lambda: not os.path.exists(f"/proc/{own}"), "its process has ended")
+        assert (await chat(app, "alpha")).status == 200
+
+
+async def test_models_with_an_environment_of_their_own_have_a_worker_of_their_own(tmp_path: Path) -> None:
+    folders = {name: Folder(tmp_path, name) for name in ("alpha", "beta")}
+    models = {"alpha": folders["alpha"].model(), "beta": folders["beta"].model(env={"A": "b"})}
+    async with gateway(tmp_path, models, **QUIET) as app:
+        await chat(app, "alpha")
+        await chat(app, "beta")
+        assert worker_of(app, "alpha") != worker_of(app, "beta")
+        environment = Path(f"/proc/{worker_of(app, 'beta')}/environ").read_bytes().split(b"\0")
+        assert b"A=b" in environment and b"HF_HUB_OFFLINE=1" in environment
+
+
+async def test_many_loads_at_once_share_the_start_of_one_worker(tmp_path: Path) -> None:
+    folders = {name: Folder(tmp_path, name) for name in ("a", "b", "c")}
+    models = {name: folder.model() for name, folder in folders.items()}
+    async with gateway(tmp_path, models, **QUIET) as app:
+        answers = await asyncio.gather(*(chat(app, name) for name in models))
+        assert [answer.status for answer in answers] == [200] * 3
+        assert len(app.hosted_slots.workers) == 1
+
+
+async def test_a_worker_that_dies_leaves_its_models_asleep_and_they_wake_in_the_spare(tmp_path: Path) -> None:
+    folders = {name: Folder(tmp_path, name) for name in ("alpha", "beta", "gamma")}
+    models = {name: folder.model() for name, folder in folders.items()}
+    recording = tmp_path / "events.jsonl"
+    async with gateway(tmp_path, models, server={"record_events": str(recording)}) as app:
+        for name in models:
+            await chat(app, name)
+        on_stage = [slot.id for slot in app.hosted_slots.there.values() if slot.entry.id != "gamma"]
+        await move(app, MoveKind.SLEEP, "gamma")
+        await until(lambda: len(app.hosted_slots.workers) == 2, "a spare is there")
+        dead = worker_of(app, "alpha")
+        (spare,) = [worker.pid for worker in app.hosted_slots.workers.values() if worker.pid != dead]
+        os.kill(dead, signal.SIGKILL)
+        for name in models:
+            await until_in(app, name, Tier.ASLEEP)
+        assert len(arenas()) == 3
+        for name in models:
+            assert (await chat(app, name)).text.startswith(name)
+            assert worker_of(app, name) == spare
+            assert [line["filled"] for line in folders[name].lines("open")] == [False, True]
+        await until(lambda: len(app.hosted_slots.workers) == 2, "there is a spare again")
+    lost = [line for line in recording.read_text().splitlines() if '"SlotsLost"' in line]
+    assert len(lost) == 1, "all who were on stage, in one event"
+    assert f'"slots":{json.dumps(on_stage, separators=(",", ":"))}' in lost[0] and '"is":"asleep"' in lost[0]
+
+
+async def test_a_request_in_flight_is_answered_by_the_next_worker_if_it_had_no_byte_yet(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "alpha")
+    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+        await chat(app, "alpha")
+        pid = worker_of(app, "alpha")
+        os.kill(pid, signal.SIGSTOP)
+        waiting = asyncio.create_task(chat(app, "alpha"))
+        await until(lambda: app.loop.scheduler.state.grants, "the request is granted")
+        os.kill(pid, signal.SIGKILL)
+        assert (await waiting).status == 200
+        await at_rest(app)
+
+
+async def test_a_spare_is_there_after_the_first_load_and_ends_with_the_gateway(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "alpha")
+    async with gateway(tmp_path, {"alpha": folder.model()}) as app:
+        assert not app.hosted_slots.workers
+        await chat(app, "alpha")
+        await until(lambda: len(app.hosted_slots.workers) == 2, "a spare is there")
+        await move(app, MoveKind.UNLOAD, "alpha")
+        await until(lambda: len(app.hosted_slots.workers) == 1, "one of them is enough")
+        await chat(app, "alpha")
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["crash", "mute"])
+async def test_a_worker_that_crashes_or_hangs_up_in_a_wake_is_replaced_within_the_move(
+    tmp_path: Path, how: str
+) -> None:
+    folder = Folder(tmp_path, "alpha", at={"wake": f"once {how}"})
+    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+        assert (await chat(app, "alpha")).status == 200
+        assert folder.events() == ["open", "wake", "open", "wake"]
+        assert folder.lines("open")[1]["filled"]
+
+
+async def test_a_model_that_crashes_every_worker_fails_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "alpha", at={"wake": "crash"})
+    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+        answer = await chat(app, "alpha")
+        assert (answer.status, answer.json()["error"]["code"]) == (503, "model_load_failed")
+        assert "worker ended (exit code 70)" in answer.json()["error"]["message"]
+        await until(lambda: not app.hosted_slots.there and not app.hosted_slots.workers, "nothing is left")
+        assert folder.events() == ["open", "wake"] * 2
+
+
+async def test_a_crash_at_open_is_tried_again_only_if_another_may_have_caused_it(tmp_path: Path) -> None:
+    bad, good = Folder(tmp_path, "bad", at={"open": "crash"}), Folder(tmp_path, "good")
+    async with gateway(tmp_path, {"bad": bad.model(), "good": good.model()}, **QUIET) as app:
+        with pytest.raises(LoadFailed):
+            await move(app, MoveKind.LOAD, "bad")
+        assert bad.events() == ["open"], "it was alone"
+        await chat(app, "good")
+        with pytest.raises(LoadFailed):
+            await move(app, MoveKind.LOAD, "bad")
+        assert bad.events() == ["open"] * 3
+        assert (await chat(app, "good")).status == 200
+        assert [line["filled"] for line in good.lines("open")] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [("bad_model", BadModel), ("out_of_memory", OutOfMemory), ("failed", LoadFailed)]
+)
+async def test_what_a_worker_says_of_a_failed_open_is_told(tmp_path: Path, kind: str, error: type[LoadFailed]) -> None:
+    folder, other = Folder(tmp_path, "alpha", at={"open": f"fail {kind}"}), Folder(tmp_path, "other")
+    async with gateway(tmp_path, {"alpha": folder.model(), "other": other.model()}, **QUIET) as app:
+        await chat(app, "other")
+        with pytest.raises(error, match="open fails as told"):
+            await move(app, MoveKind.LOAD, "alpha")
+        await until(lambda: len(app.hosted_slots.there) == 1 and not app.mover.moving, "the other one alone is there")
+        assert len(arenas()) == 1 and (await chat(app, "other")).status == 200
+
+
+async def test_an_open_that_hangs_ends_at_its_deadline_and_the_worker_goes_on(tmp_path: Path) -> None:
+    folder, other = Folder(tmp_path, "alpha", at={"open": "hang"}), Folder(tmp_path, "other")
+    models = {"alpha": folder.model(load_timeout_s=1), "other": other.model()}
+    async with gateway(tmp_path, models, **QUIET) as app:
+        await chat(app, "other")
+        pid = worker_of(app, "other")
+        with pytest.raises(LoadFailed, match="it took more than 1 s"):
+            await move(app, MoveKind.LOAD, "alpha")
+        assert worker_of(app, "other") == pid and len(arenas()) == 1
+
+
+async def test_a_worker_that_cannot_close_is_ended_and_its_neighbours_go_on_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openings, "CLOSE_MAX_S", 0.2)
+    folder, other = Folder(tmp_path, "alpha", at={"close": "hang"}), Folder(tmp_path, "other")
+    async with gateway(tmp_path, {"alpha": folder.model(), "other": other.model()}, **QUIET) as app:
+        await chat(app, "alpha")
+        await chat(app, "other")
+        pid = worker_of(app, "other")
+        await move(app, MoveKind.UNLOAD, "alpha")
+        await until_in(app, "other", Tier.ASLEEP)
+        assert (await chat(app, "other")).status == 200
+        assert worker_of(app, "other") != pid and len(arenas()) == 1
+
+
+@pytest.mark.parametrize("how", ["fail failed", "hang", "crash"])
+async def test_a_sleep_that_goes_wrong_frees_the_memory_all_the_same(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosted_moves, "SLEEP_MAX_S", 0.3)
+    monkeypatch.setattr(openings, "CLOSE_MAX_S", 0.3)
+    folders = {name: Folder(tmp_path, name) for name in ("alpha", "beta")}
+    models = {name: folder.model() for name, folder in folders.items()}
+    async with gateway(tmp_path, models, budget_mib=150, **QUIET) as app:
+        await chat(app, "alpha")
+        folders["alpha"].behave(at={"sleep": f"once {how}"})
+        assert (await chat(app, "beta")).text.startswith("beta")
+        # A crash is as good as a sleep: the weights are safe.
+        assert tier(app, "alpha") is (Tier.ASLEEP if how == "crash" else Tier.COLD)
+        assert (await chat(app, "alpha")).text.startswith("alpha")
+
+
+async def test_a_wake_that_hangs_ends_and_the_model_is_loaded_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosted_moves, "WAKE_MAX_S", 0.3)
+    monkeypatch.setattr(hosted_moves, "SLEEP_MAX_S", 0.3)
+    folder = Folder(tmp_path, "alpha", at={"wake": "once hang"})
+    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+        with pytest.raises(LoadFailed, match="did not wake within"):
+            await move(app, MoveKind.LOAD, "alpha")
+        await move(app, MoveKind.LOAD, "alpha")
+        assert tier(app, "alpha") is Tier.READY
+
+
+@pytest.mark.parametrize("phase", ["open", "wake"])
+async def test_a_load_that_is_called_off_leaves_nothing(
+    tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosted_moves, "SLEEP_MAX_S", 0.3)
+    folder = Folder(tmp_path, "alpha", at={phase: "slow 30"})
+    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+        waiting = asyncio.create_task(chat(app, "alpha"))
+        await until(lambda: phase in folder.events(), f"{phase} is under way")
+        await move(app, MoveKind.UNLOAD, "alpha")
+        assert (await waiting).status == 503
+        await until(lambda: not app.mover.moving, "all has ended")
+        assert not arenas() and not app.hosted_slots.there
+
+
+async def test_a_wake_that_is_called_off_leaves_the_model_asleep(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "alpha")
+    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+        await move(app, MoveKind.PREPARE, "alpha")
+        folder.behave(at={"wake": "slow 1"})
+        waiting = asyncio.create_task(chat(app, "alpha"))
+        await until(lambda: "wake" in folder.events(), "it wakes")
+        await move(app, MoveKind.SLEEP, "alpha")
+        assert (await waiting).status == 503
+        assert (tier(app, "alpha"), folder.events()) == (Tier.ASLEEP, ["open", "wake", "sleep"])
+        folder.behave()
+        assert (await chat(app, "alpha")).status == 200
+
+
+async def test_a_load_that_is_called_off_while_its_worker_starts_leaves_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Folder(tmp_path, "alpha")
+    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+        waiting = asyncio.create_task(chat(app, "alpha"))
+        await until(lambda: bool(app.hosted_slots.there), "it begins")
+        await move(app, MoveKind.UNLOAD, "alpha")
+        assert (await waiting).status == 503
+        assert not app.hosted_slots.there and not app.hosted_slots.workers
+
+
+async def test_a_start_goes_on_for_others_when_one_who_waited_for_it_leaves(tmp_path: Path) -> None:
+    folders = {name: Folder(tmp_path, name) for name in ("alpha", "beta")}
+    models = {name: folder.model() for name, folder in folders.items()}
+    async with gateway(tmp_path, models, **QUIET) as app:
+        waiting = [asyncio.create_task(chat(app, name)) for name in models]
+        await until(lambda: len(app.hosted_slots.there) == 2, "both begin")
+        await move(app, MoveKind.UNLOAD, "alpha")
+        assert [(await one).status for one in waiting] == [503, 200]
+        assert len(app.hosted_slots.workers) == 1 and not folders["alpha"].events()
+
+
+async def test_a_gateway_that_stops_while_a_worker_starts_leaves_nothing(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "alpha")
+    async with gateway(tmp_path, {"alpha": folder.model(preload=True)}, **QUIET) as app:
+        await until(lambda: bool(app.hosted_slots.there), "it begins")
+    assert not app.hosted_slots.there and not app.hosted_slots.workers
+
+
+async def test_a_slot_that_the_scheduler_has_given_up_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Folder(tmp_path, "alpha")
+    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+        await move(app, MoveKind.PREPARE, "alpha")
+        (slot,) = app.hosted_slots.there
+        app.hosted_moves.reconcile(slot)
+        assert app.hosted_slots.there, "the scheduler counts with it"
+        monkeypatch.setattr(HostedMemory, "knows", lambda *_: False)
+        app.hosted_moves.reconcile(slot)
+        await until(lambda: not app.hosted_slots.there, "nobody knows of it")
+        assert not arenas() and folder.events() == ["open", "close"]
+
+
+async def test_a_missing_folder_python_or_place_is_told(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "there")
+    (tmp_path / "roots").mkdir()
+    outside = tmp_path / "roots" / "link"
+    outside.symlink_to(folder.path)
+    models = {
+        "gone": {**folder.model(), "path": str(tmp_path / "roots" / "gone")},
+        "outside": {**folder.model(), "path": str(outside)},
+    }
+    async with gateway(tmp_path, models, model_roots=[str(tmp_path / "roots")], **QUIET) as app:
+        with pytest.raises(LoadFailed, match="there is no folder"):
+            await move(app, MoveKind.LOAD, "gone")
+        with pytest.raises(OutsideRoots, match="lies outside of model_roots"):
+            await move(app, MoveKind.LOAD, "outside")
+        assert not arenas() and not app.hosted_slots.workers
+
+
+async def test_a_python_that_is_not_there_is_told(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "alpha")
+    async with gateway(tmp_path, {"alpha": folder.model(python="/no/such/python")}, **QUIET) as app:
+        with pytest.raises(LoadFailed, match="there is no Python /no/such/python"):
+            await move(app, MoveKind.LOAD, "alpha")
+
+
+async def test_a_python_that_ends_at_once_is_told_with_its_last_lines(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "alpha")
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho no torch here >&2\nexit 3\n")
+    program.chmod(0o755)
+    async with gateway(tmp_path, {"alpha": folder.model(python=str(program))}, **QUIET) as app:
+        answer = await chat(app, "alpha")
+        assert answer.status == 503
+        assert "it ended while it started (exit code 3)" in answer.json()["error"]["message"]
+        assert "no torch here" in "\n".join(app.slots.log(ModelId("alpha")).tail(5))
+
+
+async def test_a_flush_reaches_the_worker_of_a_ready_model_only(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "alpha")
+    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+        await chat(app, "alpha")
+        (slot,) = app.hosted_slots.there
+        assert await app.hosted_moves.flush(slot, "me", None) == (2, 1024)
+        await move(app, MoveKind.SLEEP, "alpha")
+        assert await app.hosted_moves.flush(slot, "me", None) == (0, 0)
+        assert folder.events().count("flush") == 1
+
+
+async def test_a_changed_model_is_opened_anew_and_the_old_arena_is_given_back(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "alpha")
+    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+        await chat(app, "alpha")
+        await move(app, MoveKind.SLEEP, "alpha")
+        write_config(tmp_path, {"alpha": folder.model(ctx_size=512)}, **QUIET)
+        await app.reload()
+        await until(lambda: not app.hosted_slots.there, "the old one has left")
+        assert (await chat(app, "alpha")).status == 200
+        assert len(arenas()) == 1

@@ -1,0 +1,136 @@
+"""What callers get from hosted models beyond plain text, through the gateway: vectors, JSON, choices, a cache."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from greenroom.app import App
+from tests.harness import gateway, url
+from tests.integration.orders import order
+from tests.integration.raw import Answer, chat, http
+from tests.models import tiny_torch
+from tests.torch_python import hosted
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}, "is_large": {"type": "boolean"}},
+    "required": ["colour", "is_large"],
+    "additionalProperties": False,
+}
+# Many blocks of any size a cache may have.
+LONG = "one two three four five six seven eight nine ten " * 8
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
+    made = tiny_torch("qwen2", "gemma2", "bert")
+    models = {
+        "qwen": hosted(made / "qwen2"),
+        "gemma": hosted(made / "gemma2"),
+        "bert": hosted(made / "bert", embedding=True),
+    }
+    async with gateway(tmp_path_factory.mktemp("serving"), models, memory={"spare_worker": False}) as app:
+        yield app
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def client(app: App) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{url(app)}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def test_embeddings_are_vectors_of_length_one_that_tell_texts_apart(client: AsyncOpenAI) -> None:
+    answer = await client.embeddings.create(model="bert", input=["the lazy dog", "the lazy dog", "你好"])
+    same, again, other = (row.embedding for row in answer.data)
+    assert all(math.isclose(sum(x * x for x in row), 1, rel_tol=1e-3) for row in (same, again, other))
+    assert math.dist(same, again) < 1e-4 < 1e-3 < math.dist(same, other)
+    assert answer.usage.prompt_tokens > 0
+
+
+async def test_answer_obeys_a_schema_whatever_the_weights_say(client: AsyncOpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+    answer = await client.chat.completions.create(
+        model="qwen", messages=[{"role": "user", "content": "hi"}], response_format=form, max_tokens=200, seed=1
+    )
+    said = json.loads(answer.choices[0].message.content or "")
+    assert said["colour"] in ("red", "green") and isinstance(said["is_large"], bool) and len(said) == 2
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_seed_and_choices_and_logprobs(client: AsyncOpenAI) -> None:
+    async def drawn(seed: int) -> list[str | None]:
+        answer = await client.chat.completions.create(
+            model="gemma",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=12,
+            n=3,
+            seed=seed,
+            temperature=1,
+            logprobs=True,
+            top_logprobs=2,
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None and logprobs.content and len(logprobs.content[0].top_logprobs) == 2
+        return [choice.message.content for choice in answer.choices]
+
+    said = await drawn(1)
+    assert len(set(said)) == 3
+    assert await drawn(1) == said
+    assert await drawn(2) != said
+
+
+async def test_what_is_too_long_is_the_callers_fault(app: App) -> None:
+    answer = await http(app, "POST", "/v1/completions", {"model": "qwen", "prompt": LONG * 40, "max_tokens": 4})
+    assert answer.status == 400 and answer.error["type"] == "invalid_request_error", answer.body
+    answer = await chat(app, "qwen", temperature="hot")
+    assert (answer.status, answer.error["param"]) == (400, "temperature"), answer.body
+
+
+# --- the prefix cache -----------------------------------------------------------------------------------------------
+
+
+def cached(answer: Answer) -> int:
+    assert answer.status == 200, answer.body
+    tokens = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert isinstance(tokens, int)
+    assert answer.headers["x-cache-hit"] == ("true" if tokens else "false")
+    return tokens
+
+
+async def asked(app: App, tag: str = "") -> Answer:
+    told = {"X-Cache-Tag": tag} if tag else {}
+    said = {"model": "qwen", "prompt": LONG, "max_tokens": 4, "temperature": 0}
+    return await http(app, "POST", "/v1/completions", said, headers=told)
+
+
+async def test_prefix_asked_for_again_is_not_computed_again_and_says_the_same(app: App) -> None:
+    first = await asked(app, "mine")
+    again = await asked(app, "mine")
+    assert cached(first) == 0 and cached(again) > 0
+    assert again.json()["choices"][0]["text"] == first.json()["choices"][0]["text"]
+    assert cached(await asked(app, "other")) == 0, "tags do not share"
+
+
+async def test_flushed_prefix_is_forgotten(app: App) -> None:
+    await asked(app, "flushed")
+    assert cached(await asked(app, "flushed")) > 0
+    flushed = await http(app, "POST", "/v1/cache/flush", {"scope": "tag", "tag": "flushed"})
+    assert flushed.status == 200, flushed.body
+    assert flushed.json()["flushed"] is True and flushed.json()["entriesRemoved"] > 0
+    assert cached(await asked(app, "flushed")) == 0
+
+
+async def test_sleep_forgets_prefixes(app: App) -> None:
+    await asked(app, "slept")
+    assert cached(await asked(app, "slept")) > 0
+    assert (await order(app, "sleep", "qwen")).status == 200
+    assert cached(await asked(app, "slept")) == 0

@@ -1,0 +1,139 @@
+"""The keeper of a program under a lease: the whole tree ends with the wrapper, and with nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from greenroom.process import proc, program_keeper
+
+PATIENCE_S = 60.0
+HEEDLESS = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+draft = pathlib.Path(sys.argv[1] + ".draft")
+draft.write_text(str(os.getpid()))
+draft.rename(sys.argv[1])
+time.sleep(600)
+"""
+
+
+@dataclass
+class Kept:
+    """A keeper whose wrapper is this test."""
+
+    process: subprocess.Popen[bytes]
+    control_fd: int
+    status_fd: int
+
+    def say(self, word: bytes) -> None:
+        os.write(self.control_fd, word)
+
+    def leave(self) -> None:
+        """As the end of the wrapper looks to its keeper, however that ended."""
+        os.close(self.control_fd)
+        self.control_fd = -1
+
+    def told(self) -> list[str]:
+        """Everything it says until it has ended."""
+        with open(self.status_fd, "rb", closefd=False) as status:
+            return status.read().decode().split("\n")[:-1]
+
+
+@contextlib.contextmanager
+def kept(command: Sequence[str], *, term_s: float = 30.0) -> Iterator[Kept]:
+    (control_read, control_write), (status_read, status_write) = os.pipe(), os.pipe()
+    argv = [sys.executable, "-P", "-m", program_keeper.__name__, str(control_read), str(status_write), str(term_s)]
+    process = subprocess.Popen([*argv, *command], pass_fds=(control_read, status_write))
+    for fd in (control_read, status_write):
+        os.close(fd)
+    one = Kept(process, control_write, status_read)
+    try:
+        yield one
+    finally:
+        for fd in (one.control_fd, one.status_fd):
+            if fd >= 0:
+                os.close(fd)
+        process.wait(PATIENCE_S)
+
+
+def until(fact: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not fact():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    seen = proc.stat(pid)
+    return seen is None or seen.is_dead
+
+
+def heedless(up: Path) -> str:
+    return shlex.join([sys.executable, "-c", HEEDLESS, str(up)])
+
+
+@pytest.mark.parametrize(("command", "told"), [("exit 7", "exited 7"), ("kill -9 $$", "signalled 9")])
+def test_how_the_program_ended_is_told(command: str, told: str) -> None:
+    with kept(["sh", "-c", command]) as one:
+        one.say(program_keeper.SEEN)
+        said = one.told()
+        assert said[0].startswith("started ") and said[1:] == [told]
+
+
+@pytest.mark.parametrize(("command", "number"), [("/no/such/program", 2), ("/", 13)])
+def test_what_cannot_be_run_is_told_by_its_number(command: str, number: int) -> None:
+    with kept([command]) as one:
+        assert one.told() == [f"failed {number}"]
+
+
+def test_a_program_that_has_ended_keeps_its_number_until_the_wrapper_has_seen_it() -> None:
+    with kept(["true"]) as one:
+        pid = int(os.read(one.status_fd, 100).split()[1])
+        until(lambda: is_gone(pid))
+        assert proc.stat(pid) is not None, "a zombie: the number is nobody else's"
+        one.say(program_keeper.SEEN)
+        assert one.told() == ["exited 0"]
+
+
+@pytest.mark.parametrize("shell", ["{0}; true", "trap '' TERM; {0}; true", "(setsid {0} &) ; sleep 600"])
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_who_does_not_heed_is_killed_with_what_it_started(tmp_path: Path, shell: str, is_asked: bool) -> None:
+    """Whether the shell waits, is deaf, or has let it go."""
+    up = tmp_path / "up"
+    with kept(["sh", "-c", shell.format(heedless(up))], term_s=0.3) as one:
+        until(up.exists)
+        started = int(up.read_text())
+        if is_asked:
+            one.say(program_keeper.SEEN + program_keeper.END)
+        else:
+            one.leave()
+        until(lambda: is_gone(started))
+        assert one.process.wait(PATIENCE_S) == 0
+
+
+def test_a_wrapper_that_ends_before_it_has_seen_the_program_leaves_nothing(tmp_path: Path) -> None:
+    up = tmp_path / "up"
+    with kept(["sh", "-c", f"{heedless(up)} & exit 3"], term_s=0.3) as one:
+        until(up.exists)
+        one.leave()
+        until(lambda: is_gone(int(up.read_text())))
+
+
+def test_a_program_that_ends_by_itself_may_leave_others_running(tmp_path: Path) -> None:
+    up = tmp_path / "up"
+    with kept(["sh", "-c", f"{heedless(up)} & while [ ! -e {up} ]; do sleep 0.01; done"]) as one:
+        one.say(program_keeper.SEEN)
+        assert one.told()[-1] == "exited 0"
+        started = int(up.read_text())
+        assert not is_gone(started)
+        os.kill(started, 9)

@@ -1,0 +1,38 @@
+"""The Python that has torch. It is never the one that runs the tests of the gateway, nor the gateway."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = ROOT / ".venv-torch" / "bin" / "python"
+MAKER = ROOT / "tests" / "workers" / "torch_host" / "tiny.py"
+MAKING = """
+import sys
+from pathlib import Path
+from tests.workers.torch_host.tiny import make_model
+for kind in sys.argv[2:]:
+    make_model(Path(sys.argv[1]) / kind, kind)
+"""
+MAKING_MAX_S = 110
+
+
+def torch_python() -> str:
+    assert PYTHON.exists(), "there is no .venv-torch here; type `make torch`"
+    return str(PYTHON)
+
+
+def make_models(folder: Path, kinds: Sequence[str]) -> None:
+    """Some of the tiny models that the worker's own tests use. Takes an import of torch, and so makes all at once."""
+    command = [torch_python(), "-c", MAKING, str(folder), *kinds]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MAKING_MAX_S, check=False)
+    assert made.returncode == 0, made.stderr[-2000:]
+
+
+def hosted(path: Path, **keys: Any) -> dict[str, Any]:
+    """A model on Transformers, hosted by a worker. One thread: on a busy machine more make it slower."""
+    common = {"engine": "transformers", "python": torch_python(), "dtype": "float32", "threads": 1}
+    return {"path": str(path), **common, "ctx_size": 512, "memory_mib": 100, **keys}
