@@ -98,6 +98,12 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     assert ENGINE.files(model(tmp_path / "gone")) == []
 
 
+def test_a_file_in_place_of_a_folder_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(LoadFailed, match=r"a\.gguf is a file, and transformers serves folders"):
+        ENGINE.options(model(tmp_path / "a.gguf", engine="transformers"), None)
+
+
 def test_files_are_those_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "b").write_text("")
     (tmp_path / "a").write_text("")

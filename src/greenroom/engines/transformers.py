@@ -80,6 +80,8 @@ class TransformersEngine:
 
     def options(self, model: Model, gpus: tuple[DeviceId, ...] | None) -> Mapping[str, object]:
         if not os.path.isdir(model.path or ""):
+            if os.path.isfile(model.path or ""):
+                raise BadModel(f"{model.path} is a file, and transformers serves folders. Correct `path` or `engine`.")
             raise BadModel(f"there is no folder {model.path}. Correct `path` in the configuration.")
         sizes = _sizes(model)
         return {

@@ -364,6 +364,19 @@ def test_an_error_of_the_device_is_told_once_and_ends_everybody(llama: Any, monk
     assert len(told) == 1
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_end_of_the_thread_is_told_though_nobody_can_be_dismissed(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = threading.Event()
+    with performing(llama, on_fatal=lambda error: heard.set()) as batching:
+        assert batching._ensemble is not None
+        for name in ("step", "end_all"):
+            monkeypatch.setattr(batching._ensemble, name, _raises(AssertionError("the books do not agree")))
+        batching.submit(ask(prompt(8))[0])
+        assert heard.wait(WAIT_S)
+
+
 def test_asks_wait_for_a_sleeping_model_and_can_be_cancelled_there(stage: Batching) -> None:
     stage.on_sleep()
     waiting, answer = ask(prompt(8))

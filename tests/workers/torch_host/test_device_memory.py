@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 
+from greenroom.workers.torch_host import numa
 from greenroom.workers.torch_host.arena import lay_out
 from greenroom.workers.torch_host.arriving import GROUP_BYTES, group_ends, outermost_parts
 from greenroom.workers.torch_host.device_memory import BorrowedArena, PrivateArena
@@ -98,6 +102,19 @@ def test_what_a_wake_will_take_is_learned_from_the_last_one() -> None:
 def test_the_kernels_lists_of_processors_are_read() -> None:
     assert numbers_in("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     assert numbers_in("\n") == set()
+
+
+def test_where_all_memory_is_equally_near_cuda_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking makes the device's context, for which the first read would wait."""
+    asked: list[torch.device] = []
+    (tmp_path / "node0").mkdir()
+    monkeypatch.setattr(numa, "NODES", tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", asked.append)
+    assert processors_near(torch.device("cuda", 0)) == set()
+    assert asked == []
+    (tmp_path / "node1").mkdir()
+    assert processors_near(torch.device("cuda", 0)) == set()
+    assert asked == [torch.device("cuda", 0)]
 
 
 def test_without_a_gpu_threads_stay_where_they_are() -> None:

@@ -278,8 +278,13 @@ class Batching:
         with self._door:
             self._ended = error if error is not None else Failure("closed")
             self._is_awake = False
-        self._dismiss("The model's process has failed." if error is not None else "The model is not served any more.")
-        with self._door:
-            self._door.notify_all()
-        if error is not None:
-            self._on_fatal(error)
+        try:
+            self._dismiss(
+                "The model's process has failed." if error is not None else "The model is not served any more."
+            )
+        finally:
+            # Whatever is broken: who waits for this thread hears that it has ended, and so does the process.
+            with self._door:
+                self._door.notify_all()
+            if error is not None:
+                self._on_fatal(error)

@@ -1,14 +1,15 @@
 """The worker program: listens for its gateway, imports what takes long, then serves until the gateway hangs up.
 
 Owns the start and the end of the process, and which thread does what: the main thread runs the loop of all HTTP
-sockets, another the control line, one more each slot. Exit codes: 0 the gateway hung up, 2 an option was not
-understood, 3 a package is missing, 70 the device was lost.
+sockets, another the control line, one more each slot. Exit codes: 0 the gateway hung up, 1 it was stuck, 2 an option
+was not understood, 3 a package is missing, 70 the device was lost.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import gc
 import importlib
 import logging
@@ -26,6 +27,10 @@ from .control import Control, bound, listen
 NOT_INSTALLED: Final = 3
 # Threads that compute hand the interpreter over after this long: a wake must not wait for another model's steps.
 SWITCH_INTERVAL_S: Final = 0.001
+# Foreign code can keep the interpreter to itself: one number of a template raised to another may take hours. Where the
+# loop does not turn for this long the process ends, and its models wake in another. Nothing honest takes a tenth of it.
+STUCK_S: Final = 60.0
+BEATS_A_TIMEOUT: Final = 10
 # What nearly every model needs, imported before anyone waits for it.
 FIRST_IMPORTS: Final = (
     "torch",
@@ -74,7 +79,13 @@ async def _serve(listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     threading.Thread(target=_control, args=(listener, loop, ended), name="control", daemon=True).start()
-    await ended.wait()
+    while not ended.is_set():
+        # A thread of C waits for it, which needs no interpreter. It says on stderr where every thread stands.
+        faulthandler.dump_traceback_later(STUCK_S, exit=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STUCK_S / BEATS_A_TIMEOUT):
+                await ended.wait()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _control(listener: socket.socket, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:

@@ -21,7 +21,7 @@ from .batching import Batching
 from .driver import driver
 from .embedding import pooling_of
 from .fallback import gguf_in
-from .loading import Circumstances, Loaded, load
+from .loading import Circumstances, load
 from .numa import settle_near
 from .orders import CACHE_CONTEXTS, Order
 from .pages import kv_bytes, text_config
@@ -76,7 +76,8 @@ def prepare(
             on_built=beside.on_built,
         )
         try:
-            return beside.joined(load(wish, descriptor, order.filled, watched))
+            # The module is not kept here: its weights look into the arena, and an error would hold on to both.
+            return beside.joined(load(wish, descriptor, order.filled, watched).read_bytes)
         except BaseException:
             beside.let_go()
             raise
@@ -105,14 +106,14 @@ class _Beside:
         self._arena = arena
         self._staged = self._threads.submit(self._stage, module, arena)
 
-    def joined(self, loaded: Loaded) -> Prepared:
+    def joined(self, read_bytes: int) -> Prepared:
         """All of it, now that the arena is filled."""
-        if self._text is None or self._staged is None:
+        if self._text is None or self._staged is None or self._arena is None:
             raise RuntimeError("a model was loaded and nobody was told")
         text = self._text.result()
         stage, performer = self._staged.result()
         stage.on_filled()
-        return Prepared(text, stage, performer, loaded.arena.file_bytes, loaded.read_bytes)
+        return Prepared(text, stage, performer, self._arena.file_bytes, read_bytes)
 
     def let_go(self) -> None:
         """Wait for what has begun and undo it."""
@@ -124,6 +125,8 @@ class _Beside:
             stage.close()
         if self._arena is not None:
             self._arena.close()
+        # An error keeps all it came through, this too; were it kept here as well, neither would ever go.
+        self._text = self._staged = self._context = self._arena = None
 
     def _load_text(self) -> Text:
         wish = self._wish

@@ -163,12 +163,15 @@ class _Work:
     def finish(self) -> int:
         for file in self._files.values():
             file.close()
-        if isinstance(self._error, OSError):
-            raise Failure(
-                f"reading {self._error.filename or 'weights'} failed: {self._error.strerror}."
-            ) from self._error
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        try:
+            if isinstance(error, OSError):
+                raise Failure(f"reading {error.filename or 'weights'} failed: {error.strerror}.") from error
+            if error is not None:
+                raise error
+        finally:
+            # An error holds on to all it came through, the arena too; were it among that itself, neither would go.
+            del error
         if self._done < self._total:
             raise Cancelled("reading was stopped: nobody waits for the model any more.")
         return self._done

@@ -31,11 +31,6 @@ class Seats:
         with self._lock:
             return self._cache.available
 
-    @property
-    def cached_blocks(self) -> int:
-        with self._lock:
-            return self._cache.entries
-
     def clear(self) -> None:
         """KV memory was dropped; nobody has a seat any more."""
         with self._lock:

@@ -159,7 +159,8 @@ def _scatter(source: int, targets: Sequence[memoryview], size: int) -> None:
 def _populate(address: int, size: int) -> None:
     """Have all pages of a range made at once, which is cheaper than one at a time as they are written to.
 
-    A kernel that does not know how leaves them as they are; whatever else it complains of, writing meets again.
+    A kernel that does not know how leaves them as they are; whatever else it complains of, writing meets again. What
+    the kernel itself copies to fresh pages gains nothing by it.
     """
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     _madvise(start, address + size - start, _MADV_POPULATE_WRITE)

@@ -43,11 +43,6 @@ class Speech:
         return (self.ask.tenant, self.ask.tag)
 
     @property
-    def is_prefilled(self) -> bool:
-        """All but the token chosen last is computed: it can join the batch that decodes."""
-        return self.computed >= len(self.tokens) - 1 and len(self.tokens) > self.prompt
-
-    @property
     def said(self) -> int:
         return len(self.tokens) - self.prompt
 

@@ -1,0 +1,57 @@
+"""The worker program's own end, when its interpreter is kept from it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.workers.torch_host.worker_rig import DEADLINE_S, PROGRAM
+
+# One instruction of Python that takes hours and lets no other thread in meanwhile.
+STUCK = """
+import asyncio
+from torch_host import main
+
+main.STUCK_S = 1.0
+main._control = lambda listener, loop, ended: loop.call_soon_threadsafe(pow, 7, 7 ** 11)
+asyncio.run(main._serve(None))
+"""
+# The same, but it lasts for several times that long in pieces, and then the gateway hangs up.
+PATIENT = """
+import asyncio, time
+from torch_host import main
+
+def control(listener, loop, ended):
+    for _ in range(45):
+        time.sleep(0.1)
+        loop.call_soon_threadsafe(sum, range(1000))
+    loop.call_soon_threadsafe(ended.set)
+
+main.STUCK_S = 3.0
+main._control = control
+asyncio.run(main._serve(None))
+time.sleep(4)
+"""
+
+
+def ran(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(PROGRAM.parent)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+def test_a_worker_whose_interpreter_is_stuck_ends_itself_and_says_where_it_stood() -> None:
+    ended = ran(STUCK)
+    assert ended.returncode == 1
+    assert "Timeout" in ended.stderr and "run_forever" in ended.stderr
+
+
+def test_a_worker_whose_loop_turns_lives_on_and_is_not_ended_after_its_gateway_hung_up() -> None:
+    ended = ran(PATIENT)
+    assert (ended.returncode, ended.stderr) == (0, "")
