@@ -13,7 +13,7 @@ import pytest
 
 from greenroom.core.model import ModelId, MoveKind, Tier
 from greenroom.errors import BadModel, LoadFailed, OutOfMemory, OutsideRoots
-from greenroom.runtime import hosted_moves, openings
+from greenroom.runtime import hosted_moves, openings, pulse
 from greenroom.runtime.hosted_memory import HostedMemory
 from tests.harness import gateway, until, write_config
 from tests.integration.facts import at_rest
@@ -155,6 +155,21 @@ async def test_a_request_in_flight_is_answered_by_the_next_worker_if_it_had_no_b
         await until(lambda: app.loop.scheduler.state.grants, "the request is granted")
         os.kill(pid, signal.SIGKILL)
         assert (await waiting).status == 200
+        await at_rest(app)
+
+
+async def test_a_worker_that_stands_still_is_ended_and_its_models_are_served_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "ASK_EVERY_S", 0.1)
+    monkeypatch.setattr(pulse, "ANSWER_MAX_S", 1.0)
+    folder = Folder(tmp_path, "alpha")
+    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+        await chat(app, "alpha")
+        pid = worker_of(app, "alpha")
+        os.kill(pid, signal.SIGSTOP)
+        assert (await chat(app, "alpha")).status == 200
+        assert worker_of(app, "alpha") != pid
         await at_rest(app)
 
 

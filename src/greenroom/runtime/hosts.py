@@ -18,6 +18,7 @@ from greenroom.errors import GreenroomError
 from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Exit
 from greenroom.process.state_dir import StateDir
+from greenroom.runtime import pulse
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.worker_host import Worker, start_worker
 from greenroom.telemetry.logs import get_logger
@@ -139,6 +140,7 @@ class Hosts:
         worker = await start_worker(engine, key, next(self._numbers), self._state_dir, log)
         self.workers[worker.id] = worker
         worker.child.on_exit(lambda exit: self._on_exit(worker, exit))
+        self._own(pulse.feel(worker), f"pulse {worker.id}")
         self._observer.worker_started(worker.id, spare=is_spare)
         return worker
 
