@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -30,7 +31,10 @@ def everything(thing: Any, seen: frozenset[int] = frozenset()) -> Any:
     names = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
     # A compiled class names its attributes elsewhere.
     names += [*getattr(thing, "__dict__", ()), *getattr(type(thing), "__mypyc_attrs__", ())]
-    return type(thing).__name__, {name: everything(getattr(thing, name, None), deeper) for name in sorted(set(names))}
+    # What is only remembered for the next time that somebody asks is no part of what compares.
+    remembered = {one.name for one in fields(thing) if not one.compare} if is_dataclass(thing) else set[str]()
+    kept = sorted(set(names) - remembered)
+    return type(thing).__name__, {name: everything(getattr(thing, name, None), deeper) for name in kept}
 
 
 async def explain(gateway: FakeGateway, **ask: Any) -> Answer:
