@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import ANY
 
 import pytest
@@ -28,6 +28,8 @@ from greenroom.process import proc, program_keeper
 from tests.cli.fake_gateway import FakeGateway, answer
 from tests.harness import fake, gateway, until, url
 from tests.redis_server import redis_server
+
+T = TypeVar("T")
 
 LEASE = {
     "id": "l-1",
@@ -133,13 +135,22 @@ def held(app: App) -> int:
     return sum(slot.lease is not None for slot in app.loop.scheduler.state.slots.values())
 
 
+async def told(process: subprocess.Popen[str], ask: Callable[[], T]) -> T:
+    """What the process answers. One that does not is ended, or the thread that asks it would be waited for as long."""
+    try:
+        return await asyncio.wait_for(asyncio.to_thread(ask), 60)
+    except TimeoutError:
+        process.kill()
+        raise
+
+
 async def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
-    return await asyncio.wait_for(asyncio.to_thread(process.communicate), 60)
+    return await told(process, process.communicate)
 
 
 async def first_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
-    return (await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 60)).strip()
+    return (await told(process, process.stdout.readline)).strip()
 
 
 async def test_a_program_runs_with_its_gpus_and_its_status_is_ours(tmp_path: Path) -> None:

@@ -126,3 +126,26 @@ def test_who_may_not_be_asked_yet_blocks_the_rules_about_company() -> None:
     world.arrive("r", "b", takes_s=0.0)
     world.run(20.0)
     assert world.fate("r") is Fate.WAITING
+
+
+def test_a_model_is_as_urgent_as_the_most_urgent_who_waits_for_it() -> None:
+    world = World([model("a", 6_000), model("new", 6_000)], limits=LIMITS)
+    used(world, a=0)
+    world.arrive("running", "a", priority=0)
+    world.arrive("late", "new", takes_s=0.0)
+    world.run(1_000.0)
+    world.arrive("urgent", "new", priority=0, takes_s=0.0)
+    world.finish("running")
+    world.run()
+    assert victims(world) == ["a"], "the late one goes first, but alone it could not have made a leave"
+    assert world.granted()[-2:] == ["late", "urgent"]
+
+
+def test_the_stay_of_sleepers_is_over_however_urgent_they_were() -> None:
+    models = [model("a", 6_000, asleep=Need(1_000, 2_000), ttl_s=5.0), model("b", 8_000)]
+    world = World(models, (gpu(0, 8_000), host(8_000)), LIMITS)
+    used(world, a=0)
+    assert world.kinds() == ["load a", "sleep a"]
+    world.arrive("r", "b", takes_s=0.0, priority=2)
+    world.run()
+    assert victims(world)[-1:] == ["a"] and world.fate("r") is Fate.SERVED

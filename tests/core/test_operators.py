@@ -399,3 +399,17 @@ def test_a_shutdown_aborts_loads_forgets_plans_and_unloads_sleepers() -> None:
     world.run()
     assert not world.places and not world.scheduler.state.slots
     assert not world.scheduler.state.ledger.holdings and not world.scheduler.state.ledger.promises
+
+
+def test_an_operator_who_waits_speaks_for_the_callers_before_it() -> None:
+    world = World([model("a", 6_000), model("new", 6_000)])
+    for number in range(200):
+        world.arrive(f"r{number}", "a", takes_s=0.01)
+    world.run(30.0)
+    world.arrive("running", "a")
+    world.arrive("first", "new", takes_s=0.0)
+    world.ask("o", MoveKind.LOAD, "new")
+    world.run(0.01)
+    world.finish("running")
+    world.run(0.01)
+    assert world.kinds()[-1] == "unload a", "it is likely to be asked again soon, but an operator need not care"

@@ -138,6 +138,7 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
         reload_s,
         ends_s,
         _passed_since(slot),
+        slot.tier is Tier.ASLEEP,
     )
     resident.loss = state.policy.loss(resident, now)
     return resident

@@ -1,8 +1,8 @@
-"""A swapper with few rules: idle models leave, the least urgent first and among them the least recently used.
+"""A swapper with few rules: idle models leave, sleepers first, then the least urgent, the least recently used of them.
 
 Nobody leaves who is pinned, busy, or more urgent than who comes; equals do. It asks for no costs, so that everybody can
 foretell who goes. Who is more urgent and idle goes when its stay is over (`ttl_s`, `keep_alive`), not before: models
-that never go by themselves can keep less urgent ones out for good.
+that never go by themselves can keep less urgent ones out for good. The stay of those who sleep is over.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from greenroom.core.model import Claim, DeviceId
 from greenroom.core.swapper import ByMemory, Eviction, Resident, Target
 
 # Compared from the left: the smaller goes first.
-Turn = tuple[int, float, str]
+Turn = tuple[bool, int, float, str]
 
 
 class Coordinator(ByMemory):
@@ -35,11 +35,12 @@ class Coordinator(ByMemory):
 
 
 def _may_go(resident: Resident, target: Target) -> bool:
-    return not resident.is_fixed and not resident.is_busy and resident.priority >= target.priority
+    is_urgent = resident.priority < target.priority and not resident.is_asleep
+    return not resident.is_fixed and not resident.is_busy and not is_urgent
 
 
 def _turn(resident: Resident) -> Turn:
-    return (-resident.priority, resident.last_used, resident.slot)
+    return (not resident.is_asleep, -resident.priority, resident.last_used, resident.slot)
 
 
 def _order(eviction: Eviction, room_mib: Mapping[DeviceId, int]) -> tuple[int, list[Turn], int, tuple[DeviceId, ...]]:

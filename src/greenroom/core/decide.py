@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from greenroom.core import green_room, placement
 from greenroom.core.cast import Cast
@@ -173,8 +174,10 @@ def _decide_swap(
     if kind is MoveKind.PREPARE and not green_room.can_take(state, open_ways[0].wants):
         return Wait("green_room", spec.id)
     on_stage = kind is not MoveKind.PREPARE and not record.is_lease
-    target = Target(spec.id, tuple(way.wants for way in open_ways), waiter.priority, on_stage)
-    eviction, until = _eviction(state, waiter, target, asleep, cast, now)
+    queue = _queue(state, waiter, spec.id)
+    urgency = _urgency(waiter, queue)
+    target = Target(spec.id, tuple(way.wants for way in open_ways), urgency.priority, on_stage)
+    eviction, until = _eviction(state, queue, urgency, target, asleep, cast, now)
     if eviction is None:
         return Wait("no_room", spec.id, until, frozenset().union(*(way.on for way in open_ways)))
     way = open_ways[target.options.index(eviction.claim)]
@@ -230,18 +233,35 @@ def _less(claim: Claim, held: Claim) -> Claim:
     return {device: mib - held.get(device, 0) for device, mib in claim.items()}
 
 
+class Urgency(NamedTuple):
+    """Whose words count when others are asked to leave."""
+
+    kind: WaiterKind
+    priority: int
+
+
+def _urgency(waiter: Waiter, queue: Queue) -> Urgency:
+    """A model is as urgent as the most urgent of those who wait for it, or who is late would hold up who may do more.
+
+    Who wants it asleep, and a wish, speak for themselves alone.
+    """
+    if waiter.wants is MoveKind.PREPARE or waiter.kind in (WaiterKind.PRELOAD, WaiterKind.LEASE):
+        return Urgency(waiter.kind, waiter.priority)
+    return Urgency(WaiterKind.OP if queue.operators else WaiterKind.REQUEST, queue.priority)
+
+
 def _eviction(
-    state: State, waiter: Waiter, target: Target, but: Slot | None, cast: Cast, now: float
+    state: State, queue: Queue, urgency: Urgency, target: Target, but: Slot | None, cast: Cast, now: float
 ) -> tuple[Eviction | None, float]:
     """Let residents sleep if that makes enough room, else let them go cold; and when more of them may be asked to."""
-    swapper, queue, room = state.policy.swapper, _queue(state, waiter, target.model), cast.room_mib
+    swapper, room = state.policy.swapper, cast.room_mib
     asleep = cast.residents(may_sleep=True, but=but)
-    until = _fix(state, waiter, queue, asleep, now)
+    until = _fix(state, urgency, queue, asleep, now)
     found = swapper.eviction_for(target, asleep, room)
     if (found is not None and not found.is_blocked) or not cast.may_fall_asleep:
         return found, until
     cold = cast.residents(may_sleep=False, but=but)
-    until_cold = _fix(state, waiter, queue, cold, now)
+    until_cold = _fix(state, urgency, queue, cold, now)
     colder = swapper.eviction_for(target, cold, room)
     use_colder = colder is not None and (found is None or not colder.is_blocked)
     return colder if use_colder else found, min(until, until_cold)
@@ -257,31 +277,31 @@ def _queue(state: State, waiter: Waiter, model: ModelId) -> Queue:
     return joined
 
 
-def _fix(state: State, waiter: Waiter, queue: Queue, there: list[Resident], now: float) -> float:
+def _fix(state: State, urgency: Urgency, queue: Queue, there: list[Resident], now: float) -> float:
     """Fix those who may not be asked to leave for this queue; return when the next of them may be."""
     until, takes_at = inf, state.policy.takes_at
-    by_policy = waiter.kind is WaiterKind.REQUEST
+    by_policy = urgency.kind is WaiterKind.REQUEST
     for resident in there:
         if resident.cannot_leave:
             at = inf
         elif by_policy and resident.on_stage:
             at = takes_at(queue, resident, now)
         else:
-            at = _askable_at(state, waiter, queue, resident, now)
+            at = _askable_at(state, urgency, queue, resident, now)
         resident.is_fixed = at > now
         if now < at < until:
             until = at
     return until
 
 
-def _askable_at(state: State, waiter: Waiter, queue: Queue, resident: Resident, now: float) -> float:
+def _askable_at(state: State, urgency: Urgency, queue: Queue, resident: Resident, now: float) -> float:
     slot = state.slots[resident.slot]
     if slot.lease is not None:
         # A holder of a lease leaves only for somebody more urgent.
-        return now if slot.last_priority > waiter.priority else inf
-    if waiter.kind is WaiterKind.PRELOAD:
+        return now if slot.last_priority > urgency.priority else inf
+    if urgency.kind is WaiterKind.PRELOAD:
         # A wish makes nobody leave, unless it is for a model that is to stay for good.
         return now if state.models[queue.model].spec.pinned and not resident.is_busy else inf
-    if waiter.kind is WaiterKind.OP and not resident.is_busy:
+    if urgency.kind is WaiterKind.OP and not resident.is_busy:
         return now
     return state.policy.takes_at(queue, resident, now)

@@ -54,6 +54,7 @@ class Resident:
     reload_s: float = 0.0  # what bringing it back would take from the tier it would leave to
     drain_s: float = 0.0  # what its running answers may still take
     passed_since: float = -inf  # the time since which it was granted as often as others may be overtaken
+    is_asleep: bool = False
     loss: float = 0.0  # how bad the policy finds losing it
 
 

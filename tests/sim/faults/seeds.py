@@ -10,5 +10,10 @@ ONCE_FAILED: dict[int, str] = {
     178: "granted out of order in its lane; the same repair as for 41 mended it",
     114: "a wish became late, stood before the request behind it and, since it makes nobody leave, held it up for ever",
     14: "a victim whose sleep had failed was taken for untouched when the store refused room to whom it left for",
+    249: "a late request stood before an urgent one of its queue, which alone could have made an urgent model leave",
+    297: "a late request stood before an urgent one of its queue; the same repair as for 249 mended it",
+    320: "under the coordinator a sleeper that had been urgent kept everybody else out for good",
+    651: "a lease was not recalled for an urgent request that stood behind a late one; the same repair as for 249",
+    655: "a lease was not recalled for an urgent request that stood behind a late one; the same repair as for 249",
     45: "a back-off that was over came back when the clock was set back; planted.py can bring it back",
 }

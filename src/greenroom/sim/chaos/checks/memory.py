@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from greenroom.core import events as ev
 from greenroom.core.effects import Reason
-from greenroom.core.model import DeviceKind, LeaseId, ModelId, Move, MoveKind, Need, RequestId, SlotId, Tier
+from greenroom.core.model import DeviceKind, LeaseId, ModelId, Move, MoveKind, Need, OpId, RequestId, SlotId, Tier
 from greenroom.sim.chaos.panel import Check
 from greenroom.sim.records import Place, Violation
 
@@ -128,12 +128,14 @@ class Needs(Check):
 
 
 class CoordinatorRules(Check):
-    """Under the coordinator nobody leaves for somebody less urgent."""
+    """Under the coordinator nobody leaves for a model that only less urgent requests wait for."""
 
     def __init__(self) -> None:
         self.judged = 0
         self._is_on = False
         self._priorities: dict[str, int] = {}
+        self._named: dict[str, tuple[ModelId, ...]] = {}
+        self._operators: dict[str, ModelId] = {}
         self._served: dict[SlotId, int] = {}
 
     def config_changed(self, event: ev.ConfigChanged) -> None:
@@ -141,21 +143,45 @@ class CoordinatorRules(Check):
             self._is_on = event.limits.swapper == "coordinator"
 
     def request_arrived(self, event: ev.RequestArrived) -> None:
-        self._priorities[event.request] = event.priority
+        if self._priorities.setdefault(event.request, event.priority) == event.priority:
+            self._named[event.request] = event.candidates
+
+    def request_gone(self, event: ev.RequestGone) -> None:
+        self._named.pop(event.request, None)
+
+    def serve_done(self, event: ev.ServeDone) -> None:
+        if not event.lost_before_first_byte:
+            self._named.pop(event.request, None)
+
+    def reject(self, request: RequestId | LeaseId, *_: object) -> None:
+        self._named.pop(request, None)
 
     def lease_asked(self, event: ev.LeaseAsked) -> None:
         self._priorities[event.lease] = event.priority
+
+    def move_asked(self, event: ev.MoveAsked) -> None:
+        self._operators[event.op] = event.model
+
+    def answer(self, op: OpId, *_: object) -> None:
+        self._operators.pop(op, None)
 
     def grant(self, request: RequestId | LeaseId, slot: SlotId, reason: Reason) -> None:
         self._served[slot] = self._priorities[request]
 
     def move(self, move: Move, reason: Reason) -> None:
-        if move.kind is MoveKind.WAKE:
-            # Whoever wakes it decides how urgent it is from now on.
+        self._judge(move, reason)
+        if move.kind in (MoveKind.WAKE, MoveKind.SLEEP):
+            # The stay of a sleeper is over; whoever wakes it decides how urgent it is from then on.
             self._served.pop(move.slot, None)
-        comer = self._priorities.get(str(dict(reason.facts).get("for_request")))
-        own = self._served.get(move.slot)
-        if self._is_on and reason.why == "evicted" and comer is not None and own is not None:
-            self.judged += 1
-            if own < comer:
-                raise Violation(f"{move.slot} of priority {own} leaves for {comer}")
+
+    def _judge(self, move: Move, reason: Reason) -> None:
+        facts = dict(reason.facts)
+        comer, own, model = str(facts.get("for_request")), self._served.get(move.slot), facts.get("for_model")
+        if not self._is_on or reason.why != "evicted" or comer not in self._priorities or own is None:
+            return
+        if model in self._operators.values():
+            return
+        self.judged += 1
+        for_it = [self._priorities[request] for request, models in self._named.items() if model in models]
+        if own < min(for_it, default=own + 1) and own < self._priorities[comer]:
+            raise Violation(f"{move.slot} of priority {own} leaves for {model}, for which nobody as urgent waits")

@@ -1,0 +1,33 @@
+"""What holds for every test: signals as a terminal gives them, and an end to tests that cannot be taken down."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+from collections.abc import Generator
+
+import pytest
+
+# A test that has failed is no longer watched by its timeout, and may have left behind what its teardown waits for.
+TEARDOWN_S = 120.0
+
+
+def _be_as_in_the_foreground() -> None:
+    """A shell without job control has what it starts in the background ignore these, and so would our programs."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGQUIT) == signal.SIG_IGN:
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+
+_be_as_in_the_foreground()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    faulthandler.dump_traceback_later(TEARDOWN_S, exit=True, file=sys.__stderr__)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
