@@ -83,8 +83,18 @@ async def gateway(folder: Path, models: dict[str, Any], **options: Any) -> Async
     finally:
         app.shut_down()
         app.shut_down()
-        await asyncio.wait_for(app.closed.wait(), PATIENCE_S)
+        await _closed(app)
         assert not left_behind(folder), "engines were left behind"
+
+
+async def _closed(app: App) -> None:
+    """Wait for its end; where that does not come, say what everybody is doing."""
+    try:
+        await asyncio.wait_for(app.closed.wait(), PATIENCE_S)
+    except TimeoutError:
+        for task in asyncio.all_tasks():
+            task.print_stack()
+        raise
 
 
 def url(app: App) -> str:

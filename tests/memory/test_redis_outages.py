@@ -98,3 +98,19 @@ def test_an_address_that_is_none_is_a_matter_of_configuration() -> None:
     with pytest.raises(ConfigError, match="redis://") as refused:
         RedisStore(f"http://me:{SECRET}@localhost", "box")
     assert SECRET not in refused.value.message
+
+
+async def test_a_cancel_is_heard_whenever_it_comes(client: Opener) -> None:
+    """The library's way of limiting a send can hide one that comes in the moment in which it ends."""
+    store = client()
+    await store.leases()
+    hidden = []
+    for turns in range(60):
+        asking = asyncio.create_task(store.leases())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        was_cancelled = asking.cancel()
+        await asyncio.wait((asking,))
+        if was_cancelled and not asking.cancelled():
+            hidden.append(turns)
+    assert not hidden, f"not heard after these turns of the loop: {hidden}"

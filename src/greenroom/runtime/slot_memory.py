@@ -77,7 +77,8 @@ class SlotMemory:
         if self._watch.failure is not None:
             return None
         try:
-            await asyncio.wait_for(self._watch.look_now(), LOOK_S)
+            async with asyncio.timeout(LOOK_S):
+                await self._watch.look_now()
         except TimeoutError:
             return None
         return self._watch.seen_of(slot) or None

@@ -27,7 +27,8 @@ class LiveSlot:
     async def settle(self) -> None:
         """Give a broken connection's process the moment it needs to be seen dead, so that its loss is told first."""
         try:
-            await asyncio.wait_for(self.child.wait(), EXIT_FOLLOWS_S)
+            async with asyncio.timeout(EXIT_FOLLOWS_S):
+                await self.child.wait()
         except TimeoutError:
             return
         # The exit's callbacks run in this turn of the loop; after the next one they have been heard.

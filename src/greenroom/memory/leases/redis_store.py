@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 
 from greenroom.errors import ConfigError, GatewayBug, LeaseLost, LeaseUnknown, StoreDown
 from greenroom.memory.leases import scripts, stored
+from greenroom.memory.leases.cancels import cancels_heard
 from greenroom.memory.leases.outages import shown, translated
 from greenroom.memory.leases.records import Lease, LeaseAsk
 from greenroom.memory.leases.refusals import program_refusal, refusal
@@ -203,11 +204,12 @@ class RedisStore:
 
     async def _answer(self, operation: str, arguments: bytes) -> bytes:
         """What the script says. The one place where anybody is asked. Raises StoreDown or GatewayBug."""
-        try:
-            said: bytes = await self._scripts[operation](keys=self._keys, args=[arguments])
-        except (RedisError, OSError) as error:
-            raise translated(error, self._url) from None
-        return said
+        with cancels_heard():
+            try:
+                said: bytes = await self._scripts[operation](keys=self._keys, args=[arguments])
+            except (RedisError, OSError) as error:
+                raise translated(error, self._url) from None
+            return said
 
 
 def _connected(url: str) -> aioredis.Redis:
