@@ -104,20 +104,27 @@ def drain_s(record: ModelRecord, answers: int) -> float:
 
 
 def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot | None) -> Resident:
+    # A round does little else than this: by place and not by name, and with few calls.
+    tier, spec, lease, in_flight = slot.tier, slot.spec, slot.lease, slot.in_flight
+    model, held = spec.id, state.ledger.held_by(slot.id)
+    # The holder of a lease is asked rather than waited for.
+    is_busy = lease is None and bool(in_flight)
+    on_stage = lease is None and (tier is Tier.READY or slot.is_arriving)
+    if spec.pinned or slot.move is not None or slot.planned is not None:
+        # Nobody asks what its leaving would cost. In a crowd these are most.
+        return Resident(
+            slot.id, model, held, Tier.COLD, slot.last_priority, slot.last_used, is_busy, True, True, on_stage
+        )
     # As it will be when it leaves: only where the green room has room for it.
-    could_sleep = may_sleep and slot.tier is Tier.READY and slot.can_sleep
+    could_sleep = may_sleep and tier is Tier.READY and slot.can_sleep
     fits = could_sleep and state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
     sleeps = fits and green_room.has_place(state, slot, now, wakes)
-    model, lease, spec = slot.spec.id, slot.lease, slot.spec
-    held, record = state.ledger.held_by(slot.id), state.models.get(model)
-    stuck = spec.pinned or slot.move is not None or slot.planned is not None
-    back_by = MoveKind.WAKE if sleeps else MoveKind.LOAD
-    rate, reload_s, ends_s = (
-        (record.rate(state.limits.recency_s, now), record.move_s(back_by), drain_s(record, len(slot.in_flight)))
-        if record is not None
-        else (0.0, 0.0, 0.0)
-    )
-    # By place, not by name: this is what a round does most.
+    rate = reload_s = ends_s = 0.0
+    if (record := state.models.get(model)) is not None:
+        rate = record.rate(state.limits.recency_s, now)
+        reload_s = record.move_s(MoveKind.WAKE if sleeps else MoveKind.LOAD)
+        ends_s = drain_s(record, len(in_flight))
+    recent = slot.recent_grants
     resident = Resident(
         slot.id,
         model,
@@ -125,11 +132,10 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
         Tier.ASLEEP if sleeps else Tier.COLD,
         slot.last_priority,
         slot.last_used,
-        # The holder of a lease is asked rather than waited for.
-        lease is None and bool(slot.in_flight),
-        stuck,
-        stuck,
-        lease is None and (slot.tier is Tier.READY or slot.is_arriving),
+        is_busy,
+        False,
+        False,
+        on_stage,
         slot.ready_since,
         slot.stays_until,
         slot.batch_until,
@@ -137,18 +143,12 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
         rate,
         reload_s,
         ends_s,
-        _passed_since(slot),
-        slot.tier is Tier.ASLEEP,
+        # Since when it was granted as often as others may be overtaken; those who may not at all, always.
+        inf if not recent.maxlen else recent[0] if len(recent) == recent.maxlen else -inf,
+        tier is Tier.ASLEEP,
     )
     resident.loss = state.policy.loss(resident, now)
     return resident
-
-
-def _passed_since(slot: Slot) -> float:
-    recent = slot.recent_grants
-    if not recent.maxlen:
-        return inf
-    return recent[0] if len(recent) == recent.maxlen else -inf
 
 
 def _given(held: Claim, kept: Claim) -> Claim:

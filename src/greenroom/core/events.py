@@ -34,6 +34,9 @@ from greenroom.core.model import (
 class TimerKind(Enum):
     """What a timer is for. One that fires late or twice is harmless: its handler looks at the clock and the state."""
 
+    # As of MoveKind.
+    __hash__ = object.__hash__
+
     EXPIRE = "expire"  # a waiting request reaches the end of its patience
     IDLE = "idle"  # a slot may have been idle for its ttl
     RETRY = "retry"  # a model's back-off ends

@@ -46,6 +46,9 @@ class Tier(Enum):
 class MoveKind(Enum):
     """Changing tier."""
 
+    # There is one of each, so that identity will do; an Enum's own hash is a call of Python for every look-up.
+    __hash__ = object.__hash__
+
     LOAD = "load"
     WAKE = "wake"
     SLEEP = "sleep"

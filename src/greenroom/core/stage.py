@@ -101,9 +101,9 @@ class Stage:
 
     def _must_wait_its_turn(self, slot: Slot) -> bool:
         """Engines that size themselves by free memory must not see it change under them."""
+        sees = slot.spec.sizes_itself
         for other in self._state.moves.values():
-            arrives = other.move is not None and other.move.kind in ARRIVING
-            sees_it = slot.spec.sizes_itself or (other.spec.sizes_itself and arrives)
+            sees_it = sees or (other.spec.sizes_itself and other.move is not None and other.move.kind in ARRIVING)
             if sees_it and not self._gpus(slot).isdisjoint(self._gpus(other)):
                 return True
         return False
