@@ -119,12 +119,8 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
     could_sleep = may_sleep and tier is Tier.READY and slot.can_sleep
     fits = could_sleep and state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
     sleeps = fits and green_room.has_place(state, slot, now, wakes)
-    rate = reload_s = ends_s = 0.0
-    if (record := state.models.get(model)) is not None:
-        rate = record.rate(state.limits.recency_s, now)
-        reload_s = record.move_s(MoveKind.WAKE if sleeps else MoveKind.LOAD)
-        ends_s = drain_s(record, len(in_flight))
-    recent = slot.recent_grants
+    # Whose model is configured no longer has been told to leave, and is not asked.
+    record, recent = state.models[model], slot.recent_grants
     resident = Resident(
         slot.id,
         model,
@@ -140,9 +136,9 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
         slot.stays_until,
         slot.batch_until,
         state.waitlist.queues.get(model),
-        rate,
-        reload_s,
-        ends_s,
+        record.rate(state.limits.recency_s, now),
+        record.move_s(MoveKind.WAKE if sleeps else MoveKind.LOAD),
+        drain_s(record, len(in_flight)),
         # Since when it was granted as often as others may be overtaken; those who may not at all, always.
         inf if not recent.maxlen else recent[0] if len(recent) == recent.maxlen else -inf,
         tier is Tier.ASLEEP,
