@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
+from greenroom.telemetry.logs import get_logger
 from greenroom.wiring.common import Common
 from greenroom.wiring.front import Front
 from greenroom.wiring.leases import Leases
@@ -18,8 +19,12 @@ from greenroom.wiring.moves import Moves
 
 # After the drain, engines get their own time to stop; nothing else may hold the exit up longer than this.
 STOP_MAX_S = 60.0
+# Those who speak to others may be kept waiting by them, but not for longer.
+CLOSE_MAX_S = 10.0
 # The last of all: what is still to be written to disk.
 WRITE_MAX_S = 10.0
+
+_log = get_logger("app")
 
 
 class File(Protocol):
@@ -40,19 +45,27 @@ async def stopped(common: Common, moves: Moves, front: Front, drain_s: float) ->
 async def let_go(common: Common, memory: Memory, leases: Leases, front: Front) -> None:
     """Close everything but the files, those who speak to others first."""
     if leases.sharing is not None:
-        await leases.sharing.close()
+        await _in_time(leases.sharing.close(), "the lease store")
     # Streams of events and logs end by themselves once nothing more will be said.
     common.hub.close()
     await asyncio.sleep(0)
     front.management.close()
-    await front.edge.close()
+    await _in_time(front.edge.close(), "the listening socket")
     front.inference.vigil.close()
     front.prefetch.close()
     common.effects.close()
-    await memory.watch.close()
+    await _in_time(memory.watch.close(), "the memory watch")
     # One turn of the loop for last bytes on their way out.
     await asyncio.sleep(0.05)
     front.edge.abort()
+
+
+async def _in_time(closing: Awaitable[None], what: str) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_MAX_S):
+            await closing
+    except TimeoutError:
+        _log.warning("not closed in time and left behind", what=what)
 
 
 async def write_last(files: Sequence[File | None]) -> None:
