@@ -149,6 +149,29 @@ def test_a_burst_of_sigterms_ends_it_as_one_does(file: Path) -> None:
         assert gateway.err.count("shutting down") == 2
 
 
+STUCK = """
+import asyncio, signal, os, sys, time
+from pathlib import Path
+from greenroom.cli import serving
+from greenroom.config import loader
+
+def greet(app):
+    app.stuck = asyncio.ensure_future(asyncio.to_thread(time.sleep, 1_000))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+path = Path(sys.argv[1])
+config = loader.load(path).config
+sys.exit(serving.serve(serving.Plan(config.model_copy(update={"state_dir": sys.argv[2]}), path), greet))
+"""
+
+
+def test_a_thread_that_hangs_does_not_keep_the_process(file: Path, tmp_path: Path) -> None:
+    file.write_text(FILE.replace("port: 1,", "port: 0,"))
+    command = [sys.executable, "-c", STUCK, str(file), str(tmp_path / "state")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ended.returncode == 0 and "shutting down" in ended.stderr
+
+
 def test_what_the_file_cannot_serve_is_a_warning(file: Path) -> None:
     file.write_text("models: {chat: {path: missing.gguf}}\n")
     with served(file.parent, "--port", "0") as gateway:

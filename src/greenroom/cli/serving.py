@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import resource
 import signal
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 # Every caller and every engine's connection is a file; many systems allow 1024 unless asked.
 OPEN_FILES_WANTED: Final = 65_536
+LEAVE_MAX_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,15 @@ async def _serve_until_ended(plan: Plan, greet: Callable[[App], None], signals: 
         # Nobody reads the greeting (`| head`), or the disk it goes to is full: no reason not to serve.
         screen.hush()
     await app.closed.wait()
+    _leave_in_time()
     return Exit.OK
+
+
+def _leave_in_time() -> None:
+    """Everything has been let go of: what the loop still waits for, a thread or a socket, does not keep the process."""
+    last = threading.Timer(LEAVE_MAX_S, os._exit, (int(Exit.OK),))
+    last.daemon = True
+    last.start()
 
 
 class _Signals:
