@@ -260,3 +260,38 @@ async def test_what_an_engine_without_a_lease_uses_is_not_offered(rig: Rig) -> N
     rig.is_down = False
     await rig.beat()
     assert rig.sharing._usable() == {GPU: 9_500}
+
+
+async def test_what_hurries_while_leases_are_read_is_looked_at_with_the_next_beat(rig: Rig) -> None:
+    reads, leases = 0, rig.store.leases
+
+    async def read_and_hurry() -> Any:
+        nonlocal reads
+        reads += 1
+        if reads == 1:
+            rig.sharing.hurry()
+        return await leases()
+
+    rig.store.leases = read_and_hurry  # type: ignore[method-assign]
+    rig.sharing.hurry()
+    for _ in range(3):
+        await rig.beat()
+    assert reads == 2, "once for each who hurried, though the store has nothing new"
+
+
+async def test_leases_that_could_not_be_read_are_read_with_the_next_beat(rig: Rig) -> None:
+    reads, leases = 0, rig.store.leases
+
+    async def fail_once() -> Any:
+        nonlocal reads
+        reads += 1
+        if reads == 1:
+            raise RuntimeError("not today")
+        return await leases()
+
+    rig.store.leases = fail_once  # type: ignore[method-assign]
+    rig.sharing.hurry()
+    with pytest.raises(RuntimeError):
+        await rig.beat()
+    await rig.beat()
+    assert reads == 2

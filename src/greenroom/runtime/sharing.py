@@ -187,8 +187,13 @@ class Sharing:
 
     async def _read(self, version: int) -> None:
         made = self.room.made
-        self.leases = await self._store.leases()
+        # Before they are read: what hurries meanwhile is not in them, and is looked at with the next beat.
         self._version = version
+        try:
+            self.leases = await self._store.leases()
+        except BaseException:
+            self._version = None
+            raise
         self._recalls.note(self.leases)
         self.slots.forget_strays(self.leases)
         self._dead.watch(lease for lease in self.leases if lease.gateway != self._gateway)
