@@ -120,7 +120,7 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
     fits = could_sleep and state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
     sleeps = fits and green_room.has_place(state, slot, now, wakes)
     # Whose model is configured no longer has been told to leave, and is not asked.
-    record, recent = state.models[model], slot.recent_grants
+    record = state.models[model]
     resident = Resident(
         slot.id,
         model,
@@ -139,12 +139,18 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
         record.rate(state.limits.recency_s, now),
         record.move_s(MoveKind.WAKE if sleeps else MoveKind.LOAD),
         drain_s(record, len(in_flight)),
-        # Since when it was granted as often as others may be overtaken; those who may not at all, always.
-        inf if not recent.maxlen else recent[0] if len(recent) == recent.maxlen else -inf,
+        _passed_since(slot),
         tier is Tier.ASLEEP,
     )
     resident.loss = state.policy.loss(resident, now)
     return resident
+
+
+def _passed_since(slot: Slot) -> float:
+    recent = slot.recent_grants
+    if not recent.maxlen:
+        return inf
+    return recent[0] if len(recent) == recent.maxlen else -inf
 
 
 def _given(held: Claim, kept: Claim) -> Claim:
