@@ -7,11 +7,7 @@ only the models that stand for larger ones say what they take.
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
-import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +16,6 @@ from typing import Any
 import rig
 from memory_gpu_models import Configuration
 
-GREENROOM = (sys.executable, "-m", "greenroom")
-# A first load reads up to 16 GB and imports torch; then the longest prompt is read.
-ASK_MAX_S = 240.0
 NEW_TOKENS = 8
 # Two of these leave room for the largest model, but not for it and a stranger.
 HOLDERS = ("holder-a", "holder-b")
@@ -91,8 +84,7 @@ class House:
 
     def figure(self, model: str) -> Figure:
         """As `greenroom estimate` tells it to an operator."""
-        argv = [*GREENROOM, "estimate", model, "--config", str(self._config), "--json"]
-        said = json.loads(subprocess.run(argv, check=True, capture_output=True).stdout)
+        said = rig.estimate(model, self._config)
         parts = {one["part"]: one["gpu_mib"] for one in said["estimate"]["parts"]}
         need = said["need"]
         return Figure(need["gpu_mib"], need["host_mib"], need["source"], parts)
@@ -102,39 +94,20 @@ class House:
         return models
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self._port}{path}", data)
-        request.add_header("Content-Type", "application/json")
-        try:
-            with urllib.request.urlopen(request, timeout=ASK_MAX_S) as answer:
-                said: dict[str, Any] = json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise SystemExit(f"{path} {body and body.get('model')}: {error.code} {error.read().decode()}") from error
-        return said
+        return rig.ask(self._port, path, body)
 
 
 @contextlib.contextmanager
 def house(home: Path, folders: Path, python: str, served: Sequence[Configuration], holder_mib: int) -> Iterator[House]:
     """The gateway, with its state in `home`: started again there, it remembers."""
-    port = rig.free_port()
     models: dict[str, dict[str, Any]] = {
         one.id: {"cmd": _worker(python, folders / one.shape, one.context)} for one in served
     }
     holder = _worker(python, folders / HOLDER_SHAPE, HOLDER_CONTEXT, "--spare-mib", str(holder_mib - 2048))
     models |= {name: {"cmd": holder, "memory_mib": holder_mib} for name in HOLDERS}
     quiet = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-    config = {
-        "server": {"port": port},
-        "log": {"level": "warning"},
-        "memory": {"probe": "nvml"},
-        "state_dir": str(home / "state"),
-        "models": {name: {**model, "env": quiet} for name, model in models.items()},
-    }
-    path = home / "greenroom.yaml"
-    # JSON is YAML.
-    path.write_text(json.dumps(config))
-    with rig.running([*GREENROOM, "serve", "--config", str(path)], port):
-        yield House(port, path)
+    with rig.gateway(home, {name: {**model, "env": quiet} for name, model in models.items()}) as (port, config):
+        yield House(port, config)
 
 
 def _worker(python: str, folder: Path, context: int, *more: str) -> list[str]:

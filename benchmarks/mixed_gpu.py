@@ -27,7 +27,7 @@ from typing import Any
 from openai import APIError, AsyncOpenAI
 
 import rig
-from stage import ASK_MAX_S, Stage, hosted, stage
+from stage import Stage, hosted, stage
 from swap_gpu import EIGHT, Card, make
 
 # Callers stay with a model for a while, then turn to another; some come in between.
@@ -64,7 +64,7 @@ def trace(seconds: float, seed: int) -> list[Request]:
 async def play(home: Stage, requests: Sequence[Request]) -> list[Served]:
     began = time.perf_counter()
     address = f"http://127.0.0.1:{home.port}/v1"
-    async with AsyncOpenAI(base_url=address, api_key="none", max_retries=0, timeout=ASK_MAX_S) as client:
+    async with AsyncOpenAI(base_url=address, api_key="none", max_retries=0, timeout=rig.ASK_MAX_S) as client:
 
         async def one(request: Request) -> Served:
             await asyncio.sleep(max(0.0, began + request.at_s - time.perf_counter()))

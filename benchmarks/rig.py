@@ -1,4 +1,5 @@
-"""What every benchmark needs: processes that are started, measured and ended by their own pid, and nginx beside them.
+"""What every benchmark needs: processes that are started, measured and ended by their own pid, and nginx beside
+them; the gateway as users run it, and the words of its API.
 
 Owns the numbers' meaning: CPU is user plus system time from /proc/PID/stat of a process and all below it, which other
 load on the machine changes little. Wall-clock figures are only compared within one run.
@@ -15,12 +16,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+GREENROOM = (sys.executable, "-m", "greenroom")
 START_TIMEOUT_S = 20.0
+# A first load reads up to 16 GB and imports torch; then the longest prompt is read.
+ASK_MAX_S = 300.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 # nginx at its best as a reverse proxy: one worker, kept connections, no buffering of answers, no log.
@@ -70,6 +76,45 @@ def python(script: str, port: int, *arguments: str) -> Iterator[int]:
     """One of our own scripts, listening on this port."""
     with running([sys.executable, str(HERE / script), "--port", str(port), *arguments], port) as pid:
         yield pid
+
+
+@contextlib.contextmanager
+def gateway(home: Path, models: Mapping[str, Mapping[str, Any]], *, probe: str = "nvml") -> Iterator[tuple[int, Path]]:
+    """The gateway as users run it, its state in `home`, where it remembers; gives its port and its configuration."""
+    home.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    config = {
+        "server": {"port": port},
+        "log": {"level": "warning"},
+        "memory": {"probe": probe},
+        "state_dir": str(home / "state"),
+        "models": models,
+    }
+    path = home / "greenroom.yaml"
+    # JSON is YAML.
+    path.write_text(json.dumps(config))
+    with running([*GREENROOM, "serve", "--config", str(path)], port):
+        yield port, path
+
+
+def ask(port: int, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What the gateway answers; an error ends the benchmark."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data)
+    request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=ASK_MAX_S) as answer:
+            said: dict[str, Any] = json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise SystemExit(f"{path} {(body or {}).get('model', '')}: {error.code} {error.read().decode()}") from error
+    return said
+
+
+def estimate(model: str, config: Path) -> dict[str, Any]:
+    """As `greenroom estimate` tells it to an operator."""
+    argv = [*GREENROOM, "estimate", model, "--config", str(config), "--json"]
+    said: dict[str, Any] = json.loads(subprocess.run(argv, check=True, capture_output=True).stdout)
+    return said
 
 
 @contextlib.contextmanager

@@ -7,13 +7,9 @@ the time from sending a request to the first word of its answer. Imports no torc
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +20,6 @@ from openai import OpenAI
 import greenroom
 import rig
 
-GREENROOM: Final = (sys.executable, "-m", "greenroom")
-ASK_MAX_S: Final = 300.0
 MIB: Final = 1 << 20
 PROMPT: Final = " ".join(f"w{100 + 7 * number}" for number in range(64))
 
@@ -43,7 +37,9 @@ class Heard:
 class Stage:
     def __init__(self, port: int, config: Path) -> None:
         self.port, self._config = port, config
-        self.client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=ASK_MAX_S)
+        self.client = OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=rig.ASK_MAX_S
+        )
 
     def hear(self, model: str, tokens: int = 1, prompt: str = PROMPT) -> Heard:
         """A streamed chat answer, timed from before the request is sent."""
@@ -96,9 +92,7 @@ class Stage:
         return mib
 
     def need_mib(self, model: str) -> int:
-        argv = [*GREENROOM, "estimate", model, "--config", str(self._config), "--json"]
-        said = json.loads(subprocess.run(argv, check=True, capture_output=True).stdout)
-        mib: int = said["need"]["gpu_mib"]
+        mib: int = rig.estimate(model, self._config)["need"]["gpu_mib"]
         return mib
 
     def lease(self, mib: int, *, wait_s: float = 60.0) -> contextlib.AbstractContextManager[Any]:
@@ -106,34 +100,14 @@ class Stage:
         return greenroom.lease(mib, name="training", wait_s=wait_s, url=f"http://127.0.0.1:{self.port}")
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data)
-        request.add_header("Content-Type", "application/json")
-        try:
-            with urllib.request.urlopen(request, timeout=ASK_MAX_S) as answer:
-                said: dict[str, Any] = json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise SystemExit(f"{path}: {error.code} {error.read().decode()}") from error
-        return said
+        return rig.ask(self.port, path, body)
 
 
 @contextlib.contextmanager
 def stage(home: Path, models: Mapping[str, Mapping[str, Any]], *, probe: str = "nvml") -> Iterator[Stage]:
     """A gateway with these models, its state in `home`."""
-    home.mkdir(parents=True, exist_ok=True)
-    port = rig.free_port()
-    config = {
-        "server": {"port": port},
-        "log": {"level": "warning"},
-        "memory": {"probe": probe},
-        "state_dir": str(home / "state"),
-        "models": {name: {"ttl_s": 0, **model} for name, model in models.items()},
-    }
-    path = home / "greenroom.yaml"
-    # JSON is YAML.
-    path.write_text(json.dumps(config))
-    with rig.running([*GREENROOM, "serve", "--config", str(path)], port):
-        yield Stage(port, path)
+    with rig.gateway(home, {name: {"ttl_s": 0, **model} for name, model in models.items()}, probe=probe) as found:
+        yield Stage(*found)
 
 
 def hosted(folder: Path, python: str, **more: Any) -> dict[str, Any]:

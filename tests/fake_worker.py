@@ -4,9 +4,9 @@
 
 Standard library only. Speaks the control protocol and answers HTTP like the fake engine, one socket a slot. `fake.json`
 in a model's folder is read anew for each operation: `at` says how each shall go wrong ("crash", "mute", "hang",
-"fail KIND", "slow SECONDS"; with "once " before it only the next time), `mib` what it takes of the GPU, `tokens` and
-`token_s` how it answers. With CUDA_FAKE_GPUS it takes memory of GPUs that this file describes. The journal, `journal`
-in the model's folder, gets one JSON line for each operation.
+"fail KIND", "slow SECONDS", "deaf SECONDS", which cannot be called off; with "once " before it only the next time),
+`mib` what it takes of the GPU, `tokens` and `token_s` how it answers. With CUDA_FAKE_GPUS it takes memory of GPUs that
+this file describes. The journal, `journal` in the model's folder, gets one JSON line for each operation.
 """
 
 from __future__ import annotations
@@ -137,10 +137,18 @@ class Worker:
                 await asyncio.sleep(3600)
             case ["hang"]:
                 await asyncio.sleep(3600)
+            case ["fail", "path"]:
+                raise Failure("failed", f"{op} fails as told: nobody listens on {self.connection.getsockname()}.")
             case ["fail", kind]:
                 raise Failure(kind, f"{op} fails as told.")
             case ["slow", seconds]:
                 await asyncio.sleep(float(seconds))
+            case ["deaf", seconds]:
+                beside = asyncio.create_task(asyncio.sleep(float(seconds)))
+                try:
+                    await asyncio.shield(beside)
+                finally:
+                    await beside
 
     async def open(self, said: dict[str, Any], fd: int) -> dict[str, Any]:
         try:

@@ -58,7 +58,11 @@ MAY_IMPORT = {
 # The core is pure: nothing that waits, reads a clock, does I/O, logs or draws numbers.
 CORE_MAY_IMPORT = {"__future__", "bisect", "collections", "dataclasses", "enum", "heapq", "itertools", "math", "typing"}
 # Programs for child processes that must start quickly or under another Python: the standard library and one engine.
-STANDALONE = {"process/keeper.py": set(), "workers/llamacpp_server.py": {"xllamacpp"}}
+STANDALONE = {
+    "process/keeper.py": set(),
+    "workers/llamacpp_server.py": {"xllamacpp"},
+    "workers/torch_host/scribe.py": {"jinja2"},
+}
 # The torch worker is a package of its own: it names itself relatively, because its program is started by path under
 # another Python, and it may use what that engine brings.
 TORCH_HOST = SOURCE / "workers" / "torch_host"

@@ -88,7 +88,7 @@ def test_people_are_told_what_is_missing_what_for_and_what_to_type(
     assert ["transformers", "no", versions, "a", str(python)] in [line.split() for line in lines]
     assert f"transformers: torch 2.9.1 is too old, 2.11 will do (computes, on GPUs and on the CPU) in {python}" in lines
     assert f"transformers: jinja2 is missing (renders chat templates) in {python}" in lines
-    assert lines[-1] == f"  {python} -m pip install 'torch>=2.11' 'jinja2>=3.1'"
+    assert lines[-1] == f"  {python} -m pip install 'torch>=2.11' 'jinja2>=3.1.6'"
 
 
 def test_what_only_some_calls_miss_is_said_and_does_not_make_it_unusable(

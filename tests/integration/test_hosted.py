@@ -250,6 +250,7 @@ async def test_a_worker_that_cannot_close_is_ended_and_its_neighbours_go_on_else
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openings, "CLOSE_MAX_S", 0.2)
+    monkeypatch.setattr(openings, "CLOSE_SHARED_MAX_S", 0.5)
     folder, other = Folder(tmp_path, "alpha", at={"close": "hang"}), Folder(tmp_path, "other")
     async with gateway(tmp_path, {"alpha": folder.model(), "other": other.model()}, **QUIET) as app:
         await chat(app, "alpha")
@@ -306,6 +307,76 @@ async def test_a_load_that_is_called_off_leaves_nothing(
         assert not arenas() and not app.hosted_slots.there
 
 
+async def test_an_open_that_is_called_off_and_cannot_stop_is_waited_for_while_its_neighbours_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openings, "CLOSE_MAX_S", 0.2)
+    folder, other = Folder(tmp_path, "alpha", at={"open": "deaf 3"}), Folder(tmp_path, "other")
+    async with gateway(tmp_path, {"alpha": folder.model(), "other": other.model()}, **QUIET) as app:
+        await chat(app, "other")
+        pid = worker_of(app, "other")
+        waiting = asyncio.create_task(chat(app, "alpha"))
+        await until(lambda: bool(folder.events()), "it is being opened")
+        leaving = asyncio.create_task(move(app, MoveKind.UNLOAD, "alpha"))
+        assert (await waiting).status == 503
+        assert (await chat(app, "other")).status == 200
+        assert not leaving.done() and len(arenas()) == 2, "it holds its memory as long as the worker does"
+        await leaving
+        assert worker_of(app, "other") == pid and len(arenas()) == 1
+        folder.behave()
+        assert (await chat(app, "alpha")).status == 200
+        assert worker_of(app, "alpha") == pid
+
+
+async def test_a_wake_that_is_called_off_and_cannot_stop_is_waited_for_while_its_neighbours_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosted_moves, "SLEEP_MAX_S", 0.2)
+    folder, other = Folder(tmp_path, "alpha"), Folder(tmp_path, "other")
+    async with gateway(tmp_path, {"alpha": folder.model(), "other": other.model()}, **QUIET) as app:
+        await chat(app, "other")
+        pid = worker_of(app, "other")
+        await move(app, MoveKind.PREPARE, "alpha")
+        folder.behave(at={"wake": "slow 2"})
+        waiting = asyncio.create_task(chat(app, "alpha"))
+        await until(lambda: "wake" in folder.events(), "it wakes")
+        await move(app, MoveKind.SLEEP, "alpha")
+        assert (await waiting).status == 503
+        assert (tier(app, "alpha"), folder.events()) == (Tier.ASLEEP, ["open", "wake", "sleep"])
+        assert worker_of(app, "other") == worker_of(app, "alpha") == pid
+
+
+async def test_a_worker_that_is_deaf_for_longer_than_a_load_may_take_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openings, "CLOSE_MAX_S", 0.2)
+    folder, other = Folder(tmp_path, "alpha", at={"open": "deaf 60"}), Folder(tmp_path, "other")
+    models = {"alpha": folder.model(load_timeout_s=1), "other": other.model()}
+    async with gateway(tmp_path, models, **QUIET) as app:
+        await chat(app, "other")
+        pid = worker_of(app, "other")
+        with pytest.raises(LoadFailed, match="it took more than 1 s"):
+            await move(app, MoveKind.LOAD, "alpha")
+        await until_in(app, "other", Tier.ASLEEP)
+        assert (await chat(app, "other")).status == 200
+        assert worker_of(app, "other") != pid
+
+
+async def test_a_deaf_worker_in_which_nobody_else_is_served_is_ended_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openings, "CLOSE_MAX_S", 0.2)
+    folders = [Folder(tmp_path, name, at={"open": "deaf 60"}) for name in ("alpha", "beta")]
+    models = {"alpha": folders[0].model(), "beta": folders[1].model()}
+    async with gateway(tmp_path, models, **QUIET) as app:
+        waiting = [asyncio.create_task(chat(app, name)) for name in models]
+        await until(lambda: all(folder.events() for folder in folders), "both are being opened")
+        # Each is the other's neighbour; nobody waits for one who is going as well.
+        await asyncio.gather(*(move(app, MoveKind.UNLOAD, name) for name in models))
+        assert [(await one).status for one in waiting] == [503, 503]
+        await until(lambda: not app.hosted_slots.workers, "the worker was ended")
+
+
 async def test_a_wake_that_is_called_off_leaves_the_model_asleep(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "alpha")
     async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
@@ -316,6 +387,32 @@ async def test_a_wake_that_is_called_off_leaves_the_model_asleep(tmp_path: Path)
         await move(app, MoveKind.SLEEP, "alpha")
         assert (await waiting).status == 503
         assert (tier(app, "alpha"), folder.events()) == (Tier.ASLEEP, ["open", "wake", "sleep"])
+        folder.behave()
+        assert (await chat(app, "alpha")).status == 200
+
+
+@pytest.mark.parametrize("wakes_in_time", [True, False])
+async def test_a_second_call_off_does_not_interrupt_the_clearing_up_after_the_first(
+    tmp_path: Path, wakes_in_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it was the deadline of the wake that came first, of which nobody outside knows."""
+    monkeypatch.setattr(hosted_moves, "WAKE_MAX_S", 60.0 if wakes_in_time else 0.3)
+    folder = Folder(tmp_path, "alpha")
+    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+        await move(app, MoveKind.PREPARE, "alpha")
+        folder.behave(at={"wake": "slow 2"})
+        waiting = asyncio.create_task(chat(app, "alpha"))
+        await until(lambda: "wake" in folder.events(), "it wakes")
+        # Long enough that a deadline has passed, and far too short for the worker to be asleep again.
+        await asyncio.sleep(0.6)
+        leaving = [asyncio.create_task(move(app, MoveKind.SLEEP, "alpha")) for _ in range(2)]
+        await asyncio.sleep(0.2)
+        assert app.mover.moving, "it is not over before the worker has given the memory back"
+        await asyncio.gather(*leaving)
+        assert (await waiting).status == 503
+        assert folder.events() == ["open", "wake", "sleep"]
+        assert tier(app, "alpha") is Tier.ASLEEP and not app.slots.live
+        assert not any(slot.is_ready for slot in app.hosted_slots.there.values())
         folder.behave()
         assert (await chat(app, "alpha")).status == 200
 

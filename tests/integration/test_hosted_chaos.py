@@ -29,7 +29,7 @@ NAMES = ("alpha", "beta", "gamma", "delta")
 CALLERS = 5
 LASTS_S = 6.0
 STEPS = ("open", "wake", "sleep", "close")
-WAYS = ("crash", "mute", "hang", "fail failed", "fail out_of_memory", "slow 0.2")
+WAYS = ("crash", "mute", "hang", "fail failed", "fail path", "fail out_of_memory", "slow 0.2", "deaf 0.7")
 # All that a caller may hear while workers die: the model failed, was unloaded, or its worker was lost in the middle.
 CODES = {"model_load_failed", "model_out_of_memory", "unloaded", "engine_lost"}
 
@@ -54,6 +54,7 @@ class Chaos:
     async def _call(self) -> None:
         while self._goes_on:
             answer = await chat(self.app, self._random.choice(NAMES))
+            assert str(self.app._state_dir.path).encode() not in answer.body
             self.heard["answered" if answer.status == 200 else answer.error["code"]] += 1
             await asyncio.sleep(self._random.random() * 0.05)
 
@@ -88,8 +89,10 @@ async def answered(app: App, name: str) -> bool:
 async def test_whatever_happens_to_workers_nothing_is_lost_or_left(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in ((hosted_moves, "WAKE_MAX_S"), (hosted_moves, "SLEEP_MAX_S"), (openings, "CLOSE_MAX_S")):
-        monkeypatch.setattr(module, name, 0.5)
+    for name in ("WAKE_MAX_S", "SLEEP_MAX_S", "SLEEP_SHARED_MAX_S"):
+        monkeypatch.setattr(hosted_moves, name, 0.5)
+    for name in ("CLOSE_MAX_S", "CLOSE_SHARED_MAX_S"):
+        monkeypatch.setattr(openings, name, 0.5)
     folders = {name: Folder(tmp_path, name) for name in NAMES}
     models = {name: folder.model(load_timeout_s=10) for name, folder in folders.items()}
     scheduler = {"backoff_s": 0.2, "backoff_max_s": 1}

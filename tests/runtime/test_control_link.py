@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from greenroom.runtime import control_link
-from greenroom.runtime.control_link import ControlLink, OpFailed, WorkerLost, connect
+from greenroom.runtime.control_link import ControlLink, OpFailed, WorkerLost, connect, count, seconds
 
 
 class Other:
@@ -170,3 +170,13 @@ async def test_a_worker_that_never_reads_is_given_up(other: Other, monkeypatch: 
 async def test_nobody_who_listens_is_told_as_such(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         await connect(str(tmp_path / "nobody.sock"), lambda: None)
+
+
+@pytest.mark.parametrize("odd", ["Infinity", "-Infinity", "NaN", "1e400", "1" + 400 * "0", "-5", '"5"', "null", "[]"])
+def test_a_figure_that_cannot_be_counts_as_none(odd: str) -> None:
+    answer = json.loads(f'{{"bytes": {odd}}}')
+    assert (count(answer, "bytes"), seconds(answer, "bytes")) == (0, 0.0)
+
+
+def test_figures_of_an_answer_are_read() -> None:
+    assert (count({"bytes": 5.0}, "bytes"), seconds({"took": 5}, "took"), count({}, "bytes")) == (5, 5.0, 0)

@@ -22,7 +22,7 @@ from greenroom.core.model import (
     SlotId,
 )
 from greenroom.core.policies import make_policy
-from greenroom.core.state import State
+from greenroom.core.state import ModelRecord, State
 from greenroom.errors import StoreDown
 from greenroom.memory.leases.records import LeaseAsk
 from greenroom.memory.leases.shared import SlotAsk
@@ -87,6 +87,7 @@ class Rig:
     def slot(self, name: str, mib: int, *, planned: bool = False) -> Move:
         """A slot the scheduler knows of, and the move that brings it."""
         slot = Slot(SlotId(name), ModelSpec(ModelId(f"m-{name}")), {GPU: mib})
+        self.state.models[slot.model] = ModelRecord(slot.spec, slot.spec.need)
         slot.planned = MoveKind.LOAD if planned else None
         self.state.add_slot(slot)
         if not planned:

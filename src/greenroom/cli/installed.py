@@ -51,7 +51,7 @@ class Package:
 TRANSFORMERS: Final = (
     Package("torch", "2.11", "computes, on GPUs and on the CPU"),
     Package("transformers", "5.17", "knows the models' shapes and their tokenizers"),
-    Package("jinja2", "3.1", "renders chat templates"),
+    Package("jinja2", "3.1.6", "renders chat templates"),
     Package("llguidance", "1.0", "keeps answers to a JSON schema", optional=True),
 )
 LLAMACPP: Final = (Package("xllamacpp", "2026.10", "llama.cpp's own server as a package"),)

@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from greenroom.cli import address, moves, screen
-from greenroom.cli.failures import Exit
+from greenroom.cli import moves
 
 NAME = "load"
 HELP = "Make a model ready now, and wait until it is."
 
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="its id or an alias")
-    parser.add_argument(
-        "--evict", action="append", default=[], metavar="MODEL", help="unload this one for it; may be repeated"
-    )
-    address.add_options(parser, json_help="print the gateway's answer as JSON")
+add_options = moves.add_bringing_options
 
 
 def run(args: argparse.Namespace) -> int:
-    from greenroom.cli.client import Client
-
-    body = {"evict": args.evict} if args.evict else {}
-    answer, took_s = moves.move(Client(address.address_of(args)), args.model, "load", body, "loading")
-    if args.json:
-        screen.say_json(answer)
-    else:
-        screen.say(f"{answer['model']} is {answer['tier']} after {screen.seconds(took_s)}")
-        screen.hint("it answers at once now; `greenroom ps` shows who had to leave for it")
-    return Exit.OK
+    hint = "it answers at once now; `greenroom ps` shows who had to leave for it"
+    return moves.bring(args, "load", "loading", lambda answer: hint)

@@ -1,15 +1,19 @@
-"""What `load`, `unload`, `sleep` and `prepare` share: asking for a move, and showing how far it is until it is done."""
+"""What `load`, `unload`, `sleep` and `prepare` share: their options, asking for a move, showing how far it is, the end.
+
+Owns what all four say. What is to be typed next is each command's own.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from greenroom.cli import screen
-from greenroom.cli.failures import CommandFailed
+from greenroom.cli import address, screen
+from greenroom.cli.failures import CommandFailed, Exit
 
 if TYPE_CHECKING:
     from greenroom.cli.client import Client
@@ -17,6 +21,47 @@ if TYPE_CHECKING:
 # A load ends at the model's own deadline; this is for a gateway that has died without closing its connections.
 MOVE_MAX_S: Final = 7_200.0
 LOOK_EVERY_S: Final = 0.5
+
+# What to type or to expect next, by the gateway's answer.
+Hint = Callable[[Mapping[str, Any]], str]
+
+
+def add_bringing_options(parser: argparse.ArgumentParser) -> None:
+    """Those of orders that bring a model."""
+    parser.add_argument("model", help="its id or an alias")
+    parser.add_argument(
+        "--evict", action="append", default=[], metavar="MODEL", help="unload this one for it; may be repeated"
+    )
+    address.add_options(parser, json_help="print the gateway's answer as JSON")
+
+
+def add_leaving_options(parser: argparse.ArgumentParser) -> None:
+    """Those of orders that send a model away."""
+    parser.add_argument("model", help="its id or an alias")
+    parser.add_argument(
+        "--grace-s", type=float, metavar="S", help="how long running answers may go on (default: the model's grace_s)"
+    )
+    address.add_options(parser, json_help="print the gateway's answer as JSON")
+
+
+def bring(args: argparse.Namespace, order: str, doing: str, hint: Hint) -> int:
+    return _carry_out(args, order, {"evict": args.evict} if args.evict else {}, doing, hint)
+
+
+def send_away(args: argparse.Namespace, order: str, doing: str, hint: Hint) -> int:
+    return _carry_out(args, order, {} if args.grace_s is None else {"grace_s": args.grace_s}, doing, hint)
+
+
+def _carry_out(args: argparse.Namespace, order: str, body: Mapping[str, object], doing: str, hint: Hint) -> int:
+    from greenroom.cli.client import Client
+
+    answer, took_s = move(Client(address.address_of(args)), args.model, order, body, doing)
+    if args.json:
+        screen.say_json(answer)
+    else:
+        screen.say(f"{answer['model']} is {answer['tier']} after {screen.seconds(took_s)}")
+        screen.hint(hint(answer))
+    return Exit.OK
 
 
 def move(

@@ -75,6 +75,12 @@ class StateDir:
         """The identity of the processes of one slot of this run."""
         return f"{self.prefix}{self.run}:{slot}"
 
+    def unnamed(self, text: str) -> str:
+        """The text without our folders: to callers, files in them go by their names alone."""
+        for folder in (self.run_dir, self.path):
+            text = text.replace(f"{folder}/", "").replace(str(folder), "the state directory")
+        return text
+
     def close(self) -> None:
         """Empty the run directory and let another gateway in. May be called again."""
         if self._lock_fd is None:

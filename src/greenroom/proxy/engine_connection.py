@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import httptools
 
-from greenroom.errors import EngineLost, GreenroomError
+from greenroom.errors import GreenroomError
 from greenroom.proxy.body import Payload
 from greenroom.proxy.head import Headers
 
@@ -148,7 +148,7 @@ class Connection(asyncio.Protocol):
         sink, receiver, before_first_byte = self._sink, self._receiver, not self._heard
         self.abort()
         if sink is not None:
-            sink.lost(EngineLost(f"The engine at {self._pool.address} {what}."), before_first_byte)
+            sink.lost(self._pool.lost(what), before_first_byte)
         if receiver is not None:
             receiver.engine_gone()
 
@@ -234,7 +234,7 @@ class Connection(asyncio.Protocol):
         log.exception("passing on an answer failed")
         if self._sink is None or self._sink is sink:
             self.abort()
-        sink.lost(EngineLost(f"The engine at {self._pool.address} answered, but that could not be passed on."), False)
+        sink.lost(self._pool.lost("answered, but that could not be passed on"), False)
 
     def _heard_out_of_turn(self, data: bytes) -> None:
         if self._receiver is not None:

@@ -7,6 +7,7 @@ How many are open at once is bounded by how many exchanges there are; only idle 
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -54,10 +55,14 @@ class Sink(Protocol):
 
 
 class Pool:
-    """Connections to one address. `idle_s` must be shorter than the engine's own keep-alive time."""
+    """Connections to one address. `idle_s` must be shorter than the engine's own keep-alive time.
 
-    def __init__(self, address: Address, *, idle_max: int = 32, idle_s: float = 4.0) -> None:
+    Callers know the engine by `name`: where it listens is nobody's business.
+    """
+
+    def __init__(self, address: Address, *, name: str = "The engine", idle_max: int = 32, idle_s: float = 4.0) -> None:
         self.address = address
+        self.name = name
         self.connects = 0
         self.reuses = 0
         self.retries = 0
@@ -68,6 +73,10 @@ class Pool:
         self._retrying: set[asyncio.Task[None]] = set()
         self._closed = False
         self._loop = asyncio.get_running_loop()
+
+    def lost(self, what: str) -> EngineLost:
+        """The error of an engine that did this instead of answering."""
+        return EngineLost(f"{self.name} {what}. Ask again: if it has ended, it is brought back.")
 
     @property
     def open_count(self) -> int:
@@ -136,7 +145,7 @@ class Pool:
     def _retried(self, task: asyncio.Task[None], sink: Sink) -> None:
         self._retrying.discard(task)
         if task.cancelled() and sink.wanted:
-            sink.lost(EngineLost(f"The engine at {self.address} was stopped."), True)
+            sink.lost(self.lost("was stopped"), True)
 
     # --- connecting -------------------------------------------------------------------------------------------------
 
@@ -144,8 +153,7 @@ class Pool:
         try:
             connection = await self._connect()
         except (OSError, TimeoutError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else "no connection in time"
-            sink.lost(EngineLost(f"The engine at {self.address} cannot be reached: {reason}."), True)
+            sink.lost(self.lost(f"cannot be reached: {_reason(error)}"), True)
             return
         if sink.wanted:
             connection.begin(head, body, sink)
@@ -169,3 +177,10 @@ class Pool:
 
     def _new_connection(self) -> Connection:
         return Connection(self)
+
+
+def _reason(error: OSError) -> str:
+    """In the system's words: asyncio's own add the address."""
+    if error.errno:
+        return os.strerror(error.errno)
+    return error.strerror or "no connection in time"

@@ -20,6 +20,8 @@ from typing import Any, Final
 LINE_BYTES_MAX: Final = 1024 * 1024
 # A worker that reads nothing must not make us keep what it was told.
 UNSENT_BYTES_MAX: Final = 1024 * 1024
+# No memory has so many bytes.
+FIGURE_MAX: Final = 2**62
 _READ_BYTES: Final = 64 * 1024
 
 Answer = Mapping[str, Any]
@@ -172,8 +174,18 @@ async def connect(path: str, on_end: Callable[[], None]) -> ControlLink:
 
 def count(answer: Answer, name: str) -> int:
     """A number of bytes or things in an answer; 0 where it is none."""
+    return int(_figure(answer, name))
+
+
+def seconds(answer: Answer, name: str) -> float:
+    """A time in an answer; 0 where it is none."""
+    return float(_figure(answer, name))
+
+
+def _figure(answer: Answer, name: str) -> float:
     value = answer.get(name)
-    return int(value) if isinstance(value, int | float) and value > 0 else 0
+    # Python reads Infinity, NaN and integers of any length as JSON.
+    return value if isinstance(value, int | float) and 0 < value < FIGURE_MAX else 0
 
 
 def _close_all(fds: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ from greenroom.errors import EngineFault, LoadFailed
 from greenroom.process.spawn import Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalog import Entry
-from greenroom.runtime.control_link import Answer, OpFailed, WorkerLost, count
+from greenroom.runtime.control_link import Answer, OpFailed, WorkerLost, count, seconds
 from greenroom.runtime.evidence import Evidence
 from greenroom.runtime.grants import Grants, NoGrant
 from greenroom.runtime.hosted_memory import HostedMemory
@@ -28,15 +28,17 @@ from greenroom.runtime.hosted_slots import HostedSlot, HostedSlots
 from greenroom.runtime.hosts import Hosts
 from greenroom.runtime.mishaps import Mishaps
 from greenroom.runtime.observer import Observer
-from greenroom.runtime.openings import Openings
+from greenroom.runtime.openings import Openings, whole
 from greenroom.runtime.remains import Remains
 from greenroom.runtime.slots import LiveSlot, Slots
 from greenroom.runtime.worker_host import Worker
 
 # A wake maps memory and begins to copy; it may have to wait for host memory that is still being registered.
 WAKE_MAX_S: Final = 120.0
-# A sleep unmaps. A worker that needs longer is stuck in the driver.
+# A sleep waits for the step under way and unmaps. A worker that needs longer for its only slot is ended.
 SLEEP_MAX_S: Final = 30.0
+# One that serves others has longer than it waits for its own threads: a step on a slow CPU may take a minute.
+SLEEP_SHARED_MAX_S: Final = 150.0
 FLUSH_MAX_S: Final = 10.0
 
 _Result = TypeVar("_Result")
@@ -212,7 +214,7 @@ class HostedMoves:
 
     async def _woken(self, move: Move, slot: HostedSlot) -> Arrival:
         answer = await self._twice(move, slot, lambda: self._wake_once(move, slot))
-        arrives_s = max(0.0, float(answer.get("expected_s") or 0.0))
+        arrives_s = seconds(answer, "expected_s")
         return Arrival(slot.told, self._clock() - move.started + arrives_s)
 
     async def _wake_once(self, move: Move, slot: HostedSlot) -> Answer:
@@ -226,7 +228,7 @@ class HostedMoves:
         began = self._clock()
         answer = await self._wake_in(move, slot, worker)
         self._slots.live[slot.id] = LiveSlot(slot.id, slot.entry, worker.child, slot.pool, slot.socket)
-        took_s = self._clock() - began + max(0.0, float(answer.get("expected_s") or 0.0))
+        took_s = self._clock() - began + seconds(answer, "expected_s")
         self._observer.woke(slot.entry.id, count(answer, "bytes"), took_s)
         return answer
 
@@ -238,7 +240,7 @@ class HostedMoves:
             except OpFailed as error:
                 raise await self._mishaps.no_wake(move, slot.entry, error) from error
             except (TimeoutError, asyncio.CancelledError) as error:
-                await self._asleep_again(slot, worker)
+                await whole(self._asleep_again(slot, worker))
                 if isinstance(error, TimeoutError):
                     raise LoadFailed(f"{slot.entry.id} did not wake within {WAKE_MAX_S:g} s.") from error
                 raise
@@ -248,10 +250,12 @@ class HostedMoves:
     async def _asleep_again(self, slot: HostedSlot, worker: Worker) -> None:
         """After a wake that was called off. A worker that cannot even do this is ended; the weights are safe."""
         try:
-            async with asyncio.timeout(SLEEP_MAX_S):
-                await worker.ask("sleep", slot=slot.id)
+            await self._sleep_in(slot, worker)
         except (OpFailed, WorkerLost, TimeoutError):
             await self._lost_meanwhile(worker, slot)
+
+    async def _sleep_in(self, slot: HostedSlot, worker: Worker) -> None:
+        await worker.let_go_of(slot.id, "sleep", alone_s=SLEEP_MAX_S, shared_s=SLEEP_SHARED_MAX_S)
 
     async def _put_to_sleep(self, move: Move, slot: HostedSlot) -> None:
         worker = slot.worker
@@ -260,8 +264,7 @@ class HostedMoves:
             return
         try:
             with self._table.stirring(slot.gpu):
-                async with asyncio.timeout(SLEEP_MAX_S):
-                    await worker.ask("sleep", slot=slot.id)
+                await self._sleep_in(slot, worker)
                 slot.is_ready = False
         except WorkerLost:
             await self._lost_meanwhile(worker, slot)

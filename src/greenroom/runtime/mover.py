@@ -130,6 +130,9 @@ class Mover:
         if not isinstance(error, GreenroomError):
             _log.error("move broke", model=move.model, kind=move.kind.value, error=repr(error))
             error = LoadFailed(f"{move.model} could not be moved: {error!r}")
+        # An engine's words may say where it was to listen.
+        error.message = self._state_dir.unnamed(error.message)
+        error.details = None if error.details is None else self._state_dir.unnamed(error.details)
         self.failures[move.model] = error
         _log.warning("load failed", model=move.model, slot=move.slot, error=error.message)
         return Outcome.NO_MEMORY if isinstance(error, OutOfMemory) else Outcome.FAILED
@@ -224,7 +227,8 @@ class Mover:
         except BaseException:
             self._give_back(move.slot, place.socket)
             raise
-        live = LiveSlot(move.slot, entry, child, Pool(_address(place)), place.socket)
+        pool = Pool(_address(place), name=f"The engine of {entry.id}")
+        live = LiveSlot(move.slot, entry, child, pool, place.socket)
         self._slots.live[move.slot] = live
         child.on_exit(lambda exit: self._on_exit(live, exit))
         return seen

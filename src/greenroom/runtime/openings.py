@@ -7,16 +7,16 @@ that cannot let go of a slot is ended. Never touches a GPU's memory: an open slo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from greenroom.core.model import Move
 from greenroom.errors import LoadFailed
 from greenroom.process.state_dir import StateDir
 from greenroom.proxy.upstream import Address, Pool
 from greenroom.runtime.beside import beside
-from greenroom.runtime.control_link import Answer, OpFailed, WorkerLost, count
+from greenroom.runtime.control_link import Answer, OpFailed, WorkerLost, count, seconds
 from greenroom.runtime.hosted_memory import HostedMemory
 from greenroom.runtime.hosted_slots import HostedSlot
 from greenroom.runtime.hosts import Hosts
@@ -25,8 +25,11 @@ from greenroom.runtime.observer import Observer
 from greenroom.runtime.roots import check_roots
 from greenroom.runtime.slots import Slots
 
-# A worker that cannot close a slot in this time is stuck. It is ended, and what else lives there goes on in another.
+# A worker that cannot close its only slot in this time is ended: it is quicker to start another.
 CLOSE_MAX_S: Final = 20.0
+# One that serves others has this long before it counts as stuck, which is longer than it waits for its own threads.
+# Then it is ended, and what else lives there goes on in another.
+CLOSE_SHARED_MAX_S: Final = 150.0
 
 
 class Openings:
@@ -57,7 +60,7 @@ class Openings:
         except WorkerLost:
             raise
         except BaseException as error:
-            await self.shut(slot)
+            await whole(self.shut(slot))
             if isinstance(error, OpFailed):
                 raise self._mishaps.no_load(move, slot.entry, error) from error
             if isinstance(error, TimeoutError):
@@ -102,12 +105,10 @@ class Openings:
 
     def _is_open(self, slot: HostedSlot, answer: Answer) -> None:
         if not slot.arena.is_filled:
-            self._observer.prepared(
-                slot.entry.id, count(answer, "read_bytes"), max(0.0, float(answer.get("seconds") or 0.0))
-            )
+            self._observer.prepared(slot.entry.id, count(answer, "read_bytes"), seconds(answer, "seconds"))
         slot.arena.is_filled, slot.progress = True, None
         slot.arena_bytes = count(answer, "arena_bytes")
-        slot.pool = Pool(Address(path=slot.socket or ""))
+        slot.pool = Pool(Address(path=slot.socket or ""), name=f"The engine of {slot.entry.id}")
         self._hosts.want_spare(slot.engine, slot.key)
 
     async def shut(self, slot: HostedSlot) -> None:
@@ -117,8 +118,7 @@ class Openings:
             if slot.pool is not None:
                 slot.pool.close()
             try:
-                async with asyncio.timeout(CLOSE_MAX_S):
-                    await worker.ask("close", slot=slot.id)
+                await worker.let_go_of(slot.id, "close", alone_s=CLOSE_MAX_S, shared_s=_patience_s(slot))
             except OpFailed as error:
                 if error.kind != "unknown_slot":
                     worker.end()
@@ -138,3 +138,18 @@ class Openings:
         slot.pool = slot.socket = slot.progress = None
         if worker is not None:
             self._hosts.let_out(worker, slot.id)
+
+
+def _patience_s(slot: HostedSlot) -> float:
+    """One that is still being opened may be read by Transformers itself, which does not hear that nobody waits."""
+    return CLOSE_SHARED_MAX_S if slot.pool is not None else slot.entry.config.load_timeout_s
+
+
+async def whole(work: Coroutine[Any, Any, None]) -> None:
+    """Clear up to the end. Being called off meanwhile is heard afterwards: a deadline may have come before it."""
+    clearing = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(clearing)
+    except asyncio.CancelledError:
+        await asyncio.wait((clearing,))
+        raise

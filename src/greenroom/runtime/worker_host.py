@@ -42,6 +42,8 @@ class Worker:
         self.socket = socket
         self.key: HostKey | None = None
         self.slots: dict[SlotId, LogRing] = {}
+        # Those of them that it was asked to let go of, and has not yet.
+        self._going: set[SlotId] = set()
         # Set when it has ended and everybody who lived in it knows.
         self.gone = asyncio.Event()
         self.is_stopping = False
@@ -78,6 +80,25 @@ class Worker:
         if self._link is None:
             raise WorkerLost("the worker is not there yet")
         return await self._link.ask(op, fds=() if fd is None else (fd,), on_progress=on_progress, **said)
+
+    async def let_go_of(self, slot: SlotId, op: str, *, alone_s: float, shared_s: float) -> Answer:
+        """Ask it to give back what this slot holds. Raises OpFailed, WorkerLost, or TimeoutError where it is stuck.
+
+        What runs for the slot may be a foreign call that nobody can stop. As long as others live here who stay, it has
+        `shared_s`: they are served meanwhile, and to end it would end them too. Else it has `alone_s`.
+        """
+        self._going.add(slot)
+        asking = asyncio.ensure_future(self.ask(op, slot=slot))
+        waited_s = 0.0
+        try:
+            while not (await asyncio.wait((asking,), timeout=alone_s))[0]:
+                waited_s += alone_s
+                if waited_s >= shared_s or not self.slots.keys() - self._going:
+                    raise TimeoutError
+            return asking.result()
+        finally:
+            asking.cancel()
+            self._going.discard(slot)
 
     async def greet(self) -> None:
         """Connect as soon as it listens, and wait until its imports are done. Runs until then, or cancelled."""

@@ -1,4 +1,4 @@
-"""Models that find no room, folders outside the roots, and a chat template that does not end."""
+"""Models that find no room, folders outside the roots, and chat templates that do not end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 # Its weights alone, at 32 bits.
 LARGE_MIB = 70
 SMALL_MIB = 50
-ENDLESS_TEMPLATE = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+# They take all the time, the interpreter, or all memory.
+HOSTILE_TEMPLATES = {
+    "spinning": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "counting": "{{ 10 ** 100000000 }}",
+    "growing": "{{ 'a' * 3000000000 }}",
+}
 OUTSIDE = ("linked", "linked-file", "outside", "dotted")
 
 
@@ -76,8 +81,9 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
     for file in outside.iterdir():
         (roots / "linked-file" / file.name).symlink_to(file)
     paths = {"outside": outside, "dotted": roots / ".." / "outside"}
-    paths |= {name: roots / name for name in ("inside", "linked", "linked-file", "spinning")}
-    spinning(roots / "spinning")
+    paths |= {name: roots / name for name in ("inside", "linked", "linked-file", *HOSTILE_TEMPLATES)}
+    for name in HOSTILE_TEMPLATES:
+        hostile(roots / name)
     models = {name: hosted(path) for name, path in paths.items()} | {"large": large()}
     memory = {"green_room_mib": SMALL_MIB, "spare_worker": False}
     model_roots = [str(roots), str(tiny_hf("inside").parent)]
@@ -85,10 +91,10 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
         yield app
 
 
-def spinning(folder: Path) -> None:
-    shutil.copytree(tiny_hf("spinning"), folder)
+def hostile(folder: Path) -> None:
+    shutil.copytree(tiny_hf(folder.name), folder)
     about = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": ENDLESS_TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": HOSTILE_TEMPLATES[folder.name]}))
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
@@ -114,15 +120,16 @@ async def test_model_larger_than_the_green_room_is_served_and_leaves_it_cold(app
     assert (memfds(), held(app)) == (memory, claims)
 
 
-async def test_chat_template_that_does_not_end_costs_its_caller_only(app: App) -> None:
+@pytest.mark.parametrize("name", HOSTILE_TEMPLATES)
+async def test_chat_template_that_takes_too_much_costs_its_caller_only(app: App, name: str) -> None:
     await says(app, "inside")
-    spins = asyncio.create_task(chat(app, "spinning"))
+    suffers = asyncio.create_task(chat(app, name))
     await says(app, "inside")
-    answer = await spins
+    answer = await suffers
     assert (answer.status, answer.error["code"]) == (422, "template_failed"), answer.body
     assert "template" in answer.error["message"]
     await at_rest(app)
     # Neither it nor its neighbour is worse for it.
-    plain = await http(app, "POST", "/v1/completions", {"model": "spinning", "prompt": "hi", "max_tokens": 4})
-    assert "spinning" in plain.json()["choices"][0]["text"]
+    plain = await http(app, "POST", "/v1/completions", {"model": name, "prompt": "hi", "max_tokens": 4})
+    assert name in plain.json()["choices"][0]["text"]
     await says(app, "inside")

@@ -15,6 +15,7 @@ import pytest
 from greenroom.workers.torch_host.api import serve_text
 from greenroom.workers.torch_host.asks import Ask
 from greenroom.workers.torch_host.http import Server
+from greenroom.workers.torch_host.scribes import Scribes
 from greenroom.workers.torch_host.text import Text
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.fake_performer import FakePerformer
@@ -56,7 +57,14 @@ def socket_folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def open_api(byte_text: Text, socket_folder: Path) -> Opener:
+async def scribes() -> AsyncIterator[Scribes]:
+    made = Scribes()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def open_api(byte_text: Text, socket_folder: Path, scribes: Scribes) -> Opener:
     """Serve a performer that says this text (or what a script says) to everyone."""
 
     @contextlib.asynccontextmanager
@@ -75,7 +83,9 @@ def open_api(byte_text: Text, socket_folder: Path) -> Opener:
         script = says if callable(says) else lambda ask: own._encode(says, False)
         performer = FakePerformer(script, context)
         path = socket_folder / "model.sock"
-        served = await serve_text(path, performer, own, "tiny", embeds=embeds, template_deadline_s=template_deadline_s)
+        served = await serve_text(
+            path, performer, own, "tiny", scribes=scribes, embeds=embeds, template_deadline_s=template_deadline_s
+        )
         transport = httpx2.AsyncHTTPTransport(uds=str(path))
         http = httpx2.AsyncClient(transport=transport, base_url="http://model", timeout=60)
         client = openai.AsyncOpenAI(api_key="none", base_url="http://model/v1", http_client=http, max_retries=0)

@@ -56,10 +56,9 @@ async def test_a_model_does_one_of_the_two(open_api: Opener) -> None:
         b'{"prompt": NaN}',
         b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}",
         b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"prompt": "a", "zeros": [' + b"0," * 2**20 + b"0]}",
         b'{"prompt": "a", "logit_bias": ' + b'{"a":' * 5_000 + b"1" + b"}" * 5_000 + b"}",
     ],
-    ids=range(13),
+    ids=range(12),
 )
 async def test_a_body_that_is_no_request_is_400(open_api: Opener, body: bytes) -> None:
     async with open_api() as rig:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from greenroom.workers.torch_host import batching as batching_module
 from greenroom.workers.torch_host.asks import Sampling, TooLong
 from greenroom.workers.torch_host.batching import Batching
+from greenroom.workers.torch_host.failures import Stuck, is_fatal
 from greenroom.workers.torch_host.seats import Seats
 from greenroom.workers.torch_host.speech import Speech
 from tests.workers.torch_host.performing import WAIT_S, Answer, ask, generated, performing, prompt, random_model, said
@@ -76,6 +78,21 @@ def test_a_long_prompt_is_computed_in_pieces_and_short_ones_together(
         assert [answer.ids for _, answer in asked if answer.end] == want
         # Four full pieces of the long one; then what is left of it and all the short ones at once.
         assert [tokens for tokens in forwards if tokens > 8] == [48, 48, 48, 48, 8 + 7 + 8 + 9]
+
+
+def test_on_a_slow_device_pieces_become_as_small_as_they_must(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from greenroom.workers.torch_host import ensemble
+
+    monkeypatch.setattr(ensemble, "PREFILL_TOKENS_FIRST", 64)
+    monkeypatch.setattr(ensemble, "PREFILL_STEP_S", 1e-6)
+    want = generated(random_model("llama"), prompt(200), 8)
+    with performing(llama) as batching:
+        asked, answer = ask(prompt(200), 8)
+        forwards = batching._stage.forwards  # type: ignore[attr-defined]
+        forwards.clear()
+        batching.submit(asked)
+        assert answer.end.reason == "length" and answer.ids == want
+        assert [tokens for tokens in forwards if tokens > 1] == [64, 32, 32, 32, 32, 8]
 
 
 def test_a_stop_token_ends_the_answer_and_is_not_handed_on(stage: Batching) -> None:
@@ -403,6 +420,32 @@ def test_sleep_ends_who_is_unfinished_and_forgets_the_cache(stage: Batching) -> 
     again = said(stage, prompt(60), 2)
     assert again.cached_tokens == 0
     assert stage._seats.available == 4096 // 16
+
+
+def test_a_thread_that_does_not_obey_is_stuck_and_the_process_with_it(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_computing, may_end = threading.Event(), threading.Event()
+
+    def stand_still(*_: object) -> None:
+        is_computing.set()
+        assert may_end.wait(WAIT_S)
+
+    with performing(llama) as batching:
+        hook = llama.register_forward_pre_hook(stand_still)
+        one, answer = ask(prompt(5))
+        batching.submit(one)
+        assert is_computing.wait(WAIT_S)
+        monkeypatch.setattr(batching_module, "OBEY_S", 0.2)
+        try:
+            with pytest.raises(Stuck, match="did not stop within") as caught:
+                batching.on_sleep()
+        finally:
+            monkeypatch.undo()
+            hook.remove()
+            may_end.set()
+        assert is_fatal(caught.value)
+        assert answer.end.reason == "error"
 
 
 def test_compute_time_is_shared_out_among_those_computed_together(stage: Batching) -> None:

@@ -279,6 +279,31 @@ async def test_an_answer_is_held_to_its_schema(open_api: Opener, seed: int) -> N
         assert set(said) == {"ok", "size"} and said["size"] in ("small", "large")
 
 
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_schema_that_fails_in_the_middle_is_the_callers_to_change(
+    open_api: Opener, streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[int] = []
+
+    def out_of_turn(ask: Any, script: object, place: int) -> int:
+        """An opening brace, and then one that cannot be: the library gives up."""
+        ask.constraint.accept(brace)
+        said.append(brace)
+        return brace
+
+    wanted = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}, "strict": True}}
+    body = {"messages": HI, "response_format": wanted, "stream": streams}
+    async with open_api() as rig:
+        (brace,) = rig.text._encode("{", False)
+        monkeypatch.setattr(rig.performer, "_next", out_of_turn)
+        response = await rig.http.post("/v1/chat/completions", json=body)
+    last = response.text.strip().splitlines()[-1].removeprefix("data: ")
+    error = json.loads(last)["error"]
+    assert response.status_code == (200 if streams else 422)
+    assert (error["code"], error["param"]) == ("schema_too_complex", "response_format")
+    assert len(said) == 2 and "could not be held to it" in error["message"]
+
+
 async def test_json_mode_makes_an_object(open_api: Opener) -> None:
     async with open_api() as rig:
         answer = await ask(rig, response_format={"type": "json_object"}, seed=3, max_tokens=1500)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import builtins
 import json
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from greenroom.workers.torch_host import schema_trials
 from greenroom.workers.torch_host.grammar import SCHEMA_BYTES_MAX, Grammars, JsonConstraint
 from greenroom.workers.torch_host.refusals import Refused
 from greenroom.workers.torch_host.text import Text
@@ -93,6 +95,121 @@ async def test_a_schema_that_cannot_be_held_to_is_refused_by_name(byte_text: Tex
     with pytest.raises(Refused) as refused:
         await Grammars(byte_text).constraint(schema, True, "response_format")
     assert (refused.value.status, refused.value.param) == (400, "response_format")
+
+
+def chain(links: int) -> dict[str, Any]:
+    """Definitions each of which refers to the next."""
+    parts = {f"d{link}": {"properties": {"a": {"$ref": f"#/$defs/d{link + 1}"}}} for link in range(links)}
+    return {"$defs": {**parts, f"d{links}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+
+
+def nested(levels: int) -> dict[str, Any]:
+    return {"type": "integer"} if levels == 0 else {"type": "object", "properties": {"a": nested(levels - 1)}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        pytest.param(chain(2_000), id="a chain that overruns the stack"),
+        pytest.param({"allOf": [{"multipleOf": prime} for prime in (7, 11, 13, 997)]}, id="multiples without end"),
+        pytest.param({"type": "string", "pattern": f"^{'a?' * 60_000}$"}, id="a pattern that takes hours"),
+        pytest.param({"enum": ["x" * 200_000]}, id="a literal whose steps take seconds"),
+    ],
+)
+async def test_a_schema_that_is_too_much_fails_by_itself_in_time(byte_text: Text, schema: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match="too complex") as refused:
+        await Grammars(byte_text).constraint(schema, True, "response_format")
+    assert (refused.value.status, refused.value.code) == (422, "schema_too_complex")
+    assert refused.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        pytest.param({"$ref": "#"}, id="only itself"),
+        pytest.param(
+            {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, id="ring"
+        ),
+        pytest.param({"properties": {f"p{one}": {"type": "string"} for one in range(2_000)}}, id="too wide"),
+        pytest.param(nested(200), id="too deep"),
+        pytest.param({"type": "string", "minLength": 5, "maxLength": 2}, id="lengths"),
+        pytest.param({"type": "integer", "minimum": 5, "maximum": 2}, id="bounds"),
+        pytest.param({"allOf": [{"type": "string"}, {"type": "integer"}]}, id="types"),
+        pytest.param({"enum": []}, id="no alternative"),
+        pytest.param({"type": "object", "required": ["a"], "properties": {"a": False}}, id="impossible property"),
+        pytest.param({"type": 5}, id="type is a number"),
+        pytest.param({"type": "string", "minLength": -4}, id="negative"),
+        pytest.param({"type": "string", "minLength": 1e400}, id="infinite"),
+        pytest.param({"type": "array", "items": 7}, id="items is a number"),
+        pytest.param({"type": "integer", "minimum": -(10**30), "maximum": 10**30}, id="more than 64 bits"),
+        pytest.param({"type": "string", "pattern": "^(a)\\1$"}, id="a reference back"),
+    ],
+)
+async def test_what_the_library_would_refuse_in_the_middle_is_refused_before(
+    byte_text: Text, schema: dict[str, Any]
+) -> None:
+    with pytest.raises(Refused) as refused:
+        await Grammars(byte_text).constraint(schema, True, "response_format")
+    assert (refused.value.status, refused.value.param) == (400, "response_format")
+    assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        pytest.param({"enum": [f"v{one}" for one in range(10_000)]}, id="ten thousand words"),
+        pytest.param({"type": "string", "minLength": 1_000_000_000}, id="a very long text"),
+        pytest.param({"type": "array", "items": {"type": "string"}, "maxItems": 1_000_000}, id="a very long list"),
+        pytest.param(nested(40), id="deep"),
+        pytest.param(chain(30), id="a chain"),
+        pytest.param({"$defs": {"n": {"properties": {"l": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}, id="a tree"),
+        pytest.param({"type": "string", "pattern": "^(a+)+b{1,500}(c|d|e){100,2000}$"}, id="a heavy pattern"),
+    ],
+)
+async def test_what_is_large_and_can_be_done_is_done(byte_text: Text, schema: dict[str, Any]) -> None:
+    constraint = await Grammars(byte_text).constraint(schema, True, "response_format")
+    assert allowed(constraint, 16) and constraint.problem is None
+
+
+async def test_a_schema_that_has_passed_is_not_tried_again(byte_text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials: list[bytes] = []
+    tried = schema_trials._tried
+
+    async def counting(order: bytes) -> tuple[int, str]:
+        trials.append(order)
+        return await tried(order)
+
+    monkeypatch.setattr(schema_trials, "_tried", counting)
+    monkeypatch.setattr(schema_trials, "PASSED_MAX", 2)
+    grammars = Grammars(byte_text)
+    for size in (1, 1, 2, 1, 3, 1, 2):
+        await grammars.constraint({"type": "string", "maxLength": size}, True, "f")
+    # The third pushed the second out, which had been asked for the longest ago.
+    assert len(trials) == 4
+
+
+async def test_no_more_trials_run_at_once_than_may_and_who_leaves_ends_his(
+    byte_text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = most = 0
+
+    async def long(order: bytes) -> tuple[int, str]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            running -= 1
+        return 0, ""
+
+    monkeypatch.setattr(schema_trials, "_tried", long)
+    monkeypatch.setattr(schema_trials, "WAIT_S", 0.3)
+    grammars = Grammars(byte_text)
+    asking = [grammars.constraint({"maxLength": size}, True, "f") for size in range(schema_trials.AT_ONCE + 2)]
+    ends = await asyncio.gather(*asking, return_exceptions=True)
+    assert [isinstance(end, Refused) and end.status for end in ends] == [503] * len(ends)
+    assert (most, running) == (schema_trials.AT_ONCE, 0)
 
 
 async def test_without_strict_unknown_keywords_are_passed_over(byte_text: Text) -> None:

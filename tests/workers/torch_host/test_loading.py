@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from greenroom.workers.torch_host import fallback, loading
+from greenroom.workers.torch_host import fallback, loading, skeleton
 from greenroom.workers.torch_host.failures import BadModel, Cancelled, OutOfMemory
+from greenroom.workers.torch_host.filling import Unplanned
 from greenroom.workers.torch_host.loading import Circumstances, Loaded, load
 from greenroom.workers.torch_host.skeleton import Wish
 from greenroom.workers.torch_host.stage import StageModel, Wire
@@ -357,6 +358,40 @@ def test_a_cancelled_load_leaves_nothing(llama: Path, descriptor: int) -> None:
     with pytest.raises(Cancelled):
         load(wish(llama), descriptor, False, Circumstances(cancelled=cancelled))
     assert os.fstat(descriptor).st_size == 0
+
+
+@pytest.mark.parametrize("step", ["before it is built", "after it was built", "after Transformers had it", "poured"])
+def test_a_load_is_called_off_between_its_steps_and_within_its_own(
+    step: str, llama: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled, done = threading.Event(), list[str]()
+
+    def during(owner: Any, name: str, at: str) -> None:
+        call = getattr(owner, name)
+
+        def calling(*given: Any, **named: Any) -> Any:
+            done.append(name)
+            if step == at:
+                cancelled.set()
+            return call(*given, **named)
+
+        monkeypatch.setattr(owner, name, calling)
+
+    monkeypatch.setattr(loading, "plan", unplanned)
+    during(skeleton, "read_config", "before it is built")
+    during(skeleton, "build", "after it was built")
+    during(fallback, "load", "after Transformers had it")
+    during(fallback, "view_of", "poured")
+    with pytest.raises(Cancelled, match="nobody waits"):
+        load(wish(llama), descriptor, False, Circumstances(cancelled=cancelled))
+    last = {"before it is built": "read_config", "after it was built": "build", "after Transformers had it": "load"}
+    assert done[-1] == last.get(step, "view_of")
+    assert done.count("view_of") == (step == "poured")
+    assert os.fstat(descriptor).st_size == 0
+
+
+def unplanned(*_: object) -> None:
+    raise Unplanned("as if it were stored in another form")
 
 
 def test_the_identity_of_an_arena_follows_files_dtype_and_kind(llama: Path) -> None:

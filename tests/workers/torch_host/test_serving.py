@@ -15,6 +15,7 @@ import torch
 
 from greenroom.workers.torch_host.api import serve_text
 from greenroom.workers.torch_host.batching import Batching
+from greenroom.workers.torch_host.scribes import Scribes
 from greenroom.workers.torch_host.text import Text
 from tests.workers.torch_host.performing import performing, random_model
 from tests.workers.torch_host.tiny import save_tokenizer
@@ -44,11 +45,11 @@ class House:
 
 
 @pytest.fixture
-async def house(tmp_path: Path, socket_folder: Path) -> AsyncIterator[House]:
+async def house(tmp_path: Path, socket_folder: Path, scribes: Scribes) -> AsyncIterator[House]:
     save_tokenizer(tmp_path / "tiny")
     text = Text.load(tmp_path / "tiny")
     with performing(random_model("llama")) as batching:
-        served = await serve_text(socket_folder / "s", batching, text, "tiny")
+        served = await serve_text(socket_folder / "s", batching, text, "tiny", scribes=scribes)
         made = House(batching, text, socket_folder / "s")
         yield made
         await made.client.close()

@@ -255,6 +255,30 @@ def test_a_context_longer_than_the_model_has_positions_for_is_cut(
     worker.do("close", slot="a")
 
 
+def test_two_call_offs_in_quick_succession_leave_a_waking_model_asleep(opened: WorkerRig) -> None:
+    asked = [opened.ask(op, slot="a") for op in ("wake", "sleep", "sleep", "wake", "sleep", "sleep")]
+    assert all(opened.answer(number)["ok"] for number in asked)
+    looked = opened.do("look")["slots"]["a"]
+    assert (looked["tier"], looked["device_bytes"], looked["in_flight"]) == ("asleep", 0, 0)
+    opened.do("wake", slot="a")
+    assert opened.do("look")["slots"]["a"]["device_bytes"] > 0
+    assert opened.complete("a")
+
+
+def test_two_call_offs_in_quick_succession_leave_nothing_of_an_open(
+    worker: WorkerRig, models: dict[str, Path], memory: int
+) -> None:
+    opening = worker.begin_open("a", models["one"], memory)
+    closing = [worker.ask("close", slot="a") for _ in range(2)]
+    assert worker.answer(opening)["ok"] in (True, False), "it may have been done before"
+    heard = [worker.answer(number) for number in closing]
+    assert heard[0]["ok"]
+    assert heard[1]["ok"] or heard[1]["kind"] == "unknown_slot"
+    assert mapped(worker) == 0
+    assert worker.open("a", models["one"], memory)["ok"]
+    worker.do("close", slot="a")
+
+
 def test_a_second_caller_is_not_heard(worker: WorkerRig) -> None:
     worker.do("hello")
     with pytest.raises(OSError, match="refused"):

@@ -23,6 +23,7 @@ from .http import Answer, Server
 from .http_parser import Request
 from .mail import Mailbox
 from .refusals import Refused, unsupported
+from .scribes import Scribes
 from .templates import RENDER_DEADLINE_S, Template
 from .text import Text, read_config
 from .written import encoded
@@ -43,6 +44,7 @@ class Api:
         performer: Performer,
         model: str,
         *,
+        scribes: Scribes,
         embeds: bool = False,
         template_deadline_s: float = RENDER_DEADLINE_S,
     ) -> None:
@@ -50,7 +52,7 @@ class Api:
             model=model,
             performer=performer,
             text=text,
-            template=Template(text, template_deadline_s),
+            template=Template(text, scribes, template_deadline_s),
             grammars=Grammars(text),
             mailbox=Mailbox(asyncio.get_running_loop()),
             embeds=embeds,
@@ -109,11 +111,12 @@ async def serve_text(
     text: Text,
     model: str,
     *,
+    scribes: Scribes,
     embeds: bool = False,
     template_deadline_s: float = RENDER_DEADLINE_S,
 ) -> Served:
     """Serve the model's API here until it is closed. Raises OSError for a path nobody can listen on."""
-    api = Api(text, performer, model, embeds=embeds, template_deadline_s=template_deadline_s)
+    api = Api(text, performer, model, scribes=scribes, embeds=embeds, template_deadline_s=template_deadline_s)
     server = Server(api.handle)
     await server.open(socket_path)
     return server

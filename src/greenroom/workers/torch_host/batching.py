@@ -19,7 +19,7 @@ import torch
 from .asks import Ask, TooLong, Vectors
 from .embedding import Embedder, Pooling, grouped
 from .ensemble import Ensemble
-from .failures import Failure, is_fatal, translated
+from .failures import Failure, Stuck, is_fatal, translated
 from .pages import BLOCK_TOKENS, item_bytes
 from .runner import Runner, Stage
 from .seats import Seats
@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 # How often somebody who waits for a model that sleeps is looked after: has it been cancelled?
 LOOK_S = 0.05
-# How long wake and sleep wait for the thread: a step on a slow CPU may take long, a device never does.
+# How long wake and sleep wait for the thread: a step on a slow CPU may take long, a device never does. A thread that
+# needs longer is stuck, and the process ends: to say only that it failed would leave memory mapped that counts as free.
 OBEY_S = 120.0
 
 
@@ -144,7 +145,7 @@ class Batching:
             self._door.notify_all()
             obeyed = self._door.wait_for(lambda: self._is_awake == awake or self._ended is not None, OBEY_S)
         if not obeyed:
-            raise Failure(f"the model's thread did not {'begin' if awake else 'stop'} within {OBEY_S:.0f} s")
+            raise Stuck(f"the model's thread did not {'begin' if awake else 'stop'} within {OBEY_S:.0f} s")
         if awake and self._ended is not None:
             raise Failure(f"the model's thread has ended: {translated(self._ended)}")
 

@@ -30,7 +30,7 @@ async def chat(house: House, body: Body, origin: Origin, answer: Answer) -> None
     switches = mapping(body, "chat_template_kwargs") or {}
     form = form_of(house.template.source)
     constraint = await _constraint(house, body, tools)
-    prompt = await house.template.render(messages, tools.shown, switches)
+    prompt = await house.template.render(messages, tools.shown, switches, house.performer.context)
     tokens = await house.text.encode(prompt, False, house.performer.context, "messages")
 
     def reader() -> CallReader | None:

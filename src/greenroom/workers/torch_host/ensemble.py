@@ -30,6 +30,11 @@ log = logging.getLogger(__name__)
 
 # Tokens of prompts computed in one step: enough to fill the device, few enough that those who decode hardly wait.
 PREFILL_TOKENS_MAX = 2048
+# Whoever leaves, and an order to sleep, waits for the end of a step. On a CPU, where all of these may take minutes, it
+# has as many as take about this long. Nothing is known of the first.
+PREFILL_STEP_S = 2.0
+PREFILL_TOKENS_FIRST = 256
+PREFILL_TOKENS_MIN = 32
 
 
 @dataclass(slots=True)
@@ -57,6 +62,8 @@ class Ensemble:
         # The step whose tokens nobody has looked at yet.
         self._pending: Readback | None = None
         self._last_step = 0.0
+        self._is_slow = runner.stage.device.type == "cpu"
+        self._prefill_tokens = PREFILL_TOKENS_FIRST if self._is_slow else PREFILL_TOKENS_MAX
         self.computed_tokens = 0
         self.preempted = 0
 
@@ -141,7 +148,8 @@ class Ensemble:
 
     def _prefill(self) -> None:
         began = time.monotonic()
-        pieces, speeches, left = [], [], PREFILL_TOKENS_MAX
+        most = min(self._prefill_tokens, PREFILL_TOKENS_MAX)
+        pieces, speeches, left = [], [], most
         for speech in self._prefilling:
             count = min(left, len(speech.tokens) - speech.computed)
             if count <= 0:
@@ -158,7 +166,9 @@ class Ensemble:
             speech.computed += len(piece.tokens)
             self.computed_tokens += len(piece.tokens)
         tokens_told = [] if chosen is None else chosen.tokens([one.ask.sampling.logprobs for one in finished])
-        spent = (time.monotonic() - began) / (PREFILL_TOKENS_MAX - left)
+        spent = (time.monotonic() - began) / (most - left)
+        if self._is_slow:
+            self._prefill_tokens = max(PREFILL_TOKENS_MIN, min(PREFILL_TOKENS_MAX, int(PREFILL_STEP_S / spent)))
         for speech, piece in zip(speeches, pieces, strict=True):
             speech.compute_s += spent * len(piece.tokens)
         for speech, token in zip(finished, tokens_told, strict=True):

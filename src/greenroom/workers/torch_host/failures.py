@@ -45,6 +45,10 @@ class Cancelled(Failure):
     """Nobody wants it any more."""
 
 
+class Stuck(Failure):
+    """A thread computes and does not stop. What it computes with cannot be taken from it while the process lives."""
+
+
 class DriverError(Failure):
     """The CUDA driver refused something."""
 
@@ -68,8 +72,10 @@ def is_memory(error: BaseException) -> bool:
 
 
 def is_fatal(error: BaseException) -> bool:
-    """The CUDA context is lost: everything else in this process would fail too."""
+    """The CUDA context is lost, or a thread is: nothing in this process can be relied on any more."""
     for cause in _chain(error):
+        if isinstance(cause, Stuck):
+            return True
         if isinstance(cause, DriverError) and cause.code in _POISON_CODES:
             return True
         if is_memory(cause) or isinstance(cause, Failure) or not isinstance(cause, RuntimeError):

@@ -6,6 +6,7 @@ memory and longer than a plan; nothing of the first copy stays. Never runs a pic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,13 +62,14 @@ def load(wish: Wish, dtype: torch.dtype) -> Any:
     return module.eval().requires_grad_(False)
 
 
-def pour(module: torch.nn.Module, arena: HostArena) -> int:
-    """Copy every tensor to its place, and say how many bytes that were."""
+def pour(module: torch.nn.Module, arena: HostArena, go_on: Callable[[], None]) -> int:
+    """Copy every tensor to its place, and say how many bytes that were. `go_on` is asked before each; it may raise."""
     done: set[int] = set()
     copied = 0
     for name, tensor in state_of(module):
         place = arena.layout.places[name]
         if place.size and place.offset not in done:
+            go_on()
             view_of(arena.tensor, place).copy_(tensor.detach())
             done.add(place.offset)
             copied += place.size

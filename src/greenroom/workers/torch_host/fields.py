@@ -15,28 +15,52 @@ from .refusals import Refused
 
 Body = Mapping[str, Any]
 
-# Things in one body, by the commas that part them. Python reads JSON without handing over, so that every stream of this
-# process waits meanwhile: so many are read in less than a second, and are more tokens than any one request needs.
+# Things in one body, by the marks that part them; those that cost Python more count twice. It reads JSON without
+# handing over, in a thread too, so that every stream of this process waits meanwhile: a quarter of a second for so
+# many, which are more tokens than any one request needs.
 ELEMENTS_MAX = 2**20
+# And by their length: a number of thousands of digits is one thing.
+BARE_BYTES_MAX = 8 * 2**20
+# Digits Python makes a number of; more would take it long.
+DIGITS_MAX = 4_000
+NAME_CHARS_MAX = 64
 # Only an escaped half of a pair can make text that is no Unicode; bodies without one need no second look.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
     """The JSON object of a request. Raises Refused for anything else."""
-    if raw.count(b",") > ELEMENTS_MAX:
-        raise Refused(f"The body holds more than {ELEMENTS_MAX:,} elements. Send fewer at a time.")
+    if _is_too_much(raw) and _is_too_much(_outside_texts(raw)):
+        raise Refused(
+            f"The body holds more than {ELEMENTS_MAX:,} elements, or {BARE_BYTES_MAX:,} bytes beside its texts. Send "
+            "fewer at a time.",
+            status=413,
+            code="body_too_complex",
+        )
     try:
         body = json.loads(raw, parse_constant=_no_constant)
         if _SURROGATE.search(raw):
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeError:
         raise Refused("The body holds text that is not Unicode.") from None
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise Refused(f"The body is not JSON: {error or type(error).__name__}.") from None
+    except ValueError:
+        raise _no_number(raw) from None
     if not isinstance(body, dict):
         raise Refused("The body must be a JSON object.")
     return body
+
+
+def _is_too_much(raw: bytes) -> bool:
+    elements = raw.count(b",") + 2 * sum(map(raw.count, (b"[", b"{", b":")))
+    return elements > ELEMENTS_MAX or len(raw) > BARE_BYTES_MAX
+
+
+def _outside_texts(raw: bytes) -> bytes:
+    """What stands between the texts of a body; all of it where there are more texts than elements may be."""
+    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return raw if plain.count(b'"') > 2 * ELEMENTS_MAX else b"".join(plain.split(b'"')[::2])
 
 
 def number(body: Body, name: str, default: float, low: float, high: float) -> float:
@@ -92,3 +116,31 @@ def kind_of(value: object) -> str:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _no_number(raw: bytes) -> Refused:
+    """Which field holds what Python reads as a number and JSON does not, or a number that it does not read."""
+    odd = object()
+
+    def whole(digits: str) -> object:
+        return int(digits) if len(digits) < DIGITS_MAX else odd
+
+    body = json.loads(raw, parse_constant=lambda _: odd, parse_int=whole)
+    fields = body.items() if isinstance(body, dict) else ()
+    name = next((name for name, value in fields if _holds(value, odd)), None)
+    return Refused(
+        f"{'The body' if name is None else name[:NAME_CHARS_MAX]} holds what is no number of JSON: Infinity, NaN, or "
+        f"more than {DIGITS_MAX:,} digits.",
+        param=name,
+    )
+
+
+def _holds(value: object, odd: object) -> bool:
+    """Whether this is somewhere in a JSON value."""
+    unseen = [value]
+    while unseen:
+        one = unseen.pop()
+        if one is odd:
+            return True
+        unseen.extend(one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+    return False

@@ -19,9 +19,10 @@ import torch
 
 from .api import Served, serve_text
 from .batching import Batching
-from .failures import BadModel, Cancelled
+from .failures import BadModel, Cancelled, Stuck
 from .orders import Order
 from .preparing import Surroundings, prepare
+from .scribes import Scribes
 from .stage import StageModel, Wire
 
 # Opening and closing a socket happen between requests; a loop that does not get to it for this long is stuck.
@@ -36,6 +37,7 @@ class Shared:
     loop: asyncio.AbstractEventLoop
     on_fatal: Callable[[BaseException], None]
     wire: Wire = field(default_factory=Wire)
+    scribes: Scribes = field(default_factory=Scribes)
 
     def run(self, work: Coroutine[Any, Any, _Answer]) -> _Answer:
         """Do this on the loop of the sockets, from another thread."""
@@ -77,7 +79,14 @@ class Hosted:
             if cancelled.is_set():
                 raise Cancelled(f"{order.model} is not wanted any more.")
             served = shared.run(
-                serve_text(order.socket, made.performer, made.text, order.model, embeds=order.embedding)
+                serve_text(
+                    order.socket,
+                    made.performer,
+                    made.text,
+                    order.model,
+                    scribes=shared.scribes,
+                    embeds=order.embedding,
+                )
             )
             hosted = cls(order, made.stage, made.performer, served, shared)
             hosted.host_bytes = made.host_bytes
@@ -104,6 +113,9 @@ class Hosted:
     def _perform(self) -> None:
         try:
             self._performer.on_wake()
+        except Stuck:
+            # It may begin yet: the memory stays until the process ends, which is at once.
+            raise
         except BaseException:
             self._stage.sleep()
             raise
@@ -137,8 +149,12 @@ class Hosted:
         try:
             self._shared.run(self._served.close())
             self.sleep()
-        finally:
+        except Stuck:
+            raise
+        except BaseException:
             self._let_go.close()
+            raise
+        self._let_go.close()
 
 
 class _Emptied:

@@ -20,7 +20,7 @@ import transformers
 
 from . import fallback, reading, skeleton
 from .arena import HostArena, lay_out
-from .failures import BadModel
+from .failures import BadModel, Cancelled
 from .filling import Unplanned, plan
 from .pages import text_config
 from .safetensors_files import StoredTensor, files_of, find_tensors
@@ -54,6 +54,11 @@ class Circumstances:
     on_reading: Callable[[], None] = lambda: None
     on_built: Callable[[torch.nn.Module, HostArena], None] = lambda module, arena: None
 
+    def go_on(self) -> None:
+        """Raises Cancelled where nobody wants the model any more. Asked between steps that cannot be interrupted."""
+        if self.cancelled is not None and self.cancelled.is_set():
+            raise Cancelled("loading was stopped: nobody waits for the model any more.")
+
 
 def load(wish: Wish, descriptor: int, filled: bool, around: Circumstances) -> Loaded:
     """Fill or adopt the arena behind this memfd. Raises BadModel, OutOfMemory, Cancelled; then it is empty."""
@@ -62,7 +67,9 @@ def load(wish: Wish, descriptor: int, filled: bool, around: Circumstances) -> Lo
     _check_layers(wish, config, tensors)
     dtype = _dtype(config, tensors)
     identity = _identity(wish, dtype)
+    around.go_on()
     module = skeleton.build(wish, config, dtype)
+    around.go_on()
     if filled and module is not None:
         arena = HostArena.adopt(descriptor, identity)
         if arena is not None and skeleton.fits(module, arena.layout):
@@ -157,10 +164,11 @@ def _by_transformers(
     around.on_thread()
     around.on_reading()
     loaded = fallback.load(wish, dtype)
+    around.go_on()
     layout = lay_out(skeleton.state_of(loaded))
     arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes)
     try:
-        copied = fallback.pour(loaded, arena)
+        copied = fallback.pour(loaded, arena, around.go_on)
         arena.seal()
     except BaseException:
         arena.discard()

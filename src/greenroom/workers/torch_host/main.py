@@ -27,8 +27,8 @@ from .control import Control, bound, listen
 NOT_INSTALLED: Final = 3
 # Threads that compute hand the interpreter over after this long: a wake must not wait for another model's steps.
 SWITCH_INTERVAL_S: Final = 0.001
-# Foreign code can keep the interpreter to itself: one number of a template raised to another may take hours. Where the
-# loop does not turn for this long the process ends, and its models wake in another. Nothing honest takes a tenth of it.
+# Foreign code can keep the interpreter to itself: one number raised to another may take hours. Where the loop does not
+# turn for this long the process ends, and its models wake in another. Nothing honest takes a tenth of it.
 STUCK_S: Final = 60.0
 BEATS_A_TIMEOUT: Final = 10
 # What nearly every model needs, imported before anyone waits for it.
@@ -100,6 +100,7 @@ def _control(listener: socket.socket, loop: asyncio.AbstractEventLoop, ended: as
         shared = Shared(loop, on_fatal=lambda error: slots.lost(error))
         slots = Slots(shared)
         Control(connection, slots).serve()
+        shared.run(shared.scribes.close())
     finally:
         loop.call_soon_threadsafe(ended.set)
 

@@ -58,9 +58,13 @@ class Text:
     def size(self) -> int:
         return len(self.tokenizer)
 
+    def chars_max(self, context: int) -> int:
+        """A text with more characters has more tokens than fit, however it is encoded."""
+        return context * self._token_chars_max
+
     async def encode(self, text: str, adds_special: bool, context: int, param: str) -> list[int]:
         """The tokens of this text. Raises Refused if it is so long that no encoding of it fits into `context`."""
-        if len(text) > context * self._token_chars_max:
+        if len(text) > self.chars_max(context):
             raise too_long(f"{param} has {len(text):,} characters; at most {context:,} tokens fit. Send less.")
         try:
             if len(text) <= INLINE_CHARS_MAX:

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 
 from .asks import Ask, End, Token
 from .detokenising import Detokeniser
+from .grammar import JsonConstraint
 from .mail import Mailbox
 from .refusals import Refused, failed, unavailable
+from .schema_trials import too_complex
 from .stops import StopFinder
 from .tool_calls import Call, CallReader
 
@@ -148,12 +150,14 @@ class Voice:
         return out
 
     def _error_of(self, end: End) -> Refused | None:
+        constraint = self.ask.constraint
+        if isinstance(constraint, JsonConstraint) and constraint.problem is not None:
+            return too_complex(constraint.param, f"the answer could not be held to it ({constraint.problem})")
         if end.reason == "error":
             return failed(end.error or "The model failed at this request.")
         if end.reason == "cancelled":
             return unavailable("The model was taken off stage before it had answered.")
-        problem = getattr(self.ask.constraint, "problem", None)
-        return failed(f"The answer could not be held to its schema: {problem}") if problem else None
+        return None
 
     def _break(self) -> None:
         """Our own mistake ends this sequence and no other."""

@@ -1,0 +1,84 @@
+"""Numbers no parameter can have: each is the caller's mistake, told by name, wherever it stands."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.workers.torch_host.conftest import Opener
+
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+ASKS = {
+    CHAT: '"messages": [{"role": "user", "content": "hi"}]',
+    COMPLETIONS: '"prompt": "hi"',
+    EMBEDDINGS: '"input": "hi"',
+}
+# As they are written in a body; the third to last is longer than Python makes a number of, the last two are no number.
+VALUES = (
+    "Infinity",
+    "-Infinity",
+    "NaN",
+    "1e400",
+    "-1e400",
+    "1e308",
+    "-1" + 400 * "0",
+    "1" + 400 * "0",
+    "1" + 5_000 * "0",
+    '"1e400"',
+    "[1]",
+)
+SHARED = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"),
+    *("n", "max_tokens", "max_completion_tokens"),
+)
+PARAMETERS = (
+    *((CHAT, name) for name in (*SHARED, "top_logprobs")),
+    *((COMPLETIONS, name) for name in (*SHARED, "logprobs", "best_of")),
+    (EMBEDDINGS, "dimensions"),
+)
+
+
+@pytest.mark.parametrize(("path", "name"), PARAMETERS)
+async def test_an_odd_number_is_400_and_named(open_api: Opener, path: str, name: str) -> None:
+    async with open_api(embeds=path == EMBEDDINGS) as rig:
+        for value in VALUES:
+            response = await rig.http.post(path, content=f'{{{ASKS[path]}, "{name}": {value}}}')
+            error = response.json()["error"]
+            assert response.status_code == 400, (value[:20], error)
+            assert error["param"] == name, (value[:20], error)
+            assert name in error["message"] and len(error["message"]) < 300, (value[:20], error)
+    assert not rig.performer.asks
+
+
+@pytest.mark.parametrize("value", VALUES)
+async def test_an_odd_bias_is_400_and_named(open_api: Opener, value: str) -> None:
+    async with open_api() as rig:
+        response = await rig.http.post(CHAT, content=f'{{{ASKS[CHAT]}, "logit_bias": {{"5": {value}}}}}')
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "logit_bias")
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize(("path", "name"), [(COMPLETIONS, "prompt"), (EMBEDDINGS, "input")])
+async def test_an_odd_token_is_400_and_named(open_api: Opener, path: str, name: str, value: str) -> None:
+    async with open_api(embeds=path == EMBEDDINGS) as rig:
+        for shape in ("[5, {}]", "[[5, {}]]"):
+            body = f'{{"{name}": {shape.replace("{}", value)}}}'
+            response = await rig.http.post(path, content=body)
+            assert response.status_code == 400, response.text
+            assert response.json()["error"]["param"] == name, response.text
+
+
+@pytest.mark.parametrize("value", [value for value in VALUES if not value.startswith(("[", '"'))])
+async def test_an_odd_number_in_a_schema_is_400_and_named(open_api: Opener, value: str) -> None:
+    schema = f'{{"type": "string", "minLength": {value}}}'
+    wanted = f'{{"type": "json_schema", "json_schema": {{"strict": true, "schema": {schema}}}}}'
+    async with open_api() as rig:
+        response = await rig.http.post(CHAT, content=f'{{{ASKS[CHAT]}, "response_format": {wanted}}}')
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format"), response.text
+
+
+@pytest.mark.parametrize("value", ["Infinity", "NaN", "1e400", "1" + 5_000 * "0"])
+async def test_an_odd_number_nobody_reads_does_no_harm(open_api: Opener, value: str) -> None:
+    """What is no JSON is refused wherever it stands; the rest is passed over."""
+    async with open_api("fine") as rig:
+        response = await rig.http.post(CHAT, content=f'{{{ASKS[CHAT]}, "strange": {value}}}')
+    assert response.status_code == (200 if value == "1e400" else 400)
