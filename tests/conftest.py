@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
-import sys
 from collections.abc import Generator
 
 import pytest
@@ -22,11 +22,17 @@ def _be_as_in_the_foreground() -> None:
 
 
 _be_as_in_the_foreground()
+# What is said in the last moment of a process must be read by somebody, so it goes where nothing is captured.
+_UNCAPTURED = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_UNCAPTURED] = os.dup(2)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    faulthandler.dump_traceback_later(TEARDOWN_S, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(TEARDOWN_S, exit=True, file=item.config.stash[_UNCAPTURED])
     try:
         return (yield)
     finally:

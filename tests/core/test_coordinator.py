@@ -149,3 +149,19 @@ def test_the_stay_of_sleepers_is_over_however_urgent_they_were() -> None:
     world.arrive("r", "b", takes_s=0.0, priority=2)
     world.run()
     assert victims(world)[-1:] == ["a"] and world.fate("r") is Fate.SERVED
+
+
+def test_sleepers_stay_where_those_who_leave_the_stage_give_enough() -> None:
+    models = [model(name, 2_000, asleep=Need(300, 500)) for name in ("s1", "s2")] + [
+        model("a", 6_000),
+        model("n", 6_500),
+    ]
+    world = World(models, (gpu(0, 8_000), host(8_000)), LIMITS)
+    for name in ("s1", "s2"):
+        ready(world, name)
+        world.ask(f"sleep {name}", MoveKind.SLEEP, name)
+        world.run(5.0)
+    used(world, a=1)
+    world.arrive("r", "n", takes_s=0.0)
+    world.run()
+    assert victims(world) == ["a"] and world.fate("r") is Fate.SERVED

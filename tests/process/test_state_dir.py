@@ -203,3 +203,12 @@ def test_directory_that_cannot_be_written_is_named(path: Path, monkeypatch: pyte
     with pytest.raises(errors.ConfigError, match=f"{path} cannot be used: No space left"):
         StateDir.open(path)
     assert sorted(file.name for file in path.iterdir()) == ["lock"]
+
+
+def test_texts_for_callers_name_none_of_our_folders_and_leave_others_alone(tmp_path: Path) -> None:
+    state_dir = StateDir.open(str(tmp_path / "state"))
+    try:
+        told = state_dir.unnamed(f"{state_dir.run_dir}/a.sock, {state_dir.path}, {state_dir.path}-of-another/b")
+    finally:
+        state_dir.close()
+    assert told == f"a.sock, the state directory, {tmp_path / 'state'}-of-another/b"

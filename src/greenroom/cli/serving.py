@@ -7,11 +7,13 @@ one without waiting for running answers; SIGHUP reads the configuration again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import resource
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +88,14 @@ async def _serve_until_ended(plan: Plan, greet: Callable[[App], None], signals: 
 
 def _leave_in_time() -> None:
     """Everything has been let go of: what the loop still waits for, a thread or a socket, does not keep the process."""
-    last = threading.Timer(LEAVE_MAX_S, os._exit, (int(Exit.OK),))
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(Exit.OK)
+
+    last = threading.Timer(LEAVE_MAX_S, leave)
     last.daemon = True
     last.start()
 

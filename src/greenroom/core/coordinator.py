@@ -63,7 +63,21 @@ def _in_turn(
         if any(mib > 0 and resident.gives_mib.get(device, 0) > 0 for device, mib in lacking.items()):
             _give(lacking, resident)
             victims.append(resident)
-    return None if any(mib > 0 for mib in lacking.values()) else tuple(victims)
+    if any(mib > 0 for mib in lacking.values()):
+        return None
+    return tuple(victims[: len(must)]) + _needed(lacking, victims[len(must) :])
+
+
+def _needed(lacking: dict[DeviceId, int], victims: Sequence[Resident]) -> tuple[Resident, ...]:
+    """Sleepers stay where those who leave the stage after them give enough without them."""
+    needed: list[Resident] = []
+    for resident in victims:
+        if resident.is_asleep and all(mib + resident.gives_mib.get(device, 0) <= 0 for device, mib in lacking.items()):
+            for device in lacking:
+                lacking[device] += resident.gives_mib.get(device, 0)
+        else:
+            needed.append(resident)
+    return tuple(needed)
 
 
 def _give(lacking: dict[DeviceId, int], resident: Resident) -> None:

@@ -78,7 +78,9 @@ class StateDir:
     def unnamed(self, text: str) -> str:
         """The text without our folders: to callers, files in them go by their names alone."""
         for folder in (self.run_dir, self.path):
-            text = text.replace(f"{folder}/", "").replace(str(folder), "the state directory")
+            text = text.replace(f"{folder}/", "")
+            # Not where it is the beginning of another's name.
+            text = re.sub(re.escape(str(folder)) + r"(?![\w.-])", "the state directory", text)
         return text
 
     def close(self) -> None:

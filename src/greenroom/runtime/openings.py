@@ -53,14 +53,15 @@ class Openings:
 
     async def open(self, move: Move, slot: HostedSlot) -> None:
         """Have a worker that has this slot, asleep. An arena that is filled is taken over as it is."""
-        limit_s = slot.entry.config.load_timeout_s
+        limit_s, clock = slot.entry.config.load_timeout_s, asyncio.get_running_loop().time
+        ends_at = clock() + limit_s
         try:
             async with asyncio.timeout(limit_s):
                 await self._open_in_time(move, slot)
         except WorkerLost:
             raise
         except BaseException as error:
-            await whole(self.shut(slot))
+            await whole(self.shut(slot, opens_for_s=ends_at - clock()))
             if isinstance(error, OpFailed):
                 raise self._mishaps.no_load(move, slot.entry, error) from error
             if isinstance(error, TimeoutError):
@@ -111,14 +112,20 @@ class Openings:
         slot.pool = Pool(Address(path=slot.socket or ""), name=f"The engine of {slot.entry.id}")
         self._hosts.want_spare(slot.engine, slot.key)
 
-    async def shut(self, slot: HostedSlot) -> None:
-        """Have the worker let go of it. One that does not is ended, and the others who live there go on elsewhere."""
+    async def shut(self, slot: HostedSlot, *, opens_for_s: float = 0.0) -> None:
+        """Have the worker let go of it. One that does not is ended, and the others who live there go on elsewhere.
+
+        One that is still being opened may be read by Transformers itself, which does not hear that nobody waits: it has
+        what is left of the time for that.
+        """
         worker = slot.worker
         if worker is not None:
             if slot.pool is not None:
                 slot.pool.close()
             try:
-                await worker.let_go_of(slot.id, "close", alone_s=CLOSE_MAX_S, shared_s=_patience_s(slot))
+                await worker.let_go_of(
+                    slot.id, "close", alone_s=CLOSE_MAX_S, shared_s=max(CLOSE_SHARED_MAX_S, opens_for_s)
+                )
             except OpFailed as error:
                 if error.kind != "unknown_slot":
                     worker.end()
@@ -138,11 +145,6 @@ class Openings:
         slot.pool = slot.socket = slot.progress = None
         if worker is not None:
             self._hosts.let_out(worker, slot.id)
-
-
-def _patience_s(slot: HostedSlot) -> float:
-    """One that is still being opened may be read by Transformers itself, which does not hear that nobody waits."""
-    return CLOSE_SHARED_MAX_S if slot.pool is not None else slot.entry.config.load_timeout_s
 
 
 async def whole(work: Coroutine[Any, Any, None]) -> None:

@@ -82,3 +82,10 @@ async def test_an_odd_number_nobody_reads_does_no_harm(open_api: Opener, value: 
     async with open_api("fine") as rig:
         response = await rig.http.post(CHAT, content=f'{{{ASKS[CHAT]}, "strange": {value}}}')
     assert response.status_code == (200 if value == "1e400" else 400)
+
+
+@pytest.mark.parametrize("cut", ['{"a": NaN, ', '{"a": NaN} x', '{"a": Infinity' + "[" * 20])
+async def test_an_odd_number_in_what_is_no_json_at_all_is_400(open_api: Opener, cut: str) -> None:
+    async with open_api() as rig:
+        response = await rig.http.post(CHAT, content=cut)
+    assert response.status_code == 400 and "not JSON" in response.json()["error"]["message"], response.text

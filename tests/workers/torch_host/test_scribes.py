@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib.metadata
 import importlib.util
 import os
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -303,3 +304,12 @@ async def test_newer_versions_of_jinja_are_used(
         module._jinja_folders.cache_clear()
         monkeypatch.setattr(importlib.metadata, "version", lambda package, own=version: own)
         assert await written(Share(scribes), order()) == "hi"
+
+
+async def test_a_worker_without_descriptors_left_says_so(scribes: Scribes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left() -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as starved, pytest.raises(Unavailable, match="Too many open files"):
+        starved.setattr(module.socket, "socketpair", none_left)
+        await written(Share(scribes), order())

@@ -125,11 +125,14 @@ def _no_number(raw: bytes) -> Refused:
     def whole(digits: str) -> object:
         return int(digits) if len(digits) < DIGITS_MAX else odd
 
-    body = json.loads(raw, parse_constant=lambda _: odd, parse_int=whole)
+    try:
+        body = json.loads(raw, parse_constant=lambda _: odd, parse_int=whole)
+    except (ValueError, RecursionError) as error:
+        return Refused(f"The body is not JSON: {error or type(error).__name__}.")
     fields = body.items() if isinstance(body, dict) else ()
-    name = next((name for name, value in fields if _holds(value, odd)), None)
+    name = next((name[:NAME_CHARS_MAX] for name, value in fields if _holds(value, odd)), None)
     return Refused(
-        f"{'The body' if name is None else name[:NAME_CHARS_MAX]} holds what is no number of JSON: Infinity, NaN, or "
+        f"{'The body' if name is None else name} holds what is no number of JSON: Infinity, NaN, or "
         f"more than {DIGITS_MAX:,} digits.",
         param=name,
     )

@@ -151,18 +151,23 @@ class _Scribe:
     @classmethod
     async def start(cls) -> _Scribe:
         folders = _jinja_folders()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            source, sink = await asyncio.open_unix_connection(sock=ours)
-            try:
-                scribe = cls(await _launched(theirs, folders), source, sink)
-            except BaseException as reason:
-                sink.close()
-                if isinstance(reason, OSError):
-                    raise Unavailable(f"No process could be started for chat templates: {reason}.") from reason
-                raise
+        try:
+            scribe = await cls._begun(folders)
+        except OSError as reason:
+            raise Unavailable(f"No process could be started for chat templates: {reason}.") from reason
         await scribe._greeted()
         return scribe
+
+    @classmethod
+    async def _begun(cls, folders: tuple[str, ...]) -> _Scribe:
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            source, sink = await asyncio.open_unix_connection(sock=ours)
+            undo.callback(sink.close)
+            process = await _launched(theirs, folders)
+            undo.pop_all()
+        return cls(process, source, sink)
 
     async def ask(self, order: bytes, chars_max: int) -> tuple[bytes, bytes]:
         """Its answer. Raises Stopped if it ends instead, is full, or says more than was asked for."""
@@ -237,7 +242,11 @@ def _jinja_folders() -> tuple[str, ...]:
 
 
 def _version(package: str) -> tuple[int, ...]:
-    parts = importlib.metadata.version(package).split(".")[: len(JINJA_MIN)]
+    try:
+        parts = importlib.metadata.version(package).split(".")[: len(JINJA_MIN)]
+    except importlib.metadata.PackageNotFoundError:
+        # It is there, but nobody wrote down which one it is.
+        return ()
     return tuple(int(part) if part.isdecimal() else 0 for part in parts)
 
 
