@@ -62,6 +62,7 @@ STANDALONE = {
     "process/keeper.py": set(),
     "workers/llamacpp_server.py": {"xllamacpp"},
     "workers/torch_host/scribe.py": {"jinja2"},
+    "workers/torch_host/schema_trial.py": {"llguidance"},
 }
 # The torch worker is a package of its own: it names itself relatively, because its program is started by path under
 # another Python, and it may use what that engine brings.

@@ -346,10 +346,11 @@ async def test_a_wake_that_is_called_off_and_cannot_stop_is_waited_for_while_its
         assert worker_of(app, "other") == worker_of(app, "alpha") == pid
 
 
-async def test_a_worker_that_is_deaf_for_longer_than_a_load_may_take_is_ended(
+async def test_a_worker_that_stays_deaf_after_a_load_has_failed_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openings, "CLOSE_MAX_S", 0.2)
+    monkeypatch.setattr(openings, "CLOSE_SHARED_MAX_S", 1.0)
     folder, other = Folder(tmp_path, "alpha", at={"open": "deaf 60"}), Folder(tmp_path, "other")
     models = {"alpha": folder.model(load_timeout_s=1), "other": other.model()}
     async with gateway(tmp_path, models, **QUIET) as app:

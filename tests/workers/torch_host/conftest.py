@@ -15,6 +15,7 @@ import pytest
 from greenroom.workers.torch_host.api import serve_text
 from greenroom.workers.torch_host.asks import Ask
 from greenroom.workers.torch_host.http import Server
+from greenroom.workers.torch_host.schema_trials import SchemaTrials
 from greenroom.workers.torch_host.scribes import Scribes
 from greenroom.workers.torch_host.text import Text
 from tests.workers.torch_host import tokenizer_folders
@@ -84,7 +85,14 @@ def open_api(byte_text: Text, socket_folder: Path, scribes: Scribes) -> Opener:
         performer = FakePerformer(script, context)
         path = socket_folder / "model.sock"
         served = await serve_text(
-            path, performer, own, "tiny", scribes=scribes, embeds=embeds, template_deadline_s=template_deadline_s
+            path,
+            performer,
+            own,
+            "tiny",
+            scribes=scribes,
+            trials=SchemaTrials(),
+            embeds=embeds,
+            template_deadline_s=template_deadline_s,
         )
         transport = httpx2.AsyncHTTPTransport(uds=str(path))
         http = httpx2.AsyncClient(transport=transport, base_url="http://model", timeout=60)

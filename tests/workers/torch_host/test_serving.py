@@ -15,6 +15,7 @@ import torch
 
 from greenroom.workers.torch_host.api import serve_text
 from greenroom.workers.torch_host.batching import Batching
+from greenroom.workers.torch_host.schema_trials import SchemaTrials
 from greenroom.workers.torch_host.scribes import Scribes
 from greenroom.workers.torch_host.text import Text
 from tests.workers.torch_host.performing import performing, random_model
@@ -49,7 +50,7 @@ async def house(tmp_path: Path, socket_folder: Path, scribes: Scribes) -> AsyncI
     save_tokenizer(tmp_path / "tiny")
     text = Text.load(tmp_path / "tiny")
     with performing(random_model("llama")) as batching:
-        served = await serve_text(socket_folder / "s", batching, text, "tiny", scribes=scribes)
+        served = await serve_text(socket_folder / "s", batching, text, "tiny", scribes=scribes, trials=SchemaTrials())
         made = House(batching, text, socket_folder / "s")
         yield made
         await made.client.close()

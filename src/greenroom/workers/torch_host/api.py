@@ -23,6 +23,7 @@ from .http import Answer, Server
 from .http_parser import Request
 from .mail import Mailbox
 from .refusals import Refused, unsupported
+from .schema_trials import SchemaTrials
 from .scribes import Scribes
 from .templates import RENDER_DEADLINE_S, Template
 from .text import Text, read_config
@@ -45,6 +46,7 @@ class Api:
         model: str,
         *,
         scribes: Scribes,
+        trials: SchemaTrials,
         embeds: bool = False,
         template_deadline_s: float = RENDER_DEADLINE_S,
     ) -> None:
@@ -53,7 +55,7 @@ class Api:
             performer=performer,
             text=text,
             template=Template(text, scribes, template_deadline_s),
-            grammars=Grammars(text),
+            grammars=Grammars(text, trials),
             mailbox=Mailbox(asyncio.get_running_loop()),
             embeds=embeds,
             dimensions=_dimensions(text.folder),
@@ -101,8 +103,18 @@ class Api:
         raise unsupported(f"{self.house.model} makes vectors: ask /v1/embeddings.")
 
 
-# An API that is open; closing it cuts everyone off and cancels their asks.
-Served = Server
+class Served(Server):
+    """An API that is open; closing it cuts everyone off and cancels their asks."""
+
+    def __init__(self, api: Api) -> None:
+        super().__init__(api.handle)
+        self._house = api.house
+
+    async def close(self) -> None:
+        try:
+            await super().close()
+        finally:
+            self._house.grammars.close()
 
 
 async def serve_text(
@@ -112,14 +124,17 @@ async def serve_text(
     model: str,
     *,
     scribes: Scribes,
+    trials: SchemaTrials,
     embeds: bool = False,
     template_deadline_s: float = RENDER_DEADLINE_S,
 ) -> Served:
     """Serve the model's API here until it is closed. Raises OSError for a path nobody can listen on."""
-    api = Api(text, performer, model, scribes=scribes, embeds=embeds, template_deadline_s=template_deadline_s)
-    server = Server(api.handle)
-    await server.open(socket_path)
-    return server
+    api = Api(
+        text, performer, model, scribes=scribes, trials=trials, embeds=embeds, template_deadline_s=template_deadline_s
+    )
+    served = Served(api)
+    await served.open(socket_path)
+    return served
 
 
 async def _body(raw: bytes) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from .batching import Batching
 from .failures import BadModel, Cancelled, Stuck
 from .orders import Order
 from .preparing import Surroundings, prepare
+from .schema_trials import SchemaTrials
 from .scribes import Scribes
 from .stage import StageModel, Wire
 
@@ -38,6 +39,7 @@ class Shared:
     on_fatal: Callable[[BaseException], None]
     wire: Wire = field(default_factory=Wire)
     scribes: Scribes = field(default_factory=Scribes)
+    trials: SchemaTrials = field(default_factory=SchemaTrials)
 
     def run(self, work: Coroutine[Any, Any, _Answer]) -> _Answer:
         """Do this on the loop of the sockets, from another thread."""
@@ -85,6 +87,7 @@ class Hosted:
                     made.text,
                     order.model,
                     scribes=shared.scribes,
+                    trials=shared.trials,
                     embeds=order.embedding,
                 )
             )

@@ -4,14 +4,19 @@ Owns the bounds of this process, which may fall: a schema is written by a caller
 no bound of its own for some. Long chains of references overrun its stack, long literals and multiples take it hours.
 Never imports torch or anything of ours, so that it starts in a tenth of a second. `schema_trials.py` asks.
 
-    python -I -S schema_trial.py FOLDER          (where llguidance lies; stdin has the order as JSON)
+    python -I -S schema_trial.py WORKER_PID FOLDER          (where llguidance lies; stdin has the order as JSON)
 
-It says on stdout why the schema cannot be held to, or nothing; however else it ends, the schema is too much.
+Exit codes: 0 stdout says why the schema cannot be held to, or nothing; 10 to follow it takes too long; 11 it is too
+much for the library; 12 the library cannot be imported, and stdout says why. A signal that this process brings upon
+itself means too much as well; whatever else ends it says nothing about the schema.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+import os
 import resource
 import signal
 import sys
@@ -32,6 +37,15 @@ STEPS: Final = 32
 STEP_S: Final = 0.1
 # Tokens are bytes here.
 OPENING: Final = b'{["'
+# What the library says about a schema is told, but not the whole schema.
+SAID_CHARS_MAX: Final = 2_000
+# The kernel ends this process before any other when memory runs out.
+FIRST_TO_GO: Final = "1000"
+PR_SET_PDEATHSIG: Final = 1
+
+TOO_SLOW: Final = 10
+TOO_MUCH: Final = 11
+NO_LIBRARY: Final = 12
 
 
 class TooSlow(Exception):
@@ -83,24 +97,78 @@ def _problem(matcher: Any) -> str:
 
 
 def _in_thread(work: Callable[[], str], stack_bytes: int) -> str:
+    """What this returns, or raises, in a thread with such a stack. Raises RuntimeError if there can be no thread."""
     found: list[str] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            failed.append(error)
+
     threading.stack_size(stack_bytes)
-    thread = threading.Thread(target=lambda: found.append(work()))
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
+    if failed:
+        raise failed[0]
     return found[0]
 
 
-def main() -> None:
-    for kind, most in ((resource.RLIMIT_CPU, CPU_S), (resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
-        _, hard = resource.getrlimit(kind)
-        least = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (least, least))
+def end_with(worker: int) -> None:
+    """Make the kernel end this process with the thread that started it, the worker's first."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
+    if prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0 or os.getppid() != worker:
+        # It went before this was said.
+        os._exit(1)
+
+
+def stay_small() -> None:
+    # At the hard limit the kernel kills, as when memory runs out: the soft one, which says why, comes first.
+    limit(resource.RLIMIT_CPU, CPU_S, CPU_S + 1)
+    limit(resource.RLIMIT_AS, MEMORY_BYTES, MEMORY_BYTES)
+    limit(resource.RLIMIT_CORE, 0, 0)
     # Also where nobody is left who would end it.
     signal.alarm(WALL_S)
-    sys.path += sys.argv[1:]
-    order = json.load(sys.stdin)
-    sys.stdout.write(_in_thread(lambda: why_not(order), COMPILE_STACK_BYTES))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write(FIRST_TO_GO)
+
+
+def limit(kind: int, soft: int, hard: int) -> None:
+    """For good: what is lowered here nobody raises again."""
+    _, before = resource.getrlimit(kind)
+    most = hard if before == resource.RLIM_INFINITY else min(hard, before)
+    resource.setrlimit(kind, (min(soft, most), most))
+
+
+def judge(order: dict[str, Any]) -> tuple[int, str]:
+    """The exit code and what to say. Raises RuntimeError where nothing can be said about the schema."""
+    try:
+        import llguidance  # noqa: F401
+    except ImportError as error:
+        return NO_LIBRARY, str(error)
+    try:
+        return 0, _in_thread(lambda: why_not(order), COMPILE_STACK_BYTES)
+    except TooSlow:
+        return TOO_SLOW, ""
+    except RuntimeError:
+        raise
+    except BaseException:
+        # No memory, or the library gave up on it.
+        return TOO_MUCH, ""
+
+
+def main() -> None:
+    end_with(worker=int(sys.argv[1]))
+    stay_small()
+    sys.path += sys.argv[2:]
+    code, said = judge(json.load(sys.stdin))
+    sys.stdout.buffer.write(said[:SAID_CHARS_MAX].encode(errors="replace"))
+    sys.stdout.buffer.flush()
+    # Nothing is tidied up, which could fail where memory has run out.
+    os._exit(code)
 
 
 if __name__ == "__main__":
