@@ -109,6 +109,9 @@ def test_core_is_pure(path: Path) -> None:
 def test_programs_for_child_processes_stand_alone(name: str) -> None:
     foreign = {word.split(".")[0] for word in imports(SOURCE / name)} - set(sys.stdlib_module_names)
     assert foreign <= STANDALONE[name]
+    # They are started by path, where there is no package to name relatively.
+    nodes = ast.walk(ast.parse((SOURCE / name).read_text()))
+    assert not [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
 
 
 @pytest.mark.parametrize("path", sorted(TORCH_HOST.glob("*.py")), ids=lambda path: path.name)
