@@ -213,7 +213,7 @@ class Actions:
             why = because("evicted", model=victim.model, for_model=plan.model, for_request=str(waiter.id), **facts)
             self._stage.evict(state.slots[victim.slot], victim.leaves_to, slot.id, why, now)
         # It comes for all of them, so plans of the less urgent among them are not called off for a newcomer.
-        slot.last_priority = min(waiter.priority, state.waitlist.queues[plan.model].priority)
+        slot.last_priority = min(waiter.priority, state.waitlist.queues[plan.model].priorities.first)
         slot.last_used = now
         slot.caused_by = waiter.tenant if waiter.kind is WaiterKind.REQUEST else None
         state.counters.swaps += 1

@@ -247,7 +247,7 @@ def _urgency(waiter: Waiter, queue: Queue) -> Urgency:
     """
     if waiter.wants is MoveKind.PREPARE or waiter.kind in (WaiterKind.PRELOAD, WaiterKind.LEASE):
         return Urgency(waiter.kind, waiter.priority)
-    return Urgency(WaiterKind.OP if queue.operators else WaiterKind.REQUEST, queue.priority)
+    return Urgency(WaiterKind.OP if queue.operators else WaiterKind.REQUEST, queue.priorities.first)
 
 
 def _eviction(

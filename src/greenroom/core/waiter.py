@@ -19,6 +19,8 @@ class WaiterKind(Enum):
 
 
 ASKING = (WaiterKind.OP, WaiterKind.PRELOAD)
+# Of a queue in which nobody waits who could be urgent.
+NO_PRIORITY = 2**62
 
 
 @dataclass(slots=True, eq=False)
@@ -58,3 +60,28 @@ class Standing:
     deadline_s: float
     late_s: float
     lift_s: float
+
+
+class Priorities:
+    """How many wait with which priority, and the most urgent of these."""
+
+    __slots__ = ("_counts", "first")
+
+    def __init__(self) -> None:
+        self.first = NO_PRIORITY
+        self._counts: dict[int, int] = {}
+
+    def count(self, priority: int, sign: int) -> None:
+        count = self._counts.get(priority, 0) + sign
+        if count:
+            self._counts[priority] = count
+            self.first = min(self.first, priority)
+            return
+        del self._counts[priority]
+        if priority == self.first:
+            self.first = min(self._counts, default=NO_PRIORITY)
+
+    def copied(self) -> Priorities:
+        copy = Priorities()
+        copy.first, copy._counts = self.first, {**self._counts}
+        return copy

@@ -12,7 +12,7 @@ from math import inf
 
 from greenroom.core.kept_order import KeptOrder, Least
 from greenroom.core.model import ModelId, MoveKind, TenantId
-from greenroom.core.waiter import ASKING
+from greenroom.core.waiter import ASKING, Priorities
 from greenroom.core.waiter import Standing as Standing
 from greenroom.core.waiter import Waiter as Waiter
 from greenroom.core.waiter import WaiterKind as WaiterKind
@@ -29,8 +29,6 @@ TURNS_FRESH_S = 1.0
 # Then all of them are looked at again; with more than these only so many at each turn, until all have been.
 LANES_MANY = 64
 LANES_LOOKED_AT = 8
-# Of a queue in which nobody waits who could be urgent.
-NO_PRIORITY = 2**62
 
 
 class Queue:
@@ -44,7 +42,6 @@ class Queue:
         "_late_at",
         "_lift_at",
         "_oldest",
-        "_priorities",
         "_standing",
         "_unseen",
         "askers",
@@ -54,7 +51,7 @@ class Queue:
         "model",
         "operators",
         "preparing",
-        "priority",
+        "priorities",
         "service_s",
         "stale",
         "swap_s",
@@ -87,9 +84,8 @@ class Queue:
         self._unseen: dict[Lane, None] = {}
         self.tenants: dict[TenantId, int] = {}
         # A model is as urgent as the most urgent of those who wait for it, and an operator's wish speaks for all.
-        self.priority = NO_PRIORITY
+        self.priorities = Priorities()
         self.operators = 0
-        self._priorities: dict[int, int] = {}
         self.waiting = 0
         self.weight = 0.0
         self._ages = 0.0
@@ -144,7 +140,7 @@ class Queue:
         """The sums as they would be with this one in the queue. Lanes are left out."""
         copy = Queue(self.model, self._standing)
         copy.waiting, copy.weight, copy._ages, copy.tenants = self.waiting, self.weight, self._ages, {**self.tenants}
-        copy.priority, copy.operators, copy._priorities = self.priority, self.operators, {**self._priorities}
+        copy.priorities, copy.operators = self.priorities.copied(), self.operators
         copy._deadline_at, copy._late_at = self.deadline_at, self.late_at
         copy._oldest, copy._lift_at = self.oldest, self.lift_at
         copy._count(waiter, +1)
@@ -200,18 +196,8 @@ class Queue:
             weight = sign * self._standing(waiter.priority).weight
             self.weight += weight
             self._ages += weight * waiter.arrived
-            self._count_priority(waiter.priority, sign)
+            self.priorities.count(waiter.priority, sign)
             self.operators += sign if waiter.kind is WaiterKind.OP else 0
-
-    def _count_priority(self, priority: int, sign: int) -> None:
-        count = self._priorities.get(priority, 0) + sign
-        if count:
-            self._priorities[priority] = count
-            self.priority = min(self.priority, priority)
-        else:
-            del self._priorities[priority]
-            if priority == self.priority:
-                self.priority = min(self._priorities, default=NO_PRIORITY)
 
     def _lead(self, waiter: Waiter) -> None:
         """Take the first of a lane into account. Those behind it came later and change nothing."""
