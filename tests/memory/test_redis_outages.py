@@ -114,3 +114,10 @@ async def test_a_cancel_is_heard_whenever_it_comes(client: Opener) -> None:
         if was_cancelled and not asking.cancelled():
             hidden.append(turns)
     assert not hidden, f"not heard after these turns of the loop: {hidden}"
+
+
+@pytest.mark.parametrize("url", ["redis://[::1", f"redis://me:{SECRET}@[::1", "redis://[nowhere]:1"])
+def test_an_address_that_cannot_be_read_is_a_clear_refusal(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not the address of a Redis") as refused:
+        RedisStore(url, "box")
+    assert SECRET not in refused.value.message

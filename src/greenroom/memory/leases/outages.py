@@ -44,7 +44,11 @@ _BY_WORD = (
 
 def shown(url: str) -> str:
     """The address without name, password and options."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        # What cannot be taken apart cannot be shown without what it may hide.
+        return "what leases.store says"
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
