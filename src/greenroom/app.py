@@ -14,6 +14,7 @@ from pathlib import Path
 from greenroom.config import loader, plugins
 from greenroom.config.diff import Changes, diff, refuse_restart
 from greenroom.config.limits import limits_of
+from greenroom.config.named_tenants import is_named
 from greenroom.config.problems import open_door
 from greenroom.config.schema import Config, Server
 from greenroom.core.events import ConfigChanged, ShutdownAsked
@@ -76,7 +77,9 @@ class App:
         self._wire(config, probe, seen)
 
     def _wire(self, config: Config, probe: Probe, seen: Reading) -> None:
-        common = self._common = wire_common(config.server, self._state_dir, self.clock)
+        common = self._common = wire_common(
+            config.server, self._state_dir, self.clock, lambda tenant: is_named(self.config, tenant)
+        )
         self.catalog, self.slots, self.hosted_slots = common.catalog, common.slots, common.hosted_slots
         self.hub, self.metrics, self.activity = common.hub, common.metrics, common.activity
         self.observer, self.effects = common.observer, common.effects

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from greenroom import __version__
+from greenroom.cli import interrupts, ps
 from greenroom.cli import main as main_module
-from greenroom.cli import ps
+from greenroom.cli.commands import COMMANDS, parser
 from greenroom.cli.failures import CommandFailed
-from greenroom.cli.main import COMMANDS, main, parser
+from greenroom.cli.main import main
 from greenroom.errors import StateDirBusy
 from tests.cli.fake_gateway import FakeGateway, answer, error
 
@@ -38,7 +40,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 
 
 def test_help_loads_nothing_heavy() -> None:
-    program = "import sys, greenroom.cli.main as m; m.parser().format_help(); print(*sys.modules)"
+    program = "import sys, greenroom.cli.commands as m; m.parser().format_help(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert HEAVY.isdisjoint(done.stdout.split())
 
@@ -120,6 +122,52 @@ def test_what_a_command_raises_becomes_a_status_and_a_line(
     monkeypatch.setattr(ps, "run", running(raised))
     assert main(["ps"]) == status
     assert capsys.readouterr().err == said
+
+
+# Interrupts its own process when this module is first looked for, in the midst of imports.
+INTERRUPTED = """
+import os, signal, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+from greenroom.cli.main import main
+sys.exit(main(["serve", "--config", {file!r}, "--port", "0"]))
+"""
+
+
+@pytest.mark.parametrize("module", ["argparse", "greenroom.cli.chat", "pydantic_core", "datetime", "yaml", "uvloop"])
+def test_an_interrupt_while_a_command_begins_ends_it_without_a_word(tmp_path: Path, module: str) -> None:
+    file = tmp_path / "greenroom.yaml"
+    file.write_text(f"models: {{}}\nstate_dir: {tmp_path}/state\n")
+    program = INTERRUPTED.format(module=module, file=str(file))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
+def test_an_interrupt_that_was_provided_for_is_left_to_those_who_did(handler: signal.Handlers) -> None:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with interrupts.end_at_once():
+            assert signal.getsignal(signal.SIGINT) is handler
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_that_a_command_sets_as_it_begins_stays() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with interrupts.end_at_once():
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with interrupts.end_at_once():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_reader_that_has_enough_ends_the_command_quietly(gateway: FakeGateway) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from greenroom.cli.main import parser
+from greenroom.cli.commands import parser
 from greenroom.cli.overrides import Overrides
 from greenroom.config.schema import Config, LogLevel, Server
 

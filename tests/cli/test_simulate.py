@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from greenroom.cli import explain
-from greenroom.cli.main import main, parser
+from greenroom.cli.commands import parser
+from greenroom.cli.main import main
 from tests.cli.test_guides import ROOT, blocks
 
 CONFIG = """

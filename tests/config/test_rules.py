@@ -114,6 +114,42 @@ def test_broken_rule_of_an_api_key_is_told(complaints: Complaints, keys: str, to
     assert line.endswith(told)
 
 
+@pytest.mark.parametrize(
+    ("store", "told"),
+    [
+        ("http://h", "must begin with redis://, rediss:// or unix://"),
+        ("redis://h:99999", "has a port that is no whole number from 1 to 65535"),
+        ("redis://h:abc", "has a port that is no whole number from 1 to 65535"),
+        ("redis://h:0", "has a port that is no whole number from 1 to 65535"),
+        ("rediss://me:secret@[::1]:-1/0", "has a port that is no whole number from 1 to 65535"),
+        ("redis://[::1", "needs [ ] around an IPv6 address"),
+        ("redis://[nowhere]:6379", "needs [ ] around an IPv6 address"),
+        ("redis://fe80::1:6379", "needs [ ] around an IPv6 address"),
+        ("redis://h\u2100:1", "has a host with characters that no host's name has"),
+        # A password that was not written as addresses want it ends the host too early.
+        ("redis://:secret/1@h:6379/0", "has an @ behind its host: in a name or password write / as %2F"),
+        ("redis://:1/secret@h:6379/0", "has an @ behind its host: in a name or password write / as %2F"),
+        ("redis://me:secret?1@h", "has an @ behind its host: in a name or password write / as %2F"),
+        ("redis://me:secret#1@h", "has an @ behind its host: in a name or password write / as %2F"),
+    ],
+)
+def test_an_address_that_no_lease_store_can_have_is_told(complaints: Complaints, store: str, told: str) -> None:
+    (line,) = complaints(f"leases:\n  store: '{store}'\n")
+    assert line.startswith(f"my.yaml:2: leases.store: {told}")
+    assert "secret" not in line
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        *("redis://h", "redis://", "redis://h:6379/0", "rediss://me:a%2Fb@h:1/2?db=3", "redis://[::1]:6379"),
+        *("redis://me:a@b@h:65535", "unix:///run/a.sock", "unix://me:x@/run/a@b.sock", "redis://h?name=a@b"),
+    ],
+)
+def test_an_address_that_a_lease_store_can_have_is_taken(loads: Loads, store: str) -> None:
+    assert loads(f"leases:\n  store: '{store}'\n").leases.store == store
+
+
 def test_api_keys_may_not_repeat_in_name_or_secret(complaints: Complaints) -> None:
     assert complaints(f"""\
         server:

@@ -6,7 +6,7 @@ import pytest
 
 from greenroom.core import events as ev
 from greenroom.core.decide import Wait
-from greenroom.core.effects import RejectCode, Rejection
+from greenroom.core.effects import OpOutcome, RejectCode, Rejection
 from greenroom.core.events import Limits, Timer, TimerKind
 from greenroom.core.ledger import Holding
 from greenroom.core.model import DeviceId, LeaseId, ModelId, MoveId, MoveKind, Need, OtherLease, Outcome, Tier
@@ -428,6 +428,15 @@ def test_while_the_store_is_down_who_needs_a_load_is_refused_at_once_and_who_wai
     assert world.kinds() == ["load a", "load b", "load b"]
     world.end_move(world.moves[-1].id, Outcome.DONE)
     assert world.fate("waits") is Fate.GRANTED
+
+
+def test_an_operator_is_told_that_it_is_the_store_and_no_load_that_failed() -> None:
+    world = World([model("a", 4_000), model("b", 4_000)], plays=False)
+    world.ask("before", MoveKind.LOAD, "a")
+    world.end_move(world.moves[-1].id, Outcome.STORE_DOWN)
+    outage(world, True)
+    world.ask("late", MoveKind.LOAD, "b")
+    assert world.ops == {"before": None, "late": OpOutcome.STORE_DOWN}, "who waits already waits on"
 
 
 def test_while_the_store_is_down_what_takes_no_memory_is_loaded() -> None:

@@ -54,6 +54,9 @@ async def test_gateway_starts_without_its_store_says_why_and_loads_when_it_comes
         models = {"a": taking("a", gpus, 6_000), "free": taking("free", gpus, 0)}
         async with sharing("one", gpus, server.url, models) as app:
             await refused_at_once(app, "a")
+            order = await asyncio.wait_for(http(app, "POST", "/api/v1/models/a/load", {}), AT_ONCE_S)
+            assert (order.status, order.error["code"]) == (503, "lease_store_unavailable"), order.body
+            assert "lease store does not answer" in order.error["message"]
             health = await http(app, "GET", "/health")
             assert (health.status, health.json()["status"], health.json()["leaseStore"]) == (503, "failed", "down")
             store = (await http(app, "GET", "/api/v1/status")).json()["lease_store"]

@@ -116,8 +116,19 @@ async def test_a_cancel_is_heard_whenever_it_comes(client: Opener) -> None:
     assert not hidden, f"not heard after these turns of the loop: {hidden}"
 
 
-@pytest.mark.parametrize("url", ["redis://[::1", f"redis://me:{SECRET}@[::1", "redis://[nowhere]:1"])
-def test_an_address_that_cannot_be_read_is_a_clear_refusal(url: str) -> None:
-    with pytest.raises(ConfigError, match="is not the address of a Redis") as refused:
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("redis://[::1", "IPv6"),
+        (f"redis://me:{SECRET}@[::1", "IPv6"),
+        ("redis://[nowhere]:1", "IPv6"),
+        (f"redis://me:{SECRET}@box:99999", "port"),
+        (f"redis://me:{SECRET}/{SECRET}@box:6379", "%2F"),
+        (f"redis://me:{SECRET}@box?db=first", "option"),
+    ],
+)
+def test_an_address_that_cannot_be_read_is_a_clear_refusal(url: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as refused:
         RedisStore(url, "box")
     assert SECRET not in refused.value.message
+    assert "rediss://" not in refused.value.message, "nothing is wrong with how it begins"

@@ -163,10 +163,31 @@ async def test_a_call_that_nobody_heard_gives_back_what_only_it_was_told_of(clie
     assert await claims(one) == {"a": ("held", 8_000)}
     await one.unheard("a", "first")
     assert await claims(one) == {}
-    held = [await store.acquire(ask("a", 8_000), name) for store, name in ((one, "first"), (other, "again"))]
-    for name in ("first", "again"):
+
+
+async def test_of_several_calls_that_were_told_of_a_lease_the_last_that_nobody_heard_gives_it_back(
+    client: Opener,
+) -> None:
+    one, other = client(), client()
+    calls = ("first", "again", "third")
+    held = [await store.acquire(ask("a", 8_000), name) for store, name in zip((one, other, one), calls, strict=True)]
+    # The answer to a call, or to its leaving, may be lost, and then it is repeated.
+    await other.acquire(ask("a", 8_000), "again")
+    for name in ("first", "first", "third", "irst", "aga", ""):
         await one.unheard("a", name)
-    assert (await other.renew("a", held[1].token)).state == "held"
+        assert (await other.renew("a", held[1].token)).state == "held"
+    await other.unheard("a", "again")
+    assert await claims(one) == {}
+
+
+async def test_calls_too_many_to_be_written_down_leave_the_lease_to_its_holder(client: Opener) -> None:
+    store = client()
+    calls = [f"call-{number:04}" for number in range(100)]
+    for name in calls:
+        await store.acquire(ask("a", 8_000), name)
+    for name in (*calls, ""):
+        await store.unheard("a", name)
+    assert await claims(store) == {"a": ("held", 8_000)}, "it lapses if nobody renews it"
 
 
 async def test_what_a_gateway_published_is_what_counts(client: Opener) -> None:

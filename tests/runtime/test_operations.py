@@ -11,7 +11,7 @@ import pytest
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Event, MoveAsked
 from greenroom.core.model import ModelId, MoveKind
-from greenroom.errors import GreenroomError, LoadFailed, NoPlace, TooLarge, Unsupported
+from greenroom.errors import GreenroomError, LeaseStoreUnavailable, LoadFailed, NoPlace, TooLarge, Unsupported
 from greenroom.runtime.effects import AsyncEffects
 from greenroom.runtime.mover import Mover
 from greenroom.runtime.operations import Operations
@@ -74,3 +74,12 @@ async def test_a_sleep_that_failed_says_why() -> None:
     why = LoadFailed("The worker of qwen ended.")
     assert await refusal(MoveKind.SLEEP, OpOutcome.FAILED, why) is why
     assert isinstance(await refusal(MoveKind.LOAD, OpOutcome.FAILED), LoadFailed)
+
+
+@pytest.mark.parametrize("kind", [MoveKind.LOAD, MoveKind.PREPARE])
+async def test_a_store_that_is_down_is_told_as_it_is_to_callers_and_not_as_a_load_that_failed(kind: MoveKind) -> None:
+    error = await refusal(kind, OpOutcome.STORE_DOWN, LoadFailed("An older failure."))
+    assert isinstance(error, LeaseStoreUnavailable) and (error.status, error.code) == (503, "lease_store_unavailable")
+    assert error.retry_after_s and not error.final
+    for word in ("qwen", "lease store does not answer", "Ask again", "/api/v1/status"):
+        assert word in error.message

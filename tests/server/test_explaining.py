@@ -127,3 +127,19 @@ async def test_wrong_question_names_what_is_wrong(ask: dict[str, Any], status: i
     answer = await explain(FakeGateway({"a": model()}), **ask)
     assert answer.status == status
     assert answer.error["param"].startswith(param)
+
+
+NO_PRIORITIES = (float("inf"), float("nan"), -1e300, 1.5, True, [1], {"high": 1}, 10**30, 101, "urgent", "")
+
+
+@pytest.mark.parametrize("said", NO_PRIORITIES, ids=repr)
+@pytest.mark.parametrize(("path", "ask"), [(PATH, {"model": "a"}), ("/api/v1/leases", {"mib": 1})])
+async def test_whatever_is_no_priority_is_refused_in_the_words_of_requests(path: str, ask: Any, said: Any) -> None:
+    answer = await Client(FakeGateway({"a": model()})).post(path, {**ask, "priority": said})
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_request", "priority")
+    assert answer.error["message"] == "priority is high, normal, low or a number from -100 to 100; lower goes first."
+
+
+@pytest.mark.parametrize("said", [None, 2, 2.0, "2", "LOW", -100])
+async def test_what_is_a_priority_is_taken_however_it_is_written(said: Any) -> None:
+    assert (await explain(FakeGateway({"a": model()}), model="a", priority=said)).status == 200

@@ -29,6 +29,8 @@ def said(text: float | str) -> float:
         (1.5, 1.5),
         (-1, FOR_EVER),
         (-0.001, FOR_EVER),
+        (-99_999_999_999, FOR_EVER),
+        (-1e300, FOR_EVER),
         ("5m", 300.0),
         ("1h30m", 5400.0),
         ("1h30m5.5s", 5405.5),

@@ -198,6 +198,32 @@ def test_fifty_thousand_made_up_ids_do_not_grow_the_series() -> None:
     assert len(metrics._tenant_series) <= caps.TENANT_SERIES_MAX
 
 
+def test_names_that_callers_make_up_share_a_label_after_the_first_thousand() -> None:
+    metrics = Metrics(is_named=lambda tenant: tenant.startswith("team-"))
+    for number in range(10_000):
+        answer(metrics, tenant=f"made-up-{number}")
+        metrics.tokens("qwen", f"made-up-{number}", 1, 1, 0)
+    for number in range(2_000):
+        answer(metrics, tenant=f"team-{number}")
+    answer(metrics, tenant="")
+    shown, _ = metrics.render(Gauges())
+    lines = set(shown.splitlines())
+    assert b'greenroom_tenant_requests_total{model="qwen",tenant="other"} 9000.0' in lines
+    assert b'greenroom_tokens_total{kind="prompt",model="qwen",tenant="other"} 9000.0' in lines
+    assert len(set(re.findall(rb'tenant="(made-up-[0-9]*)"', shown))) == caps.UNNAMED_SERIES_MAX
+    assert len(set(re.findall(rb'tenant="(team-[0-9]*)"', shown))) == 2_000, "the operator's own have their place"
+    assert b'greenroom_tenant_requests_total{model="qwen",tenant=""} 1.0' in lines
+
+
+def test_ten_thousand_made_up_tenants_do_not_make_a_scrape_long() -> None:
+    metrics = Metrics(is_named=lambda tenant: False)
+    for number in range(10_000):
+        for model in ("qwen", "coder"):
+            answer(metrics, model=model, tenant=f"made-up-{number}")
+            metrics.tokens(model, f"made-up-{number}", 1, 1, 0)
+    assert len(metrics.render(Gauges())[0]) < 500_000
+
+
 def test_models_routes_and_statuses_are_capped_even_when_all_are_taken_for_real() -> None:
     metrics = Metrics()
     for number in range(3_000):

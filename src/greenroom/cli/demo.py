@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from greenroom.cli import overrides, screen
+from greenroom.cli import interrupts, overrides, screen
 from greenroom.cli.failures import CommandFailed
 from greenroom.cli.overrides import Overrides
 
@@ -40,10 +40,12 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     _need_llama_cpp()
     models = _prepared()
-    from greenroom.cli import serving
+    # Until the gateway listens to signals itself.
+    with interrupts.end_at_once():
+        from greenroom.cli import serving
 
-    plan = serving.Plan(configuration(models, Overrides.of(args)))
-    return serving.serve(plan, lambda app: _greet(app, time.monotonic() - began))
+        plan = serving.Plan(configuration(models, Overrides.of(args)))
+        return serving.serve(plan, lambda app: _greet(app, time.monotonic() - began))
 
 
 def _need_llama_cpp() -> None:

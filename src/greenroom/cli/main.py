@@ -1,70 +1,34 @@
-"""The `greenroom` command: which commands there are, and how every one of them ends.
+"""The `greenroom` command: how every one of its commands begins and ends.
 
-Owns the parser and the exit statuses (0 done, 1 failed, 2 wrong usage, 3 no gateway answers). Each command is a module
-with a name, a sentence, its options and `run`; what is heavy is imported in there, so that `--help` is quick.
+Owns the exit statuses (0 done, 1 failed, 2 wrong usage, 3 no gateway answers, 130 interrupted). Which there are is in
+`commands.py`. Imports next to nothing before it can be interrupted without a traceback.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING
 
-from greenroom import __version__
-from greenroom.cli import (
-    chat,
-    check,
-    demo,
-    engines,
-    estimate,
-    explain,
-    gpus,
-    key,
-    lease,
-    leases,
-    load,
-    logs,
-    prepare,
-    ps,
-    reload,
-    screen,
-    serve,
-    simulate,
-    sleep,
-    unload,
-)
-from greenroom.cli.failures import CommandFailed, Exit
-from greenroom.errors import GreenroomError
+from greenroom.cli import interrupts
 
-
-class Command(Protocol):
-    """What a command's module has."""
-
-    NAME: str
-    HELP: str
-
-    def add_options(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, args: argparse.Namespace) -> int: ...
-
-
-COMMANDS: Final[tuple[Command, ...]] = (
-    *(serve, demo, check, ps, gpus, load, unload, sleep, prepare, logs, chat),
-    *(explain, engines, estimate, reload, key, simulate, lease, leases),
-)
-
-EPILOG: Final = """\
-New here? `greenroom demo` serves two small models; then, in another terminal, `greenroom chat smollm2`.
-Commands that speak to a gateway find it by --url or GREENROOM_URL and show the key in GREENROOM_API_KEY."""
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit status; argparse itself exits for wrong usage and --help."""
-    _open_closed_streams()
-    _make_streams_robust()
+    with interrupts.end_at_once():
+        # All that takes its time, now that an interrupt ends it without a word.
+        from greenroom.cli import screen
+        from greenroom.cli.commands import parser
+        from greenroom.cli.failures import CommandFailed, Exit
+        from greenroom.errors import GreenroomError
+
+        _open_closed_streams()
+        _make_streams_robust()
     try:
         args = parser().parse_args(argv)
         run: Callable[[argparse.Namespace], int] = args.run
@@ -81,23 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output (`| head`) has enough.
         screen.hush()
         return Exit.FAILED
-
-
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
-        prog="greenroom",
-        description="One OpenAI-compatible address in front of every model you own.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    top.add_argument("--version", action="version", version=f"greenroom {__version__}")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        sub = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP, allow_abbrev=False)
-        command.add_options(sub)
-        sub.set_defaults(run=command.run)
-    return top
 
 
 def _open_closed_streams() -> None:

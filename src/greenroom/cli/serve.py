@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from greenroom.cli import overrides, screen
+from greenroom.cli import interrupts, overrides, screen
 from greenroom.cli.address import DEFAULT_URL, KEY_NAME, URL_NAME
 from greenroom.cli.overrides import Overrides
 
@@ -31,9 +31,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
-    from greenroom.cli import serving
+    # Until the gateway listens to signals itself.
+    with interrupts.end_at_once():
+        from greenroom.cli import serving
 
-    return serving.serve(_plan(args), lambda app: _greet(app, time.monotonic() - began))
+        return serving.serve(_plan(args), lambda app: _greet(app, time.monotonic() - began))
 
 
 def _plan(args: argparse.Namespace) -> Plan:

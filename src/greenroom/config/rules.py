@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from greenroom.config import company_rules, names
+from greenroom.config import company_rules, names, store_address
 from greenroom.config.commands import words
 from greenroom.config.fields import KEYS_OF_ENGINES
 from greenroom.config.report import Problem
@@ -72,8 +72,8 @@ def of_scheduler(scheduler: Scheduler) -> Iterator[Problem]:
 
 
 def of_leases(leases: Leases) -> Iterator[Problem]:
-    if leases.store is not None and not leases.store.startswith(("redis://", "rediss://", "unix://")):
-        yield Problem(("store",), "must begin with redis://, rediss:// or unix://")
+    if leases.store is not None and (why := store_address.problem(leases.store)):
+        yield Problem(("store",), why)
 
 
 def of_ports(ports: Ports) -> Iterator[Problem]:

@@ -26,6 +26,7 @@ _OPS = {
     RejectCode.SHUTTING_DOWN: OpOutcome.CANCELLED,
     RejectCode.UNLOADED: OpOutcome.CANCELLED,
     RejectCode.REMOVED: OpOutcome.CANCELLED,
+    RejectCode.STORE_DOWN: OpOutcome.STORE_DOWN,
 }
 
 

@@ -70,6 +70,7 @@ class OpOutcome(Enum):
     UNKNOWN_MODEL = "unknown_model"
     TOO_LARGE = "too_large"
     CANCELLED = "cancelled"
+    STORE_DOWN = "store_down"
 
 
 class Effects(Protocol):

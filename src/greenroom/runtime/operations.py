@@ -14,6 +14,7 @@ from greenroom.core.events import Event, MoveAsked
 from greenroom.core.model import ModelId, MoveKind, OpId
 from greenroom.errors import (
     GreenroomError,
+    LeaseStoreUnavailable,
     LoadFailed,
     ModelNotFound,
     NoPlace,
@@ -23,6 +24,9 @@ from greenroom.errors import (
 )
 from greenroom.runtime.effects import AsyncEffects
 from greenroom.runtime.mover import Mover
+
+# As for callers. The store is asked more often than this whether it is back.
+RETRY_AFTER_S = 1.0
 
 
 class Operations:
@@ -75,6 +79,12 @@ class Operations:
                 )
             case OpOutcome.CANCELLED:
                 return Unloaded(f"The {kind.value} of {model} was overtaken by an unload, a removal or a shutdown.")
+            case OpOutcome.STORE_DOWN:
+                return LeaseStoreUnavailable(
+                    f"{model} needs memory that must be leased, and the lease store does not answer; loaded models go "
+                    "on serving. Ask again when it is back: `lease_store` in GET /api/v1/status says what is wrong.",
+                    retry_after_s=RETRY_AFTER_S,
+                )
             case _ if kind is MoveKind.SLEEP and model not in self._mover.failures:
                 # The scheduler lets nobody keep a GPU's memory because there is no bed for him.
                 return NoPlace(

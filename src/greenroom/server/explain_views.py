@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from greenroom.config.names import ID_CHARS_MAX
+from greenroom.server.priority_field import Priority
 from greenroom.server.views import Order, Tier, View
 from greenroom.tenancy.tenants import NAME_CHARS_MAX
 
@@ -18,7 +19,7 @@ class ExplainAsk(Order):
 
     model: Annotated[str, Field(max_length=ID_CHARS_MAX)]
     """Its id or an alias."""
-    priority: str | int | None = None
+    priority: Priority | None = None
     """high, normal, low or a number; the model's own when not given."""
     tenant: Annotated[str, Field(max_length=NAME_CHARS_MAX)] = ""
     stream: bool = False

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from greenroom.config.kinds import MIB_MAX, SECONDS_MAX, Name, NotBool
+from greenroom.server.priority_field import Priority
 from greenroom.server.views import Order, View
 
 # A process id has at most 22 bits; a start time counts hundredths of a second.
@@ -44,7 +45,7 @@ class LeaseOrder(Order):
     """What it is for, for people."""
     devices: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=GPUS_MAX)] = ()
     """Only on these (gpu0, or a UUID or its beginning); on any when not given."""
-    priority: Annotated[str | int, NotBool] = "normal"
+    priority: Priority = "normal"
     """high, normal, low or a number: whom it makes leave, and who goes first."""
     preemptible: bool = False
     """Whether it may be asked to leave for somebody more urgent."""

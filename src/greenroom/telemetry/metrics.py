@@ -23,7 +23,10 @@ from greenroom.telemetry.series import Count, Counter, Histogram, Spread, gauge_
 
 # A series costs memory here and in every Prometheus that scrapes us. Callers choose tenants, and may ask for any model.
 MODELS_MAX: Final = 1_000
-TENANT_SERIES_MAX: Final = 10_000  # Pairs of model and tenant, so at most as many tenants.
+# Pairs of model and tenant, so at most as many tenants. A pair is four lines of about 130 bytes at every scrape.
+TENANT_SERIES_MAX: Final = 10_000
+# The same of tenants that the operator has not named: where there are no keys, anybody may send any name in a header.
+UNNAMED_SERIES_MAX: Final = 1_000
 ROUTES_MAX: Final = 100
 UNKNOWN_MODEL: Final = "unknown"
 OTHER: Final = "other"
@@ -103,10 +106,17 @@ class _RequestSeries:
 
 
 class Metrics:
-    """Counts what it is told. `is_known` says which model ids are real; all others share the label "unknown"."""
+    """Counts what it is told. `is_known` says which model ids are real; all others share the label "unknown".
 
-    def __init__(self, is_known: Callable[[str], bool] | None = None) -> None:
+    `is_named` says which tenants the operator has named. Others have labels of their own while there is room for them,
+    then they share the label "other".
+    """
+
+    def __init__(
+        self, is_known: Callable[[str], bool] | None = None, is_named: Callable[[str], bool] | None = None
+    ) -> None:
         self._is_known = is_known
+        self._is_named = is_named
         self._requests, self._seconds = Counter(table.REQUESTS), Histogram(table.REQUEST_SECONDS)
         self._wait, self._first_byte = Histogram(table.WAIT_SECONDS), Histogram(table.FIRST_BYTE_SECONDS)
         self._tenant_requests, self._tokens = Counter(table.TENANT_REQUESTS), Counter(table.TOKENS)
@@ -120,7 +130,8 @@ class Metrics:
         self.green_room = GreenRoomCounts(self._model)
         self._models: set[str] = set()
         self._routes: set[str] = set()
-        self._tenant_pairs: set[tuple[str, str]] = set()
+        self._named_pairs: set[tuple[str, str]] = set()
+        self._unnamed_pairs: set[tuple[str, str]] = set()
         # Shortcuts for the hot path. Only labels that were admitted as they are get one, so these are bounded too.
         self._request_series: dict[tuple[str, str, int], _RequestSeries] = {}
         self._tenant_series: dict[tuple[str, str], Count] = {}
@@ -200,8 +211,13 @@ class Metrics:
         return model if is_real and _admit(self._models, model, MODELS_MAX) else UNKNOWN_MODEL
 
     def _pair(self, model: str, tenant: str) -> tuple[str, str]:
-        label = self._model(model)
-        return (label, tenant) if _admit(self._tenant_pairs, (label, tenant), TENANT_SERIES_MAX) else (label, OTHER)
+        pair = (self._model(model), tenant)
+        # Requests that belong to no tenant are not made up.
+        if not tenant or self._is_named is None or self._is_named(tenant):
+            is_admitted = _admit(self._named_pairs, pair, TENANT_SERIES_MAX)
+        else:
+            is_admitted = _admit(self._unnamed_pairs, pair, UNNAMED_SERIES_MAX)
+        return pair if is_admitted else (pair[0], OTHER)
 
     def _request_series_of(self, model: str, route: str, status: int) -> _RequestSeries:
         label = self._model(model)

@@ -49,9 +49,11 @@ class Common:
         return self.loop.scheduler.state
 
 
-def wire_common(server: Server, state_dir: StateDir, clock: Callable[[], float]) -> Common:
+def wire_common(
+    server: Server, state_dir: StateDir, clock: Callable[[], float], is_named_tenant: Callable[[str], bool]
+) -> Common:
     catalog, slots, hub = Catalog(), Slots(), Hub()
-    metrics = Metrics(catalog.is_known)
+    metrics = Metrics(catalog.is_known, is_named_tenant)
     observer = Observer(hub, metrics)
     effects = AsyncEffects(slots, observer, clock)
     recorder = EventRecorder(Path(server.record_events)) if server.record_events else None

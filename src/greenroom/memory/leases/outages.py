@@ -43,12 +43,8 @@ _BY_WORD = (
 
 
 def shown(url: str) -> str:
-    """The address without name, password and options."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        # What cannot be taken apart cannot be shown without what it may hide.
-        return "what leases.store says"
+    """The address without name, password and options. A store is only opened at one that can be taken apart."""
+    parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 

@@ -19,6 +19,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from greenroom.config import store_address
 from greenroom.errors import ConfigError, GatewayBug, LeaseLost, LeaseUnknown, StoreDown
 from greenroom.memory.leases import scripts, stored
 from greenroom.memory.leases.cancels import cancels_heard
@@ -214,6 +215,8 @@ class RedisStore:
 
 def _connected(url: str) -> aioredis.Redis:
     """A client that connects when it is first used. One retry: a kept connection may have died unnoticed."""
+    if why := store_address.problem(url):
+        raise ConfigError(f"the address of the lease store {why}")
     retry = Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,))
     try:
         pool = aioredis.BlockingConnectionPool.from_url(
@@ -225,5 +228,6 @@ def _connected(url: str) -> aioredis.Redis:
             retry=retry,
         )
     except ValueError:
-        raise ConfigError(f"{shown(url)} is not the address of a Redis: redis://, rediss:// or unix://") from None
+        # Of what the client refuses only this is left: its port, its host and how it begins were looked at.
+        raise ConfigError(f"the lease store {shown(url)} has an option behind ? whose value cannot be read") from None
     return aioredis.Redis.from_pool(pool)

@@ -60,7 +60,7 @@ class SharedStore(LeaseStore, Protocol):
 
     async def unheard(self, id: str, asker: str) -> None:
         """This call was given up, or not heard. Gives back what it waited for or was told of, unless another was told
-        of it too. Raises StoreDown."""
+        of it too and has not said the same. Raises StoreDown."""
         ...
 
     async def release(self, id: str, token: int | None = None, into: str | None = None) -> None:

@@ -47,12 +47,39 @@ local function place(ask, room, barred)
   return claim
 end
 
--- Which call was told that the lease is held; more than one are nobody in particular, and none of them alone can say
--- that nobody heard of it.
+-- Which calls were told that the lease is held, with commas between. Only when each of them has said that nobody heard
+-- of it has nobody. Too many to be written down are nobody in particular, who cannot say so.
+local TOLD_MAX = 512
 local SEVERAL = ''
 
+local function was_told(lease, asker)
+  local calls = lease.told_to or SEVERAL
+  return calls ~= SEVERAL and string.find(',' .. calls .. ',', ',' .. asker .. ',', 1, true) ~= nil
+end
+
 local function told(lease, asker)
-  lease.told_to = (not lease.told_to or lease.told_to == asker) and asker or SEVERAL
+  if not lease.told_to then
+    lease.told_to = asker
+  elseif lease.told_to ~= SEVERAL and not was_told(lease, asker) then
+    local all = lease.told_to .. ',' .. asker
+    lease.told_to = #all <= TOLD_MAX and all or SEVERAL
+  end
+end
+
+-- This call was told and not heard. Returns whether that was the last.
+local function untold(lease, asker)
+  if not was_told(lease, asker) then
+    return false
+  end
+  local others = {}
+  for other in string.gmatch(lease.told_to, '[^,]+') do
+    others[#others + 1] = other ~= asker and other or nil
+  end
+  if #others > 0 then
+    lease.told_to = table.concat(others, ',')
+    save(lease)
+  end
+  return #others == 0
 end
 
 -- Whether it would fit if nobody held anything. Who could not have it even then stands in nobody's way.

@@ -1,0 +1,51 @@
+"""Tenants in metrics: those the operator has named are always told apart, names that callers send only at first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from greenroom.app import App
+from greenroom.telemetry.metrics import UNNAMED_SERIES_MAX
+from tests.harness import fake, gateway
+from tests.integration.facts import at_rest
+from tests.integration.raw import chat, http
+
+KEYS = [{"name": "batch", "key": "gr-batch", "tenant": "team"}, {"name": "alice", "key": "gr-alice"}]
+
+
+def make_up_names(app: App) -> None:
+    for number in range(UNNAMED_SERIES_MAX):
+        app.metrics.request_done(
+            model="a", tenant=f"made-up-{number}", route="chat", status=200, seconds=1, wait_s=0, first_byte_s=None
+        )
+
+
+async def counted(app: App, key: str = "") -> dict[str, float]:
+    """Requests to model a, by tenant."""
+    await at_rest(app)
+    shown = await http(app, "GET", "/metrics", headers={"x-api-key": key} if key else {})
+    assert shown.status == 200
+    begin = 'greenroom_tenant_requests_total{model="a",tenant="'
+    lines = [line for line in shown.body.decode().splitlines() if line.startswith(begin)]
+    return {line[len(begin) :].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+async def test_without_keys_a_name_too_many_shares_a_label_unless_it_has_a_weight(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a")}, scheduler={"tenant_weights": {"lab": 2}}) as app:
+        make_up_names(app)
+        for tenant in ("late", "later", "lab"):
+            assert (await chat(app, "a", headers={"X-Tenant-ID": tenant})).status == 200
+        assert (await chat(app, "a")).status == 200
+        by_tenant = await counted(app)
+        assert (by_tenant["other"], by_tenant["lab"], by_tenant[""]) == (2, 1, 1)
+        assert len(by_tenant) == UNNAMED_SERIES_MAX + 3
+
+
+async def test_tenants_of_keys_are_told_apart_however_many_names_there_were(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a")}, server={"api_keys": KEYS}) as app:
+        make_up_names(app)
+        for key in ("gr-batch", "gr-alice"):
+            assert (await chat(app, "a", headers={"x-api-key": key, "X-Tenant-ID": "late"})).status == 200
+        by_tenant = await counted(app, "gr-alice")
+        assert (by_tenant["team"], by_tenant["alice"]) == (1, 1)
+        assert "other" not in by_tenant and "late" not in by_tenant
