@@ -111,6 +111,8 @@ def swaps(home: Stage, card: Card, count: int) -> dict[str, Any]:
     for number in range(count):
         first_s.append(home.hear(EIGHT[number % 3]).first_s)
     host_more, gpu_more = host_used_mib() - host_mib, card.used_mib - gpu_mib
+    slowest = sorted(range(count), key=first_s.__getitem__)[-3:]
+    print("slowest:", ", ".join(f"swap {number} {first_s[number]:.3f} s" for number in slowest), flush=True)
     equal = all(home.logits(model) == before[model] and before[model] for model in EIGHT)
     ready_s = statistics.median(home.hear(EIGHT[2]).first_s for _ in range(5))
     return {
@@ -219,8 +221,14 @@ def make(python: str, folders: Path, *names: str) -> None:
 def eight_billions(home: Stage, card: Card, args: argparse.Namespace, folders: Path) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for model in EIGHT:
+        before_mib = host_used_mib()
         took_s = home.order(model, "prepare")
-        print(f"{model}: prepared in {took_s:.1f} s (its file in the page cache, the worker's start with the first)")
+        print(f"{model}: prepared in {took_s:.1f} s (its file in the page cache, the worker's start with the first);")
+        held_mib = host_used_mib() - before_mib
+        print(
+            f"    {held_mib:,.0f} MiB of host memory for {weight_bytes(folders / model) / MIB:,.0f} of weights",
+            flush=True,
+        )
     home.hear(EIGHT[0])
     home.order(EIGHT[0], "sleep")
     time.sleep(1.0)

@@ -25,9 +25,12 @@ from greenroom.workers.torch_host.arena import HostArena, lay_out
 from greenroom.workers.torch_host.device_memory import CudaArena
 from greenroom.workers.torch_host.driver import driver
 from greenroom.workers.torch_host.failures import OutOfMemory
-from greenroom.workers.torch_host.registering import CHUNK_BYTES, Registration
+from greenroom.workers.torch_host.fold import CHUNK_BYTES
+from greenroom.workers.torch_host.folding import Folding
+from greenroom.workers.torch_host.registering import Registration
 from greenroom.workers.torch_host.skeleton import Wish
 from greenroom.workers.torch_host.stage import StageModel, Wire
+from greenroom.workers.torch_host.unfolding import unfold_plainly, unfolder
 from tests.workers.torch_host import tiny
 from tests.workers.torch_host.worker_rig import WorkerRig
 
@@ -75,8 +78,8 @@ def dirty(size: int) -> None:
     settle()
 
 
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StageModel]:
+@pytest.fixture(scope="module", params=["as they are", "folded"])
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StageModel]:
     torch.zeros(1, device=GPU)
     folder = tiny.make_model(tmp_path_factory.mktemp("model"), "llama")
     wish = Wish(folder, attention="sdpa", dtype="bfloat16")
@@ -90,6 +93,10 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StageModel]:
     memory = os.memfd_create("arena")
     host = HostArena.create(memory, layout, "test", None)
     fill(host.tensor)
+    folding = Folding(memory, layout.bytes if request.param == "folded" else 0, [(0, layout.bytes)])
+    folding.filled(0, layout.bytes)
+    host.seal(folding.finish())
+    assert any(chunk.fold for chunk in host.chunks) == (request.param == "folded")
     made = StageModel(module, host, GPU, 256 * 2**20, Wire())
     made.on_filled()
     yield made
@@ -169,21 +176,26 @@ def test_a_captured_graph_survives_unmapping() -> None:
 
 
 def test_host_memory_is_registered_in_chunks_and_let_go() -> None:
-    size = CHUNK_BYTES + 123 * 4096
-    memory = torch.zeros(size + 4096, dtype=torch.uint8)
+    memory = torch.zeros(3 * CHUNK_BYTES, dtype=torch.uint8)
     pointer = -(-memory.data_ptr() // 4096) * 4096
     for _ in range(2):
         # The second time only works where the first was undone.
-        registration = Registration(driver(0), pointer, size)
+        registration = Registration(driver(0), [(pointer, CHUNK_BYTES), (pointer + CHUNK_BYTES, 123 * 4096 + 7)])
         registration.wait()
         assert registration.problem is None
         registration.undo()
+
+
+HEARD: list[torch.Tensor] = []
 
 
 def test_logits_are_bit_equal_over_sleeps_and_memory_is_back(stage: StageModel) -> None:
     size = stage._host.layout.bytes
     stage.wake()
     expected = answer(stage)
+    HEARD.append(expected)
+    # Folded or not.
+    assert torch.equal(expected, HEARD[0])
     stage.sleep()
     settle()
     # After the first time: by then libraries have loaded what they keep.
@@ -205,9 +217,10 @@ def test_logits_are_bit_equal_over_sleeps_and_memory_is_back(stage: StageModel) 
         left = used_bytes() - asleep
         rate = woken.bytes / stage.last_wake_s / 1e9
         say(
-            f"turn {turn}: {woken.bytes / 1e9:.2f} GB, copied at {rate:.1f} GB/s, wake call {mapped_s * 1e3:.1f} ms,"
-            f" first logits after {first_s * 1e3:.0f} ms, sleep {slept_s * 1e3:.1f} ms, left {left / 1e6:.0f} MB,"
-            f" next expected {stage._wire.expected_s(size) * 1e3:.0f} ms"
+            f"turn {turn}: {woken.bytes / 1e9:.2f} of {size / 1e9:.2f} GB, copied at {rate:.1f} GB/s,"
+            f" wake call {mapped_s * 1e3:.1f} ms, first logits after {first_s * 1e3:.0f} ms,"
+            f" sleep {slept_s * 1e3:.1f} ms, left {left / 1e6:.0f} MB,"
+            f" next expected {stage._wire.expected_s(woken.bytes) * 1e3:.0f} ms"
         )
         assert left < SLACK_BYTES
         assert rate > 5
@@ -245,6 +258,10 @@ def test_a_wake_that_finds_no_memory_is_refused_and_changes_nothing(stage: Stage
     stage.wake()
     assert answer(stage).isfinite().all()
     stage.sleep()
+
+
+def test_the_kernel_unfolds_what_torch_unfolds() -> None:
+    assert unfolder(GPU) is not unfold_plainly
 
 
 def test_a_device_side_assert_is_known_as_the_end() -> None:

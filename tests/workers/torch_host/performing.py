@@ -78,7 +78,7 @@ def performing(
     cache_tokens: int = 4096,
     batch_max: int = 8,
     context: int = CONTEXT,
-    on_fatal: Callable[[BaseException], None] | None = None,
+    on_fatal: Callable[[BaseException], bool] | None = None,
     **options: Any,
 ) -> Iterator[Batching]:
     """The model on stage, until the end of the block."""
@@ -88,7 +88,7 @@ def performing(
         cache_tokens=cache_tokens,
         batch_max=batch_max,
         context=context,
-        on_fatal=on_fatal or (lambda error: None),
+        on_fatal=on_fatal or (lambda error: True),
         **options,
     )
     batching.on_wake()

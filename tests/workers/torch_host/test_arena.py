@@ -47,18 +47,18 @@ def test_views_share_the_arenas_memory(descriptor: int) -> None:
 def test_a_sealed_arena_is_adopted_by_another_worker(descriptor: int) -> None:
     arena = HostArena.create(descriptor, layout_of((4, 4), (2,)), "these files", None)
     view_of(arena.tensor, arena.layout.places["t0"]).fill_(3.0)
-    assert HostArena.adopt(descriptor, "these files") is None
-    arena.seal()
+    assert HostArena.adopt(descriptor, "these files", unfolds=True) is None
+    arena.seal({})
     arena.close()
-    adopted = HostArena.adopt(os.dup(descriptor), "these files")
+    adopted = HostArena.adopt(os.dup(descriptor), "these files", unfolds=True)
     assert adopted is not None
     assert adopted.layout == arena.layout
     assert torch.equal(view_of(adopted.tensor, adopted.layout.places["t0"]), torch.full((4, 4), 3.0))
 
 
 def test_the_arena_of_other_files_is_not_adopted(descriptor: int) -> None:
-    HostArena.create(descriptor, layout_of((4,)), "these files", None).seal()
-    assert HostArena.adopt(descriptor, "those files") is None
+    HostArena.create(descriptor, layout_of((4,)), "these files", None).seal({})
+    assert HostArena.adopt(descriptor, "those files", unfolds=True) is None
 
 
 @pytest.mark.parametrize("damage", ["empty", "short", "magic", "length", "json", "place"])
@@ -66,7 +66,7 @@ def test_a_damaged_arena_is_not_adopted(descriptor: int, damage: str) -> None:
     arena = HostArena.create(descriptor, layout_of((4,)), "x", None)
     if damage == "place":
         arena.layout = Layout({"t0": Place("float32", (4,), 8192, 16)}, 512)
-    arena.seal()
+    arena.seal({})
     end = os.fstat(descriptor).st_size
     if damage in ("empty", "short"):
         os.ftruncate(descriptor, 0 if damage == "empty" else end - 3)
@@ -76,7 +76,7 @@ def test_a_damaged_arena_is_not_adopted(descriptor: int, damage: str) -> None:
         os.pwrite(descriptor, b"\xff" * 8, end - 8)
     elif damage == "json":
         os.pwrite(descriptor, b"[", 4096)
-    assert HostArena.adopt(descriptor, "x") is None
+    assert HostArena.adopt(descriptor, "x", unfolds=True) is None
 
 
 def test_an_arena_larger_than_allowed_is_refused_with_both_numbers(descriptor: int) -> None:

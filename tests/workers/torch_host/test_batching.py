@@ -10,7 +10,7 @@ import torch
 from greenroom.workers.torch_host import batching as batching_module
 from greenroom.workers.torch_host.asks import Sampling, TooLong
 from greenroom.workers.torch_host.batching import Batching
-from greenroom.workers.torch_host.failures import Stuck, is_fatal
+from greenroom.workers.torch_host.failures import Failure, Stuck, is_fatal
 from greenroom.workers.torch_host.seats import Seats
 from greenroom.workers.torch_host.speech import Speech
 from tests.workers.torch_host.performing import WAIT_S, Answer, ask, generated, performing, prompt, random_model, said
@@ -365,20 +365,45 @@ def test_an_error_in_a_step_ends_those_concerned_and_the_model_serves_on(
     assert stage.in_flight == 0
 
 
-def test_an_error_of_the_device_is_told_once_and_ends_everybody(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_a_lost_device_only_those_hear_who_may_have_done_it(
+    is_first: bool, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends: whoever hears nothing is asked for again by the gateway, in another."""
     told: list[BaseException] = []
-    heard = threading.Event()
+    ended = threading.Event()
 
-    def on_fatal(error: BaseException) -> None:
+    def on_fatal(error: BaseException) -> bool:
         told.append(error)
-        heard.set()
+        if len(told) == 2:
+            ended.set()
+        return is_first and len(told) == 1
 
-    with performing(llama, on_fatal=on_fatal) as batching:
+    with performing(llama, on_fatal=on_fatal, batch_max=1) as batching:
         assert batching._runner is not None
-        monkeypatch.setattr(batching._runner, "prefill", _raises(RuntimeError("CUDA error: an illegal memory access")))
-        assert _submitted(batching).end.reason == "error"
-        assert heard.wait(WAIT_S)
-    assert len(told) == 1
+        batching.on_sleep()
+        (one, computed), (other, waiting) = ask(prompt(8)), ask(prompt(9))
+        batching.submit(one, other)
+        awake = threading.Event()
+
+        def fail(*_: object) -> None:
+            awake.wait(WAIT_S)
+            raise RuntimeError("CUDA error: an illegal memory access")
+
+        monkeypatch.setattr(batching._runner, "prefill", fail)
+        batching.on_wake()
+        awake.set()
+        # By the step that failed, and by the thread that ends with it.
+        assert ended.wait(WAIT_S)
+        late, unheard = ask(prompt(10))
+        batching.submit(late)
+        if is_first:
+            assert "CUDA error" in (computed.end.error or "")
+        assert (bool(computed.ends), waiting.ends, unheard.ends) == (is_first, [], [])
+        with pytest.raises(Failure) as refused:
+            batching.on_wake()
+        assert is_fatal(refused.value)
+    assert told[0] is told[1]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -386,7 +411,7 @@ def test_the_end_of_the_thread_is_told_though_nobody_can_be_dismissed(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = threading.Event()
-    with performing(llama, on_fatal=lambda error: heard.set()) as batching:
+    with performing(llama, on_fatal=lambda error: bool(heard.set())) as batching:
         assert batching._ensemble is not None
         for name in ("step", "end_all"):
             monkeypatch.setattr(batching._ensemble, name, _raises(AssertionError("the books do not agree")))

@@ -58,8 +58,9 @@ class FakeDesk:
     def close(self, slot: str) -> Mapping[str, Any]:
         return self._do(f"close {slot}")
 
-    def lost(self, error: BaseException) -> None:
-        self.lost_to = error
+    def lost(self, error: BaseException) -> bool:
+        is_first, self.lost_to = self.lost_to is None, error
+        return is_first
 
     def _do(self, what: str) -> Mapping[str, Any]:
         self.begun.setdefault(what, threading.Event()).set()
@@ -193,6 +194,19 @@ def test_a_lost_device_is_answered_first_and_then_ends_the_worker(line: Line, de
     assert line.answer(line.ask("wake", slot="a"))["kind"] == "failed"
     line.answer(line.ask("hello"))
     assert desk.lost_to is desk.errors["wake a"]
+
+
+def test_who_only_notices_that_the_device_is_lost_is_not_answered(line: Line, desk: FakeDesk) -> None:
+    """Its order is given again to another worker, when this one has ended."""
+    for slot in ("a", "b"):
+        line.answer(line.open(slot))
+        desk.errors[f"wake {slot}"] = RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert line.answer(line.ask("wake", slot="a"))["kind"] == "failed"
+    line.ask("wake", slot="b")
+    # Orders to one slot are obeyed one after the other.
+    closed = line.ask("close", slot="b")
+    assert line.hear()["id"] == closed
+    assert desk.lost_to is desk.errors["wake b"]
 
 
 def test_a_close_stops_an_open_that_is_under_way(line: Line, desk: FakeDesk) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from greenroom.workers.torch_host.device_memory import CudaArena
 from greenroom.workers.torch_host.failures import DriverError, OutOfMemory
-from greenroom.workers.torch_host.registering import CHUNK_BYTES, Registration
+from greenroom.workers.torch_host.registering import Registration
 
 GRANULE = 2 * 2**20
 DEADLINE_S = 60.0
@@ -127,16 +127,15 @@ def test_an_arena_that_torch_cannot_see_gives_its_addresses_back(
     assert (driver.mapped, driver.reserved) == ({}, {})
 
 
-def registration_of(driver: Any, size: int) -> Registration:
-    return Registration(driver, 4096, size)
+def registration_of(driver: Any, pieces: int) -> Registration:
+    return Registration(driver, [(4096 * (1 + number), 100 + number) for number in range(pieces)])
 
 
-def test_memory_is_registered_in_chunks_and_all_of_it_is_let_go() -> None:
+def test_each_piece_of_memory_is_registered_and_all_of_it_is_let_go() -> None:
     driver = FakeDriver()
-    registration = registration_of(driver, 2 * CHUNK_BYTES + 5)
+    registration = registration_of(driver, 3)
     registration.wait()
-    starts = [4096, 4096 + CHUNK_BYTES, 4096 + 2 * CHUNK_BYTES]
-    assert driver.registered == dict(zip(starts, (CHUNK_BYTES, CHUNK_BYTES, 5), strict=True))
+    assert driver.registered == {4096: 100, 8192: 101, 12288: 102}
     assert registration.problem is None
     registration.undo()
     assert driver.registered == {}
@@ -145,7 +144,7 @@ def test_memory_is_registered_in_chunks_and_all_of_it_is_let_go() -> None:
 def test_a_system_that_does_not_register_is_said_to_be_so_and_what_was_done_is_undone() -> None:
     driver = FakeDriver()
     driver.fails_at = 1
-    registration = registration_of(driver, 3 * CHUNK_BYTES)
+    registration = registration_of(driver, 3)
     registration.wait()
     assert registration.problem is not None
     assert "operation not supported" in registration.problem
@@ -156,7 +155,7 @@ def test_a_system_that_does_not_register_is_said_to_be_so_and_what_was_done_is_u
 def test_undoing_does_not_wait_for_what_is_still_to_be_registered() -> None:
     driver = FakeDriver()
     driver.may_register.clear()
-    registration = registration_of(driver, 100 * CHUNK_BYTES)
+    registration = registration_of(driver, 100)
     assert not registration.is_done
     undoing = threading.Thread(target=registration.undo)
     undoing.start()

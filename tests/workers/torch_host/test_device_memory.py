@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from greenroom.workers.torch_host import numa
-from greenroom.workers.torch_host.arena import lay_out
-from greenroom.workers.torch_host.arriving import GROUP_BYTES, group_ends, outermost_parts
+from greenroom.workers.torch_host.arriving import outermost_parts
 from greenroom.workers.torch_host.device_memory import BorrowedArena, PrivateArena
 from greenroom.workers.torch_host.numa import numbers_in, processors_near, settle_near
-from greenroom.workers.torch_host.registering import CHUNK_BYTES, pieces
 from greenroom.workers.torch_host.stage import RATE_UNKNOWN, Wire
 
 SIZE = 64 * 2**20
@@ -55,28 +53,6 @@ def test_borrowed_memory_is_the_lenders() -> None:
     assert lent.sum() == 192
     arena.close()
     assert lent.numel() == 64
-
-
-def test_groups_end_with_a_tensor_and_cover_everything() -> None:
-    sizes = [GROUP_BYTES // 2, GROUP_BYTES // 2, GROUP_BYTES * 3, 100, 100]
-    layout = lay_out(
-        (str(number), torch.empty(size, dtype=torch.int8, device="meta")) for number, size in enumerate(sizes)
-    )
-    assert group_ends(layout) == [GROUP_BYTES, GROUP_BYTES * 4, layout.bytes]
-
-
-def test_a_small_model_is_one_group() -> None:
-    layout = lay_out([("a", torch.empty(8, device="meta"))])
-    assert group_ends(layout) == [layout.bytes]
-
-
-def test_copies_do_not_cross_from_one_registration_into_the_next() -> None:
-    assert pieces(0, 100) == [(0, 100)]
-    assert pieces(CHUNK_BYTES - 1, CHUNK_BYTES + 1) == [(CHUNK_BYTES - 1, CHUNK_BYTES), (CHUNK_BYTES, CHUNK_BYTES + 1)]
-    assert pieces(CHUNK_BYTES, 2 * CHUNK_BYTES) == [(CHUNK_BYTES, 2 * CHUNK_BYTES)]
-    whole = pieces(5, 3 * CHUNK_BYTES + 5)
-    assert [start for start, _ in whole] == [5, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES]
-    assert whole[-1][1] == 3 * CHUNK_BYTES + 5
 
 
 def test_blocks_wait_as_a_whole_and_what_is_around_them_for_itself() -> None:

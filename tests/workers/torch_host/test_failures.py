@@ -76,7 +76,10 @@ def test_a_worker_whose_device_is_lost_exits_with_seventy(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(desk.os, "_exit", exit_with)
     loop = asyncio.new_event_loop()
-    Slots(Shared(loop, on_fatal=lambda error: None)).lost(RuntimeError("CUDA error"))
+    slots = Slots(Shared(loop, on_fatal=lambda error: True))
+    assert slots.lost(RuntimeError("CUDA error"))
+    # Who notices it later has not done it.
+    assert not slots.lost(RuntimeError("CUDA error"))
     assert ended.wait(60)
     assert codes == [70]
     loop.close()

@@ -39,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prepared(folder: Path, descriptor: int, filled: bool = False) -> Prepared:
     order = Order("s", "m", folder, Path("unused"), filled=filled, device="cpu", cache_tokens=512)
-    around = Surroundings(torch.device("cpu"), Wire(), on_fatal=lambda error: None)
+    around = Surroundings(torch.device("cpu"), Wire(), on_fatal=lambda error: True)
     return prepare(order, descriptor, around, lambda share: None, threading.Event())
 
 
@@ -108,7 +108,7 @@ def test_what_another_worker_filled_is_prepared_without_reading(llama: Path, des
     let_go(prepared(llama, descriptor))
     made = prepared(llama, descriptor, filled=True)
     assert made.read_bytes == 0
-    assert made.host_bytes == os.fstat(descriptor).st_size
+    assert os.fstat(descriptor).st_size <= made.host_bytes < os.fstat(descriptor).st_size + 8192
     let_go(made)
 
 

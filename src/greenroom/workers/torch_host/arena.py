@@ -3,6 +3,7 @@
 Owns the layout (execution order, each tensor once, aligned), the mapping of the memfd the gateway holds, and the
 manifest at its end, by which another worker adopts a filled arena after this one is gone. Never reads model files and
 never touches a device. The data comes first, then the manifest as JSON, then a footer that says how long that is.
+Chunks of the data may be folded (`fold.py`): then they are smaller, and behind each is a hole up to the next.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from typing import Any, Final
 import torch
 
 from .failures import BadModel, OutOfMemory
+from .fold import CHUNK_BYTES, FOLDED_BYTES_MAX, LANDING_CHUNKS, Fold
 
 # What the widest vector loads of a GPU like, and a multiple of every kind of number.
 ALIGN_BYTES: Final = 512
 PAGE_BYTES: Final = 4096
 MANIFEST_MAX_BYTES: Final = 256 * 2**20
 _MAGIC: Final = b"grmarena"
+# What the system counts a file's memory in.
+_BLOCK_BYTES: Final = 512
 _FOOTER: Final = struct.Struct("<8sQQ")
 
 
@@ -67,13 +71,24 @@ def view_of(flat: torch.Tensor, place: Place) -> torch.Tensor:
     return part.view(getattr(torch, place.dtype)).view(place.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of the data as it is brought to a device: where it begins, there as here, and what there is of it here."""
+
+    start: int
+    size: int
+    fold: Fold | None = None
+
+
 class HostArena:
     """A mapped memfd with a layout. The memfd is lent: whoever gave it closes it. `filled` is false until `seal`."""
 
-    def __init__(self, descriptor: int, layout: Layout, identity: str, filled: bool) -> None:
+    def __init__(self, descriptor: int, layout: Layout, identity: str, folds: Mapping[int, Fold] | None) -> None:
+        """`folds` is None until it is filled: the numbers of folded chunks, and how they are folded."""
         self.layout = layout
         self.identity = identity
-        self.filled = filled
+        self.filled = folds is not None
+        self._folds = folds or {}
         self._descriptor = descriptor
         self._map: mmap.mmap | None = mmap.mmap(descriptor, max(PAGE_BYTES, _page_up(layout.bytes)))
         with contextlib.suppress(OSError, ValueError):
@@ -96,28 +111,37 @@ class HostArena:
             )
         os.ftruncate(descriptor, 0)
         os.ftruncate(descriptor, max(PAGE_BYTES, _page_up(layout.bytes)))
-        return cls(descriptor, layout, identity, filled=False)
+        return cls(descriptor, layout, identity, None)
 
     @classmethod
-    def adopt(cls, descriptor: int, identity: str) -> HostArena | None:
-        """The arena another worker has filled, or None where it is not the one of these files."""
+    def adopt(cls, descriptor: int, identity: str, *, unfolds: bool) -> HostArena | None:
+        """The arena another worker has filled, or None where it is not the one of these files.
+
+        Nor is one that is folded, where nothing `unfolds` it: a CPU computes with the arena itself.
+        """
         manifest = _manifest(descriptor)
         if manifest is None or manifest.get("identity") != identity:
             return None
         try:
             places = {name: _place(entry) for name, entry in manifest["tensors"].items()}
             layout = Layout(places, int(manifest["bytes"]))
+            folds = {int(index): _fold(entry) for index, entry in manifest["folds"].items()}
         except (AttributeError, KeyError, TypeError, ValueError):
             return None
         if any(place.offset + place.size > layout.bytes for place in places.values()):
             return None
-        return cls(descriptor, layout, identity, filled=True)
+        foldable = range(layout.bytes // CHUNK_BYTES - LANDING_CHUNKS if unfolds else 0)
+        if any(index not in foldable for index in folds):
+            return None
+        return cls(descriptor, layout, identity, folds)
 
-    def seal(self) -> None:
-        """Write the manifest: from now on this arena can be adopted."""
+    def seal(self, folds: Mapping[int, Fold]) -> None:
+        """Write the manifest: from now on this arena can be adopted. `folds` are the chunks that were folded."""
+        self._folds = folds
         manifest = {
             "identity": self.identity,
             "bytes": self.layout.bytes,
+            "folds": folds,
             "tensors": {name: asdict(place) for name, place in self.layout.places.items()},
         }
         text = json.dumps(manifest, separators=(",", ":")).encode()
@@ -128,9 +152,19 @@ class HostArena:
         self.filled = True
 
     @property
-    def file_bytes(self) -> int:
-        """What the arena takes of host memory, its manifest included."""
-        return os.fstat(self._descriptor).st_size
+    def held_bytes(self) -> int:
+        """What the arena takes of host memory, its manifest included and its holes not."""
+        return os.fstat(self._descriptor).st_blocks * _BLOCK_BYTES
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """All of the data, once it is filled."""
+        found = []
+        for index, start in enumerate(range(0, self.layout.bytes, CHUNK_BYTES)):
+            fold = self._folds.get(index)
+            size = min(CHUNK_BYTES, self.layout.bytes - start) if fold is None else fold.size(CHUNK_BYTES // 2)
+            found.append(Chunk(start, size, fold))
+        return found
 
     @property
     def buffer(self) -> memoryview:
@@ -196,6 +230,15 @@ def _place(entry: Mapping[str, object]) -> Place:
     if math.prod(shape) * getattr(torch, str(dtype)).itemsize != size:
         raise ValueError("shape and size differ")
     return Place(str(dtype), tuple(shape), offset, size)
+
+
+def _fold(entry: object) -> Fold:
+    if not (isinstance(entry, list) and len(entry) == 2 and all(type(number) is int for number in entry)):
+        raise ValueError("not a fold")
+    fold = Fold(*entry)
+    if not 0 <= fold.base <= 255 or fold.odd < 0 or fold.size(CHUNK_BYTES // 2) > FOLDED_BYTES_MAX:
+        raise ValueError("not a fold of a chunk")
+    return fold
 
 
 def _write(descriptor: int, text: bytes, start: int) -> None:

@@ -1,7 +1,7 @@
 """Weights on their way to the GPU: copied in the order of computation, which may begin before the last has arrived.
 
-Owns the groups weights are copied in, the stream and events of the copies, and the hooks that let a layer wait for its
-own. Never maps memory and never computes. Read `Arrival.begin` first.
+Owns the streams and events of the copies, where folded chunks land, and the hooks that let a layer wait for its own.
+Never maps memory and never computes. Read `Arrival.begin` first.
 """
 
 from __future__ import annotations
@@ -9,37 +9,39 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from .arena import Layout
+from .arena import Chunk, HostArena
 from .driver import Driver
-from .registering import pieces
-
-# Copies of this size and more keep the wire busy; smaller groups would only cost events.
-GROUP_BYTES: Final = 64 * 2**20
+from .fold import CHUNK_BYTES, LANDING_CHUNKS
+from .unfolding import unfolder
 
 
 class Arrival:
-    """The copies of one model's weights. Begun at every wake; `finish` before the memory is taken away."""
+    """The copies of one model's weights. Begun at every wake; `finish` before the memory is taken away.
+
+    Folded chunks land where the last chunks will be, which are never folded and come last, and are unfolded from there.
+    """
 
     def __init__(
         self,
         driver: Driver,
         device: torch.device,
-        host: torch.Tensor,
-        target: int,
-        layout: Layout,
+        host: HostArena,
+        weights: torch.Tensor,
         on_arrival: Callable[[int, float], None],
     ) -> None:
         """`on_arrival` is told bytes and seconds of every copy, from a thread of its own."""
         self._driver, self._device, self._on_arrival = driver, device, on_arrival
-        self._host, self._target = host, target
-        self._ends = group_ends(layout)
-        self._bytes = layout.bytes
-        self._stream = torch.cuda.Stream(device)
-        self._events = [torch.cuda.Event() for _ in self._ends]
+        self._host, self._weights = host, weights
+        self._unfold = unfolder(device)
+        self._chunks: list[Chunk] = []
+        # Copies are enqueued on the first; what unfolds them, and whoever computes, on and after the second.
+        self._wire, self._stream = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
+        self._landed: list[torch.cuda.Event] = []
+        self._arrived: list[torch.cuda.Event] = []
         self._begun = torch.cuda.Event(enable_timing=True)
         self._last = torch.cuda.Event(enable_timing=True, blocking=True)
         self._hooks: list[Any] = []
@@ -48,22 +50,43 @@ class Arrival:
         self._waiter: threading.Thread | None = None
         self.seconds = 0.0
 
+    @property
+    def bytes(self) -> int:
+        """What goes over the wire."""
+        return sum(chunk.size for chunk in self._chunks)
+
     def begin(self, module: torch.nn.Module) -> None:
         """Enqueue all copies and let the module's parts wait for theirs. Returns before they have arrived."""
         self.finish()
+        if not self._chunks:
+            self._chunks = self._host.chunks
+            self._landed, self._arrived = ([torch.cuda.Event() for _ in self._chunks] for _ in range(2))
         self._is_here.clear()
-        self._begun.record(self._stream)
-        start = 0
-        for end, event in zip(self._ends, self._events, strict=True):
-            for first, last in pieces(start, end):
-                source = self._host.data_ptr() + first
-                self._driver.copy_to_device(self._target + first, source, last - first, self._stream.cuda_stream)
-            event.record(self._stream)
-            start = end
+        self._begun.record(self._wire)
+        with torch.cuda.stream(self._stream):
+            for index in range(len(self._chunks)):
+                self._bring(index)
         self._last.record(self._stream)
-        self._hooks = [part.register_forward_pre_hook(self._hook(group)) for part, group in self._parts(module)]
+        self._hooks = [part.register_forward_pre_hook(self._hook(index)) for part, index in self._parts(module)]
         self._waiter = threading.Thread(target=self._wait, name="arrive", daemon=True)
         self._waiter.start()
+
+    def _bring(self, index: int) -> None:
+        """Enqueue one chunk. What landed in the same place before has been unfolded by then."""
+        chunk = self._chunks[index]
+        place = index if chunk.fold is None else landing(index, self._host.layout.bytes // CHUNK_BYTES)
+        if index >= LANDING_CHUNKS:
+            self._wire.wait_event(self._arrived[index - LANDING_CHUNKS])
+        target, source = self._at(place, chunk.size), self._host.tensor.data_ptr() + chunk.start
+        self._driver.copy_to_device(target.data_ptr(), source, chunk.size, self._wire.cuda_stream)
+        self._landed[index].record(self._wire)
+        self._stream.wait_event(self._landed[index])
+        if chunk.fold is not None:
+            self._unfold(target, self._at(index, CHUNK_BYTES).view(torch.int16), chunk.fold)
+        self._arrived[index].record(self._stream)
+
+    def _at(self, index: int, size: int) -> torch.Tensor:
+        return self._weights[index * CHUNK_BYTES : index * CHUNK_BYTES + size]
 
     def arrived(self) -> None:
         """Return when everything is on the device. To be called by the thread that computes: hooks are taken off."""
@@ -93,15 +116,15 @@ class Arrival:
             with torch.cuda.device(self._device):
                 self._last.synchronize()
                 self.seconds = self._begun.elapsed_time(self._last) / 1000
-            self._on_arrival(self._bytes, self.seconds)
+            self._on_arrival(self.bytes, self.seconds)
         except RuntimeError:
             # The device is lost: whoever computes next is told so, and here nobody must wait for ever.
             self.seconds = time.monotonic() - started
         finally:
             self._is_here.set()
 
-    def _hook(self, group: int) -> Any:
-        event = self._events[group]
+    def _hook(self, index: int) -> Any:
+        event = self._arrived[index]
 
         def wait(module: torch.nn.Module, inputs: Any) -> None:
             # A stream that captures must not wait for what happened outside; by then all is here.
@@ -111,18 +134,23 @@ class Arrival:
         return wait
 
     def _parts(self, module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, int]]:
-        """Blocks, and the modules outside of them that own weights; each with the last group it needs."""
+        """Blocks, and the modules outside of them that own weights; each with the last chunk it needs."""
         for part in outermost_parts(module):
-            is_block = part.owns_all
-            ends = [self._end(tensor) for tensor in _tensors(part.module, is_block)]
+            ends = [self._end(tensor) for tensor in _tensors(part.module, part.owns_all)]
             needed = max((end for end in ends if end is not None), default=None)
             if needed is not None:
-                yield part.module, next(index for index, end in enumerate(self._ends) if end >= needed)
+                yield part.module, (needed - 1) // CHUNK_BYTES
 
     def _end(self, tensor: torch.Tensor) -> int | None:
         """Where a weight ends in the arena; None for what does not lie there."""
-        end = tensor.data_ptr() - self._target + tensor.numel() * tensor.element_size()
-        return end if 0 < end <= self._bytes else None
+        end = tensor.data_ptr() - self._weights.data_ptr() + tensor.numel() * tensor.element_size()
+        return end if 0 < end <= self._host.layout.bytes else None
+
+
+def landing(index: int, whole_chunks: int) -> int:
+    """Where a folded chunk lands: of the last whole chunks the one whose own turn comes a multiple of them later."""
+    first = whole_chunks - LANDING_CHUNKS
+    return first + (index - first) % LANDING_CHUNKS
 
 
 class Part:
@@ -142,20 +170,6 @@ def outermost_parts(module: torch.nn.Module) -> Iterator[Part]:
             yield from (Part(block, owns_all=True) for block in child)
         else:
             yield from outermost_parts(child)
-
-
-def group_ends(layout: Layout) -> list[int]:
-    """Where groups end: at the end of a tensor, as soon as a group is large enough, and at the end of all."""
-    ends: list[int] = []
-    start = 0
-    for place in sorted(layout.places.values(), key=lambda place: place.offset):
-        end = place.offset + place.size
-        if end - start >= GROUP_BYTES:
-            ends.append(end)
-            start = end
-    if not ends or ends[-1] < layout.bytes:
-        ends.append(layout.bytes)
-    return ends
 
 
 def _tensors(module: torch.nn.Module, recurse: bool) -> Iterator[torch.Tensor]:

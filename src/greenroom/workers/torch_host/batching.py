@@ -1,8 +1,9 @@
 """A model on stage as the API sees it: a thread of its own that performs whatever was submitted.
 
 Owns the thread, the door between it and everybody else, and what happens at wake and sleep. Everything about sequences
-is the ensemble's. An error of the device is told to `on_fatal`, once, and ends the thread: nothing works any more in
-this process. Read `Batching` first.
+is the ensemble's. An error of the device is told to `on_fatal` and ends the thread: nothing works any more in this
+process. Who was being computed for is told, if it may have been their doing; the others hear nothing, and are asked for
+again by the gateway when the process has ended. Read `Batching` first.
 """
 
 from __future__ import annotations
@@ -53,12 +54,15 @@ class Batching:
         cache_tokens: int,
         batch_max: int,
         context: int,
-        on_fatal: Callable[[BaseException], None],
+        on_fatal: Callable[[BaseException], bool],
         embeds_only: bool = False,
         pooling: Pooling = "mean",
         name: str = "model",
     ) -> None:
-        """Raises BadModel for a model that cannot be decoded from paged KV memory."""
+        """Raises BadModel for a model that cannot be decoded from paged KV memory.
+
+        `on_fatal` ends the process soon, and says whether it was the first to be told.
+        """
         self._stage = stage
         self._on_fatal = on_fatal
         self._runner: Runner | None = None
@@ -71,7 +75,7 @@ class Batching:
             self.context = self._runner.context
             numbers = sum(shape.numbers for shape in self._runner.shapes)
             self._seats = Seats(cache_tokens, numbers * item_bytes(stage.dtype) * BLOCK_TOKENS)
-            self._ensemble = Ensemble(self._runner, self._seats, batch_max, self._count_down)
+            self._ensemble = Ensemble(self._runner, self._seats, batch_max, self._count_down, on_fatal)
         self._door = threading.Condition()
         self._inbox: deque[Ask] = deque()
         self._jobs: deque[Job] = deque()
@@ -147,10 +151,10 @@ class Batching:
         if not obeyed:
             raise Stuck(f"the model's thread did not {'begin' if awake else 'stop'} within {OBEY_S:.0f} s")
         if awake and self._ended is not None:
-            raise Failure(f"the model's thread has ended: {translated(self._ended)}")
+            raise Failure(f"the model's thread has ended: {translated(self._ended)}") from self._ended
 
     def _check_open(self) -> None:
-        if self._ended is not None or self._should_close:
+        if self._should_close:
             raise Failure("This model is not being served any more.")
 
     # --- the thread -------------------------------------------------------------------------------------------------
@@ -225,7 +229,8 @@ class Batching:
             log.exception("embedding failed inputs=%d", len(job.inputs))
             result = translated(error)
             if is_fatal(error):
-                self._finish(job, result)
+                if self._on_fatal(error):
+                    self._finish(job, result)
                 raise
         if result is not None:
             self._finish(job, result)
@@ -280,9 +285,8 @@ class Batching:
             self._ended = error if error is not None else Failure("closed")
             self._is_awake = False
         try:
-            self._dismiss(
-                "The model's process has failed." if error is not None else "The model is not served any more."
-            )
+            if error is None:
+                self._dismiss("The model is not served any more.")
         finally:
             # Whatever is broken: who waits for this thread hears that it has ended, and so does the process.
             with self._door:

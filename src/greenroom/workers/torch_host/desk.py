@@ -22,8 +22,8 @@ from .failures import POISONED_EXIT, UnknownSlot
 from .hosted import Hosted, Shared
 from .orders import order_of
 
-# Answers that are already written reach their clients within this time.
-LAST_WORDS_S: Final = 0.2
+# Answers that are already written reach their clients within this time. Whoever else is asked meanwhile stays silent.
+LAST_WORDS_S: Final = 0.1
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,8 @@ class Slots:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._slots: dict[str, Hosted] = {}
+        self._is_lost = False
+        self._losing = threading.Lock()
 
     def hello(self) -> Mapping[str, Any]:
         # Asking whether there is a GPU does not make a context on it.
@@ -88,10 +90,18 @@ class Slots:
                 torch.cuda.empty_cache()
         return {}
 
-    def lost(self, error: BaseException) -> None:
-        """End this process: its device answers nothing any more. What is being written is written first."""
-        log.error("the device is lost, and this process with it: %s", error)
-        threading.Thread(target=_end, name="end", daemon=True).start()
+    def lost(self, error: BaseException) -> bool:
+        """End this process: its device answers nothing any more. What is being written is written first.
+
+        Returns whether this was the first to say so, and so may have done it. The others have only noticed: who asked
+        them is answered by nobody here, and so is asked for again where their models wake next.
+        """
+        with self._losing:
+            is_first, self._is_lost = not self._is_lost, True
+        if is_first:
+            log.error("the device is lost, and this process with it: %s", error)
+            threading.Thread(target=_end, name="end", daemon=True).start()
+        return is_first
 
     def _of(self, slot: str) -> Hosted:
         hosted = self._slots.get(slot)

@@ -49,8 +49,16 @@ class Batch:
 
 
 class Ensemble:
-    def __init__(self, runner: Runner, seats: Seats, batch_max: int, on_over: Callable[[], None]) -> None:
-        """`on_over` is called once for each sequence that ends."""
+    def __init__(
+        self,
+        runner: Runner,
+        seats: Seats,
+        batch_max: int,
+        on_over: Callable[[], None],
+        on_fatal: Callable[[BaseException], bool],
+    ) -> None:
+        """`on_over` is called once for each sequence that ends, `on_fatal` with what the process cannot survive."""
+        self._on_fatal = on_fatal
         self._runner = runner
         self._on_over = on_over
         self._seats = seats
@@ -103,9 +111,12 @@ class Ensemble:
             work()
         except Exception as error:
             log.exception("step failed sequences=%d", len(concerned))
-            self._end_failed(concerned, error)
-            if is_fatal(error):
-                raise
+            if not is_fatal(error):
+                self._end_failed(concerned, error)
+                return
+            if self._on_fatal(error):
+                self._end_failed(concerned, error)
+            raise
 
     def _end_failed(self, concerned: Iterable[Speech], error: Exception) -> None:
         message = str(translated(error))

@@ -62,7 +62,9 @@ def load(wish: Wish, dtype: torch.dtype) -> Any:
     return module.eval().requires_grad_(False)
 
 
-def pour(module: torch.nn.Module, arena: HostArena, go_on: Callable[[], None]) -> int:
+def pour(
+    module: torch.nn.Module, arena: HostArena, go_on: Callable[[], None], on_filled: Callable[[int, int], None]
+) -> int:
     """Copy every tensor to its place, and say how many bytes that were. `go_on` is asked before each; it may raise."""
     done: set[int] = set()
     copied = 0
@@ -71,6 +73,7 @@ def pour(module: torch.nn.Module, arena: HostArena, go_on: Callable[[], None]) -
         if place.size and place.offset not in done:
             go_on()
             view_of(arena.tensor, place).copy_(tensor.detach())
+            on_filled(place.offset, place.size)
             done.add(place.offset)
             copied += place.size
     return copied

@@ -36,7 +36,7 @@ class Shared:
     """What all slots of this process have in common."""
 
     loop: asyncio.AbstractEventLoop
-    on_fatal: Callable[[BaseException], None]
+    on_fatal: Callable[[BaseException], bool]
     wire: Wire = field(default_factory=Wire)
     scribes: Scribes = field(default_factory=Scribes)
     trials: SchemaTrials = field(default_factory=SchemaTrials)

@@ -10,7 +10,8 @@ import gc
 import hashlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,7 @@ from . import fallback, reading, skeleton
 from .arena import HostArena, lay_out
 from .failures import BadModel, Cancelled
 from .filling import Unplanned, plan
+from .folding import Folding
 from .pages import text_config
 from .safetensors_files import StoredTensor, files_of, find_tensors
 from .skeleton import Wish
@@ -41,13 +43,14 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What surrounds one load: how large it may get, who listens, who may stop it.
+    """What surrounds one load: how large it may get, whether it may be folded, who listens, who may stop it.
 
     `on_reading` is called at most once, when weights begin to come; `on_built` at most once, with the module and the
     arena it will be bound to, whose content may come later still. Both return at once.
     """
 
     arena_max_bytes: int | None = None
+    folds: bool = False
     on_progress: Callable[[float], None] = lambda share: None
     cancelled: threading.Event | None = None
     on_thread: Callable[[], None] = lambda: None
@@ -71,7 +74,7 @@ def load(wish: Wish, descriptor: int, filled: bool, around: Circumstances) -> Lo
     module = skeleton.build(wish, config, dtype)
     around.go_on()
     if filled and module is not None:
-        arena = HostArena.adopt(descriptor, identity)
+        arena = HostArena.adopt(descriptor, identity, unfolds=around.folds)
         if arena is not None and skeleton.fits(module, arena.layout):
             around.on_built(module, arena)
             return Loaded(module, arena, 0)
@@ -136,7 +139,7 @@ def _planned(
         around.on_reading()
         around.on_built(module, arena)
 
-    try:
+    with _filling(arena, descriptor, around) as folding:
         done = reading.read_all(
             transfers,
             arena.tensor,
@@ -145,12 +148,23 @@ def _planned(
             cancelled=around.cancelled,
             on_thread=around.on_thread,
             on_reading=on_reading,
+            on_filled=folding.filled,
         )
-        arena.seal()
+    return Loaded(module, arena, done)
+
+
+@contextmanager
+def _filling(arena: HostArena, descriptor: int, around: Circumstances) -> Iterator[Folding]:
+    """Within this it is filled. After it the arena is sealed, or discarded where something failed."""
+    places = {place.offset: place.size for place in arena.layout.places.values() if place.size}
+    folding = Folding(descriptor, arena.layout.bytes if around.folds else 0, places.items())
+    try:
+        yield folding
+        arena.seal(folding.finish())
     except BaseException:
+        folding.stop()
         arena.discard()
         raise
-    return Loaded(module, arena, done)
 
 
 def _by_transformers(
@@ -167,12 +181,8 @@ def _by_transformers(
     around.go_on()
     layout = lay_out(skeleton.state_of(loaded))
     arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes)
-    try:
-        copied = fallback.pour(loaded, arena, around.go_on)
-        arena.seal()
-    except BaseException:
-        arena.discard()
-        raise
+    with _filling(arena, descriptor, around) as folding:
+        copied = fallback.pour(loaded, arena, around.go_on, folding.filled)
     if module is None or not skeleton.fits(module, layout):
         module = loaded
     del loaded

@@ -52,7 +52,7 @@ class Surroundings:
 
     device: torch.device
     wire: Wire
-    on_fatal: Callable[[BaseException], None]
+    on_fatal: Callable[[BaseException], bool]
 
 
 def prepare(
@@ -69,6 +69,8 @@ def prepare(
         beside = _Beside(order, wish, around, threads)
         watched = Circumstances(
             arena_max_bytes=order.arena_max_bytes,
+            # A CPU computes with the arena itself; elsewhere weights are brought, and then less is faster.
+            folds=around.device.type == "cuda",
             on_progress=progress,
             cancelled=cancelled,
             on_thread=lambda: settle_near(around.device),
@@ -113,7 +115,7 @@ class _Beside:
         text = self._text.result()
         stage, performer = self._staged.result()
         stage.on_filled()
-        return Prepared(text, stage, performer, self._arena.file_bytes, read_bytes)
+        return Prepared(text, stage, performer, self._arena.held_bytes, read_bytes)
 
     def let_go(self) -> None:
         """Wait for what has begun and undo it."""

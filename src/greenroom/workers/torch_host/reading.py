@@ -67,6 +67,16 @@ class Transfer:
     def converts(self) -> bool:
         return TORCH_DTYPES[self.source.dtype] != self.place.dtype
 
+    @property
+    def stored(self) -> torch.dtype:
+        kind: torch.dtype = getattr(torch, TORCH_DTYPES[self.source.dtype])
+        return kind
+
+    @property
+    def wanted(self) -> torch.dtype:
+        kind: torch.dtype = getattr(torch, self.place.dtype)
+        return kind
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -75,6 +85,14 @@ class _Part:
     transfer: Transfer
     start: int
     size: int
+
+    @property
+    def filled(self) -> tuple[int, int]:
+        """Where it goes in the arena, and how many bytes it takes there."""
+        if not self.transfer.converts:
+            return self.transfer.place.offset + self.start, self.size
+        stored, wanted = self.transfer.stored.itemsize, self.transfer.wanted.itemsize
+        return self.transfer.place.offset + self.start // stored * wanted, self.size // stored * wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +114,15 @@ def read_all(
     cancelled: threading.Event | None = None,
     on_thread: Callable[[], None] = lambda: None,
     on_reading: Callable[[], None] = lambda: None,
+    on_filled: Callable[[int, int], None] = lambda start, size: None,
 ) -> int:
     """Fill the arena and say how many bytes were read. Raises BadModel, Cancelled or Failure; no thread is left then.
 
     `on_thread` is called once in each reading thread, before its first read; `on_reading` once, when all of them read:
-    what is begun there does not keep the disk waiting.
+    what is begun there does not keep the disk waiting. `on_filled` is told of every piece of the arena that is there,
+    by the thread that brought it.
     """
-    work = _Work(transfers, arena, buffer, on_progress, cancelled or threading.Event(), on_thread)
+    work = _Work(transfers, arena, buffer, on_progress, cancelled or threading.Event(), on_thread, on_filled)
     begun = [threading.Event() for _ in range(work.threads)]
     threads = [
         threading.Thread(target=work.run, args=(event,), name=f"read-{number}") for number, event in enumerate(begun)
@@ -130,6 +150,7 @@ class _Work:
         on_progress: Callable[[float], None],
         cancelled: threading.Event,
         on_thread: Callable[[], None],
+        on_filled: Callable[[int, int], None],
     ) -> None:
         pieces = list(_pieces(transfers))
         per_file = Counter(piece.file for piece in pieces)
@@ -138,6 +159,7 @@ class _Work:
         self._files = {path: SourceFile(path, count) for path, count in per_file.items()}
         self._arena, self._buffer = arena, buffer
         self._on_progress, self._cancelled, self._on_thread = on_progress, cancelled, on_thread
+        self._on_filled = on_filled
         self._total = sum(piece.size for piece in pieces)
         self._done = 0
         self._steps = 0
@@ -201,18 +223,18 @@ class _Work:
         for part, raw in zip(piece.parts, raws, strict=True):
             if raw is not None:
                 self._convert(part, raw)
+            self._on_filled(*part.filled)
 
     def _target(self, part: _Part, raw: torch.Tensor | None) -> memoryview:
         if raw is not None:
             return memoryview(raw.numpy())
-        start = part.transfer.place.offset + part.start
-        return self._buffer[start : start + part.size]
+        start, size = part.filled
+        return self._buffer[start : start + size]
 
     def _convert(self, part: _Part, raw: torch.Tensor) -> None:
-        numbers = raw.view(getattr(torch, TORCH_DTYPES[part.transfer.source.dtype]))
-        wanted = getattr(torch, part.transfer.place.dtype)
-        start = part.transfer.place.offset + part.start // numbers.element_size() * wanted.itemsize
-        self._arena[start : start + numbers.numel() * wanted.itemsize].view(wanted).copy_(numbers)
+        numbers = raw.view(part.transfer.stored)
+        start, size = part.filled
+        self._arena[start : start + size].view(part.transfer.wanted).copy_(numbers)
 
 
 class _Buffers:

@@ -7,22 +7,18 @@ waits: registering goes on at a third of the wire's speed at least, so waiting a
 
 from __future__ import annotations
 
-import itertools
 import threading
-from typing import Final
+from collections.abc import Sequence
 
 from .driver import Driver
 from .failures import Failure
 
-# One registration covers this much. Copies must not cross from one into another: see `pieces`.
-CHUNK_BYTES: Final = 2**30
-
 
 class Registration:
-    """The memory `[pointer, pointer + size)`, registered as far as the system allows."""
+    """Pieces of memory (address, bytes), registered as far as the system allows. No copy may be of two."""
 
-    def __init__(self, driver: Driver, pointer: int, size: int) -> None:
-        self._driver, self._pointer, self._size = driver, pointer, size
+    def __init__(self, driver: Driver, pieces: Sequence[tuple[int, int]]) -> None:
+        self._driver, self._pieces = driver, pieces
         self._registered: list[int] = []
         self._stop = threading.Event()
         self.problem: str | None = None
@@ -45,20 +41,13 @@ class Registration:
             self._driver.unregister(self._registered.pop())
 
     def _run(self) -> None:
-        for start in range(0, self._size, CHUNK_BYTES):
+        for pointer, size in self._pieces:
             if self._stop.is_set():
                 return
-            pointer = self._pointer + start
             try:
-                self._driver.register(pointer, min(CHUNK_BYTES, self._size - start))
+                self._driver.register(pointer, size)
             except Failure as reason:
                 # Copies from the rest still work, slowly. Whoever looks at this worker is told.
                 self.problem = str(reason)
                 return
             self._registered.append(pointer)
-
-
-def pieces(start: int, end: int) -> list[tuple[int, int]]:
-    """The range `[start, end)` of an arena cut where one registration ends and the next begins."""
-    cuts = [start, *range(start // CHUNK_BYTES * CHUNK_BYTES + CHUNK_BYTES, end, CHUNK_BYTES), end]
-    return list(itertools.pairwise(cuts))

@@ -67,15 +67,17 @@ class StageModel:
         self.weights, self.kv = _arenas(host, device, kv_bytes)
         bind(module, self.weights.tensor, host.layout)
         if isinstance(self.weights, CudaArena):
-            self._arrival = self._copies_to(self.weights)
+            card = driver(device.index or 0)
+            self._arrival = Arrival(card, device, host, self.weights.tensor, wire.saw)
         if host.filled:
             self.on_filled()
 
     def on_filled(self) -> None:
         """The host arena has all its weights: have them registered, in the background. May be called again."""
         if self._arrival is not None and self._registration is None:
-            host = self._host.tensor
-            self._registration = Registration(driver(self.device.index or 0), host.data_ptr(), host.numel())
+            start = self._host.tensor.data_ptr()
+            pieces = [(start + chunk.start, chunk.size) for chunk in self._host.chunks]
+            self._registration = Registration(driver(self.device.index or 0), pieces)
 
     def wake(self) -> Woken:
         """Bring the weights. Returns as soon as computing may begin. Raises OutOfMemory; then it sleeps as before."""
@@ -93,7 +95,7 @@ class StageModel:
             self.weights.unmap()
             raise
         self.is_awake = True
-        size = self._host.layout.bytes if self._arrival is not None else 0
+        size = self._arrival.bytes if self._arrival is not None else 0
         return Woken(size, self.device_bytes, self._wire.expected_s(size))
 
     def arrived(self) -> None:
@@ -146,10 +148,6 @@ class StageModel:
     @property
     def _borrowed(self) -> DeviceArena | None:
         return self.weights if isinstance(self.weights, BorrowedArena) else None
-
-    def _copies_to(self, weights: CudaArena) -> Arrival:
-        host, card = self._host, driver(self.device.index or 0)
-        return Arrival(card, self.device, host.tensor, weights.address, host.layout, self._wire.saw)
 
 
 def _arenas(host: HostArena, device: torch.device, kv_bytes: int) -> tuple[DeviceArena, DeviceArena]:

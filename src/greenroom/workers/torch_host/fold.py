@@ -1,0 +1,174 @@
+"""The folder: weights of two bytes written in one and a half, bit for bit, and a small program that does it in place.
+
+Owns the form. The exponents of a model's bfloat16 numbers lie close together, so that four bits say which one it is;
+sign and fraction keep the eight they have. The few numbers with another exponent are kept whole beside them. Less to
+keep in host memory, and less to bring to the device, where `unfolding.py` undoes it. Never imports torch or anything of
+ours: it runs in a process of its own, because its many short steps would each wait for the worker's interpreter.
+
+    python -I -S fold.py NUMPY_FOLDER DESCRIPTOR BYTES
+
+Reads numbers of chunks from stdin, four bytes each, so that several may read from one pipe. Folds them in the file
+behind the descriptor, and says on stdout, a line each, its number, and behind it the two numbers of its `Fold` if it
+could be folded. Ends with its stdin, and so with whoever started it. Exit code 12: NumPy cannot be imported; then
+nothing was touched.
+
+A folded chunk of n numbers: n bytes of sign and fraction; n / 2 bytes of codes, in each the code of a number of the
+first half (low bits) and of the one as far into the second half; positions of the odd ones (int32); their values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import sys
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# A copy to the device: long enough to keep the wire busy. Only whole chunks are folded.
+CHUNK_BYTES: Final = 64 * 2**20
+# The last chunks stay as they are: until they arrive on the device, their place there is where the folded ones land.
+LANDING_CHUNKS: Final = 2
+# What an odd number takes beside the others, and how many of them may be odd before it is not worth while.
+ODD_BYTES: Final = 6
+ODD_SHARE_MAX: Final = 1 / 192
+FOLDED_BYTES_MAX: Final = CHUNK_BYTES // 4 * 3 + int(CHUNK_BYTES // 2 * ODD_SHARE_MAX) * ODD_BYTES
+# Codes: 0 is the exponent 0, which zeros have; 1 to 14 are those above `base`; 15 is an odd number.
+CODES: Final = 14
+ODD_CODE: Final = 15
+# Exponents are looked for in every so manieth number. A prime, or it might be always the same column.
+SAMPLED: Final = 1021
+# Numbers at a time: what a processor keeps near, and enough that the interpreter is seldom asked.
+STEP: Final = 2**17
+ORDER: Final = struct.Struct("<I")
+NO_NUMPY: Final = 12
+# The kernel ends this process before any other when memory runs out.
+_FIRST_TO_GO: Final = "1000"
+_SIGN, _FRACTION = 0x0080008000800080, 0x007F007F007F007F
+
+
+class Fold(NamedTuple):
+    """What it takes to undo it: the exponent before the first that has a code, and how many numbers are odd."""
+
+    base: int
+    odd: int
+
+    def size(self, numbers: int) -> int:
+        return numbers // 2 * 3 + ODD_BYTES * self.odd
+
+
+def fold(numbers: NDArray[np.uint16], out: NDArray[np.uint8]) -> Fold | None:
+    """Write these numbers folded, and say how; None where too many would be odd. A multiple of 2 * STEP of them."""
+    import numpy as np
+
+    base = _base(numbers)
+    if base is None:
+        return None
+    count, half, room = len(numbers), len(numbers) // 2, _Room()
+    odd: list[NDArray[np.int64]] = []
+    for start in range(0, half, STEP):
+        codes = room.codes
+        for first, code in ((start, codes[0]), (half + start, codes[1])):
+            odd.append(room.take(numbers[first : first + STEP], out[first : first + STEP], code, base) + first)
+        # No code is larger than its four bits: none moves into its neighbour.
+        pairs = codes[1].view(np.uint64)
+        np.left_shift(pairs, 4, out=pairs)
+        np.bitwise_or(codes[0], codes[1], out=out[count + start : count + start + STEP])
+    places = np.concatenate(odd)
+    if len(places) > count * ODD_SHARE_MAX:
+        return None
+    end = count + half
+    out[end : end + 4 * len(places)] = places.astype(np.int32).view(np.uint8)
+    out[end + 4 * len(places) : end + ODD_BYTES * len(places)] = numbers[places].view(np.uint8)
+    return Fold(base, len(places))
+
+
+def _base(numbers: NDArray[np.uint16]) -> int | None:
+    """The exponent below the CODES that have most of the numbers; None where a look says that they have too few."""
+    import numpy as np
+
+    seen = np.bincount((numbers[::SAMPLED] >> 7) & 0xFF, minlength=256)
+    zeros, seen[0] = int(seen[0]), 0
+    together = np.convolve(seen, np.ones(CODES, dtype=seen.dtype), "valid")
+    first = max(1, int(together.argmax()))
+    outside = int(seen.sum() - together[first])
+    return None if outside > ODD_SHARE_MAX * (zeros + int(seen.sum())) else first - 1
+
+
+class _Room:
+    """Memory for the steps of one chunk."""
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        self.codes = np.empty((2, STEP), dtype=np.uint8)
+        self._wide, self._other = np.empty((2, STEP), dtype=np.uint16)
+        self._exponents, self._marks = np.empty((2, STEP), dtype=np.uint8)
+
+    def take(
+        self, numbers: NDArray[np.uint16], rest: NDArray[np.uint8], codes: NDArray[np.uint8], base: int
+    ) -> NDArray[np.int64]:
+        """Split numbers into codes and the rest, and say which are odd. Four numbers at a time where that is faster."""
+        import numpy as np
+
+        fours, wide, other = (one.view(np.uint64) for one in (numbers, self._wide, self._other))
+        np.right_shift(fours, 8, out=wide)
+        np.bitwise_and(wide, np.uint64(_SIGN), out=wide)
+        np.bitwise_and(fours, np.uint64(_FRACTION), out=other)
+        np.bitwise_or(wide, other, out=wide)
+        np.copyto(rest, self._wide, casting="unsafe")
+        np.right_shift(fours, 7, out=wide)
+        # What is cut off here came from the sign and from the number above.
+        np.copyto(self._exponents, self._wide, casting="unsafe")
+        np.subtract(self._exponents, np.uint8(base), out=codes)
+        np.subtract(self._exponents, np.uint8(base + 1), out=self._marks)
+        np.greater(self._marks, np.uint8(CODES - 1), out=self._marks.view(np.bool_))
+        # Few are marked: eights of them are looked through first.
+        hits = np.flatnonzero(self._marks.view(np.uint64))
+        outside = (hits[:, None] * 8 + np.arange(8)).ravel()
+        outside = outside[self._marks[outside] != 0]
+        zero = self._exponents[outside] == 0
+        codes[outside] = np.where(zero, 0, ODD_CODE).astype(np.uint8)
+        odd: NDArray[np.int64] = outside[~zero]
+        return odd
+
+
+# --- the program ----------------------------------------------------------------------------------------------------
+
+
+def fold_in(whole: mmap.mmap, index: int, scratch: NDArray[np.uint8]) -> Fold | None:
+    """Fold one chunk where it lies, and give back what it no longer takes: a hole in the file."""
+    import numpy as np
+
+    chunk = np.frombuffer(whole, dtype=np.uint8, count=CHUNK_BYTES, offset=index * CHUNK_BYTES)
+    found = fold(chunk.view(np.uint16), scratch)
+    if found is not None:
+        size = found.size(CHUNK_BYTES // 2)
+        chunk[:size] = scratch[:size]
+        kept = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        whole.madvise(mmap.MADV_REMOVE, index * CHUNK_BYTES + kept, CHUNK_BYTES - kept)
+    return found
+
+
+def main(folder: str, descriptor: int, size: int) -> int:
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write(_FIRST_TO_GO)
+    sys.path.append(folder)
+    try:
+        import numpy
+    except ImportError:
+        return NO_NUMPY
+    whole, scratch = mmap.mmap(descriptor, size), numpy.empty(FOLDED_BYTES_MAX, dtype=numpy.uint8)
+    while order := os.read(0, ORDER.size):
+        index: int = ORDER.unpack(order)[0]
+        said = (index, *(fold_in(whole, index, scratch) or ()))
+        os.write(1, " ".join(map(str, said)).encode() + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

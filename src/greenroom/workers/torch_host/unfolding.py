@@ -1,0 +1,69 @@
+"""Folded weights made whole on the device, as they arrive.
+
+Owns the two ways of doing it: a Triton kernel, tried once against the other, which is made of torch's own operations
+and takes five times as long. The form is `fold.py`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from .fold import ODD_CODE, Fold
+
+log = logging.getLogger(__name__)
+
+# Numbers tried with: each exponent and sign there is, and odd ones among them.
+TRY_NUMBERS: Final = 2**16
+_TRY_BASE: Final = 100
+
+Unfold = Callable[[torch.Tensor, torch.Tensor, Fold], None]
+"""Given what is folded (uint8) and how, write the numbers it stands for (as int16)."""
+
+
+def unfold_plainly(folded: torch.Tensor, target: torch.Tensor, fold: Fold) -> None:
+    numbers = target.numel()
+    half, end = numbers // 2, numbers // 2 * 3
+    pairs = folded[numbers:end]
+    for start, codes in ((0, pairs & ODD_CODE), (half, pairs >> 4)):
+        rest = folded[start : start + half].to(torch.int16)
+        exponents = torch.where(codes == 0, 0, codes.to(torch.int16) + fold.base) & 0xFF
+        # The sign is put where 16 bits have it by a product that may run over, as a shift might not.
+        target[start : start + half] = ((rest & 0x80) * 256) | (exponents << 7) | (rest & 0x7F)
+    middle = end + 4 * fold.odd
+    places = folded[end:middle].view(torch.int32)
+    target[places.long()] = folded[middle : middle + 2 * fold.odd].view(torch.int16)
+
+
+@functools.cache
+def unfolder(device: torch.device) -> Unfold:
+    """The fastest that works on this device."""
+    try:
+        from .unfold_kernel import unfold
+
+        folded, fold = _sample(device)
+        wanted, found = (torch.zeros(TRY_NUMBERS, dtype=torch.int16, device=device) for _ in range(2))
+        unfold_plainly(folded, wanted, fold)
+        unfold(folded, found, fold)
+        if torch.equal(wanted, found):
+            return unfold
+        log.warning("the kernel that unfolds weights is wrong here; torch's own operations do it")
+    except Exception as reason:
+        log.warning("weights are unfolded by torch's own operations: %s", reason)
+    return unfold_plainly
+
+
+def _sample(device: torch.device) -> tuple[torch.Tensor, Fold]:
+    """Something folded: every byte and every pair of codes."""
+    fold = Fold(_TRY_BASE, 3)
+    parts = [
+        (torch.arange(TRY_NUMBERS, device=device) % 256).to(torch.uint8),
+        (torch.arange(TRY_NUMBERS // 2, device=device) // (TRY_NUMBERS // 512)).to(torch.uint8),
+        torch.tensor([1, TRY_NUMBERS // 2, TRY_NUMBERS - 1], dtype=torch.int32, device=device).view(torch.uint8),
+        torch.tensor([-1, 7, 12_345], dtype=torch.int16, device=device).view(torch.uint8),
+    ]
+    return torch.cat(parts), fold

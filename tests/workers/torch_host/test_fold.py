@@ -1,0 +1,257 @@
+"""Folded weights: the same bits when they are unfolded, whatever they are; and nothing half folded is ever taken."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from greenroom.workers.torch_host import fold as fold_module
+from greenroom.workers.torch_host import folding, loading
+from greenroom.workers.torch_host.arena import HostArena, lay_out, view_of
+from greenroom.workers.torch_host.arriving import landing
+from greenroom.workers.torch_host.failures import Failure
+from greenroom.workers.torch_host.filling import Unplanned
+from greenroom.workers.torch_host.fold import CHUNK_BYTES, FOLDED_BYTES_MAX, LANDING_CHUNKS, NO_NUMPY, STEP, Fold, fold
+from greenroom.workers.torch_host.folding import Folding
+from greenroom.workers.torch_host.loading import Circumstances
+from greenroom.workers.torch_host.reading import Transfer
+from greenroom.workers.torch_host.skeleton import Wish
+from greenroom.workers.torch_host.unfolding import unfold_plainly, unfolder
+from tests.workers.torch_host import tiny
+
+NUMBERS = 4 * STEP
+
+
+@pytest.fixture(autouse=True)
+def able(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Folding, "is_able", True)
+
+
+def weights(count: int = NUMBERS, seed: int = 0) -> torch.Tensor:
+    drawn = torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 0.02
+    return drawn.to(torch.bfloat16).view(torch.int16)
+
+
+def folded(numbers: torch.Tensor) -> tuple[torch.Tensor, Fold] | None:
+    out = np.empty(FOLDED_BYTES_MAX, dtype=np.uint8)
+    found = fold(numbers.numpy().view(np.uint16), out)
+    return None if found is None else (torch.from_numpy(out[: found.size(numbers.numel())].copy()), found)
+
+
+def unfolded(numbers: torch.Tensor) -> torch.Tensor:
+    made = folded(numbers)
+    assert made is not None
+    target = torch.full_like(numbers, 21)
+    unfold_plainly(made[0], target, made[1])
+    return target
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_weights_take_three_quarters_and_come_back_bit_for_bit(seed: int) -> None:
+    numbers = weights(seed=seed)
+    made = folded(numbers)
+    assert made is not None
+    assert made[0].numel() < 0.76 * 2 * numbers.numel()
+    assert torch.equal(unfolded(numbers), numbers)
+
+
+def test_every_number_there_is_comes_back_where_others_are_many() -> None:
+    numbers = weights(2**24 // STEP * STEP)
+    # Infinities, NaNs with their payload, zeros of both signs, the smallest there are: all of the 16 bits.
+    numbers[1 :: numbers.numel() // 2**16][: 2**16] = torch.arange(2**16).sub(2**15).to(torch.int16)
+    assert torch.equal(unfolded(numbers), numbers)
+
+
+def test_zeros_have_a_code_of_their_own() -> None:
+    numbers = weights()
+    numbers[: NUMBERS // 2] = 0
+    numbers[NUMBERS // 2 : NUMBERS // 2 + 100] = -(2**15)
+    made = folded(numbers)
+    assert made is not None
+    assert made[1].odd < NUMBERS // 500
+    assert torch.equal(unfolded(numbers), numbers)
+
+
+@pytest.mark.parametrize("of", ["float16", "float32", "noise", "sparse noise"])
+def test_what_would_not_become_smaller_is_left_as_it_is(of: str) -> None:
+    numbers = {
+        "float16": weights().view(torch.bfloat16).to(torch.float16).view(torch.int16),
+        "float32": torch.randn(NUMBERS // 2).view(torch.int16),
+        "noise": torch.randint(-(2**15), 2**15, (NUMBERS,)).to(torch.int16),
+        "sparse noise": _with_noise(weights(2**24)),
+    }[of]
+    assert folded(numbers) is None
+
+
+def _with_noise(numbers: torch.Tensor) -> torch.Tensor:
+    """Where no look at some of them finds it."""
+    noisy = numbers.clone()
+    for step in range(1, 12):
+        noisy[step :: fold_module.SAMPLED] = 0x7F01
+    return noisy
+
+
+def test_all_zeros_are_folded() -> None:
+    numbers = torch.zeros(NUMBERS, dtype=torch.int16)
+    assert torch.equal(unfolded(numbers), numbers)
+
+
+def test_without_a_gpu_torch_unfolds() -> None:
+    assert unfolder(torch.device("cpu")) is unfold_plainly
+
+
+@pytest.mark.parametrize("whole", range(LANDING_CHUNKS, 12))
+def test_nothing_lands_where_something_still_waits_to_be_unfolded(whole: int) -> None:
+    """A chunk is brought when the one LANDING_CHUNKS before it has been unfolded, and not before."""
+    places = [landing(index, whole) if index < whole - LANDING_CHUNKS else index for index in range(whole)]
+    for index, place in enumerate(places):
+        before = [other for other in range(index) if places[other] == place]
+        assert all(other <= index - LANDING_CHUNKS for other in before)
+        assert place >= whole - LANDING_CHUNKS
+
+
+# --- a whole load ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["us", "transformers"])
+def test_a_model_is_folded_as_it_is_read(
+    by: str, tmp_path: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 16_384, "num_hidden_layers": 3}
+    folder = tiny.make_model(tmp_path / "wide", "llama", dtype=torch.bfloat16, **sizes)
+    wish = Wish(folder, attention="sdpa")
+    if by == "transformers":
+        monkeypatch.setattr(loading, "plan", _unplanned)
+    loaded = loading.load(wish, descriptor, False, Circumstances(folds=True))
+    arena, size = loaded.arena, loaded.arena.layout.bytes
+    chunks = arena.chunks
+    assert [chunk.fold is not None for chunk in chunks] == [
+        index < size // CHUNK_BYTES - 2 for index in range(len(chunks))
+    ]
+    assert any(chunk.fold for chunk in chunks)
+    whole = torch.empty(size, dtype=torch.uint8)
+    for chunk in chunks:
+        here = arena.tensor[chunk.start : chunk.start + chunk.size]
+        if chunk.fold is None:
+            whole[chunk.start : chunk.start + chunk.size] = here
+        else:
+            unfold_plainly(here, whole[chunk.start : chunk.start + CHUNK_BYTES].view(torch.int16), chunk.fold)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert torch.equal(view_of(whole, arena.layout.places[name]), tensor), name
+
+
+def _unplanned(*_: object) -> list[Transfer]:
+    raise Unplanned("it is not to be")
+
+
+# --- the process ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    made = os.memfd_create("arena")
+    yield made
+    os.close(made)
+
+
+def arena_of(descriptor: int, chunks: float) -> HostArena:
+    numbers = int(chunks * CHUNK_BYTES) // 2
+    layout = lay_out([("weight", torch.empty(numbers, dtype=torch.bfloat16, device="meta"))])
+    return HostArena.create(descriptor, layout, "these", None)
+
+
+def test_chunks_are_folded_where_they_lie_and_the_rest_is_given_back(descriptor: int) -> None:
+    arena = arena_of(descriptor, LANDING_CHUNKS + 2.5)
+    size = arena.layout.bytes
+    numbers = weights(size // 2)
+    # The second has nothing to fold.
+    numbers[CHUNK_BYTES // 2 : CHUNK_BYTES] = torch.randint(-(2**15), 2**15, (CHUNK_BYTES // 2,)).to(torch.int16)
+    arena.tensor.copy_(numbers.view(torch.uint8))
+    at_work = Folding(descriptor, size, [(0, CHUNK_BYTES + 10), (CHUNK_BYTES + 10, size - CHUNK_BYTES - 10)])
+    at_work.filled(CHUNK_BYTES + 10, size - CHUNK_BYTES - 10)
+    at_work.filled(0, CHUNK_BYTES + 10)
+    arena.seal(at_work.finish())
+    assert arena.held_bytes < size - 0.23 * CHUNK_BYTES
+    adopted = HostArena.adopt(descriptor, "these", unfolds=True)
+    assert adopted is not None
+    chunks = adopted.chunks
+    assert chunks == arena.chunks
+    assert [chunk.fold is not None for chunk in chunks] == [True, False] + [False] * (LANDING_CHUNKS + 1)
+    assert sum(chunk.size for chunk in chunks[1:]) == size - CHUNK_BYTES
+    first = chunks[0].fold
+    assert first is not None
+    target = torch.empty(CHUNK_BYTES // 2, dtype=torch.int16)
+    unfold_plainly(adopted.tensor[: chunks[0].size], target, first)
+    assert torch.equal(target, numbers[: CHUNK_BYTES // 2])
+    assert torch.equal(adopted.tensor[CHUNK_BYTES:], numbers.view(torch.uint8)[CHUNK_BYTES:])
+    # A CPU computes with the arena itself.
+    assert HostArena.adopt(descriptor, "these", unfolds=False) is None
+
+
+def test_a_small_arena_starts_no_process(descriptor: int) -> None:
+    at_work = Folding(descriptor, LANDING_CHUNKS * CHUNK_BYTES, [(0, CHUNK_BYTES)])
+    assert not at_work._processes
+    at_work.filled(0, CHUNK_BYTES)
+    assert at_work.finish() == {}
+    at_work.stop()
+
+
+def test_without_numpy_nothing_is_folded(descriptor: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(folding, "_numpy_folder", lambda: str(tmp_path))
+    arena = arena_of(descriptor, LANDING_CHUNKS + 1)
+    at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
+    (process,) = at_work._processes
+    process.wait()
+    at_work.filled(0, CHUNK_BYTES)
+    assert at_work.finish() == {}
+    assert process.returncode == NO_NUMPY
+    assert Folding.is_able
+
+
+def test_a_process_that_was_killed_costs_the_arena_and_no_other(descriptor: int) -> None:
+    arena = arena_of(descriptor, LANDING_CHUNKS + 1)
+    at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
+    (process,) = at_work._processes
+    process.kill()
+    process.wait()
+    at_work.filled(0, CHUNK_BYTES)
+    with pytest.raises(Failure, match="ended with -9"):
+        at_work.finish()
+    # The next is not folded, and so does not fail.
+    again = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
+    again.filled(0, CHUNK_BYTES)
+    assert again.finish() == {}
+
+
+def test_a_chunk_that_is_not_there_ends_the_process_with_an_error(descriptor: int) -> None:
+    arena = arena_of(descriptor, LANDING_CHUNKS + 1)
+    at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
+    at_work._order(99)
+    with pytest.raises(Failure, match="ended with 1"):
+        at_work.finish()
+
+
+def test_stopped_it_leaves_nothing(descriptor: int) -> None:
+    arena = arena_of(descriptor, LANDING_CHUNKS + 1)
+    before = len(os.listdir("/proc/self/fd"))
+    at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
+    (process,) = at_work._processes
+    at_work.stop()
+    assert process.poll() is not None
+    at_work.stop()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_python_that_cannot_be_started_folds_nothing(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = arena_of(descriptor, LANDING_CHUNKS + 1)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
+    at_work.filled(0, CHUNK_BYTES)
+    assert at_work.finish() == {}
