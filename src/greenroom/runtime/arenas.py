@@ -12,7 +12,8 @@ import os
 class Arena:
     def __init__(self, name: str) -> None:
         """Empty at first. Raises OSError when there is no descriptor left."""
-        self.fd = os.memfd_create(f"greenroom-{name}", os.MFD_CLOEXEC)
+        self._name = f"greenroom-{name}"
+        self.fd = os.memfd_create(self._name, os.MFD_CLOEXEC)
         # Filled whole, by a worker that said so: any other worker can take it over as it is.
         self.is_filled = False
 
@@ -21,9 +22,16 @@ class Arena:
         return 0 if self.fd < 0 else os.fstat(self.fd).st_size
 
     def empty(self) -> None:
-        """Give back what a worker that ended in the middle has left in it."""
+        """Give back what a worker that ended in the middle has left in it. Raises OSError as the first time.
+
+        The next one gets another file: a process that the last one has left behind may still write to the old one.
+        """
         self.is_filled = False
-        os.ftruncate(self.fd, 0)
+        if self.size_bytes:
+            fresh = os.memfd_create(self._name, os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, 0)
+            os.close(self.fd)
+            self.fd = fresh
 
     def close(self) -> None:
         """May be called again."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -236,6 +238,38 @@ def test_a_chunk_that_is_not_there_ends_the_process_with_an_error(descriptor: in
     at_work._order(99)
     with pytest.raises(Failure, match="ended with 1"):
         at_work.finish()
+
+
+def test_it_ends_with_its_worker_in_the_middle_of_a_chunk(descriptor: int) -> None:
+    """What it wrote later would be written into what the next worker fills."""
+    arena_of(descriptor, LANDING_CHUNKS + 20)
+    program = (
+        "import os, sys, time; from greenroom.workers.torch_host.folding import Folding\n"
+        "fd, size = map(int, sys.argv[1:])\n"
+        "at_work = Folding(fd, size, [(0, size)]); at_work.filled(0, size)\n"
+        "print(*(process.pid for process in at_work._processes), flush=True); time.sleep(60)\n"
+    )
+    size = os.fstat(descriptor).st_size
+    argv = [sys.executable, "-c", program, str(descriptor), str(size)]
+    worker = subprocess.Popen(argv, stdout=subprocess.PIPE, pass_fds=(descriptor,))
+    assert worker.stdout is not None
+    children = [int(word) for word in worker.stdout.readline().split()]
+    assert children
+    time.sleep(0.3)
+    worker.kill()
+    worker.wait()
+    worker.stdout.close()
+    ends = time.monotonic() + 10
+    while any(map(_lives, children)):
+        assert time.monotonic() < ends
+        time.sleep(0.005)
+
+
+def _lives(process: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
 
 
 def test_stopped_it_leaves_nothing(descriptor: int) -> None:

@@ -5,12 +5,12 @@ sign and fraction keep the eight they have. The few numbers with another exponen
 keep in host memory, and less to bring to the device, where `unfolding.py` undoes it. Never imports torch or anything of
 ours: it runs in a process of its own, because its many short steps would each wait for the worker's interpreter.
 
-    python -I -S fold.py NUMPY_FOLDER DESCRIPTOR BYTES
+    python -I -S fold.py WORKER_PID NUMPY_FOLDER DESCRIPTOR BYTES
 
 Reads numbers of chunks from stdin, four bytes each, so that several may read from one pipe. Folds them in the file
 behind the descriptor, and says on stdout, a line each, its number, and behind it the two numbers of its `Fold` if it
-could be folded. Ends with its stdin, and so with whoever started it. Exit code 12: NumPy cannot be imported; then
-nothing was touched.
+could be folded. Ends with its stdin, and at once with the worker: what it writes then would be written into what the
+next one fills. Exit code 12: NumPy cannot be imported; then nothing was touched.
 
 A folded chunk of n numbers: n bytes of sign and fraction; n / 2 bytes of codes, in each the code of a number of the
 first half (low bits) and of the one as far into the second half; positions of the odd ones (int32); their values.
@@ -19,8 +19,10 @@ first half (low bits) and of the one as far into the second half; positions of t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
+import signal
 import struct
 import sys
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -46,6 +48,7 @@ SAMPLED: Final = 1021
 STEP: Final = 2**17
 ORDER: Final = struct.Struct("<I")
 NO_NUMPY: Final = 12
+_PR_SET_PDEATHSIG: Final = 1
 # The kernel ends this process before any other when memory runs out.
 _FIRST_TO_GO: Final = "1000"
 _SIGN, _FRACTION = 0x0080008000800080, 0x007F007F007F007F
@@ -154,7 +157,11 @@ def fold_in(whole: mmap.mmap, index: int, scratch: NDArray[np.uint8]) -> Fold | 
     return found
 
 
-def main(folder: str, descriptor: int, size: int) -> int:
+def main(worker: int, folder: str, descriptor: int, size: int) -> int:
+    # With the thread that started it, which waits for it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != worker:
+        return 1
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write(_FIRST_TO_GO)
     sys.path.append(folder)
@@ -171,4 +178,4 @@ def main(folder: str, descriptor: int, size: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))

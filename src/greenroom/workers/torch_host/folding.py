@@ -88,7 +88,7 @@ class Folding:
             return said.read().splitlines(), codes
 
     def _start(self, folder: str, descriptor: int, size: int) -> None:
-        argv = (sys.executable, "-I", "-S", str(_PROGRAM), folder, str(descriptor), str(size))
+        argv = (sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid()), folder, str(descriptor), str(size))
         env = _ENVIRONMENT | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         orders, self._orders = os.pipe()
         # What they say goes to memory: nobody has to listen meanwhile.
