@@ -1,4 +1,4 @@
-"""Arenas: what a worker that ended has left behind is given back, and cannot be written to by anyone who lags behind."""
+"""Arenas: what a worker that ended has left is given back, and nobody who lags behind writes to what comes next."""
 
 from __future__ import annotations
 

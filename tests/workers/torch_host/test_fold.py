@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,13 @@ NUMBERS = 4 * STEP
 @pytest.fixture(autouse=True)
 def able(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Folding, "is_able", True)
+    # A busy machine takes its time, and so that what is folded is known.
+    monkeypatch.setattr(folding, "PATIENCE_MIN_S", 60.0)
+
+
+def crew_of(at_work: Folding) -> list[subprocess.Popen[bytes]]:
+    assert at_work._crew is not None
+    return at_work._crew._processes
 
 
 def weights(count: int = NUMBERS, seed: int = 0) -> torch.Tensor:
@@ -199,17 +207,18 @@ def test_chunks_are_folded_where_they_lie_and_the_rest_is_given_back(descriptor:
 
 def test_a_small_arena_starts_no_process(descriptor: int) -> None:
     at_work = Folding(descriptor, LANDING_CHUNKS * CHUNK_BYTES, [(0, CHUNK_BYTES)])
-    assert not at_work._processes
+    assert at_work._crew is None
     at_work.filled(0, CHUNK_BYTES)
     assert at_work.finish() == {}
     at_work.stop()
 
 
 def test_without_numpy_nothing_is_folded(descriptor: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(folding, "_numpy_folder", lambda: str(tmp_path))
+    spec = ModuleSpec("numpy", None, origin=str(tmp_path / "numpy" / "__init__.py"))
+    monkeypatch.setattr(folding.importlib.util, "find_spec", lambda name: spec)
     arena = arena_of(descriptor, LANDING_CHUNKS + 1)
     at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
-    (process,) = at_work._processes
+    (process,) = crew_of(at_work)
     process.wait()
     at_work.filled(0, CHUNK_BYTES)
     assert at_work.finish() == {}
@@ -220,7 +229,7 @@ def test_without_numpy_nothing_is_folded(descriptor: int, monkeypatch: pytest.Mo
 def test_a_process_that_was_killed_costs_the_arena_and_no_other(descriptor: int) -> None:
     arena = arena_of(descriptor, LANDING_CHUNKS + 1)
     at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
-    (process,) = at_work._processes
+    (process,) = crew_of(at_work)
     process.kill()
     process.wait()
     at_work.filled(0, CHUNK_BYTES)
@@ -232,10 +241,29 @@ def test_a_process_that_was_killed_costs_the_arena_and_no_other(descriptor: int)
     assert again.finish() == {}
 
 
+def test_who_waits_for_a_model_does_not_wait_for_all_of_it_to_be_folded(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = 12
+    arena = arena_of(descriptor, LANDING_CHUNKS + chunks)
+    at_work = Folding(descriptor, arena.layout.bytes, [(0, arena.layout.bytes)])
+    (process,) = crew_of(at_work)[:1]
+    at_work.filled(0, arena.layout.bytes)
+    # None of it is read any more by the time that it is finished.
+    monkeypatch.setattr(folding, "PATIENCE_MIN_S", 0.0)
+    monkeypatch.setattr(folding, "PATIENCE_SHARE", 0.0)
+    found = at_work.finish()
+    assert len(found) < chunks
+    assert process.returncode == 0
+    arena.seal(found)
+    assert [chunk.fold for chunk in arena.chunks] == [found.get(index) for index in range(LANDING_CHUNKS + chunks)]
+
+
 def test_a_chunk_that_is_not_there_ends_the_process_with_an_error(descriptor: int) -> None:
     arena = arena_of(descriptor, LANDING_CHUNKS + 1)
     at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
-    at_work._order(99)
+    assert at_work._crew is not None
+    at_work._crew.order(99)
     with pytest.raises(Failure, match="ended with 1"):
         at_work.finish()
 
@@ -247,7 +275,7 @@ def test_it_ends_with_its_worker_in_the_middle_of_a_chunk(descriptor: int) -> No
         "import os, sys, time; from greenroom.workers.torch_host.folding import Folding\n"
         "fd, size = map(int, sys.argv[1:])\n"
         "at_work = Folding(fd, size, [(0, size)]); at_work.filled(0, size)\n"
-        "print(*(process.pid for process in at_work._processes), flush=True); time.sleep(60)\n"
+        "print(*(process.pid for process in at_work._crew._processes), flush=True); time.sleep(60)\n"
     )
     size = os.fstat(descriptor).st_size
     argv = [sys.executable, "-c", program, str(descriptor), str(size)]
@@ -276,7 +304,7 @@ def test_stopped_it_leaves_nothing(descriptor: int) -> None:
     arena = arena_of(descriptor, LANDING_CHUNKS + 1)
     before = len(os.listdir("/proc/self/fd"))
     at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
-    (process,) = at_work._processes
+    (process,) = crew_of(at_work)
     at_work.stop()
     assert process.poll() is not None
     at_work.stop()

@@ -56,17 +56,25 @@ class Arrival:
         return sum(chunk.size for chunk in self._chunks)
 
     def begin(self, module: torch.nn.Module) -> None:
-        """Enqueue all copies and let the module's parts wait for theirs. Returns before they have arrived."""
+        """Enqueue all copies and let the module's parts wait for theirs. Returns before they have arrived.
+
+        Where it fails, nothing is under way any more: the memory may be taken away.
+        """
         self.finish()
         if not self._chunks:
             self._chunks = self._host.chunks
             self._landed, self._arrived = ([torch.cuda.Event() for _ in self._chunks] for _ in range(2))
-        self._is_here.clear()
         self._begun.record(self._wire)
-        with torch.cuda.stream(self._stream):
-            for index in range(len(self._chunks)):
-                self._bring(index)
+        try:
+            with torch.cuda.stream(self._stream):
+                for index in range(len(self._chunks)):
+                    self._bring(index)
+        except BaseException:
+            self._wire.synchronize()
+            self._stream.synchronize()
+            raise
         self._last.record(self._stream)
+        self._is_here.clear()
         self._hooks = [part.register_forward_pre_hook(self._hook(index)) for part, index in self._parts(module)]
         self._waiter = threading.Thread(target=self._wait, name="arrive", daemon=True)
         self._waiter.start()

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import mmap
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -22,6 +24,10 @@ from .fold import CHUNK_BYTES, LANDING_CHUNKS, NO_NUMPY, ORDER, Fold
 
 # A gigabyte a second each, and a chunk of memory; half of the processors have enough to do with reading.
 PROCESSES_MAX: Final = 8
+# Somebody may be waiting for the model: when all is read, folding may take so much longer. What it has not begun by
+# then stays as it is. The least is what its processes need to start.
+PATIENCE_SHARE: Final = 0.25
+PATIENCE_MIN_S: Final = 1.0
 _PROGRAM: Final = Path(__file__).with_name("fold.py")
 # NumPy would start threads for arithmetic that is not done here.
 _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1"}
@@ -30,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Folding:
-    """The chunks of one arena. `filled` may be called from any thread; in the end `finish` or `stop`, once."""
+    """The chunks of one arena. `filled` may be called from any thread; in the end `finish`, or `stop`."""
 
     # False once it has failed: what is wrong with this machine would fail every load.
     is_able = True
@@ -39,15 +45,14 @@ class Folding:
         """Of an arena of `size` bytes, each of `ranges` (start, bytes) will be filled."""
         self._lock = threading.Lock()
         self._missing = [0] * max(0, size // CHUNK_BYTES - LANDING_CHUNKS)
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._orders = self._said = -1
+        self._crew: _Crew | None = None
+        self._began = time.monotonic()
         for start, length in ranges:
             for index, part in _shares(start, length):
                 if index < len(self._missing):
                     self._missing[index] += part
-        folder = _numpy_folder() if self._missing and Folding.is_able else None
-        if folder is not None:
-            self._start(folder, descriptor, size)
+        if self._missing and Folding.is_able:
+            self._crew = _crew(descriptor, size, len(self._missing))
 
     def filled(self, start: int, length: int) -> None:
         """These bytes have come and will not be touched again."""
@@ -55,60 +60,96 @@ class Folding:
             for index, part in _shares(start, length):
                 if index < len(self._missing):
                     self._missing[index] -= part
-                    if self._missing[index] == 0:
-                        self._order(index)
+                    if self._missing[index] == 0 and self._crew is not None:
+                        self._crew.order(index)
 
     def finish(self) -> dict[int, Fold]:
-        """Wait for the last chunk; how each was folded that was. Raises Failure: then the arena is worth nothing."""
-        if not self._processes:
+        """All is filled: how each chunk was folded that was. Raises Failure: then the arena is worth nothing."""
+        crew, self._crew = self._crew, None
+        if crew is None:
             return {}
-        lines, codes = self._ended()
+        said, codes = crew.dismiss(max(PATIENCE_MIN_S, PATIENCE_SHARE * (time.monotonic() - self._began)))
         wrong = [code for code in codes if code not in (0, NO_NUMPY)]
         if wrong:
             Folding.is_able = False
             raise Failure(f"folding weights ended with {wrong[0]}. From now on this worker does without; try again.")
-        return {index: Fold(*numbers) for index, *numbers in (map(int, line.split()) for line in lines) if numbers}
+        return {index: Fold(*numbers) for index, *numbers in said if numbers}
 
     def stop(self) -> None:
         """Nobody wants them any more. May be called again."""
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.kill()
+            crew.dismiss(0.0)
+
+
+class _Crew:
+    """The processes that fold one arena, and the pipe from which whoever is free takes the next order."""
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        self._processes: list[subprocess.Popen[bytes]] = []
+        with contextlib.ExitStack() as undo:
+            self._unread, self._orders = os.pipe()
+            undo.callback(os.close, self._unread)
+            self._closing = undo.enter_context(contextlib.ExitStack())
+            self._closing.callback(os.close, self._orders)
+            # What they say goes to memory: nobody has to listen meanwhile.
+            self._said = undo.enter_context(os.fdopen(os.memfd_create("folds"), "rb"))
+            self._open = undo.pop_all()
+
+    def hire(self, count: int, *arguments: str, passing: int) -> None:
+        """Raises OSError."""
+        env = _ENVIRONMENT | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        argv = (sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid()), *arguments)
+        for _ in range(count):
+            self._processes.append(
+                subprocess.Popen(argv, stdin=self._unread, stdout=self._said, pass_fds=(passing,), env=env, cwd="/")
+            )
+
+    def order(self, index: int) -> None:
+        # The pipe takes as many as there are chunks in a terabyte before anybody would have to wait.
+        os.write(self._orders, ORDER.pack(index))
+
+    def kill(self) -> None:
         for process in self._processes:
             process.kill()
-        if self._processes:
-            self._ended()
 
-    def _ended(self) -> tuple[list[bytes], list[int]]:
-        """What was said, and how they ended, once there is nothing more to do."""
-        with self._lock:
-            os.close(self._orders)
-            self._orders = -1
+    def dismiss(self, patience_s: float) -> tuple[list[list[int]], list[int]]:
+        """What they said, and how they ended: after this time they do no more than they have begun."""
+        self._closing.close()
+        ends_at = time.monotonic() + patience_s
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for process in self._processes:
+                process.wait(max(0.0, ends_at - time.monotonic()))
+        # Orders that nobody has taken are taken back. Nobody writes any more, so that this comes to an end.
+        while os.read(self._unread, mmap.PAGESIZE):
+            pass
         codes = [process.wait() for process in self._processes]
-        self._processes = []
-        with os.fdopen(self._said, "rb") as said:
-            said.seek(0)
-            return said.read().splitlines(), codes
+        self._said.seek(0)
+        said = [[int(word) for word in line.split()] for line in self._said]
+        self._open.close()
+        return said, codes
 
-    def _start(self, folder: str, descriptor: int, size: int) -> None:
-        argv = (sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid()), folder, str(descriptor), str(size))
-        env = _ENVIRONMENT | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-        orders, self._orders = os.pipe()
-        # What they say goes to memory: nobody has to listen meanwhile.
-        self._said = os.memfd_create("folds")
-        try:
-            for _ in range(min(len(self._missing), PROCESSES_MAX, max(1, len(os.sched_getaffinity(0)) // 2))):
-                self._processes.append(
-                    subprocess.Popen(argv, stdin=orders, stdout=self._said, pass_fds=(descriptor,), env=env, cwd="/")
-                )
-        except OSError as reason:
-            log.warning("weights are not folded: %s", reason)
-            self.stop()
-        finally:
-            os.close(orders)
 
-    def _order(self, index: int) -> None:
-        # Nobody listens any more: `finish` says why.
-        with contextlib.suppress(BrokenPipeError):
-            if self._processes and self._orders >= 0:
-                os.write(self._orders, ORDER.pack(index))
+def _crew(descriptor: int, size: int, chunks: int) -> _Crew | None:
+    """Processes for these chunks; None where there can be none."""
+    found = importlib.util.find_spec("numpy")
+    if found is None or found.origin is None:
+        return None
+    folder = str(Path(found.origin).parent.parent)
+    count = min(chunks, PROCESSES_MAX, max(1, len(os.sched_getaffinity(0)) // 2))
+    crew: _Crew | None = None
+    try:
+        crew = _Crew()
+        crew.hire(count, folder, str(descriptor), str(size), passing=descriptor)
+    except OSError as reason:
+        log.warning("weights are not folded: %s", reason)
+        if crew is not None:
+            crew.kill()
+            crew.dismiss(0.0)
+        return None
+    return crew
 
 
 def _shares(start: int, length: int) -> Iterable[tuple[int, int]]:
@@ -118,8 +159,3 @@ def _shares(start: int, length: int) -> Iterable[tuple[int, int]]:
         stop = min(end, (start // CHUNK_BYTES + 1) * CHUNK_BYTES)
         yield start // CHUNK_BYTES, stop - start
         start = stop
-
-
-def _numpy_folder() -> str | None:
-    found = importlib.util.find_spec("numpy")
-    return str(Path(found.origin).parent.parent) if found is not None and found.origin else None
