@@ -27,11 +27,10 @@ class Arena:
         The next one gets another file: a process that the last one has left behind may still write to the old one.
         """
         self.is_filled = False
-        if self.size_bytes:
-            fresh = os.memfd_create(self._name, os.MFD_CLOEXEC)
-            os.ftruncate(self.fd, 0)
-            os.close(self.fd)
-            self.fd = fresh
+        fresh = os.memfd_create(self._name, os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, 0)
+        os.close(self.fd)
+        self.fd = fresh
 
     def close(self) -> None:
         """May be called again."""

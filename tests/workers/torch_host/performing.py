@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from greenroom.workers.torch_host.asks import Ask, Constraint, End, Sampling, Token
 from greenroom.workers.torch_host.attention import IMPLEMENTATION, register
 from greenroom.workers.torch_host.batching import Batching
+from greenroom.workers.torch_host.failures import OnFatal
 from greenroom.workers.torch_host.pages import kv_bytes
 from tests.workers.torch_host.tiny import _SHARED, CONTEXT, ENCODERS, KINDS, VOCABULARY
 
@@ -78,7 +79,7 @@ def performing(
     cache_tokens: int = 4096,
     batch_max: int = 8,
     context: int = CONTEXT,
-    on_fatal: Callable[[BaseException], bool] | None = None,
+    on_fatal: OnFatal | None = None,
     **options: Any,
 ) -> Iterator[Batching]:
     """The model on stage, until the end of the block."""
@@ -88,7 +89,7 @@ def performing(
         cache_tokens=cache_tokens,
         batch_max=batch_max,
         context=context,
-        on_fatal=on_fatal or (lambda error: True),
+        on_fatal=on_fatal or (lambda error, say: say()),
         **options,
     )
     batching.on_wake()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -373,11 +373,12 @@ def test_of_a_lost_device_only_those_hear_who_may_have_done_it(
     told: list[BaseException] = []
     ended = threading.Event()
 
-    def on_fatal(error: BaseException) -> bool:
+    def on_fatal(error: BaseException, say: Callable[[], None]) -> None:
         told.append(error)
+        if is_first and len(told) == 1:
+            say()
         if len(told) == 2:
             ended.set()
-        return is_first and len(told) == 1
 
     with performing(llama, on_fatal=on_fatal, batch_max=1) as batching:
         assert batching._runner is not None
@@ -406,12 +407,26 @@ def test_of_a_lost_device_only_those_hear_who_may_have_done_it(
     assert told[0] is told[1]
 
 
+def test_who_may_have_ended_the_thread_otherwise_is_told_and_not_asked_for_again(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is a mistake of ours that this request brings to light, it would end the next process as well."""
+    with performing(llama) as batching:
+        monkeypatch.setattr(batching._seats, "sit", _raises(AssertionError("the books do not agree")))
+        assert "process has failed" in (_submitted(batching).end.error or "")
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_end_of_the_thread_is_told_though_nobody_can_be_dismissed(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = threading.Event()
-    with performing(llama, on_fatal=lambda error: bool(heard.set())) as batching:
+
+    def on_fatal(error: BaseException, say: Callable[[], None]) -> None:
+        heard.set()
+        say()
+
+    with performing(llama, on_fatal=on_fatal) as batching:
         assert batching._ensemble is not None
         for name in ("step", "end_all"):
             monkeypatch.setattr(batching._ensemble, name, _raises(AssertionError("the books do not agree")))

@@ -58,9 +58,10 @@ class FakeDesk:
     def close(self, slot: str) -> Mapping[str, Any]:
         return self._do(f"close {slot}")
 
-    def lost(self, error: BaseException) -> bool:
-        is_first, self.lost_to = self.lost_to is None, error
-        return is_first
+    def lost(self, error: BaseException, say: Callable[[], None]) -> None:
+        if self.lost_to is None:
+            say()
+        self.lost_to = error
 
     def _do(self, what: str) -> Mapping[str, Any]:
         self.begun.setdefault(what, threading.Event()).set()
@@ -188,7 +189,7 @@ def test_an_error_is_answered_by_its_kind_and_the_slot_can_be_opened_again(
     assert line.answer(line.open("a"))["ok"]
 
 
-def test_a_lost_device_is_answered_first_and_then_ends_the_worker(line: Line, desk: FakeDesk) -> None:
+def test_who_loses_the_device_is_answered_before_the_worker_ends(line: Line, desk: FakeDesk) -> None:
     line.answer(line.open("a"))
     desk.errors["wake a"] = RuntimeError("CUDA error: an illegal memory access was encountered")
     assert line.answer(line.ask("wake", slot="a"))["kind"] == "failed"

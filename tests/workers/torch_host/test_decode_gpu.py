@@ -107,6 +107,6 @@ def test_positions_are_turned_by_the_kernel_as_by_hand(turned: int) -> None:
 
 
 def _awake(stage: Stage) -> Batching:
-    batching = Batching(stage, cache_tokens=TOKENS, batch_max=4, context=512, on_fatal=lambda error: True)
+    batching = Batching(stage, cache_tokens=TOKENS, batch_max=4, context=512, on_fatal=lambda error, say: say())
     batching.on_wake()
     return batching

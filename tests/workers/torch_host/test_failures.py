@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -76,10 +77,17 @@ def test_a_worker_whose_device_is_lost_exits_with_seventy(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(desk.os, "_exit", exit_with)
     loop = asyncio.new_event_loop()
-    slots = Slots(Shared(loop, on_fatal=lambda error: True))
-    assert slots.lost(RuntimeError("CUDA error"))
+    slots = Slots(Shared(loop, on_fatal=lambda error, say: say()))
+    said: list[str] = []
+
+    def say() -> None:
+        # Longer than it may take to be heard.
+        time.sleep(2 * desk.LAST_WORDS_S)
+        said.append("first" if not codes else "too late")
+
+    slots.lost(RuntimeError("CUDA error"), say)
     # Who notices it later has not done it.
-    assert not slots.lost(RuntimeError("CUDA error"))
+    slots.lost(RuntimeError("CUDA error"), lambda: said.append("another"))
     assert ended.wait(60)
-    assert codes == [70]
+    assert (codes, said) == ([70], ["first"])
     loop.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
@@ -19,10 +20,9 @@ from greenroom.workers.torch_host import fold as fold_module
 from greenroom.workers.torch_host import folding, loading
 from greenroom.workers.torch_host.arena import HostArena, lay_out, view_of
 from greenroom.workers.torch_host.arriving import landing
-from greenroom.workers.torch_host.failures import Failure
 from greenroom.workers.torch_host.filling import Unplanned
 from greenroom.workers.torch_host.fold import CHUNK_BYTES, FOLDED_BYTES_MAX, LANDING_CHUNKS, NO_NUMPY, STEP, Fold, fold
-from greenroom.workers.torch_host.folding import Folding
+from greenroom.workers.torch_host.folding import Folding, Unfolded
 from greenroom.workers.torch_host.loading import Circumstances
 from greenroom.workers.torch_host.reading import Transfer
 from greenroom.workers.torch_host.skeleton import Wish
@@ -30,6 +30,7 @@ from greenroom.workers.torch_host.unfolding import unfold_plainly, unfolder
 from tests.workers.torch_host import tiny
 
 NUMBERS = 4 * STEP
+NEVER = threading.Event()
 
 
 @pytest.fixture(autouse=True)
@@ -157,6 +158,33 @@ def test_a_model_is_folded_as_it_is_read(
         assert torch.equal(view_of(whole, arena.layout.places[name]), tensor), name
 
 
+def test_what_could_not_be_folded_is_read_again(
+    tmp_path: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 16_384, "num_hidden_layers": 3}
+    folder = tiny.make_model(tmp_path / "wide", "llama", dtype=torch.bfloat16, **sizes)
+    # Its first chunk is folded, and then it is killed.
+    program = tmp_path / "falls.py"
+    program.write_text(
+        "import os, runpy, signal, sys\n"
+        f"fold = runpy.run_path({str(fold_module.__file__)!r})\n"
+        "sys.path.append(sys.argv[2])\n"
+        "import mmap, numpy\n"
+        "index = fold['ORDER'].unpack(os.read(0, 4))[0]\n"
+        "whole = mmap.mmap(int(sys.argv[3]), int(sys.argv[4]))\n"
+        "assert fold['fold_in'](whole, index, numpy.empty(fold['FOLDED_BYTES_MAX'], dtype=numpy.uint8))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    monkeypatch.setattr(folding, "_PROGRAM", program)
+    built: list[HostArena] = []
+    around = Circumstances(folds=True, on_built=lambda module, arena: built.append(arena))
+    loaded = loading.load(Wish(folder, attention="sdpa"), descriptor, False, around)
+    assert built == [loaded.arena]
+    assert not any(chunk.fold for chunk in loaded.arena.chunks)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert torch.equal(view_of(loaded.arena.tensor, loaded.arena.layout.places[name]), tensor), name
+
+
 def _unplanned(*_: object) -> list[Transfer]:
     raise Unplanned("it is not to be")
 
@@ -187,7 +215,7 @@ def test_chunks_are_folded_where_they_lie_and_the_rest_is_given_back(descriptor:
     at_work = Folding(descriptor, size, [(0, CHUNK_BYTES + 10), (CHUNK_BYTES + 10, size - CHUNK_BYTES - 10)])
     at_work.filled(CHUNK_BYTES + 10, size - CHUNK_BYTES - 10)
     at_work.filled(0, CHUNK_BYTES + 10)
-    arena.seal(at_work.finish())
+    arena.seal(at_work.finish(NEVER))
     assert arena.held_bytes < size - 0.23 * CHUNK_BYTES
     adopted = HostArena.adopt(descriptor, "these", unfolds=True)
     assert adopted is not None
@@ -209,7 +237,7 @@ def test_a_small_arena_starts_no_process(descriptor: int) -> None:
     at_work = Folding(descriptor, LANDING_CHUNKS * CHUNK_BYTES, [(0, CHUNK_BYTES)])
     assert at_work._crew is None
     at_work.filled(0, CHUNK_BYTES)
-    assert at_work.finish() == {}
+    assert at_work.finish(NEVER) == {}
     at_work.stop()
 
 
@@ -221,7 +249,7 @@ def test_without_numpy_nothing_is_folded(descriptor: int, monkeypatch: pytest.Mo
     (process,) = crew_of(at_work)
     process.wait()
     at_work.filled(0, CHUNK_BYTES)
-    assert at_work.finish() == {}
+    assert at_work.finish(NEVER) == {}
     assert process.returncode == NO_NUMPY
     assert Folding.is_able
 
@@ -233,12 +261,12 @@ def test_a_process_that_was_killed_costs_the_arena_and_no_other(descriptor: int)
     process.kill()
     process.wait()
     at_work.filled(0, CHUNK_BYTES)
-    with pytest.raises(Failure, match="ended with -9"):
-        at_work.finish()
+    with pytest.raises(Unfolded, match="ended with -9"):
+        at_work.finish(NEVER)
     # The next is not folded, and so does not fail.
     again = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
     again.filled(0, CHUNK_BYTES)
-    assert again.finish() == {}
+    assert again.finish(NEVER) == {}
 
 
 def test_who_waits_for_a_model_does_not_wait_for_all_of_it_to_be_folded(
@@ -252,11 +280,65 @@ def test_who_waits_for_a_model_does_not_wait_for_all_of_it_to_be_folded(
     # None of it is read any more by the time that it is finished.
     monkeypatch.setattr(folding, "PATIENCE_MIN_S", 0.0)
     monkeypatch.setattr(folding, "PATIENCE_SHARE", 0.0)
-    found = at_work.finish()
+    found = at_work.finish(NEVER)
     assert len(found) < chunks
     assert process.returncode == 0
     arena.seal(found)
     assert [chunk.fold for chunk in arena.chunks] == [found.get(index) for index in range(LANDING_CHUNKS + chunks)]
+
+
+FAST_CREW = """
+import os, struct
+while order := os.read(0, 4):
+    os.write(1, b"%d\\n" % struct.unpack("<I", order))
+"""
+
+
+@pytest.fixture
+def fast_crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that do nothing but say so, as often as there is time."""
+    (tmp_path / "fast.py").write_text(FAST_CREW)
+    monkeypatch.setattr(folding, "_PROGRAM", tmp_path / "fast.py")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+
+
+def test_of_many_who_speak_at_once_each_is_heard(descriptor: int, fast_crew: None) -> None:
+    """A chunk that was folded and is not known to be would be taken for weights."""
+    chunks = 4_000
+    for _ in range(5):
+        at_work = Folding(descriptor, (chunks + LANDING_CHUNKS) * CHUNK_BYTES, [(0, chunks * CHUNK_BYTES)])
+        assert len(crew_of(at_work)) == folding.PROCESSES_MAX
+        at_work.filled(0, chunks * CHUNK_BYTES)
+        assert at_work.finish(NEVER) == {}
+
+
+def test_who_was_not_heard_is_missed(descriptor: int, fast_crew: None) -> None:
+    folding._PROGRAM.write_text("import os\nwhile os.read(0, 4): pass\n")
+    at_work = Folding(descriptor, (20 + LANDING_CHUNKS) * CHUNK_BYTES, [(0, 20 * CHUNK_BYTES)])
+    at_work.filled(0, 20 * CHUNK_BYTES)
+    with pytest.raises(Unfolded, match="were told of"):
+        at_work.finish(NEVER)
+
+
+def test_nobody_waits_where_nobody_takes_orders(descriptor: int, fast_crew: None) -> None:
+    folding._PROGRAM.write_text("import time\ntime.sleep(600)\n")
+    chunks = 40_000
+    at_work = Folding(descriptor, (chunks + LANDING_CHUNKS) * CHUNK_BYTES, [(0, chunks * CHUNK_BYTES)])
+    at_work.filled(0, chunks * CHUNK_BYTES)
+    processes = crew_of(at_work)
+    at_work.stop()
+    assert all(process.returncode == -9 for process in processes)
+
+
+def test_a_process_that_never_ends_is_ended(descriptor: int, fast_crew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folding, "CHUNK_S", 0.1)
+    folding._PROGRAM.write_text("import os, time\nos.read(0, 4)\ntime.sleep(600)\n")
+    at_work = Folding(descriptor, (1 + LANDING_CHUNKS) * CHUNK_BYTES, [(0, CHUNK_BYTES)])
+    at_work.filled(0, CHUNK_BYTES)
+    called_off = threading.Event()
+    called_off.set()
+    with pytest.raises(Unfolded, match="ended with -9"):
+        at_work.finish(called_off)
 
 
 def test_a_chunk_that_is_not_there_ends_the_process_with_an_error(descriptor: int) -> None:
@@ -264,8 +346,8 @@ def test_a_chunk_that_is_not_there_ends_the_process_with_an_error(descriptor: in
     at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
     assert at_work._crew is not None
     at_work._crew.order(99)
-    with pytest.raises(Failure, match="ended with 1"):
-        at_work.finish()
+    with pytest.raises(Unfolded, match="ended with 1"):
+        at_work.finish(NEVER)
 
 
 def test_it_ends_with_its_worker_in_the_middle_of_a_chunk(descriptor: int) -> None:
@@ -316,4 +398,4 @@ def test_a_python_that_cannot_be_started_folds_nothing(descriptor: int, monkeypa
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
     at_work.filled(0, CHUNK_BYTES)
-    assert at_work.finish() == {}
+    assert at_work.finish(NEVER) == {}

@@ -55,7 +55,7 @@ class FakeServed:
 class Rig:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.stage, self.performer = FakeStage(), FakePerformer()
-        shared = Shared(loop, on_fatal=lambda error: True)
+        shared = Shared(loop, on_fatal=lambda error, say: say())
         parts: tuple[Any, ...] = (self.stage, self.performer, FakeServed())
         stage, performer, served = parts
         self.hosted = Hosted(

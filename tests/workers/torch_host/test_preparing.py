@@ -39,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prepared(folder: Path, descriptor: int, filled: bool = False) -> Prepared:
     order = Order("s", "m", folder, Path("unused"), filled=filled, device="cpu", cache_tokens=512)
-    around = Surroundings(torch.device("cpu"), Wire(), on_fatal=lambda error: True)
+    around = Surroundings(torch.device("cpu"), Wire(), on_fatal=lambda error, say: say())
     return prepare(order, descriptor, around, lambda share: None, threading.Event())
 
 

@@ -69,15 +69,19 @@ class Arrival:
             with torch.cuda.stream(self._stream):
                 for index in range(len(self._chunks)):
                     self._bring(index)
+            self._last.record(self._stream)
+            self._is_here.clear()
+            for part, index in self._parts(module):
+                self._hooks.append(part.register_forward_pre_hook(self._hook(index)))
+            waiter = threading.Thread(target=self._wait, name="arrive", daemon=True)
+            waiter.start()
         except BaseException:
             self._wire.synchronize()
             self._stream.synchronize()
+            self._unhook()
+            self._is_here.set()
             raise
-        self._last.record(self._stream)
-        self._is_here.clear()
-        self._hooks = [part.register_forward_pre_hook(self._hook(index)) for part, index in self._parts(module)]
-        self._waiter = threading.Thread(target=self._wait, name="arrive", daemon=True)
-        self._waiter.start()
+        self._waiter = waiter
 
     def _bring(self, index: int) -> None:
         """Enqueue one chunk. What landed in the same place before has been unfolded by then."""

@@ -20,7 +20,7 @@ import torch
 from .asks import Ask, TooLong, Vectors
 from .embedding import Embedder, Pooling, grouped
 from .ensemble import Ensemble
-from .failures import Failure, Stuck, is_fatal, translated
+from .failures import Failure, OnFatal, Stuck, is_fatal, translated
 from .pages import BLOCK_TOKENS, item_bytes
 from .runner import Runner, Stage
 from .seats import Seats
@@ -54,14 +54,14 @@ class Batching:
         cache_tokens: int,
         batch_max: int,
         context: int,
-        on_fatal: Callable[[BaseException], bool],
+        on_fatal: OnFatal,
         embeds_only: bool = False,
         pooling: Pooling = "mean",
         name: str = "model",
     ) -> None:
         """Raises BadModel for a model that cannot be decoded from paged KV memory.
 
-        `on_fatal` ends the process soon, and says whether it was the first to be told.
+        `on_fatal` ends the process soon.
         """
         self._stage = stage
         self._on_fatal = on_fatal
@@ -229,8 +229,8 @@ class Batching:
             log.exception("embedding failed inputs=%d", len(job.inputs))
             result = translated(error)
             if is_fatal(error):
-                if self._on_fatal(error):
-                    self._finish(job, result)
+                failed = result
+                self._on_fatal(error, lambda: self._finish(job, failed))
                 raise
         if result is not None:
             self._finish(job, result)
@@ -292,4 +292,4 @@ class Batching:
             with self._door:
                 self._door.notify_all()
             if error is not None:
-                self._on_fatal(error)
+                self._on_fatal(error, lambda: self._dismiss("The model's process has failed."))

@@ -47,7 +47,7 @@ class Desk(Protocol):
     def sleep(self, slot: str) -> Fields: ...
     def flush(self, slot: str, tenant: str | None, tag: str | None) -> Fields: ...
     def close(self, slot: str) -> Fields: ...
-    def lost(self, error: BaseException) -> bool:
+    def lost(self, error: BaseException, say: Callable[[], None]) -> None:
         """The device cannot be used any more: end this process."""
 
 
@@ -176,10 +176,12 @@ class Control:
         failure = translated(error)
         if not isinstance(failure, Cancelled):
             log.warning("asked in vain: %s", failure, exc_info=None if isinstance(error, Failure) else error)
-        if is_fatal(error) and not self._desk.lost(error):
-            # Not its doing: without an answer it is asked of another worker.
-            return
-        self._send({"id": number, "ok": False, "kind": failure.kind, "message": str(failure)})
+        answer = {"id": number, "ok": False, "kind": failure.kind, "message": str(failure)}
+        if is_fatal(error):
+            # Where it was not its doing it is not answered, and then asked of another worker.
+            self._desk.lost(error, lambda: self._send(answer))
+        else:
+            self._send(answer)
 
     def _send(self, message: Fields) -> None:
         line = json.dumps(message, separators=(",", ":")).encode() + b"\n"

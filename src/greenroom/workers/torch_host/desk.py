@@ -22,7 +22,9 @@ from .failures import POISONED_EXIT, UnknownSlot
 from .hosted import Hosted, Shared
 from .orders import order_of
 
-# Answers that are already written reach their clients within this time. Whoever else is asked meanwhile stays silent.
+# How long it may take to say what is to be said, and how long until that has reached those it was said to. Whoever else
+# is asked meanwhile stays silent.
+SAYING_S: Final = 2.0
 LAST_WORDS_S: Final = 0.1
 
 log = logging.getLogger(__name__)
@@ -90,18 +92,24 @@ class Slots:
                 torch.cuda.empty_cache()
         return {}
 
-    def lost(self, error: BaseException) -> bool:
-        """End this process: its device answers nothing any more. What is being written is written first.
+    def lost(self, error: BaseException, say: Callable[[], None]) -> None:
+        """End this process: its device answers nothing any more.
 
-        Returns whether this was the first to say so, and so may have done it. The others have only noticed: who asked
-        them is answered by nobody here, and so is asked for again where their models wake next.
+        Who is the first to tell may have done it: it may `say` so to those who asked, before the process ends. The
+        others have only noticed. Who asked them hears nothing here, and so is asked for again where their models wake
+        next.
         """
         with self._losing:
             is_first, self._is_lost = not self._is_lost, True
-        if is_first:
-            log.error("the device is lost, and this process with it: %s", error)
-            threading.Thread(target=_end, name="end", daemon=True).start()
-        return is_first
+        if not is_first:
+            return
+        log.error("the device is lost, and this process with it: %s", error)
+        said = threading.Event()
+        threading.Thread(target=_end, args=(said,), name="end", daemon=True).start()
+        try:
+            say()
+        finally:
+            said.set()
 
     def _of(self, slot: str) -> Hosted:
         hosted = self._slots.get(slot)
@@ -116,7 +124,8 @@ def _show_gpus(names: object) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = names
 
 
-def _end() -> None:
+def _end(said: threading.Event) -> None:
+    said.wait(SAYING_S)
     time.sleep(LAST_WORDS_S)
     os._exit(POISONED_EXIT)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from .asks import Ask, EndReason
-from .failures import is_fatal, translated
+from .failures import OnFatal, is_fatal, translated
 from .pages import BLOCK_TOKENS
 from .readback import Readback
 from .rows import Row
@@ -55,7 +55,7 @@ class Ensemble:
         seats: Seats,
         batch_max: int,
         on_over: Callable[[], None],
-        on_fatal: Callable[[BaseException], bool],
+        on_fatal: OnFatal,
     ) -> None:
         """`on_over` is called once for each sequence that ends, `on_fatal` with what the process cannot survive."""
         self._on_fatal = on_fatal
@@ -114,8 +114,8 @@ class Ensemble:
             if not is_fatal(error):
                 self._end_failed(concerned, error)
                 return
-            if self._on_fatal(error):
-                self._end_failed(concerned, error)
+            failed = error
+            self._on_fatal(error, lambda: self._end_failed(concerned, failed))
             raise
 
     def _end_failed(self, concerned: Iterable[Speech], error: Exception) -> None:

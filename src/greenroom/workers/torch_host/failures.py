@@ -6,6 +6,7 @@ are known by their words, so that a worker without it can still say what is miss
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 # The process ends with this after an error that leaves its CUDA context unusable.
@@ -17,6 +18,9 @@ _POISON_WORDS = ("cuda error", "device-side assert", "cublas_status", "cudnn_sta
 _POISON_CODES = frozenset({214, 220, 226, 700, 702, 709, 710, *range(714, 720), 999})
 _MEMORY_WORDS = ("out of memory", "cannot allocate memory", "not enough memory")
 _CHAIN_MAX = 8
+
+OnFatal = Callable[[BaseException, Callable[[], None]], None]
+"""Told of an error that the process does not survive, and how those who asked are told if it may have been theirs."""
 
 
 class Failure(Exception):

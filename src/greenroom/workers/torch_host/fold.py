@@ -167,7 +167,8 @@ def main(worker: int, folder: str, descriptor: int, size: int) -> int:
     sys.path.append(folder)
     try:
         import numpy
-    except ImportError:
+    except Exception:
+        # Also one that is there and does not run on this processor.
         return NO_NUMPY
     whole, scratch = mmap.mmap(descriptor, size), numpy.empty(FOLDED_BYTES_MAX, dtype=numpy.uint8)
     while order := os.read(0, ORDER.size):

@@ -19,7 +19,7 @@ import torch
 
 from .api import Served, serve_text
 from .batching import Batching
-from .failures import BadModel, Cancelled, Stuck
+from .failures import BadModel, Cancelled, OnFatal, Stuck
 from .orders import Order
 from .preparing import Surroundings, prepare
 from .schema_trials import SchemaTrials
@@ -36,7 +36,7 @@ class Shared:
     """What all slots of this process have in common."""
 
     loop: asyncio.AbstractEventLoop
-    on_fatal: Callable[[BaseException], bool]
+    on_fatal: OnFatal
     wire: Wire = field(default_factory=Wire)
     scribes: Scribes = field(default_factory=Scribes)
     trials: SchemaTrials = field(default_factory=SchemaTrials)

@@ -10,9 +10,9 @@ import gc
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from . import fallback, reading, skeleton
 from .arena import HostArena, lay_out
 from .failures import BadModel, Cancelled
 from .filling import Unplanned, plan
-from .folding import Folding
+from .folding import Folding, Unfolded
 from .pages import text_config
 from .safetensors_files import StoredTensor, files_of, find_tensors
 from .skeleton import Wish
@@ -135,12 +135,8 @@ def _planned(
     transfers = plan(module, layout, tensors, dtype)
     arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes)
 
-    def on_reading() -> None:
-        around.on_reading()
-        around.on_built(module, arena)
-
-    with _filling(arena, descriptor, around) as folding:
-        done = reading.read_all(
+    def bring(on_reading: Callable[[], None], on_filled: Callable[[int, int], None]) -> int:
+        return reading.read_all(
             transfers,
             arena.tensor,
             arena.buffer,
@@ -148,23 +144,61 @@ def _planned(
             cancelled=around.cancelled,
             on_thread=around.on_thread,
             on_reading=on_reading,
-            on_filled=folding.filled,
+            on_filled=on_filled,
         )
-    return Loaded(module, arena, done)
+
+    def on_reading() -> None:
+        around.on_reading()
+        around.on_built(module, arena)
+
+    return Loaded(module, arena, _filled(arena, descriptor, around, bring, on_reading))
 
 
-@contextmanager
-def _filling(arena: HostArena, descriptor: int, around: Circumstances) -> Iterator[Folding]:
-    """Within this it is filled. After it the arena is sealed, or discarded where something failed."""
+def _filled(
+    arena: HostArena,
+    descriptor: int,
+    around: Circumstances,
+    bring: Callable[[Callable[[], None], Callable[[int, int], None]], int],
+    on_reading: Callable[[], None],
+) -> int:
+    """Have it filled, folded and sealed, and say how many bytes were read. What fails leaves it empty."""
     places = {place.offset: place.size for place in arena.layout.places.values() if place.size}
     folding = Folding(descriptor, arena.layout.bytes if around.folds else 0, places.items())
     try:
-        yield folding
-        arena.seal(folding.finish())
+        done = bring(on_reading, folding.filled)
+        try:
+            folds = folding.finish(around.cancelled or threading.Event())
+        except Unfolded as reason:
+            log.warning("weights are read again, and not folded: %s", reason)
+            done, folds = bring(_nothing, _ignored), {}
+        around.go_on()
+        arena.seal(folds)
     except BaseException:
-        folding.stop()
-        arena.discard()
+        try:
+            folding.stop()
+        finally:
+            arena.discard()
         raise
+    return done
+
+
+def _poured(
+    loaded: torch.nn.Module,
+    arena: HostArena,
+    around: Circumstances,
+    on_reading: Callable[[], None],
+    on_filled: Callable[[int, int], None],
+) -> int:
+    on_reading()
+    return fallback.pour(loaded, arena, around.go_on, on_filled)
+
+
+def _nothing() -> None:
+    """Who wanted to know has been told."""
+
+
+def _ignored(start: int, size: int) -> None:
+    """Nobody folds."""
 
 
 def _by_transformers(
@@ -181,8 +215,7 @@ def _by_transformers(
     around.go_on()
     layout = lay_out(skeleton.state_of(loaded))
     arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes)
-    with _filling(arena, descriptor, around) as folding:
-        copied = fallback.pour(loaded, arena, around.go_on, folding.filled)
+    copied = _filled(arena, descriptor, around, partial(_poured, loaded, arena, around), _nothing)
     if module is None or not skeleton.fits(module, layout):
         module = loaded
     del loaded

@@ -97,7 +97,7 @@ def _control(listener: socket.socket, loop: asyncio.AbstractEventLoop, ended: as
         # There is one gateway. Whoever else comes is not heard.
         listener.close()
         bound(connection)
-        shared = Shared(loop, on_fatal=lambda error: slots.lost(error))
+        shared = Shared(loop, on_fatal=lambda error, say: slots.lost(error, say))
         slots = Slots(shared)
         Control(connection, slots).serve()
         shared.run(shared.scribes.close())

@@ -20,6 +20,7 @@ from .attention import IMPLEMENTATION, register
 from .batching import Batching
 from .driver import driver
 from .embedding import pooling_of
+from .failures import OnFatal
 from .fallback import gguf_in
 from .loading import Circumstances, load
 from .numa import settle_near
@@ -52,7 +53,7 @@ class Surroundings:
 
     device: torch.device
     wire: Wire
-    on_fatal: Callable[[BaseException], bool]
+    on_fatal: OnFatal
 
 
 def prepare(
