@@ -66,7 +66,7 @@ test: check torch       ## everything that must hold, in about ten minutes on tw
 	@$(BIN)/python -m pytest -m 'not soak and not gpu' --numprocesses $(JOBS) \
 	  $(foreach folder,tests/core $(TORCH_TESTS) $(ENGINE_TESTS),--ignore=$(folder))
 	@$(BIN)/python -m pytest $(ENGINE_TESTS) --numprocesses $(TORCH_JOBS) --dist loadfile
-	@PYTHONPATH=src $(TORCH)/bin/python -m pytest $(TORCH_TESTS) -m 'not soak and not gpu' --numprocesses $(TORCH_JOBS)
+	@PYTHONPATH=src OMP_WAIT_POLICY=PASSIVE $(TORCH)/bin/python -m pytest $(TORCH_TESTS) -m 'not soak and not gpu' --numprocesses $(TORCH_JOBS)
 
 check: setup            ## format, lint (async rules included), types, layers
 	@$(BIN)/ruff format --check src tests benchmarks

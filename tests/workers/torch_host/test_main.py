@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.workers.torch_host.worker_rig import DEADLINE_S, PROGRAM
 
 # One instruction of Python that takes hours and lets no other thread in meanwhile.
@@ -55,3 +57,22 @@ def test_a_worker_whose_interpreter_is_stuck_ends_itself_and_says_where_it_stood
 def test_a_worker_whose_loop_turns_lives_on_and_is_not_ended_after_its_gateway_hung_up() -> None:
     ended = ran(PATIENT)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+SETTLED = """
+import os, sys
+from torch_host import main
+
+assert "torch" not in sys.modules
+main._settle()
+print(os.environ["OMP_WAIT_POLICY"])
+"""
+
+
+def test_threads_that_compute_on_the_host_sleep_while_they_wait_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert ran(SETTLED).stdout == "PASSIVE\n"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert ran(SETTLED).stdout == "ACTIVE\n"
