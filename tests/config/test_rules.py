@@ -131,6 +131,23 @@ def test_broken_rule_of_an_api_key_is_told(complaints: Complaints, keys: str, to
         ("redis://:1/secret@h:6379/0", "has an @ behind its host: in a name or password write / as %2F"),
         ("redis://me:secret?1@h", "has an @ behind its host: in a name or password write / as %2F"),
         ("redis://me:secret#1@h", "has an @ behind its host: in a name or password write / as %2F"),
+        ("redis://:12?secret@h:6379/0", "has an @ behind its host: in a name or password write / as %2F"),
+        ("redis://:12?a=secret@h:6379/0", "has an @ behind its host: in a name or password write / as %2F"),
+        ("redis://me?1=secret@h", "has an @ behind its host: in a name or password write / as %2F"),
+        ("redis://me?db=1&secret@h", "has an @ behind its host: in a name or password write / as %2F"),
+        ("unix://:12?secret@/run/a.sock", "has an @ behind its host: in a name or password write / as %2F"),
+        ("redis://h/abc", "has a database that is no number"),
+        ("redis://h/-1", "has a database that is no number"),
+        ("redis://h/1/2", "has a database that is no number"),
+        ("redis://h o:6379", "has a space in it"),
+        ("redis://", "names no host, as in redis://localhost:6379/0"),
+        ("redis:///0", "names no host, as in redis://localhost:6379/0"),
+        ("rediss://me:secret@:6379/0", "names no host, as in redis://localhost:6379/0"),
+        ("redis://?db=1", "names no host, as in redis://localhost:6379/0"),
+        ("unix://", "names no socket by its path, as in unix:///run/redis.sock"),
+        ("unix://me:secret@", "names no socket by its path, as in unix:///run/redis.sock"),
+        ("unix:///?db=1", "names no socket by its path, as in unix:///run/redis.sock"),
+        ("unix://me:secret/1@/run/a.sock", "names no socket by its path, as in unix:///run/redis.sock"),
     ],
 )
 def test_an_address_that_no_lease_store_can_have_is_told(complaints: Complaints, store: str, told: str) -> None:
@@ -142,8 +159,9 @@ def test_an_address_that_no_lease_store_can_have_is_told(complaints: Complaints,
 @pytest.mark.parametrize(
     "store",
     [
-        *("redis://h", "redis://", "redis://h:6379/0", "rediss://me:a%2Fb@h:1/2?db=3", "redis://[::1]:6379"),
+        *("redis://h", "redis://h/", "redis://h:6379/0", "rediss://me:a%2Fb@h:1/2?db=3", "redis://[::1]:6379"),
         *("redis://me:a@b@h:65535", "unix:///run/a.sock", "unix://me:x@/run/a@b.sock", "redis://h?name=a@b"),
+        *("redis://h?db=1&client_name=a@b", "unix:///run/a.sock?db=1&client_name=a@b"),
     ],
 )
 def test_an_address_that_a_lease_store_can_have_is_taken(loads: Loads, store: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Limits
-from greenroom.core.model import ModelSpec, MoveKind, Need, Outcome, Tier
+from greenroom.core.model import DeviceId, ModelSpec, MoveKind, Need, Outcome, Tier
 
 from .test_order import ready
 from .world import HOST, Fate, World, gpu, host, model
@@ -55,6 +55,101 @@ def test_the_least_valuable_is_unloaded_rather_than_put_to_sleep() -> None:
     asleep(world, "a", "b", "c")
     assert tiers(world, "abc") == "aac" and world.ops["sleep c"] is OpOutcome.FAILED
     assert world.kinds("c") == ["load c", "unload c"]
+
+
+def hosted(name: str, mib: int = 2_000) -> ModelSpec:
+    """As workers host models: what sleeps on the host is there when it is ready too."""
+    return model(name, 2_000, host_mib=mib + 500, asleep=Need(0, mib))
+
+
+def folding(models: str, mib: int) -> World:
+    """These say that they take so much of the host when they sleep."""
+    world = World([hosted(name) for name in "abc"], DEVICES, LIMITS)
+    for name in models:
+        world.engines[name].seen_asleep = {HOST: mib}
+    return world
+
+
+def on_host(world: World) -> int:
+    """What all slots take of the host, by the ledger."""
+    return sum(world.scheduler.state.ledger.held_by(slot).get(HOST, 0) for slot in world.scheduler.state.slots)
+
+
+@pytest.mark.parametrize(("folds", "stay"), [("", "caa"), ("ab", "aaa")])
+def test_sleepers_that_take_less_than_planned_leave_room_for_one_more(folds: str, stay: str) -> None:
+    world = folding(folds, 1_500)
+    asleep(world, "a", "b", "c")
+    assert tiers(world, "abc") == stay
+
+
+def test_what_a_sleeper_does_not_take_is_free_for_others() -> None:
+    world = folding("a", 1_500)
+    ready(world, "a")
+    assert on_host(world) == 2_500
+    world.plays = False
+    world.ask("o", MoveKind.SLEEP, "a")
+    assert on_host(world) == 2_500, "until it has arrived it holds what it was planned with"
+    world.end_move(world.moves[-1].id, Outcome.DONE)
+    assert on_host(world) == 1_500
+    assert world.scheduler.state.ledger.free_mib(frozenset())[HOST] == 64_000 - 1_500
+
+
+def test_one_that_slept_in_less_wakes_with_less() -> None:
+    world = folding("a", 1_500)
+    # Of the host's memory strangers leave just what it needs now, which is less than it needed when it was loaded.
+    asleep(world, "a")
+    world.memory({HOST: 64_000 - 2_000})
+    ready(world, "a")
+    wake = world.moves[-1]
+    assert (wake.kind, wake.claim) == (MoveKind.WAKE, {gpu(0, 0).id: 2_000, HOST: 2_000})
+    assert on_host(world) == 2_000
+    asleep(world, "a")
+    assert world.tier("a") is Tier.ASLEEP and on_host(world) == 1_500
+
+
+def test_what_slept_in_less_is_planned_as_before_when_it_comes_anew() -> None:
+    world = folding("a", 1_500)
+    asleep(world, "a")
+    world.ask("away", MoveKind.UNLOAD, "a")
+    world.run(5.0)
+    world.plays = False
+    world.ask("again", MoveKind.PREPARE, "a")
+    assert (world.moves[-1].kind, world.moves[-1].claim) == (MoveKind.PREPARE, {HOST: 2_000})
+    assert on_host(world) == 2_000, "while it is filled it takes all of it"
+    world.end_move(world.moves[-1].id, Outcome.DONE)
+    assert on_host(world) == 1_500
+
+
+def test_a_choice_that_waits_for_the_green_room_comes_when_another_turns_out_smaller() -> None:
+    world = World([hosted("a", 4_000), hosted("b", 4_000)], DEVICES, replace(LIMITS, green_room_mib=5_500), plays=False)
+    world.engines["a"].seen_asleep = {HOST: 1_500}
+    world.ask("o", MoveKind.PREPARE, "a")
+    world.ask("p", MoveKind.PREPARE, "b")
+    assert world.kinds() == ["prepare a"]
+    world.end_move(world.moves[0].id, Outcome.DONE)
+    assert world.kinds() == ["prepare a", "prepare b"]
+
+
+def test_on_stage_it_keeps_no_less_than_its_copy_takes() -> None:
+    """Planned with less on stage than asleep: that was somebody's word, and what was seen asleep does not lower it."""
+    world = World([model("a", 2_000, host_mib=1_800, asleep=Need(0, 2_000))], DEVICES)
+    world.engines["a"].seen_asleep = {HOST: 1_500}
+    asleep(world, "a")
+    assert world.scheduler.state.slots_of(world.moves[0].model)[0].claim[HOST] == 1_500
+    world.engines["a"].seen_asleep = {HOST: 100}
+    ready(world, "a")
+    asleep(world, "a")
+    assert world.scheduler.state.slots_of(world.moves[0].model)[0].claim[HOST] == 100
+
+
+@pytest.mark.parametrize("seen", [{HOST: 2_600}, {gpu(0, 0).id: 20}, {}])
+def test_what_is_seen_elsewhere_or_beyond_leaves_claims_as_they_are(seen: dict[DeviceId, int]) -> None:
+    world = World([model("a", 2_000, host_mib=2_500, asleep=Need(100, 2_000))], DEVICES)
+    world.engines["a"].seen_asleep = seen
+    asleep(world, "a")
+    slot = world.scheduler.state.slots_of(world.moves[0].model)[0]
+    assert (slot.claim, slot.claim_asleep) == ({gpu(0, 0).id: 2_000, HOST: 2_500}, {gpu(0, 0).id: 100, HOST: 2_000})
+    assert on_host(world) == max(2_000, seen.get(HOST, 0))
 
 
 def test_size_counts_and_as_few_leave_as_are_needed() -> None:

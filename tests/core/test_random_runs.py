@@ -48,6 +48,7 @@ MODELS = (
     model("kept", 1_000, concurrency=1, pinned=True, preload=True),
     model("remote", 0, concurrency=3),
     model("huge", 20_000, concurrency=1, can_split=True),
+    model("hosted", 2_500, concurrency=2, host_mib=3_000, asleep=Need(0, 3_000)),
 )
 NAMES = [spec.id for spec in MODELS]
 # Those who take turns, those who come alone, those who stay with anybody; and a matrix in which one has no place.
@@ -55,9 +56,11 @@ GROUPS = (
     Group("turns", (ModelId("small"), ModelId("middle")), exclusive=False),
     Group("kept", (ModelId("kept"),), exclusive=False, persistent=True),
     Group("alone", (ModelId("large"),)),
-    Group("free", (ModelId("fixed"), ModelId("remote"), ModelId("wide")), swap=False, exclusive=False),
+    Group("free", tuple(map(ModelId, ("fixed", "remote", "wide", "hosted"))), swap=False, exclusive=False),
 )
-MATRIX = Matrix((("pair", "kept & remote & (small | fixed) & (middle | wide)"), ("big", "kept & large & remote")))
+MATRIX = Matrix(
+    (("pair", "kept & remote & (small | fixed) & (middle | wide | hosted)"), ("big", "kept & large & remote"))
+)
 LIMITS = Limits(queue_depth_max=12, overtakes_max=3, tenant_weights={TenantId("t"): 2.0})
 RULES: tuple[Rules | None, ...] = (None, None, GROUPS, MATRIX)
 DRAIN_STEPS_MAX = 2_000
@@ -162,9 +165,17 @@ class AnythingMayHappen(RuleBasedStateMachine):
     # --- moves --------------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.world.moving)
-    @rule(data=st.data(), fails=st.sampled_from([False, False, False, True]), outcome=st.sampled_from(list(Outcome)))
-    def a_move_ends(self, data: st.DataObject, fails: bool, outcome: Outcome) -> None:
+    @rule(
+        data=st.data(),
+        fails=st.sampled_from([False, False, False, True]),
+        outcome=st.sampled_from(list(Outcome)),
+        share=st.sampled_from([None, None, 0.0, 0.3, 0.75, 1.2]),
+    )
+    def a_move_ends(self, data: st.DataObject, fails: bool, outcome: Outcome, share: float | None) -> None:
         move = data.draw(st.sampled_from(list(self.world.moving)))
+        engine, claim = self.world.engines[self.world.moving[move].model], self.world.moving[move].claim
+        # Who sleeps may say what it takes there: less than was planned for, or more.
+        engine.seen_asleep = None if share is None else {on: int(mib * share) for on, mib in claim.items()}
         self.world.end_move(move, outcome if fails else Outcome.DONE)
 
     @precondition(lambda self: self.world.places)

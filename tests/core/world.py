@@ -136,6 +136,8 @@ class Place:
     held: dict[DeviceId, int] = field(default_factory=dict)
     move: Move | None = None
     fell: bool = False
+    # What its copy takes while it sleeps, since it first did.
+    asleep: dict[DeviceId, int] | None = None
 
 
 @dataclass
@@ -147,6 +149,8 @@ class Engine:
     leave_s: float = 1.0
     concurrency: int | None = 1
     seen: Mapping[DeviceId, int] | None = None
+    # The same when it has gone to sleep.
+    seen_asleep: Mapping[DeviceId, int] | None = None
     # What it says a move takes in all, where it answers before that is over.
     took_s: float | None = None
 
@@ -339,14 +343,20 @@ class World(Recorder):
         # What did not arrive leaves nothing behind, except that who slept still sleeps.
         arrived = LEGAL_MOVES[move.kind][1] if outcome is Outcome.DONE else place.tier
         place.tier = Tier.COLD if move.kind is MoveKind.UNLOAD else arrived
-        seen = dict(engine.seen) if engine.seen is not None and place.tier is Tier.READY else None
+        told_of = {Tier.READY: engine.seen, Tier.ASLEEP: engine.seen_asleep}.get(place.tier)
+        seen = None if told_of is None or outcome is not Outcome.DONE else dict(told_of)
         if place.tier is Tier.COLD:
             del self.places[move.slot]
         elif outcome is Outcome.DONE:
             place.holds = {**move.claim, **{on: max(mib, move.claim.get(on, 0)) for on, mib in (seen or {}).items()}}
+            if place.tier is Tier.ASLEEP:
+                # On the host it takes what it says, also if that is less.
+                less = {on: mib for on, mib in (seen or {}).items() if on == HOST and on in move.claim}
+                place.holds = {**place.holds, **less}
+                place.asleep = {on: min(mib, less.get(on, mib)) for on, mib in move.claim.items()}
         elif move.kind is MoveKind.WAKE:
-            slot = self.scheduler.state.slots[move.slot]
-            place.holds = dict(slot.claim_asleep)
+            assert place.asleep is not None
+            place.holds = dict(place.asleep)
         self.post(ev.MoveDone(self.now, move_id, told, seen, engine.concurrency, engine.took_s))
 
     def lose(self, *slots: SlotId, left_in: Tier = Tier.COLD) -> None:
@@ -356,7 +366,8 @@ class World(Recorder):
             if place.move is not None:
                 place.fell = True
             elif left_in is Tier.ASLEEP and self.specs[place.model].need_asleep is not None:
-                place.tier, place.holds = Tier.ASLEEP, dict(self.scheduler.state.slots[slot].claim_asleep)
+                asleep = place.asleep or dict(self.scheduler.state.slots[slot].claim_asleep)
+                place.tier, place.asleep, place.holds = Tier.ASLEEP, asleep, dict(asleep)
             else:
                 del self.places[slot]
         self.post(ev.SlotsLost(self.now, slots, left_in, "crash"))

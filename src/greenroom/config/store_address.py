@@ -6,6 +6,7 @@ an address: what stands in the wrong place may be a password.
 
 from __future__ import annotations
 
+import re
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
@@ -13,18 +14,32 @@ SCHEMES: Final = ("redis://", "rediss://", "unix://")
 _BRACKETS: Final = "needs [ ] around an IPv6 address, and nothing else in them, as in redis://[::1]:6379"
 _PORT: Final = "has a port that is no whole number from 1 to 65535"
 _PASSWORD: Final = "has an @ behind its host: in a name or password write / as %2F, ? as %3F, # as %23 and @ as %40"
+_NO_HOST: Final = "names no host, as in redis://localhost:6379/0"
+_NO_SOCKET: Final = "names no socket by its path, as in unix:///run/redis.sock"
+# In the value of an option an @ is just that. Anywhere else behind a ? it ends a password that was written as it is.
+_DATABASE: Final = "has a database that is no number, as in redis://localhost:6379/0"
+_SPACE: Final = "has a space in it: write %20"
+_OPTION: Final = re.compile(r"[A-Za-z_]+=")
 
 
 def problem(url: str) -> str | None:
     """What is wrong with this address, as the rest of a sentence; None if it can be one."""
     if not url.startswith(SCHEMES):
         return "must begin with redis://, rediss:// or unix://"
+    if any(letter.isspace() for letter in url):
+        return _SPACE
     try:
         parts = urlsplit(url)
     except ValueError:
         return _BRACKETS if "[" in url or "]" in url else "has a host with characters that no host's name has"
-    # A socket has a path, and what stands before that is not looked at.
-    return None if parts.scheme == "unix" else _of_host(parts)
+    if any("@" in option and not _OPTION.match(option) for option in parts.query.split("&")):
+        return _PASSWORD
+    return _of_socket(parts) if parts.scheme == "unix" else _of_host(parts)
+
+
+def _of_socket(parts: SplitResult) -> str | None:
+    # Before its path stands nobody or a name and password. Anything else would be taken for neither, and shown.
+    return None if parts.path.strip("/") and not parts.netloc.rpartition("@")[2] else _NO_SOCKET
 
 
 def _of_host(parts: SplitResult) -> str | None:
@@ -35,9 +50,12 @@ def _of_host(parts: SplitResult) -> str | None:
         has_port = parts.port is None or parts.port > 0
     except ValueError:
         has_port = False
-    if has_port:
-        return None
+    if has_port and parts.hostname:
+        # The client would take the first database for one that it cannot read.
+        return None if re.fullmatch(r"/?|/[0-9]{1,9}", parts.path) else _DATABASE
     if "@" in parts.query:
         return _PASSWORD
+    if has_port:
+        return _NO_HOST
     host = parts.netloc.rpartition("@")[2]
     return _BRACKETS if host.count(":") > 1 and "[" not in host else _PORT

@@ -253,6 +253,19 @@ class Slot:
             self.claim_between = larger(self.claim, self.claim_asleep)
         return self.claim_between
 
+    def sleeps_in(self, seen: Claim) -> None:
+        """Its sleeping copy takes only this, where that is less than was planned for. On stage the copy is there too.
+
+        Never makes a claim larger: what is seen beyond one is counted beside it.
+        """
+        spared = {on: self.claim_asleep[on] - mib for on, mib in seen.items() if mib < self.claim_asleep.get(on, 0)}
+        if spared:
+            self.claim_asleep = {on: seen[on] if on in spared else mib for on, mib in self.claim_asleep.items()}
+            self.claim = {
+                on: min(mib, max(mib - spared[on], seen[on])) if on in spared else mib for on, mib in self.claim.items()
+            }
+            self.claim_between = None
+
     @property
     def is_arriving(self) -> bool:
         """Will be ready without anyone asking again."""

@@ -12,7 +12,18 @@ from greenroom.core.cast import drain_s
 from greenroom.core.decide import Refuse, decide, refusal
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, because
 from greenroom.core.events import MoveAsked, MoveDone, SlotsLost, Timer, TimerKind
-from greenroom.core.model import ARRIVING, LEGAL_MOVES, Move, MoveKind, Outcome, Slot, Tier
+from greenroom.core.model import (
+    ARRIVING,
+    LEGAL_MOVES,
+    NO_CLAIM,
+    Claim,
+    DeviceKind,
+    Move,
+    MoveKind,
+    Outcome,
+    Slot,
+    Tier,
+)
 from greenroom.core.placement import bounded
 from greenroom.core.stage import Stage
 from greenroom.core.state import LeavingOp, ModelRecord, State, learn
@@ -97,7 +108,12 @@ class Moves:
 
     def _arrived(self, slot: Slot, move: Move, event: MoveDone) -> None:
         slot.tier = LEGAL_MOVES[move.kind][1]
-        self._state.ledger.hold(slot.id, move.claim, event.seen or {})
+        seen, claim = event.seen or NO_CLAIM, move.claim
+        if slot.tier is Tier.ASLEEP:
+            # On a host alone: what is left on a GPU while it sleeps says nothing of what it takes there on stage.
+            slot.sleeps_in(self._on_hosts(seen))
+            claim = slot.claim_asleep
+        self._state.ledger.hold(slot.id, claim, seen)
         slot.last_used = event.now
         # Before it had arrived in the green room nothing could make it leave again.
         self._state.trim_again = True
@@ -116,6 +132,10 @@ class Moves:
             # Those it was loaded for come first: nothing may evict it between ready and first byte.
             self._act.fill(slot.model, event.now)
             self._stage.watch_idle(slot)
+
+    def _on_hosts(self, claim: Claim) -> Claim:
+        devices = self._state.ledger.devices
+        return {on: mib for on, mib in claim.items() if on in devices and devices[on].kind is DeviceKind.HOST}
 
     def _on_stage(self, slot: Slot, move: Move, took_s: float, now: float) -> None:
         """Its time on stage begins; so does the batch that it may serve while others wait."""

@@ -14,6 +14,7 @@ from greenroom.core.model import (
     Claim,
     Device,
     DeviceId,
+    DeviceKind,
     ModelId,
     Move,
     MoveKind,
@@ -128,12 +129,17 @@ class House:
         return place
 
     def _arrive(self, place: Place, move: Move, seen: Claim | None) -> None:
-        place.tier = LEGAL_MOVES[move.kind][1]
+        place.tier, claim = LEGAL_MOVES[move.kind][1], move.claim
         if place.tier is Tier.READY:
-            place.ready_claim = move.claim
+            place.ready_claim = claim
         else:
-            place.asleep_claim = move.claim
-        self.hold(place, larger(move.claim, seen) if seen else move.claim)
+            # Weights that were folded take less of a host than was planned for, until it is loaded anew.
+            told = {on: mib for on, mib in (seen or NO_CLAIM).items() if self._is_host(on)}
+            claim = place.asleep_claim = {on: min(mib, told.get(on, mib)) for on, mib in claim.items()}
+        self.hold(place, larger(claim, seen) if seen else claim)
+
+    def _is_host(self, device: DeviceId) -> bool:
+        return device in self.devices and self.devices[device].kind is DeviceKind.HOST
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

@@ -203,7 +203,8 @@ class Player:
         need = model.spec.need_asleep if model is not None else None
         if left_in is not Tier.ASLEEP or need is None:
             return None
-        return asleep(need, place.ready_claim, list(self.house.devices.values()))
+        # A copy that has slept before is as large as it was then.
+        return place.asleep_claim or asleep(need, place.ready_claim, list(self.house.devices.values()))
 
     def end_lease(self, lease: LeaseId) -> None:
         """Its holder leaves, or no longer waits; nothing happens if it is gone."""

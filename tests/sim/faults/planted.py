@@ -328,6 +328,11 @@ def green_room_without_bound(original: Callable[..., None]) -> Any:
     return nothing
 
 
+@planted(model.Slot, "sleeps_in")
+def folded_copy_counted_too_small(original: Callable[..., None]) -> Any:
+    return lambda self, seen: original(self, {device: mib // 2 for device, mib in seen.items()})
+
+
 @planted(Actions, "_grant")
 def keep_alive_ignored(original: Callable[..., None]) -> Any:
     def grant(self: Actions, waiter: Any, slot: model.Slot, now: float) -> None:

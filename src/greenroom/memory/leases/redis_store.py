@@ -227,7 +227,9 @@ def _connected(url: str) -> aioredis.Redis:
             socket_timeout=READ_TIMEOUT_S,
             retry=retry,
         )
-    except ValueError:
+        # One that is never opened: what options are called is only looked at here.
+        pool.connection_class(**pool.connection_kwargs)
+    except (TypeError, ValueError):
         # Of what the client refuses only this is left: its port, its host and how it begins were looked at.
-        raise ConfigError(f"the lease store {shown(url)} has an option behind ? whose value cannot be read") from None
+        raise ConfigError(f"the lease store {shown(url)} has an option behind ? that is not known or read") from None
     return aioredis.Redis.from_pool(pool)

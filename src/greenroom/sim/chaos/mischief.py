@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from random import Random
 
-from greenroom.core.model import Claim, LeaseId, Move, MoveId, MoveKind, Outcome, Tier
-from greenroom.sim.chaos.scene import Scene
+from greenroom.core.model import Claim, LeaseId, Move, MoveId, MoveKind, Outcome, SlotId, Tier
+from greenroom.sim.chaos.scene import HOST, Scene
 from greenroom.sim.chaos.tally import Tally
 from greenroom.sim.faults import Ending, MoveFate, ServeFate
 from greenroom.sim.records import Call
@@ -36,6 +36,11 @@ class Mischief:
     def __init__(self, scene: Scene, tally: Tally) -> None:
         self._odds = scene.odds
         self._random = Random(f"{scene.seed}:mischief")
+        # Of its own, so that nothing else is drawn differently where copies are folded.
+        self._folding = Random(f"{scene.seed}:folded")
+        self._folded = scene.folded
+        # What the copy of each slot takes of the host, told whenever it has gone to sleep.
+        self._copies: dict[SlotId, int] = {}
         self._tally = tally
         self._world: World | None = None
         self._is_over = False
@@ -54,6 +59,19 @@ class Mischief:
     # --- moves --------------------------------------------------------------------------------------------------------
 
     def on_move(self, move: Move, usual: MoveFate) -> MoveFate:
+        return self._with_copy(move, self._drawn(move, usual))
+
+    def _with_copy(self, move: Move, fate: MoveFate) -> MoveFate:
+        """Not a fault: that somebody takes less than planned once it sleeps."""
+        sleeps = move.kind in (MoveKind.SLEEP, MoveKind.PREPARE) and HOST in move.claim
+        if not (sleeps and self._folded) or fate.outcome is not Outcome.DONE or fate.seen is not None:
+            return fate
+        if move.slot not in self._copies:
+            self._tally.count("sleeps_in_less")
+            self._copies[move.slot] = int(move.claim[HOST] * self._folding.choice(self._folded))
+        return fate._replace(seen={HOST: self._copies[move.slot]})
+
+    def _drawn(self, move: Move, usual: MoveFate) -> MoveFate:
         comes = move.kind not in (MoveKind.SLEEP, MoveKind.UNLOAD)
         if comes and self._world is not None and self._world.now < self.store_down_until:
             self._tally.count("store_down")

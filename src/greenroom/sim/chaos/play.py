@@ -83,9 +83,9 @@ class Recent:
         return [f"    {said[0]} {said[1]}" if isinstance(said, tuple) else f"{said}" for said in self._said]
 
 
-def play(seed: int, hashed: bool = False) -> Played:
+def play(seed: int, hashed: bool = False, folding: bool = True) -> Played:
     """Play this seed to its end. Raises Failure."""
-    return Play(draw_scene(seed), hashed).to_the_end()
+    return Play(draw_scene(seed, folding), hashed).to_the_end()
 
 
 class Play:

@@ -69,14 +69,17 @@ class Scene:
     config: SimConfig
     crowd: Crowd
     odds: Odds = field(default_factory=Odds)
+    # To which shares of their size copies on the host are folded when they have been filled; empty: none is.
+    folded: tuple[float, ...] = ()
 
 
-def draw_scene(seed: int) -> Scene:
-    """The scene of this seed, always the same."""
+def draw_scene(seed: int, folding: bool = True) -> Scene:
+    """The scene of this seed, always the same. Without `folding` it is what it was before copies could be folded."""
     random = Random(f"{seed}:scene")
     kind = random.choices((Kind.STORM, Kind.CALM, Kind.DUEL), (0.78, 0.12, 0.1))[0]
     if kind is Kind.STORM:
-        return _storm(seed, random)
+        storm = _storm(seed, random)
+        return _folding(storm) if folding else storm
     return _calm(seed, random) if kind is Kind.CALM else _duel(seed, random)
 
 
@@ -112,6 +115,23 @@ def _storm(seed: int, random: Random) -> Scene:
         shuts_down=random.random() < 0.1,
     )
     return Scene(seed, Kind.STORM, config, _crowd(random, models, limits), odds)
+
+
+def _folding(scene: Scene) -> Scene:
+    """In a third of them workers host the models: a copy stays on the host on stage too, and is smaller than planned.
+
+    Drawn apart, so that nothing else of the scene is drawn differently.
+    """
+    random = Random(f"{scene.seed}:folding")
+    if random.random() > 1 / 3:
+        return scene
+    config = replace(scene.config, models=tuple(map(_hosted, scene.config.models)))
+    return replace(scene, config=config, folded=random.choice(((0.75,), (1.0, 0.75, 0.3))))
+
+
+def _hosted(model: SimModel) -> SimModel:
+    need, asleep = model.spec.need, model.spec.need_asleep
+    return model if asleep is None else relabelled(model, need=need.or_more(Need(0, asleep.host_mib)))
 
 
 def _devices(random: Random) -> tuple[Device, ...]:
