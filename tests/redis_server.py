@@ -20,6 +20,7 @@ from pathlib import Path
 PATIENCE_S = 60.0
 _STARTS_MAX = 5
 _PR_SET_PDEATHSIG = 1
+_SHARED = Path("/dev/shm")
 MISSING = "redis-server is needed and was not found. Type: apt-get install redis-server (or valkey-server)"
 
 NO_CLOCK = "libfaketime is needed and was not found. Type: apt-get install libfaketime"
@@ -64,7 +65,9 @@ class RedisServer:
         """Start it and wait until it answers. Its port may be another's for a moment: that is tried again."""
         for _ in range(_STARTS_MAX):
             self._process = self._spawned()
-            if _until(lambda: self._answers() or self._has_ended()) and not self._has_ended():
+            is_up = _until(lambda: self._answers() or self._has_ended()) and not self._has_ended()
+            self._forget_shared_clock()
+            if is_up:
                 return
             self.kill()
             time.sleep(0.2)
@@ -104,6 +107,13 @@ class RedisServer:
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=self._env, preexec_fn=_end_with_parent
         )
+
+    def _forget_shared_clock(self) -> None:
+        """What libfaketime keeps for children, of which there are none, stays behind when its process is killed. Those
+        of this process by its number; it has them open and needs their names no more."""
+        if self._env is not None:
+            for name in (f"faketime_shm_{self.pid}", f"sem.faketime_sem_{self.pid}"):
+                (_SHARED / name).unlink(missing_ok=True)
 
     def _answers(self) -> bool:
         try:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -112,6 +113,23 @@ def test_an_engine_that_does_not_stream_is_shown_all_the_same(
     assert capsys.readouterr().out == "Paris.\n"
     gateway.on("POST", PATH, answer({"choices": []}))
     assert main(["chat", "m", "hello"]) == 1
+    assert "is not Greenroom" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize(
+    ("status", "said"), [(501, "the engine of m answered 501;"), (200, "the engine of m answered with something")]
+)
+def test_an_engine_that_answers_with_a_page_is_told_from_a_stranger_at_the_address(
+    status: int, said: str, options: list[str], gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Answer(b"<html>no</html>", status, "text/html", headers=(("X-Request-Id", "r-0c309207-2"),))
+    gateway.on("POST", PATH, page)
+    assert main(["chat", "m", "hello", *options]) == 1
+    err = capsys.readouterr().err
+    assert said in err and "greenroom logs m" in err and "not Greenroom" not in err
+    gateway.on("POST", PATH, replace(page, headers=(("X-Request-Id", "of another program"),)))
+    assert main(["chat", "m", "hello", *options]) == 1
     assert "is not Greenroom" in capsys.readouterr().err
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from greenroom.cli.main import main
 from tests import fake_gpu
+from tests.cli.test_engines import program, python_with
 
 GOOD = """
 gpus: [{memory_mib: 8192}]
@@ -118,3 +120,41 @@ def test_a_probe_that_does_not_work_here_is_warned_of(good: Path, capsys: pytest
     good.write_text("memory: {probe: file, file: none.json}\n")
     assert main(["check", str(good)]) == 0
     assert "warning: memory.probe: file does not work here" in capsys.readouterr().out
+
+
+def test_a_store_without_its_client_is_warned_of_with_what_to_type(
+    good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good.write_text(GOOD + "leases: {store: 'redis://127.0.0.1:6379'}\n")
+    assert main(["check", str(good)]) == 0
+    assert "leases.store" not in capsys.readouterr().out
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "redis" else find(name))
+    assert main(["check", str(good)]) == 0
+    assert "warning: leases.store: the Python client of Redis is not installed" in (out := capsys.readouterr().out)
+    assert "-m pip install 'greenroom[redis]'" in out
+    good.write_text(GOOD)
+    assert main(["check", str(good)]) == 0
+    assert "leases.store" not in capsys.readouterr().out
+
+
+def test_a_python_without_what_hosted_models_need_is_warned_of_once(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = python_with(tmp_path / "whole", torch="2.13.0", transformers="5.22.2", jinja2="3.1.6")
+    old = python_with(tmp_path / "old", torch="2.9.1", transformers="5.22.2", jinja2="3.1.6")
+    mute = program(tmp_path / "mute", "hello")
+    for name in "abcd":
+        (tmp_path / name).mkdir()
+    good.write_text(
+        f"models:\n  a: {{path: a, python: {whole}, memory_mib: 1}}\n"
+        f"  b: {{path: b, python: {old}, memory_mib: 1}}\n  c: {{path: c, python: {old}, memory_mib: 1}}\n"
+        f"  d: {{path: d, python: {mute}, memory_mib: 1}}\n"
+    )
+    assert main(["check", str(good), "--json"]) == 0
+    warned = json.loads(capsys.readouterr().out)["warnings"]
+    assert warned == [
+        f"models.b, c: {old} lacks torch or has too old a version; type: {old} -m pip install 'torch>=2.11' "
+        "'llguidance>=1.0'",
+        f"models.d: python: {mute} does not answer like a Python",
+    ]

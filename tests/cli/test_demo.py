@@ -9,6 +9,7 @@ from greenroom.cli.demo_models import DemoModel
 from greenroom.cli.main import main
 from greenroom.cli.overrides import Overrides
 from greenroom.config.problems import budget_mib, problems
+from greenroom.errors import StateDirBusy
 
 MODELS = [
     DemoModel("smollm2", Path("/c/smollm2.gguf"), "chat", 300),
@@ -46,3 +47,20 @@ def test_without_llama_cpp_it_says_what_to_install(
     monkeypatch.setattr("greenroom.cli.demo.importlib.util.find_spec", lambda name: None)
     assert main(["demo"]) == 1
     assert capsys.readouterr().err == "greenroom: the demo needs llama.cpp: pip install 'greenroom[demo]'\n"
+
+
+def test_a_second_demo_on_the_same_port_is_told_to_take_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def busy(*_: object) -> int:
+        raise StateDirBusy("/c/state-8210 is held by the gateway with pid 4711; stop it")
+
+    monkeypatch.setattr("greenroom.cli.demo._need_llama_cpp", lambda: None)
+    monkeypatch.setattr("greenroom.cli.demo._prepared", lambda: MODELS)
+    monkeypatch.setattr("greenroom.cli.serving.serve", busy)
+    assert main(["demo", "--port", "8210"]) == 1
+    err = capsys.readouterr().err
+    assert "a demo serves port 8210 already" in err and "make serve PORT=8211" in err and "pid 4711" in err
+    # Who has chosen the directory chooses another one.
+    assert main(["demo", "--state-dir", "/c/state-8210"]) == 1
+    assert "make serve" not in capsys.readouterr().err

@@ -55,6 +55,18 @@ def test_without_a_configuration_every_engine_has_its_usual_place(capsys: pytest
     assert all(row["models"] == [] for row in found.values())
 
 
+def test_it_is_said_why_no_models_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["engines"]) == 0
+    assert capsys.readouterr().err == "no configuration here, so no models; name one with --config\n"
+    file = configured(tmp_path / "greenroom.yaml", "  a: {cmd: sh, memory_mib: 1, pined: true}\n")
+    assert main(["engines"]) == 0
+    assert "greenroom.yaml cannot be used" in capsys.readouterr().err
+    configured(tmp_path / "greenroom.yaml", "  a: {cmd: 'sh --port ${PORT}', memory_mib: 1}\n")
+    for options in ([], ["--config", file]):
+        assert main(["engines", *options]) == 0
+        assert capsys.readouterr().err == ""
+
+
 def test_each_python_is_asked_for_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = python_with(tmp_path / "whole", torch="2.13.0+cpu", transformers="5.22.2", jinja2="3.1.6", llguidance="1.9")
     old = python_with(tmp_path / "old", torch="2.9.1", transformers="5.22.2", jinja2="3.1.6")

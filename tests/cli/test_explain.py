@@ -100,7 +100,7 @@ def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixt
         (
             explained("refuse", why="load_failed", retry_after_s=5.0),
             [
-                "qwen would be refused: its last load failed and is not tried again yet",
+                "qwen would be refused: its last load failed or its engine ended again, and it is not tried again yet",
                 "  worth another try in about 5.0s",
             ],
         ),

@@ -85,14 +85,32 @@ def test_a_terminal_gets_a_drawn_table_and_a_summary(gateway: FakeGateway) -> No
     assert "\x1b[2J" not in shown and "[bold]" in shown
 
 
-def test_figures_that_are_old_or_guessed_are_said_to_be() -> None:
-    said = "\n".join(gpus.summary(seen(gpu(), failure="the driver is gone", looked_s_ago=42, pids_visible=False)))
-    assert "42s old: the driver is gone" in said
-    assert "processes cannot be seen" in said
+@pytest.mark.parametrize("options", [[], ["--watch"]])
+def test_figures_that_are_old_or_guessed_are_said_to_be_in_a_pipe_too(
+    options: list[str], gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nap(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("greenroom.cli.gpus.time.sleep", nap)
+    stale = seen(gpu(), failure="the driver is gone", looked_s_ago=42, pids_visible=False)
+    gateway.on("GET", "/api/v1/gpus", answer(stale))
+    assert main(["gpus", *options]) == (130 if options else 0)
+    out, err = capsys.readouterr()
+    assert "NVIDIA_H200" in out and err == "these figures are 42s old: the driver is gone\n"
+    assert "processes cannot be seen" in "\n".join(gpus.summary(stale))
 
 
-def test_a_machine_without_gpus_says_so_and_why() -> None:
-    assert gpus.summary(seen(kind="none"))[0] == "no GPUs are used here (probe: none)"
+def test_a_machine_without_gpus_says_so_and_why(
+    gateway: FakeGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.on("GET", "/api/v1/gpus", answer(seen(kind="none")))
+    assert main(["gpus"]) == 0
+    assert capsys.readouterr() == ("", "no GPUs are used here (probe: none)\n")
+    config = tmp_path / "greenroom.yaml"
+    config.write_text("memory: {probe: none}\n")
+    assert main(["gpus", "--local", "--config", str(config)]) == 0
+    assert capsys.readouterr() == ("", "no GPUs are used here (probe: none): memory.probe is none\n")
 
 
 def test_without_a_gateway_the_machine_itself_is_looked_at(

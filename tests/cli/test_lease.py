@@ -112,14 +112,24 @@ def test_memory_and_a_program_are_needed(argv: list[str]) -> None:
 
 @pytest.mark.parametrize("priority", ["urgent", "²", "--5", "1234", ""])
 def test_an_odd_priority_is_refused(capsys: pytest.CaptureFixture[str], priority: str) -> None:
-    assert main(["lease", "--mib", "1", f"--priority={priority}", "--", "true"]) == 1
+    assert main(["lease", "--mib", "1", f"--priority={priority}", "--", "true"]) == 2
     assert f"'{priority}' is no priority" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["wait=nan", "wait=inf", "wait=-1", "grace-s=1e9", "ttl-s=nan"])
 def test_an_odd_time_is_refused(capsys: pytest.CaptureFixture[str], option: str) -> None:
-    assert main(["lease", "--mib", "1", f"--{option}", "--", "true"]) == 1
+    assert main(["lease", "--mib", "1", f"--{option}", "--", "true"]) == 2
     assert "is a number of seconds from 0 to 31,536,000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--mib=-5", "--mib=0", "--gpus=0"])
+def test_no_memory_and_no_gpu_are_refused_before_anything_is_waited_for(
+    capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["lease", "--mib", "1", option, "--", "true"])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and "is no whole number above 0" in err and "waiting for" not in err
 
 
 def greenroom_lease(app: App, options: Sequence[str], command: Sequence[str], **more: Any) -> subprocess.Popen[str]:

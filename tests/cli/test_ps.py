@@ -54,7 +54,20 @@ FAILED = model("broken", last_error={"code": "model_load_failed", "message": "no
 
 def test_it_is_told_when_a_failed_model_is_tried_again() -> None:
     (row,) = ps.rows(status({**FAILED, "retry_in_s": 20.0}))
-    assert row[-1] == "failed, again in 20s: greenroom logs broken"
+    assert row[-1] == "failed, again in 20s: no; greenroom logs broken"
+
+
+def test_it_is_told_what_went_wrong_with_a_model_in_few_words() -> None:
+    def note(message: str) -> str:
+        last_error = {"code": "model_load_failed", "message": message}
+        (row,) = ps.rows(status(model("tiny", tier="asleep", last_error=last_error, retry_in_s=9.7)))
+        return row[-1]
+
+    lost = note("tiny was lost: its worker ended (killed by SIGKILL).")
+    assert lost == "failed, again in 9.7s: its worker ended (killed by SIGKILL); greenroom logs tiny"
+    assert "9.7s: no such file; greenroom" in note("tiny could not be loaded: no such file.")
+    long = note("tiny could not be loaded: " + "many words " * 50 + "\nand lines.")
+    assert len(long) < 150 and "\n" not in long and "many words…; greenroom logs tiny" in long
 
 
 def test_it_is_told_when_an_idle_model_leaves() -> None:
@@ -72,7 +85,7 @@ def test_a_pipe_gets_one_stable_line_for_each_model(gateway: FakeGateway, capsys
         "smollm2  ready    on-stage    300         0          0        42s   4711  pinned",
         "minilm   loading  at-home     -           0          2        -     -     about 3.2s to go",
         "qwen     waking   green-room  8000        0          1        -     4712  -",
-        "broken   cold     at-home     -           0          0        -     -     failed: greenroom logs broken",
+        "broken   cold     at-home     -           0          0        -     -     failed: no; greenroom logs broken",
     ]
 
 

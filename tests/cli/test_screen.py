@@ -11,7 +11,10 @@ def test_what_a_terminal_would_act_on_is_taken_out() -> None:
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(None, "-"), (0, "0.0s"), (0.44, "0.4s"), (9.97, "10s"), (59, "59s"), (150, "2m"), (7200, "2h"), (200_000, "2d")],
+    [
+        *((None, "-"), (0, "0.0s"), (0.44, "0.4s"), (9.97, "10s"), (59, "59s"), (150, "2m"), (3_595, "1h")),
+        *((5_399, "1h30m"), (7_200, "2h"), (86_000, "1d"), (172_800, "2d"), (200_000, "2d8h")),
+    ],
 )
 def test_seconds_are_said_shortly(value: float | None, shown: str) -> None:
     assert screen.seconds(value) == shown

@@ -126,6 +126,17 @@ async def test_request_that_kills_its_engine_twice_is_refused(tmp_path: Path, st
         await at_rest(app)
 
 
+async def test_an_engine_that_ends_again_and_again_is_told_as_the_cause_of_the_pause(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"alpha": fake("alpha")}) as app:
+        for _ in range(2):
+            await app.operations.move(MoveKind.LOAD, ModelId("alpha"))
+            os.kill(pids(app, "alpha")[0], signal.SIGKILL)
+            await until(lambda: not app.slots.live and not is_ready(app, "alpha"), "it is lost")
+        refused = await chat(app, "alpha")
+        assert refused.status == 503 and refused.error["code"] == "model_load_failed"
+        assert refused.error["message"] == "alpha was lost: its engine ended (killed by SIGKILL)."
+
+
 async def test_preloaded_model_comes_back_by_itself_after_a_crash(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"alpha": fake("alpha", preload=True)}) as app:
         await until(lambda: is_ready(app, "alpha"), "it is loaded at start")

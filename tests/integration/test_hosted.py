@@ -18,7 +18,7 @@ from greenroom.runtime.hosted_memory import HostedMemory
 from tests.harness import gateway, until, write_config
 from tests.integration.facts import at_rest
 from tests.integration.hosted_rig import Folder, arenas, fake_workers, move, tier, until_in, worker_of
-from tests.integration.raw import chat
+from tests.integration.raw import chat, http
 
 pytestmark = pytest.mark.usefixtures("fake_workers")
 __all__ = ["fake_workers"]
@@ -143,6 +143,22 @@ async def test_a_worker_that_dies_leaves_its_models_asleep_and_they_wake_in_the_
     lost = [line for line in recording.read_text().splitlines() if '"SlotsLost"' in line]
     assert len(lost) == 1, "all who were on stage, in one event"
     assert f'"slots":{json.dumps(on_stage, separators=(",", ":"))}' in lost[0] and '"is":"asleep"' in lost[0]
+
+
+async def test_a_worker_that_ends_again_and_again_is_told_as_the_cause_of_the_pause(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "alpha")
+    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+        await chat(app, "alpha")
+        for _ in range(2):
+            await move(app, MoveKind.LOAD, "alpha")
+            assert ModelId("alpha") not in app.mover.failures, "it is there, whatever went before"
+            os.kill(worker_of(app, "alpha"), signal.SIGKILL)
+            await until_in(app, "alpha", Tier.ASLEEP)
+        refused = await chat(app, "alpha")
+        assert refused.status == 503 and refused.error["code"] == "model_load_failed"
+        assert refused.error["message"] == "alpha was lost: its worker ended (killed by SIGKILL)."
+        shown = (await http(app, "GET", "/api/v1/models/alpha")).json()
+        assert shown["last_error"]["message"] == refused.error["message"] and shown["retry_in_s"] > 0
 
 
 async def test_a_request_in_flight_is_answered_by_the_next_worker_if_it_had_no_byte_yet(tmp_path: Path) -> None:

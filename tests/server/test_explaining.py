@@ -137,7 +137,9 @@ NO_PRIORITIES = (float("inf"), float("nan"), -1e300, 1.5, True, [1], {"high": 1}
 async def test_whatever_is_no_priority_is_refused_in_the_words_of_requests(path: str, ask: Any, said: Any) -> None:
     answer = await Client(FakeGateway({"a": model()})).post(path, {**ask, "priority": said})
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_request", "priority")
-    assert answer.error["message"] == "priority is high, normal, low or a number from -100 to 100; lower goes first."
+    assert (
+        answer.error["message"] == "priority is high, normal, low or a whole number from -100 to 100; lower goes first."
+    )
 
 
 @pytest.mark.parametrize("said", [None, 2, 2.0, "2", "LOW", -100])

@@ -94,6 +94,16 @@ def test_nobody_gets_more_than_the_operator_allows(
 # --- in JSON --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("wrong", [b"true", b"[]", b"1e400", b'"x"', b'""'])
+@pytest.mark.parametrize("name", ["keep_alive", "x_keep_alive_s"])
+def test_whatever_is_wrong_is_told_in_one_way(name: str, wrong: bytes) -> None:
+    with pytest.raises(BadRequest) as told:
+        peek(b'{"model":"m","%b":%b}' % (name.encode(), wrong))
+    assert told.value.message == (
+        f'{name} is a number of seconds or a time such as "5m" or "1h30m"; 0 leaves when idle, -1 stays.'
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "seconds"),
     [

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from greenroom.errors import BadRequest
 from greenroom.server.peek import FIELDS_MAX, ask_for_usage, join, peek
+from greenroom.tenancy.tenants import parse_priority
 
 # Another process may hold the machine for a while: that says nothing about the code.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -86,6 +87,14 @@ def test_wrong_field_is_named(body: bytes, param: str) -> None:
     error = refused(body)
     assert error.param == param
     assert param in error.message
+
+
+@pytest.mark.parametrize("said", [b"1.5", b"true", b"[]", b"101", b'"urgent"', b"1e400"])
+def test_whatever_is_no_priority_is_told_in_one_way(said: bytes) -> None:
+    """Values that no priority can be made of, and those that make one out of range."""
+    with pytest.raises(BadRequest) as told:
+        parse_priority(peek(b'{"model":"m","x_priority":%b}' % said).priority)
+    assert told.value.message == "x_priority is high, normal, low or a whole number from -100 to 100; lower goes first."
 
 
 @pytest.mark.parametrize(

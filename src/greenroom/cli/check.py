@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +64,13 @@ def summary(loaded: Loaded) -> dict[str, Any]:
     return {
         "ok": True,
         "file": str(loaded.path),
-        "warnings": [*loaded.warnings, *blind, *_too_large(models, loaded.config)],
+        "warnings": [
+            *loaded.warnings,
+            *blind,
+            *_too_large(models, loaded.config),
+            *_no_store_client(loaded.config),
+            *_no_packages(loaded.config),
+        ],
         "models": models,
         "devices": [
             {"id": device.id, "capacity_mib": device.capacity_mib, "margin_mib": device.margin_mib}
@@ -95,6 +104,34 @@ def _too_large(models: Sequence[Mapping[str, Any]], config: Config) -> list[str]
         for model in models
         if budget is not None and model["estimated"] and model["memory_mib"] > budget
     ]
+
+
+def _no_store_client(config: Config) -> list[str]:
+    """The start would be refused."""
+    if config.leases.store is None or importlib.util.find_spec("redis") is not None:
+        return []
+    install = f"{sys.executable} -m pip install 'greenroom[redis]'"
+    return [f"leases.store: the Python client of Redis is not installed here; type: {install}"]
+
+
+def _no_packages(config: Config) -> list[str]:
+    """Hosted models whose Python lacks what they need; each Python is asked once, without running any of it."""
+    from greenroom.cli.engines import looked_at
+    from greenroom.engines.registry import engine_for
+
+    hosted = {name: model for name, model in config.models.items() if engine_for(model).name == "transformers"}
+    rows = looked_at(config.model_copy(update={"models": hosted})) if hosted else []
+    return [f"models.{', '.join(row['models'])}: {text}" for row in rows if row["models"] and (text := _lacks(row))]
+
+
+def _lacks(row: Mapping[str, Any]) -> str | None:
+    if row["why"] is not None:
+        # That there is no such program was said with the other missing files.
+        return f"python: {row['why']}" if shutil.which(row["where"]) else None
+    needed = [one["package"] for one in row["missing"] if not one["optional"]]
+    if not needed:
+        return None
+    return f"{row['where']} lacks {', '.join(needed)} or has too old a version; type: {row['install']}"
 
 
 def _model(name: str, model: Model, needs: Needs) -> dict[str, Any]:

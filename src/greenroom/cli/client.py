@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -26,6 +27,8 @@ ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
 SILENCE_MAX_S: Final = 900.0
 # How the gateway tells callers of its API what to do; at a terminal there is a command for it.
 LISTED_BY_API: Final = " GET /v1/models lists those there are."
+# What is passed on from an engine has the number of the request; others who give numbers give other ones.
+_OUR_ID: Final = re.compile(r"r-[0-9a-f]+-[0-9]+")
 NOT_OURS: Final = "what answers at {url} is not Greenroom"
 
 
@@ -55,7 +58,7 @@ class Client:
         with self._asked(method, path, body, SILENCE_MAX_S, headers) as response:
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
                 with self._told_well(SILENCE_MAX_S):
-                    raise NotAStream(NOT_OURS.format(url=self.address.url), self._json(response))
+                    raise NotAStream(self._stranger(response, body), self._json(response, body))
             yield self._events(response)
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[ServerEvent]:
@@ -64,7 +67,7 @@ class Client:
 
     def _call(self, method: str, path: str, body: object | None, answer_max_s: float) -> Any:
         with self._asked(method, path, body, answer_max_s) as response, self._told_well(answer_max_s):
-            return self._json(response)
+            return self._json(response, body)
 
     @contextlib.contextmanager
     def _asked(
@@ -84,7 +87,7 @@ class Client:
                 connection.request(method, self._target(path), content, self._headers(body, headers))
                 response = connection.getresponse()
                 if response.status >= 300:
-                    raise self._refusal(response)
+                    raise self._refusal(response, body)
             yield response
 
     # --- the connection ---------------------------------------------------------------------------------------------
@@ -136,7 +139,7 @@ class Client:
 
     # --- the answer -------------------------------------------------------------------------------------------------
 
-    def _json(self, response: http.client.HTTPResponse) -> Any:
+    def _json(self, response: http.client.HTTPResponse, body: object | None) -> Any:
         content = response.read(ANSWER_BYTES_MAX + 1)
         if len(content) > ANSWER_BYTES_MAX:
             raise CommandFailed(f"the answer of {self.address.url} is larger than {ANSWER_BYTES_MAX:,} bytes")
@@ -146,14 +149,23 @@ class Client:
         try:
             return json.loads(content)
         except ValueError:
-            raise CommandFailed(NOT_OURS.format(url=self.address.url)) from None
+            raise CommandFailed(self._stranger(response, body)) from None
 
-    def _refusal(self, response: http.client.HTTPResponse) -> CommandFailed:
+    def _stranger(self, response: http.client.HTTPResponse, body: object | None) -> str:
+        """Who has answered in words that are not the gateway's: an engine, if the gateway has passed them on."""
+        is_refusal = response.status >= 300
+        if _OUR_ID.fullmatch(response.headers.get("x-request-id", "")) is None:
+            return NOT_OURS.format(url=self.address.url) + (f" (it answers {response.status})" if is_refusal else "")
+        model = body.get("model", "the model") if isinstance(body, Mapping) else "the model"
+        said = f"answered {response.status}" if is_refusal else "answered with something that is no chat"
+        return f"the engine of {model} {said}; see `greenroom logs {model}`"
+
+    def _refusal(self, response: http.client.HTTPResponse, body: object | None) -> CommandFailed:
         try:
-            error = self._json(response)["error"]
+            error = self._json(response, body)["error"]
             message, details, code = str(error["message"]), error.get("details"), str(error.get("code"))
         except (CommandFailed, LookupError, TypeError, AttributeError):
-            return CommandFailed(f"{NOT_OURS.format(url=self.address.url)} (it answers {response.status})")
+            return CommandFailed(self._stranger(response, body))
         if code == "model_not_found":
             message = message.removesuffix(LISTED_BY_API) + " `greenroom ps` lists those there are."
         if response.status == 401:

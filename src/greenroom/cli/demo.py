@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from greenroom.cli import interrupts, overrides, screen
 from greenroom.cli.failures import CommandFailed
 from greenroom.cli.overrides import Overrides
+from greenroom.errors import StateDirBusy
 
 if TYPE_CHECKING:
     from greenroom.app import App
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 NAME = "demo"
 HELP = "Fetch two small models once (180 MB) and serve them: smollm2 (chat) and minilm (embeddings)."
 
+PORT_MAX: Final = 65_535
 THREADS_MAX: Final = 4
 # What SmolLM2's makers recommend; it rambles otherwise.
 SAMPLING: Final = ("--temp", "0.2", "--top-p", "0.9")
@@ -44,8 +46,24 @@ def run(args: argparse.Namespace) -> int:
     with interrupts.end_at_once():
         from greenroom.cli import serving
 
-        plan = serving.Plan(configuration(models, Overrides.of(args)))
-        return serving.serve(plan, lambda app: _greet(app, time.monotonic() - began))
+        said = Overrides.of(args)
+        plan = serving.Plan(configuration(models, said))
+        try:
+            return serving.serve(plan, lambda app: _greet(app, time.monotonic() - began))
+        except StateDirBusy as busy:
+            if said.state_dir is not None:
+                raise
+            raise CommandFailed(_served_already(plan.config), details=busy.message) from None
+
+
+def _served_already(config: Config) -> str:
+    """Nobody has chosen the demo's state directory; who starts it twice has to choose another port."""
+    port = _port(config)
+    other = port + 1 if port < PORT_MAX else port - 1
+    return (
+        f"a demo serves port {port} already; `{screen.program()} ps` shows it. Stop it, or choose another port: "
+        f"--port {other}, or `make serve PORT={other}`"
+    )
 
 
 def _need_llama_cpp() -> None:
@@ -72,7 +90,7 @@ def _prepared() -> list[DemoModel]:
 def configuration(models: Sequence[DemoModel], said: Overrides) -> Config:
     """Both models, and a simulated GPU that holds the larger one and nothing besides."""
     from greenroom.cli.demo_models import cache_dir
-    from greenroom.config.schema import Config, Gpu, Server
+    from greenroom.config.schema import Config, Gpu
 
     config = said.applied(
         Config(
@@ -81,8 +99,14 @@ def configuration(models: Sequence[DemoModel], said: Overrides) -> Config:
         )
     )
     # Its own directory, by port, so that a demo runs beside other gateways and other demos.
-    state_dir = said.state_dir or str(cache_dir() / f"state-{config.server.port or Server().port}")
+    state_dir = said.state_dir or str(cache_dir() / f"state-{_port(config)}")
     return config.model_copy(update={"state_dir": state_dir})
+
+
+def _port(config: Config) -> int:
+    from greenroom.config.schema import Server
+
+    return config.server.port or Server().port
 
 
 def _model(model: DemoModel) -> Model:

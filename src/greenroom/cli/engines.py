@@ -31,7 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = looked_at(_config(args.config))
+    config, why_empty = _config(args.config)
+    found = looked_at(config)
     if args.json:
         screen.say_json({"engines": found})
         return Exit.OK
@@ -39,20 +40,26 @@ def run(args: argparse.Namespace) -> int:
     for row in found:
         for line in _advice(row):
             screen.say(line)
+    if why_empty is not None:
+        screen.note(why_empty)
     return Exit.OK
 
 
-def _config(given: str | None) -> Config:
-    """The configuration, or an empty one where there is none: engines are there without models too."""
+def _config(given: str | None) -> tuple[Config, str | None]:
+    """The configuration, or an empty one and why it is: engines are there without models too."""
     from greenroom.config import loader
     from greenroom.config.schema import Config
 
+    if given is not None:
+        return loader.load(loader.find(given)).config, None
     try:
-        return loader.load(loader.find(given)).config
+        file = loader.find(None)
     except ConfigError:
-        if given is not None:
-            raise
-        return Config()
+        return Config(), "no configuration here, so no models; name one with --config"
+    try:
+        return loader.load(file).config, None
+    except ConfigError:
+        return Config(), f"{file} cannot be used, so no models; `greenroom check` says what is wrong with it"
 
 
 def looked_at(config: Config) -> list[Row]:

@@ -26,7 +26,7 @@ WAITING: Final = {
 }
 REFUSED: Final = {
     "queue_full": "the queue is full",
-    "load_failed": "its last load failed and is not tried again yet",
+    "load_failed": "its last load failed or its engine ended again, and it is not tried again yet",
     "too_large": "it does not fit on the devices there are",
     "expired": "its answer would not come in time",
     "shutting_down": "the gateway is shutting down",

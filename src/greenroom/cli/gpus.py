@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             screen.say_json(look(), on_one_line=True)
         else:
-            screen.say(screen.plain_table(TITLES, rows(look())) + "\n")
+            _show_again(look())
         time.sleep(WATCH_EVERY_S)
 
 
@@ -47,8 +47,16 @@ def _show(seen: Seen, as_json: bool) -> None:
         return
     if seen["gpus"]:
         screen.say_table(TITLES, rows(seen))
+    for line in trouble(seen):
+        screen.note(line)
     for line in summary(seen):
         screen.hint(line)
+
+
+def _show_again(seen: Seen) -> None:
+    screen.say(screen.plain_table(TITLES, rows(seen)) + "\n")
+    for line in trouble(seen):
+        screen.note(line)
 
 
 # --- where it is looked ---------------------------------------------------------------------------------------------
@@ -74,13 +82,15 @@ def _local(config_file: str | None) -> Callable[[], Seen]:
     from greenroom.config import loader
     from greenroom.config.schema import Config
     from greenroom.memory.probes import make_probe
+    from greenroom.memory.simulated import NoProbe
 
     config = Config() if config_file is None else loader.load(loader.find(config_file)).config
     probe = make_probe(config)
-    return lambda: _seen(probe.kind, probe.look())
+    why = probe.why if isinstance(probe, NoProbe) else None
+    return lambda: _seen(probe.kind, probe.look(), why)
 
 
-def _seen(kind: str, reading: Any) -> Seen:
+def _seen(kind: str, reading: Any, why: str | None) -> Seen:
     from dataclasses import asdict
 
     from greenroom.process.ownership import name_of
@@ -95,7 +105,7 @@ def _seen(kind: str, reading: Any) -> Seen:
         figures["strangers"] = [{"pid": pid, "name": name_of(pid), "used_mib": mib} for pid, mib in by_pid]
         gpus.append(figures)
     visible = all(gpu.processes is not None for gpu in reading.gpus)
-    probe = {"kind": kind, "looked_s_ago": 0.0, "failure": None, "pids_visible": visible}
+    probe = {"kind": kind, "why": why, "looked_s_ago": 0.0, "failure": None, "pids_visible": visible}
     return {"probe": probe, "gpus": gpus, "host": asdict(reading.host)}
 
 
@@ -130,13 +140,21 @@ def _who(gpu: Seen) -> list[str]:
     return [*holders, *strangers]
 
 
-def summary(seen: Seen) -> list[str]:
-    probe, host = seen["probe"], seen["host"]
-    lines = [] if seen["gpus"] else [f"no GPUs are used here (probe: {probe['kind']})"]
-    lines.append(f"host: {host['available_mib']:,} of {host['total_mib']:,} MiB available")
+def trouble(seen: Seen) -> list[str]:
+    """Without which the table would be misread, so that it is said in a pipe too: nothing is there, or it is old."""
+    probe = seen["probe"]
+    # Only who looks by himself knows why there are none.
+    why = f": {str(probe['why']).rstrip('.')}" if probe.get("why") else ""
+    lines = [] if seen["gpus"] else [f"no GPUs are used here (probe: {probe['kind']}){why}"]
     if probe["failure"]:
         lines.append(f"these figures are {screen.seconds(probe['looked_s_ago'])} old: {probe['failure']}")
-    if not probe["pids_visible"]:
+    return lines
+
+
+def summary(seen: Seen) -> list[str]:
+    host = seen["host"]
+    lines = [f"host: {host['available_mib']:,} of {host['total_mib']:,} MiB available"]
+    if not seen["probe"]["pids_visible"]:
         lines.append("processes cannot be seen here: what is used beyond all claims counts as somebody else's")
     return lines
 
@@ -149,7 +167,7 @@ def _watch_live(look: Callable[[], Seen]) -> None:
 
     def drawn() -> Group:
         seen = look()
-        said = Text(screen.harmless("\n".join(summary(seen))), style="dim")
+        said = Text(screen.harmless("\n".join([*trouble(seen), *summary(seen)])), style="dim")
         return Group(screen.drawn_table(TITLES, rows(seen)), said)
 
     with Live(drawn(), auto_refresh=False) as live:

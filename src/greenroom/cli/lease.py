@@ -12,15 +12,17 @@ import time
 
 from greenroom.cli import screen
 from greenroom.cli.failures import NoGateway, WrongUsage
-from greenroom.errors import StoreDown
+from greenroom.errors import BadRequest, StoreDown
 
 NAME = "lease"
 HELP = "Run a program with memory on GPUs of its own; idle models leave for it."
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mib", type=int, required=True, metavar="N", help="memory on each GPU")
-    parser.add_argument("--gpus", type=int, default=1, metavar="K", help="on so many GPUs, all or nothing (default: 1)")
+    parser.add_argument("--mib", type=_above_0, required=True, metavar="N", help="memory on each GPU")
+    parser.add_argument(
+        "--gpus", type=_above_0, default=1, metavar="K", help="on so many GPUs, all or nothing (default: 1)"
+    )
     parser.add_argument("--device", action="append", default=[], metavar="GPU", help="only this one; may be repeated")
     parser.add_argument("--name", help="what it is for (default: the program's name)")
     parser.add_argument("--priority", default="normal", help="high, normal, low or a number (default: normal)")
@@ -37,19 +39,22 @@ def run(args: argparse.Namespace) -> int:
     from greenroom.cli.program import Program
     from greenroom.leasing_client.handle import lease
 
-    wanted = lease(
-        args.mib,
-        args.gpus,
-        args.name or os.path.basename(args.command[0]),
-        args.priority,
-        preemptible=args.preemptible,
-        wait_s=args.wait,
-        devices=args.device,
-        grace_s=args.grace_s,
-        ttl_s=args.ttl_s,
-        url=args.url,
-        api_key=_key(args.api_key_env),
-    )
+    try:
+        wanted = lease(
+            args.mib,
+            args.gpus,
+            args.name or os.path.basename(args.command[0]),
+            args.priority,
+            preemptible=args.preemptible,
+            wait_s=args.wait,
+            devices=args.device,
+            grace_s=args.grace_s,
+            ttl_s=args.ttl_s,
+            url=args.url,
+            api_key=_key(args.api_key_env),
+        )
+    except BadRequest as wrong:
+        raise WrongUsage(wrong.message) from None
     began = time.monotonic()
     screen.note(f"waiting for {args.mib:,} MiB on {args.gpus} GPU{'s' if args.gpus > 1 else ''}")
     with contextlib.ExitStack() as stack:
@@ -60,6 +65,14 @@ def run(args: argparse.Namespace) -> int:
         waited = screen.seconds(time.monotonic() - began)
         screen.note(f"holds {', '.join(held.devices)} after {waited}; see `greenroom leases`")
         return Program(args.command, held).run()
+
+
+def _above_0(said: str) -> int:
+    """Raises ValueError or ArgumentTypeError, which argparse tells as wrong usage."""
+    number = int(said)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{said} is no whole number above 0")
+    return number
 
 
 def _key(name: str | None) -> str | None:

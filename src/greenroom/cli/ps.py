@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -31,6 +32,8 @@ PLACES: Final = {"ready": "on-stage", "asleep": "green-room", "cold": "at-home"}
 SAID: Final = {"ready": "on stage", "asleep": "in the green room", "cold": "at home"}
 # Models named in a line of the summary; the table has them all.
 NAMED_MAX: Final = 5
+# Of what went wrong with a model; the whole is in its log.
+CAUSE_CHARS_MAX: Final = 80
 
 Status = Mapping[str, Any]
 
@@ -95,8 +98,16 @@ def _notes(model: Status) -> list[str]:
         notes.append(f"leaves in {screen.seconds(model['unload_in_s'])}")
     if model.get("last_error"):
         again = f", again in {screen.seconds(model['retry_in_s'])}" if model.get("retry_in_s") else ""
-        notes.append(f"failed{again}: greenroom logs {model['id']}")
+        notes.append(f"failed{again}: {_cause(model)}; greenroom logs {model['id']}")
     return notes
+
+
+def _cause(model: Status) -> str:
+    """What went wrong, in the room that a table has; the row names the model already."""
+    message = " ".join(str(model["last_error"]["message"]).split())
+    for before in ("could not be loaded: ", "was lost: "):
+        message = message.removeprefix(f"{model['id']} {before}")
+    return textwrap.shorten(message.rstrip("."), CAUSE_CHARS_MAX, placeholder="…")
 
 
 def summary(status: Status) -> list[str]:

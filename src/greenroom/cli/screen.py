@@ -74,15 +74,25 @@ def fail(error: CommandFailed) -> None:
 
 
 def seconds(value: float | None) -> str:
-    """`0.4s`, `12s`, `3m`, `2h`, `5d`; `-` when not known."""
+    """`0.4s`, `12s`, `3m`, `1h30m`, `5d`; `-` when not known."""
     if value is None:
         return "-"
     if value < 9.95:
         return f"{max(0.0, value):.1f}s"
-    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "m")):
-        if value >= size:
-            return f"{value / size:.0f}{unit}"
-    return f"{value:.0f}s"
+    if value < 60:
+        return f"{value:.0f}s"
+    minutes, hours = round(value / 60), round(value / 3_600)
+    if minutes < 60:
+        return f"{minutes}m"
+    if hours < 24:
+        return _two(minutes, 60, "h", "m")
+    return _two(hours, 24, "d", "h")
+
+
+def _two(count: int, size: int, large: str, small: str) -> str:
+    """So many small units, in large ones and what is left."""
+    whole, left = divmod(count, size)
+    return f"{whole}{large}" + (f"{left}{small}" if left else "")
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalog import Entry
 from greenroom.runtime.control_link import Answer, OpFailed, WorkerLost, count, seconds
 from greenroom.runtime.evidence import Evidence
+from greenroom.runtime.failures import Failures
 from greenroom.runtime.grants import Grants, NoGrant
 from greenroom.runtime.hosted_memory import HostedMemory
 from greenroom.runtime.hosted_slots import HostedSlot, HostedSlots
@@ -67,6 +68,7 @@ class HostedMoves:
         mishaps: Mishaps,
         grants: Grants,
         remains: Remains,
+        failures: Failures,
         *,
         keeps_spare: bool,
         roots: Callable[[], tuple[str, ...]],
@@ -80,6 +82,7 @@ class HostedMoves:
         self._mishaps = mishaps
         self._grants = grants
         self._remains = remains
+        self._failures = failures
         self._hosts = Hosts(state_dir, observer, self._on_lost, keeps_spare=keeps_spare)
         self._openings = Openings(slots, state_dir, self._hosts, observer, memory, mishaps, roots)
         table.workers = self._hosts.workers
@@ -298,9 +301,11 @@ class HostedMoves:
         gpus = frozenset(slot.gpu for slot in there if slot.gpu is not None)
         work = self._end_remains(worker, gpus, [slot.id for slot in on_stage])
         self._remains.clear_up(work, gpus, f"remains {worker.id}")
-        lost = tuple(slot.id for slot in on_stage if not slot.is_moving)
+        lost = [slot for slot in on_stage if not slot.is_moving]
+        for slot in lost:
+            self._failures.ended(slot.entry, "worker", exit, worker.log)
         if lost:
-            self._post(SlotsLost(self._clock(), lost, Tier.ASLEEP, str(exit)))
+            self._post(SlotsLost(self._clock(), tuple(slot.id for slot in lost), Tier.ASLEEP, str(exit)))
         for slot in there:
             if not slot.is_moving:
                 self._openings.let_go(slot)

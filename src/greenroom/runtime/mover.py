@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from greenroom.core.events import Event, MoveDone, SlotsLost
-from greenroom.core.model import Claim, ModelId, Move, MoveId, MoveKind, Outcome, SlotId, Tier
+from greenroom.core.model import Claim, Move, MoveId, MoveKind, Outcome, SlotId, Tier
 from greenroom.engines.base import HostedEngine, Launch, Listens, Place, ProcessEngine
 from greenroom.errors import GreenroomError, LoadFailed, OutOfMemory, StoreDown
 from greenroom.process.ports import PortRange, is_ours, listener_pids
@@ -21,6 +21,7 @@ from greenroom.proxy.upstream import Address, Pool
 from greenroom.runtime.beside import beside
 from greenroom.runtime.catalog import Catalog, Entry
 from greenroom.runtime.evidence import Evidence
+from greenroom.runtime.failures import LAST_LINES, Failures
 from greenroom.runtime.grants import Grants, NoGrant
 from greenroom.runtime.hosted_moves import Arrival, HostedMoves
 from greenroom.runtime.observer import Observer
@@ -33,8 +34,6 @@ from greenroom.telemetry.logs import get_logger
 
 # A stranger may take the port between our choosing and the engine's binding; another port is tried this often.
 PORT_TRIES = 3
-# Lines of the engine that go with the error of a failed load.
-LAST_LINES = 20
 
 _log = get_logger("moves")
 
@@ -61,6 +60,7 @@ class Mover:
         grants: Grants,
         remains: Remains,
         hosted: HostedMoves,
+        failures: Failures,
         roots: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         """`grants` is asked where GPUs are shared with other gateways; files of models lie below `roots`, if any."""
@@ -80,8 +80,7 @@ class Mover:
         self._ports_in_use: dict[SlotId, int] = {}
         # What engines that crashed left of their trees, being ended by their keepers.
         self._remains = remains
-        # Why the last load of a model failed; the scheduler knows only that it did.
-        self.failures: dict[ModelId, GreenroomError] = {}
+        self.failures = failures
 
     def start(self, move: Move) -> None:
         name = f"{move.kind.value} {move.model} {move.id}"
@@ -130,10 +129,7 @@ class Mover:
         if not isinstance(error, GreenroomError):
             _log.error("move broke", model=move.model, kind=move.kind.value, error=repr(error))
             error = LoadFailed(f"{move.model} could not be moved: {error!r}")
-        # An engine's words may say where it was to listen.
-        error.message = self._state_dir.unnamed(error.message)
-        error.details = None if error.details is None else self._state_dir.unnamed(error.details)
-        self.failures[move.model] = error
+        self.failures.keep(move.model, error)
         _log.warning("load failed", model=move.model, slot=move.slot, error=error.message)
         return Outcome.NO_MEMORY if isinstance(error, OutOfMemory) else Outcome.FAILED
 
@@ -338,6 +334,7 @@ class Mover:
         if self._slots.live.pop(live.id, None) is None:
             return
         self._observer.lost(live.entry.id, live.id, str(exit))
+        self.failures.ended(live.entry, "engine", exit, live.child.log)
         self._give_back(live.id, live.socket)
         self._end_remains(live)
         self._post(SlotsLost(self._clock(), (live.id,), Tier.COLD, str(exit)))

@@ -51,7 +51,7 @@ class Orders(Protocol):
 class Failures(Protocol):
     @property
     def failures(self) -> Mapping[ModelId, GreenroomError]:
-        """Why the last load of a model failed, until one succeeds."""
+        """Why the last load of a model failed, or how its process ended, until a load succeeds."""
         ...
 
 

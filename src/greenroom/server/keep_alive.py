@@ -32,11 +32,15 @@ def keep_alive_s(said: float | str, *, param: str) -> float:
     """Seconds, or FOR_EVER. Raises BadRequest, which names the field."""
     seconds = _seconds_of_text(said) if isinstance(said, str) else float(said)
     if not math.isfinite(seconds):
-        raise BadRequest(
-            f'{param} is a number of seconds or a time such as "5m" or "1h30m"; 0 leaves when idle, -1 stays.',
-            param=param,
-        )
+        raise wrong(param)
     return FOR_EVER if seconds < 0 else min(seconds, SECONDS_MAX)
+
+
+def wrong(param: str) -> BadRequest:
+    """Whatever is wrong with it is told in these words."""
+    return BadRequest(
+        f'{param} is a number of seconds or a time such as "5m" or "1h30m"; 0 leaves when idle, -1 stays.', param=param
+    )
 
 
 def capped(seconds: float | None, most_s: float | None) -> float | None:

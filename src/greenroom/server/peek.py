@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -20,6 +20,7 @@ from greenroom.config.names import ID_CHARS_MAX
 from greenroom.errors import BadRequest
 from greenroom.server import keep_alive
 from greenroom.server.many_keys import TooManyKeys, decode_counting
+from greenroom.tenancy.tenants import bad_priority
 
 # Top-level fields. The largest API has about forty; each costs some two hundred bytes here.
 FIELDS_MAX: Final = 1_000
@@ -144,7 +145,7 @@ def read_budget_s(said: str, *, param: str = "x_budget_s") -> float:
 
 def _read_ours(peeked: Peeked) -> None:
     fields = peeked.fields
-    peeked.priority = _value(_number_or_text, fields.get("x_priority"), "x_priority", "high, normal, low or an integer")
+    peeked.priority = _value(_number_or_text, fields.get("x_priority"), "x_priority", bad_priority)
     client_id = _value(_text_or_null, fields.get("x_client_id"), "x_client_id", "a string")
     peeked.client_id = None if client_id is None else check_client_id(client_id)
     budget_s = _value(_number, fields.get("x_budget_s"), "x_budget_s", "a number of seconds")
@@ -155,7 +156,7 @@ def _read_keep_alive(fields: Fields) -> float | None:
     """Both names are read, so that neither can be wrong unnoticed; ours wins."""
     seconds: float | None = None
     for name in (keep_alive.PLAIN, keep_alive.OURS):
-        said = _value(_time_or_null, fields.get(name), name, 'a number of seconds or a time such as "5m"')
+        said = _value(_time_or_null, fields.get(name), name, keep_alive.wrong)
         if said is not None:
             seconds = keep_alive.keep_alive_s(said, param=name)
     return seconds
@@ -215,11 +216,14 @@ def _expect_utf8(body: bytes) -> None:
         raise BadRequest(f"The body is not valid UTF-8: {error.reason}.") from None
 
 
-def _value(decoder: msgspec.json.Decoder[Any], raw: Raw | None, param: str, wanted: str) -> Any:
-    """The value of one field; None when it was not sent."""
+def _value(
+    decoder: msgspec.json.Decoder[Any], raw: Raw | None, param: str, wanted: str | Callable[[str], BadRequest]
+) -> Any:
+    """The value of one field; None when it was not sent. `wanted` is what it should be, or the error that says so."""
     if raw is None:
         return None
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise BadRequest(f"{param} is not {wanted}.", param=param) from None
+        error = BadRequest(f"{param} is not {wanted}.", param=param) if isinstance(wanted, str) else wanted(param)
+        raise error from None

@@ -33,7 +33,7 @@ class ModelStatus(View):
     retry_in_s: float | None = None
     """Seconds until a failed model is tried again."""
     last_error: str | None = None
-    """Why its last load failed, until one succeeds."""
+    """Why its last load failed or how its process ended, until a load succeeds."""
 
 
 class ModelCard(View):
@@ -168,7 +168,9 @@ class ModelView(View):
     failures: int
     """Failed loads and crashes since it last answered."""
     retry_in_s: float | None
+    """Seconds until it is tried again, while requests for it are refused after repeated failures."""
     last_error: LastError | None
+    """Why its last load failed or how its process ended, until a load succeeds."""
     pid: int | None
 
 

@@ -86,12 +86,12 @@ def parse_priority(raw: object, *, param: str = "x_priority") -> int:
         return _in_range(raw, param)
     text = raw.decode("latin-1") if isinstance(raw, bytes) else raw
     if not isinstance(text, str):
-        raise _bad_priority(param)
+        raise bad_priority(param)
     word = text.strip().lower()
     if word in PRIORITY_NAMES:
         return PRIORITY_NAMES[word]
     if _INTEGER.fullmatch(word) is None:
-        raise _bad_priority(param)
+        raise bad_priority(param)
     return _in_range(int(word), param)
 
 
@@ -110,12 +110,13 @@ def _checked(raw: bytes) -> TenantId:
 
 def _in_range(priority: int, param: str) -> int:
     if not PRIORITY_MIN <= priority <= PRIORITY_MAX:
-        raise _bad_priority(param)
+        raise bad_priority(param)
     return priority
 
 
-def _bad_priority(param: str) -> BadRequest:
+def bad_priority(param: str) -> BadRequest:
+    """Whatever is wrong with it is told in these words."""
     return BadRequest(
-        f"{param} is high, normal, low or a number from {PRIORITY_MIN} to {PRIORITY_MAX}; lower goes first.",
+        f"{param} is high, normal, low or a whole number from {PRIORITY_MIN} to {PRIORITY_MAX}; lower goes first.",
         param=param,
     )

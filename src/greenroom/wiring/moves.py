@@ -12,6 +12,7 @@ from greenroom.config.schema import Config
 from greenroom.core.model import DeviceKind, ModelId
 from greenroom.core.state import State
 from greenroom.process.ports import PortRange
+from greenroom.runtime.failures import Failures
 from greenroom.runtime.hosted_memory import HostedMemory
 from greenroom.runtime.hosted_moves import HostedMoves
 from greenroom.runtime.mishaps import Mishaps
@@ -34,6 +35,7 @@ class Moves:
 def wire_moves(common: Common, memory: Memory, leases: Leases, config: Config, roots: Roots) -> Moves:
     """`roots` are the folders below which files of models must lie, as they are configured now."""
     grants, remains = leases.grants, Remains()
+    failures = Failures(common.state_dir, common.catalog)
     hosted_memory = HostedMemory(common.state, common.hosted_slots, memory.watch, common.clock)
     hosted = HostedMoves(
         common.hosted_slots,
@@ -46,6 +48,7 @@ def wire_moves(common: Common, memory: Memory, leases: Leases, config: Config, r
         Mishaps(hosted_memory, memory.slot_memory.shortage),
         grants,
         remains,
+        failures,
         keeps_spare=config.memory.spare_worker,
         roots=roots,
     )
@@ -61,6 +64,7 @@ def wire_moves(common: Common, memory: Memory, leases: Leases, config: Config, r
         grants,
         remains,
         hosted,
+        failures,
         roots,
     )
     return Moves(hosted, mover)

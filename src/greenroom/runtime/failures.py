@@ -1,0 +1,39 @@
+"""Why a model is not there that should be: its last move failed, or its process ended. The scheduler knows only that.
+
+Owns the words until the model arrives again, and that none of them says where our folders are.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from greenroom.core.model import ModelId
+from greenroom.errors import GreenroomError, LoadFailed
+from greenroom.process.logs import LogRing
+from greenroom.process.spawn import Exit
+from greenroom.process.state_dir import StateDir
+from greenroom.runtime.catalog import Catalog, Entry
+
+# Lines of the process that go with the error.
+LAST_LINES: Final = 20
+
+
+class Failures(dict[ModelId, GreenroomError]):
+    def __init__(self, state_dir: StateDir, catalog: Catalog) -> None:
+        super().__init__()
+        self._state_dir = state_dir
+        self._catalog = catalog
+
+    def keep(self, model: ModelId, error: GreenroomError) -> None:
+        # An engine's words may say where it was to listen.
+        error.message = self._state_dir.unnamed(error.message)
+        error.details = None if error.details is None else self._state_dir.unnamed(error.details)
+        self[model] = error
+
+    def ended(self, entry: Entry, who: str, exit: Exit, log: LogRing) -> None:
+        """A process that had served ended by itself: whoever is refused for it hears how, as after a failed load."""
+        if self._catalog.revision(entry.id, entry.spec.revision) is None:
+            # Of a model that was changed or removed nobody wants this one back.
+            return
+        lines = "\n".join(log.tail(LAST_LINES))
+        self.keep(entry.id, LoadFailed(f"{entry.id} was lost: its {who} ended ({exit}).", details=lines or None))

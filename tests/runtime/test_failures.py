@@ -1,0 +1,51 @@
+"""What is kept of a model that failed: the cause in words that callers may read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+from greenroom.core.model import ModelId
+from greenroom.errors import LoadFailed
+from greenroom.process.logs import LogRing
+from greenroom.process.spawn import Exit
+from greenroom.process.state_dir import StateDir
+from greenroom.runtime.catalog import Catalog, Entry
+from greenroom.runtime.failures import Failures
+
+M = ModelId("qwen")
+
+
+def entry(revision: int = 1) -> Entry:
+    return cast(Entry, SimpleNamespace(id=M, spec=SimpleNamespace(revision=revision)))
+
+
+def failures(state_dir: StateDir) -> Failures:
+    catalog = SimpleNamespace(revision=lambda model, revision: entry() if (model, revision) == (M, 1) else None)
+    return Failures(state_dir, cast(Catalog, catalog))
+
+
+def test_a_process_that_ended_is_told_with_its_exit_and_last_lines_but_no_folder_of_ours(tmp_path: Path) -> None:
+    state_dir = StateDir.open(tmp_path / "state")
+    try:
+        kept, log = failures(state_dir), LogRing()
+        log.write(f"illegal access\nclosing {state_dir.run_dir}/s1.sock\n".encode())
+        kept.ended(entry(), "worker", Exit(None, 9), log)
+        assert isinstance(kept[M], LoadFailed)
+        assert kept[M].message == "qwen was lost: its worker ended (killed by SIGKILL)."
+        assert kept[M].details == "illegal access\nclosing s1.sock"
+        kept.ended(entry(), "engine", Exit(3, None), LogRing())
+        assert kept[M].message == "qwen was lost: its engine ended (exit code 3)." and kept[M].details is None
+    finally:
+        state_dir.close()
+
+
+def test_the_end_of_a_model_that_was_changed_or_removed_says_nothing_of_the_present_one(tmp_path: Path) -> None:
+    state_dir = StateDir.open(tmp_path / "state")
+    try:
+        kept = failures(state_dir)
+        kept.ended(entry(revision=2), "engine", Exit(3, None), LogRing())
+        assert not kept
+    finally:
+        state_dir.close()
