@@ -131,7 +131,7 @@ def test_a_choice_that_waits_for_the_green_room_comes_when_another_turns_out_sma
 
 
 def test_on_stage_it_keeps_no_less_than_its_copy_takes() -> None:
-    """Planned with less on stage than asleep: that was somebody's word, and what was seen asleep does not lower it."""
+    """Planned with less on stage than asleep: what is spared asleep lowers that too, never below the copy itself."""
     world = World([model("a", 2_000, host_mib=1_800, asleep=Need(0, 2_000))], DEVICES)
     world.engines["a"].seen_asleep = {HOST: 1_500}
     asleep(world, "a")

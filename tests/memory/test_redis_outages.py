@@ -126,6 +126,7 @@ async def test_a_cancel_is_heard_whenever_it_comes(client: Opener) -> None:
         (f"redis://me:{SECRET}/{SECRET}@box:6379", "%2F"),
         (f"redis://me:{SECRET}@box?db=first", "option"),
         (f"redis://me:{SECRET}@box?foo=bar", "option"),
+        (f"redis://me:{SECRET}@box?protocol=9", "option"),
     ],
 )
 def test_an_address_that_cannot_be_read_is_a_clear_refusal(url: str, told: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
-from greenroom.core.model import ModelId
+from greenroom.core.model import ModelId, SlotId
 from greenroom.errors import LoadFailed
 from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Exit
@@ -15,6 +15,7 @@ from greenroom.runtime.catalog import Catalog, Entry
 from greenroom.runtime.failures import Failures
 
 M = ModelId("qwen")
+HERE, GOING = SlotId("s1"), SlotId("s2")
 
 
 def entry(revision: int = 1) -> Entry:
@@ -23,7 +24,7 @@ def entry(revision: int = 1) -> Entry:
 
 def failures(state_dir: StateDir) -> Failures:
     catalog = SimpleNamespace(revision=lambda model, revision: entry() if (model, revision) == (M, 1) else None)
-    return Failures(state_dir, cast(Catalog, catalog))
+    return Failures(state_dir, cast(Catalog, catalog), lambda slot: slot == GOING)
 
 
 def test_a_process_that_ended_is_told_with_its_exit_and_last_lines_but_no_folder_of_ours(tmp_path: Path) -> None:
@@ -31,21 +32,24 @@ def test_a_process_that_ended_is_told_with_its_exit_and_last_lines_but_no_folder
     try:
         kept, log = failures(state_dir), LogRing()
         log.write(f"illegal access\nclosing {state_dir.run_dir}/s1.sock\n".encode())
-        kept.ended(entry(), "worker", Exit(None, 9), log)
+        kept.ended(entry(), HERE, "worker", Exit(None, 9), log)
         assert isinstance(kept[M], LoadFailed)
         assert kept[M].message == "qwen was lost: its worker ended (killed by SIGKILL)."
         assert kept[M].details == "illegal access\nclosing s1.sock"
-        kept.ended(entry(), "engine", Exit(3, None), LogRing())
+        kept.ended(entry(), HERE, "engine", Exit(3, None), LogRing())
         assert kept[M].message == "qwen was lost: its engine ended (exit code 3)." and kept[M].details is None
     finally:
         state_dir.close()
 
 
-def test_the_end_of_a_model_that_was_changed_or_removed_says_nothing_of_the_present_one(tmp_path: Path) -> None:
+def test_the_end_of_a_model_that_was_changed_removed_or_told_to_leave_says_nothing_of_the_present_one(
+    tmp_path: Path,
+) -> None:
     state_dir = StateDir.open(tmp_path / "state")
     try:
         kept = failures(state_dir)
-        kept.ended(entry(revision=2), "engine", Exit(3, None), LogRing())
+        kept.ended(entry(revision=2), HERE, "engine", Exit(3, None), LogRing())
+        kept.ended(entry(), GOING, "engine", Exit(3, None), LogRing())
         assert not kept
     finally:
         state_dir.close()

@@ -68,11 +68,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _above_0(said: str) -> int:
-    """Raises ValueError or ArgumentTypeError, which argparse tells as wrong usage."""
-    number = int(said)
-    if number < 1:
+    """Raises ArgumentTypeError, which argparse tells as wrong usage."""
+    if not said.strip().isdecimal() or int(said) < 1:
         raise argparse.ArgumentTypeError(f"{said} is no whole number above 0")
-    return number
+    return int(said)
 
 
 def _key(name: str | None) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -98,8 +97,14 @@ def _notes(model: Status) -> list[str]:
         notes.append(f"leaves in {screen.seconds(model['unload_in_s'])}")
     if model.get("last_error"):
         again = f", again in {screen.seconds(model['retry_in_s'])}" if model.get("retry_in_s") else ""
-        notes.append(f"failed{again}: {_cause(model)}; greenroom logs {model['id']}")
+        what = "failed" if again or not _was_lost(model) else "lost"
+        notes.append(f"{what}{again}: {_cause(model)}; greenroom logs {model['id']}")
     return notes
+
+
+def _was_lost(model: Status) -> bool:
+    """Its process ended, and nothing keeps it from being brought back."""
+    return str(model["last_error"]["message"]).startswith(f"{model['id']} was lost: ")
 
 
 def _cause(model: Status) -> str:
@@ -107,7 +112,8 @@ def _cause(model: Status) -> str:
     message = " ".join(str(model["last_error"]["message"]).split())
     for before in ("could not be loaded: ", "was lost: "):
         message = message.removeprefix(f"{model['id']} {before}")
-    return textwrap.shorten(message.rstrip("."), CAUSE_CHARS_MAX, placeholder="…")
+    message = message.rstrip(".")
+    return message if len(message) <= CAUSE_CHARS_MAX else f"{message[: CAUSE_CHARS_MAX - 1]}…"
 
 
 def summary(status: Status) -> list[str]:

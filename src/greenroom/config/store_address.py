@@ -16,9 +16,9 @@ _PORT: Final = "has a port that is no whole number from 1 to 65535"
 _PASSWORD: Final = "has an @ behind its host: in a name or password write / as %2F, ? as %3F, # as %23 and @ as %40"
 _NO_HOST: Final = "names no host, as in redis://localhost:6379/0"
 _NO_SOCKET: Final = "names no socket by its path, as in unix:///run/redis.sock"
-# In the value of an option an @ is just that. Anywhere else behind a ? it ends a password that was written as it is.
 _DATABASE: Final = "has a database that is no number, as in redis://localhost:6379/0"
 _SPACE: Final = "has a space in it: write %20"
+# In the value of an option an @ is just that. Anywhere else behind a ? it ends a password that was written as it is.
 _OPTION: Final = re.compile(r"[A-Za-z_]+=")
 
 

@@ -110,8 +110,11 @@ class Moves:
         slot.tier = LEGAL_MOVES[move.kind][1]
         seen, claim = event.seen or NO_CLAIM, move.claim
         if slot.tier is Tier.ASLEEP:
-            # On a host alone: what is left on a GPU while it sleeps says nothing of what it takes there on stage.
-            slot.sleeps_in(self._on_hosts(seen))
+            on_hosts = self._on_hosts(slot.claim)
+            if len(on_hosts) < len(slot.claim):
+                # On a host alone: what is left on a GPU while it sleeps says nothing of what it takes there on stage.
+                # And only where it computes elsewhere: on the host its claim on stage may be another measurement's.
+                slot.sleeps_in(self._on_hosts(seen))
             claim = slot.claim_asleep
         self._state.ledger.hold(slot.id, claim, seen)
         slot.last_used = event.now

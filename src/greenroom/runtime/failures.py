@@ -5,9 +5,10 @@ Owns the words until the model arrives again, and that none of them says where o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
-from greenroom.core.model import ModelId
+from greenroom.core.model import ModelId, SlotId
 from greenroom.errors import GreenroomError, LoadFailed
 from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Exit
@@ -19,8 +20,10 @@ LAST_LINES: Final = 20
 
 
 class Failures(dict[ModelId, GreenroomError]):
-    def __init__(self, state_dir: StateDir, catalog: Catalog) -> None:
+    def __init__(self, state_dir: StateDir, catalog: Catalog, is_going: Callable[[SlotId], bool]) -> None:
+        """`is_going` says which slots are to leave anyway."""
         super().__init__()
+        self._is_going = is_going
         self._state_dir = state_dir
         self._catalog = catalog
 
@@ -30,10 +33,10 @@ class Failures(dict[ModelId, GreenroomError]):
         error.details = None if error.details is None else self._state_dir.unnamed(error.details)
         self[model] = error
 
-    def ended(self, entry: Entry, who: str, exit: Exit, log: LogRing) -> None:
+    def ended(self, entry: Entry, slot: SlotId, who: str, exit: Exit, log: LogRing) -> None:
         """A process that had served ended by itself: whoever is refused for it hears how, as after a failed load."""
-        if self._catalog.revision(entry.id, entry.spec.revision) is None:
-            # Of a model that was changed or removed nobody wants this one back.
+        if self._catalog.revision(entry.id, entry.spec.revision) is None or self._is_going(slot):
+            # Of a model that was changed, removed or told to leave nobody wants this one back.
             return
         lines = "\n".join(log.tail(LAST_LINES))
         self.keep(entry.id, LoadFailed(f"{entry.id} was lost: its {who} ended ({exit}).", details=lines or None))

@@ -303,7 +303,7 @@ class HostedMoves:
         self._remains.clear_up(work, gpus, f"remains {worker.id}")
         lost = [slot for slot in on_stage if not slot.is_moving]
         for slot in lost:
-            self._failures.ended(slot.entry, "worker", exit, worker.log)
+            self._failures.ended(slot.entry, slot.id, "worker", exit, worker.log)
         if lost:
             self._post(SlotsLost(self._clock(), tuple(slot.id for slot in lost), Tier.ASLEEP, str(exit)))
         for slot in there:

@@ -334,7 +334,7 @@ class Mover:
         if self._slots.live.pop(live.id, None) is None:
             return
         self._observer.lost(live.entry.id, live.id, str(exit))
-        self.failures.ended(live.entry, "engine", exit, live.child.log)
+        self.failures.ended(live.entry, live.id, "engine", exit, live.child.log)
         self._give_back(live.id, live.socket)
         self._end_remains(live)
         self._post(SlotsLost(self._clock(), (live.id,), Tier.COLD, str(exit)))

@@ -35,7 +35,8 @@ class Moves:
 def wire_moves(common: Common, memory: Memory, leases: Leases, config: Config, roots: Roots) -> Moves:
     """`roots` are the folders below which files of models must lie, as they are configured now."""
     grants, remains = leases.grants, Remains()
-    failures = Failures(common.state_dir, common.catalog)
+    slots = common.state.slots
+    failures = Failures(common.state_dir, common.catalog, lambda slot: slot in slots and slots[slot].is_going)
     hosted_memory = HostedMemory(common.state, common.hosted_slots, memory.watch, common.clock)
     hosted = HostedMoves(
         common.hosted_slots,

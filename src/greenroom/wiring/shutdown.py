@@ -21,6 +21,8 @@ from greenroom.wiring.moves import Moves
 STOP_MAX_S = 60.0
 # Those who speak to others may be kept waiting by them, but not for longer.
 CLOSE_MAX_S = 10.0
+# How long streams have for the events that were told last: a quick shutdown is over before they have sent them.
+LAST_EVENTS_S = 0.05
 # The last of all: what is still to be written to disk.
 WRITE_MAX_S = 10.0
 
@@ -46,9 +48,9 @@ async def let_go(common: Common, memory: Memory, leases: Leases, front: Front) -
     """Close everything but the files, those who speak to others first."""
     if leases.sharing is not None:
         await _in_time(leases.sharing.close(), "the lease store")
-    # Streams of events and logs end by themselves once nothing more will be said.
+    # Streams of events and logs end by themselves once nothing more will be said, and after what was said last.
     common.hub.close()
-    await asyncio.sleep(0)
+    await asyncio.sleep(LAST_EVENTS_S)
     front.management.close()
     await _in_time(front.edge.close(), "the listening socket")
     front.inference.vigil.close()

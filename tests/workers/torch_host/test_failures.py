@@ -79,6 +79,7 @@ def test_a_worker_whose_device_is_lost_exits_with_seventy(monkeypatch: pytest.Mo
     loop = asyncio.new_event_loop()
     slots = Slots(Shared(loop, on_fatal=lambda error, say: say()))
     said: list[str] = []
+    monkeypatch.setattr(desk, "SAYING_S", 60.0)
 
     def say() -> None:
         # Longer than it may take to be heard.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -38,6 +39,7 @@ def able(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Folding, "is_able", True)
     # A busy machine takes its time, and so that what is folded is known.
     monkeypatch.setattr(folding, "PATIENCE_MIN_S", 60.0)
+    monkeypatch.setattr(folding, "KILL_S", 60.0)
 
 
 def crew_of(at_work: Folding) -> list[subprocess.Popen[bytes]]:
@@ -335,10 +337,13 @@ def test_a_process_that_never_ends_is_ended(descriptor: int, fast_crew: None, mo
     folding._PROGRAM.write_text("import os, time\nos.read(0, 4)\ntime.sleep(600)\n")
     at_work = Folding(descriptor, (1 + LANDING_CHUNKS) * CHUNK_BYTES, [(0, CHUNK_BYTES)])
     at_work.filled(0, CHUNK_BYTES)
-    called_off = threading.Event()
-    called_off.set()
+    assert at_work._crew is not None
+    while select.select([at_work._crew._unread], [], [], 0)[0]:
+        # Nobody has taken the order yet.
+        time.sleep(0.01)
+    monkeypatch.setattr(folding, "PATIENCE_MIN_S", 0.0)
     with pytest.raises(Unfolded, match="ended with -9"):
-        at_work.finish(called_off)
+        at_work.finish(NEVER)
 
 
 def test_a_chunk_that_is_not_there_ends_the_process_with_an_error(descriptor: int) -> None:

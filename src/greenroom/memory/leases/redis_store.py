@@ -229,7 +229,7 @@ def _connected(url: str) -> aioredis.Redis:
         )
         # One that is never opened: what options are called is only looked at here.
         pool.connection_class(**pool.connection_kwargs)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RedisError):
         # Of what the client refuses only this is left: its port, its host and how it begins were looked at.
         raise ConfigError(f"the lease store {shown(url)} has an option behind ? that is not known or read") from None
     return aioredis.Redis.from_pool(pool)

@@ -76,10 +76,10 @@ class Arrival:
             waiter = threading.Thread(target=self._wait, name="arrive", daemon=True)
             waiter.start()
         except BaseException:
-            self._wire.synchronize()
-            self._stream.synchronize()
             self._unhook()
             self._is_here.set()
+            self._wire.synchronize()
+            self._stream.synchronize()
             raise
         self._waiter = waiter
 

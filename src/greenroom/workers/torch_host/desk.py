@@ -105,9 +105,12 @@ class Slots:
             return
         log.error("the device is lost, and this process with it: %s", error)
         said = threading.Event()
-        threading.Thread(target=_end, args=(said,), name="end", daemon=True).start()
         try:
+            threading.Thread(target=_end, args=(said,), name="end", daemon=True).start()
             say()
+        except RuntimeError:
+            # There can be no thread any more, or nobody can be told. It must end all the same.
+            os._exit(POISONED_EXIT)
         finally:
             said.set()
 

@@ -134,7 +134,8 @@ class _Crew:
         while found := os.read(self._unread, ORDER.size * 1024):
             self._ordered.difference_update(index for (index,) in ORDER.iter_unpack(found))
         with self._open:
-            return self._heard(self._codes(CHUNK_S))
+            # Whoever does not want them any more does not wait for a chunk that was begun either.
+            return self._heard(self._codes(0.0 if cancelled.is_set() else CHUNK_S))
 
     def call_off(self) -> None:
         """Stop at once, whatever becomes of the chunks. Raises Failure where one cannot even be stopped."""

@@ -163,19 +163,23 @@ def _filled(
 ) -> int:
     """Have it filled, folded and sealed, and say how many bytes were read. What fails leaves it empty."""
     places = {place.offset: place.size for place in arena.layout.places.values() if place.size}
-    folding = Folding(descriptor, arena.layout.bytes if around.folds else 0, places.items())
+    folding: Folding | None = None
     try:
+        folding = Folding(descriptor, arena.layout.bytes if around.folds else 0, places.items())
         done = bring(on_reading, folding.filled)
+        around.go_on()
         try:
             folds = folding.finish(around.cancelled or threading.Event())
         except Unfolded as reason:
+            around.go_on()
             log.warning("weights are read again, and not folded: %s", reason)
             done, folds = bring(_nothing, _ignored), {}
         around.go_on()
         arena.seal(folds)
     except BaseException:
         try:
-            folding.stop()
+            if folding is not None:
+                folding.stop()
         finally:
             arena.discard()
         raise
