@@ -332,6 +332,19 @@ def test_nobody_waits_where_nobody_takes_orders(descriptor: int, fast_crew: None
     assert all(process.returncode == -9 for process in processes)
 
 
+def test_a_load_that_is_called_off_in_the_middle_of_a_chunk_keeps_nobody_from_folding(
+    descriptor: int, fast_crew: None
+) -> None:
+    folding._PROGRAM.write_text("import os, time\nos.read(0, 4)\ntime.sleep(600)\n")
+    at_work = Folding(descriptor, (1 + LANDING_CHUNKS) * CHUNK_BYTES, [(0, CHUNK_BYTES)])
+    at_work.filled(0, CHUNK_BYTES)
+    called_off = threading.Event()
+    called_off.set()
+    with pytest.raises(Unfolded, match="ended with -9"):
+        at_work.finish(called_off)
+    assert Folding.is_able
+
+
 def test_a_process_that_never_ends_is_ended(descriptor: int, fast_crew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folding, "CHUNK_S", 0.1)
     folding._PROGRAM.write_text("import os, time\nos.read(0, 4)\ntime.sleep(600)\n")

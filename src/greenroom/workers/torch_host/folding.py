@@ -80,7 +80,8 @@ class Folding:
         try:
             return crew.dismiss(patience_s, cancelled)
         except Failure:
-            Folding.is_able = False
+            # Who was called off was ended by us.
+            Folding.is_able = cancelled.is_set()
             raise
 
     def stop(self) -> None:

@@ -112,8 +112,8 @@ def _settle() -> None:
         signal.signal(number, signal.SIG_DFL)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
-    # Threads that wait for one another would else keep processors busy for it: beside one other busy process a small
-    # model spoke a tenth as fast. Read when torch is imported; whoever knows better says so in the model's `env`.
+    # Threads that wait for one another would else keep processors busy for it, and beside any other busy process wait
+    # for each other's turn. Read when torch is imported; whoever knows better says so in the model's `env`.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Whether there is a GPU is asked without touching CUDA: which ones it may see is only told with the first slot.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
