@@ -108,7 +108,9 @@ async def test_completions(client: AsyncOpenAI) -> None:
 async def test_embeddings(client: AsyncOpenAI) -> None:
     answer = await client.embeddings.create(model="bag", input=["good", "good", "bad"])
     good, again, bad = (row.embedding for row in answer.data)
-    assert good == again != bad
+    # The same text at two places of a batch is equal up to rounding, which depends on the processor.
+    assert good == pytest.approx(again, abs=1e-6)
+    assert good != pytest.approx(bad, abs=1e-2)
     assert len(good) == len(bad) > 1
 
 

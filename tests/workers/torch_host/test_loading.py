@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForCausalLM
 
 from greenroom.workers.torch_host import fallback, loading, skeleton
@@ -75,7 +76,7 @@ def test_a_model_read_straight_from_its_files_computes_what_transformers_does(
     folder = tiny.make_model(tmp_path, kind, shards=3)
     expected = own_answer(folder, AutoModel if kind in tiny.ENCODERS else AutoModelForCausalLM)
     without_fallback(monkeypatch)
-    assert torch.equal(answer(loaded(folder, descriptor, embedding=kind in tiny.ENCODERS)), expected)
+    assert_close(answer(loaded(folder, descriptor, embedding=kind in tiny.ENCODERS)), expected)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
@@ -87,7 +88,7 @@ def test_weights_are_converted_to_the_wanted_dtype(
     expected = own_answer(folder, dtype=wanted)
     found = answer(loaded(folder, descriptor, dtype=wanted))
     assert str(found.dtype) == f"torch.{wanted}"
-    assert torch.equal(found, expected)
+    assert_close(found, expected)
 
 
 def test_dtype_auto_is_the_configurations(tmp_path: Path, descriptor: int) -> None:
@@ -125,7 +126,7 @@ def test_a_filled_arena_is_adopted_without_reading(llama: Path, descriptor: int)
     again = loaded(llama, descriptor, filled=True)
     assert first.read_bytes > 0
     assert again.read_bytes == 0
-    assert torch.equal(answer(again), expected)
+    assert_close(answer(again), expected)
 
 
 def test_an_arena_of_files_that_have_changed_is_filled_anew(tmp_path: Path, descriptor: int) -> None:
@@ -134,7 +135,7 @@ def test_an_arena_of_files_that_have_changed_is_filled_anew(tmp_path: Path, desc
     tiny.make_model(tmp_path, "llama", seed=2)
     again = loaded(folder, descriptor, filled=True)
     assert again.read_bytes > 0
-    assert torch.equal(answer(again), own_answer(folder))
+    assert_close(answer(again), own_answer(folder))
 
 
 def test_a_model_saved_without_its_head_serves_embeddings_and_the_other_way_round(
@@ -142,12 +143,12 @@ def test_a_model_saved_without_its_head_serves_embeddings_and_the_other_way_roun
 ) -> None:
     expected = own_answer(llama, AutoModel)
     without_fallback(monkeypatch)
-    assert torch.equal(answer(loaded(llama, descriptor, embedding=True)), expected)
+    assert_close(answer(loaded(llama, descriptor, embedding=True)), expected)
     bare = tmp_path / "bare"
     tiny.make_model(bare, "llama")
     weights = load_file(bare / "model.safetensors")
     save_file({name.removeprefix("model."): tensor for name, tensor in weights.items()}, bare / "model.safetensors")
-    assert torch.equal(answer(loaded(bare, descriptor, embedding=True)), expected)
+    assert_close(answer(loaded(bare, descriptor, embedding=True)), expected)
 
 
 EXPERTS = {
@@ -167,7 +168,7 @@ def test_experts_stored_one_by_one_are_read_straight_to_where_they_are_used(
     without_fallback(monkeypatch)
     found = loaded(folder, descriptor, dtype=dtype)
     assert any(name.endswith("experts.gate_up_proj") for name in found.arena.layout.places)
-    assert torch.equal(answer(found), expected)
+    assert_close(answer(found), expected)
 
 
 def test_what_only_transformers_can_make_of_the_files_is_adopted_without_it(
@@ -177,11 +178,11 @@ def test_what_only_transformers_can_make_of_the_files_is_adopted_without_it(
     expected = own_answer(folder)
     with monkeypatch.context() as patched:
         patched.setattr(loading, "plan", refuse_to_plan)
-        assert torch.equal(answer(loaded(folder, descriptor)), expected)
+        assert_close(answer(loaded(folder, descriptor)), expected)
     without_fallback(monkeypatch)
     again = loaded(folder, descriptor, filled=True)
     assert again.read_bytes == 0
-    assert torch.equal(answer(again), expected)
+    assert_close(answer(again), expected)
 
 
 def refuse_to_plan(*_: object) -> None:
@@ -219,7 +220,7 @@ def test_a_tied_head_that_is_stored_with_other_values_is_not_tied(tmp_path: Path
     save_file(weights, folder / "model.safetensors")
     found = loaded(folder, descriptor)
     assert found.arena.layout.places["lm_head.weight"] != found.arena.layout.places["model.embed_tokens.weight"]
-    assert torch.equal(answer(found), own_answer(folder))
+    assert_close(answer(found), own_answer(folder))
 
 
 def test_a_pickle_is_refused_and_taken_when_allowed(tmp_path: Path, descriptor: int) -> None:
@@ -230,7 +231,7 @@ def test_a_pickle_is_refused_and_taken_when_allowed(tmp_path: Path, descriptor: 
     with pytest.raises(BadModel, match=r"pytorch_model\.bin, a pickle.*allow_pickle: true"):
         loaded(folder, descriptor)
     assert os.fstat(descriptor).st_size == 0
-    assert torch.equal(answer(loaded(folder, descriptor, allow_pickle=True)), expected)
+    assert_close(answer(loaded(folder, descriptor, allow_pickle=True)), expected)
 
 
 def test_a_pickle_that_runs_code_runs_none_even_when_allowed(tmp_path: Path, descriptor: int) -> None:
@@ -333,7 +334,7 @@ def test_whole_numbers_in_place_of_weights_are_never_taken_for_their_bits(tmp_pa
     found = loaded(folder, descriptor)
     norm: Any = found.arena.layout.places["model.norm.weight"]
     assert norm.dtype == "float32"
-    assert torch.equal(answer(found), own_answer(folder))
+    assert_close(answer(found), own_answer(folder))
 
 
 def test_an_unknown_dtype_is_refused_with_the_known_ones(llama: Path, descriptor: int) -> None:
