@@ -1,4 +1,6 @@
-"""A real error of the device, through a running gateway: its process ends, a spare takes over, neighbours answer again.
+"""Input that a GPU would not survive, and a real error of the device, through a running gateway.
+
+The first is refused and the process lives. After the second it ends, a spare takes over, neighbours answer again.
 
 `PYTHONPATH=src:. python -m pytest -c /dev/null -s tests/gpu/test_torch_gateway_gpu.py`, with a Python that has torch
 with CUDA, Transformers and what the gateway needs.
@@ -28,6 +30,17 @@ pytestmark = pytest.mark.gpu
 START_S = 30.0
 ASK_S = 120.0
 # Of several chunks, so that a folded arena is handed from worker to worker.
+ROWS, POSITIONS = 300, 64
+# A model with a fault of its own, which prompts of more than a few tokens meet.
+BROKEN = """
+from transformers import LlamaForCausalLM
+
+class Broken(LlamaForCausalLM):
+    def forward(self, input_ids=None, **more):
+        if input_ids.shape[1] > 40:
+            self.model.embed_tokens(input_ids + 10**6)
+        return super().forward(input_ids=input_ids, **more)
+"""
 SIZES = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 8}
 
 
@@ -45,9 +58,13 @@ class Gateway:
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
-    def complete(self, model: str) -> tuple[int, Any]:
-        body = {"model": model, "prompt": "one two three", "max_tokens": 16, "temperature": 0}
+    def complete(self, model: str, prompt: str | list[int] = "one two three") -> tuple[int, Any]:
+        body = {"model": model, "prompt": prompt, "max_tokens": 16, "temperature": 0}
         return self.ask("/v1/completions", body)
+
+    def pid(self, model: str) -> int | None:
+        found: int | None = self.ask(f"/api/v1/models/{model}")[1]["pid"]
+        return found
 
     def tiers(self) -> dict[str, str]:
         return {model["id"]: model["tier"] for model in self.ask("/api/v1/status")[1]["models"]}
@@ -58,14 +75,23 @@ def gateway() -> Iterator[Gateway]:
     with tempfile.TemporaryDirectory(prefix="gr-") as folder, socket.socket() as free:
         home = Path(folder)
         tiny.make_model(home / "good", "llama", dtype=torch.bfloat16, **SIZES)
-        # Its tokenizer knows more tokens than it has rows for: a GPU notices only when it reads beyond them.
-        tiny.make_model(home / "bad", "llama", dtype=torch.bfloat16, vocab_size=16)
+        # Its tokenizer knows more tokens than it has rows for: a GPU would notice only when it reads beyond them.
+        tiny.make_model(home / "short", "llama", dtype=torch.bfloat16, vocab_size=ROWS)
+        roberta = {"model_type": "xlm-roberta", "max_position_embeddings": POSITIONS}
+        tiny.make_model(home / "vectors", "bert", dtype=torch.bfloat16, **roberta)
+        tiny.make_model(home / "bad", "llama", dtype=torch.bfloat16)
+        (home / "bad" / "modeling_broken.py").write_text(BROKEN)
+        settings = json.loads((home / "bad" / "config.json").read_text())
+        settings["auto_map"] = {"AutoModelForCausalLM": "modeling_broken.Broken"}
+        (home / "bad" / "config.json").write_text(json.dumps(settings))
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        models = {
+        models: dict[str, dict[str, Any]] = {
             name: {"engine": "transformers", "path": str(home / name), "python": sys.executable, "ttl_s": 0}
-            for name in ("good", "bad")
+            for name in ("good", "short", "vectors", "bad")
         }
+        models["vectors"]["embedding"] = True
+        models["bad"]["trust_remote_code"] = True
         config = {"server": {"port": port}, "state_dir": str(home / "state"), "models": models}
         (home / "greenroom.yaml").write_text(json.dumps(config))
         free.close()
@@ -88,12 +114,37 @@ def gateway() -> Iterator[Gateway]:
             log.close()
 
 
+def test_what_the_weights_do_not_have_is_refused_and_the_process_lives(gateway: Gateway) -> None:
+    status, said = gateway.complete("good")
+    assert status == 200, said
+    wanted = said["choices"][0]["text"]
+    assert gateway.complete("short", [5, 6])[0] == 200
+    assert gateway.ask("/v1/embeddings", {"model": "vectors", "input": [5, 6]})[0] == 200
+    pid = gateway.pid("good")
+    assert pid is not None
+    bad: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"model": "short", "prompt": [5, ROWS]}),
+        ("/v1/completions", {"model": "short", "prompt": [2**63]}),
+        ("/v1/completions", {"model": "short", "prompt": "the capital of France"}),
+        ("/v1/completions", {"model": "short", "prompt": [5], "logit_bias": {str(ROWS): 1}}),
+        ("/v1/chat/completions", {"model": "short", "messages": [{"role": "user", "content": "France"}]}),
+        ("/v1/embeddings", {"model": "vectors", "input": [5] * POSITIONS}),
+    ]
+    for path, body in bad:
+        status, refused = gateway.ask(path, body)
+        assert status == 400, (body, refused)
+        status, said = gateway.complete("good")
+        assert (status, said["choices"][0]["text"]) == (200, wanted)
+    assert gateway.complete("short", [5, 6])[0] == 200
+    assert [gateway.pid(model) for model in ("good", "short", "vectors")] == [pid] * 3
+
+
 def test_neighbours_of_a_lost_device_answer_again(gateway: Gateway) -> None:
     status, said = gateway.complete("good")
     assert status == 200, said
     wanted = said["choices"][0]["text"]
     for turn in range(2):
-        status, failed = gateway.complete("bad")
+        status, failed = gateway.complete("bad", "one two three " * 40)
         assert status >= 500, failed
         assert failed["error"]["code"], failed
         assert str(tempfile.gettempdir()) not in failed["error"]["message"]

@@ -10,6 +10,7 @@ import torch
 
 from greenroom.workers.torch_host.asks import Ask, End, Token, TooLong, Vectors
 from greenroom.workers.torch_host.failures import Failure
+from greenroom.workers.torch_host.limits import Limits
 
 WAIT_S = 30.0
 
@@ -22,6 +23,7 @@ class FakePerformer:
 
     def __init__(self, script: Callable[[Ask], Sequence[int]], context: int = 2048, vocabulary: int = 512) -> None:
         self.context = context
+        self.limits = Limits(vocabulary, vocabulary)
         self.asks: list[Ask] = []
         self.ends: list[End] = []
         self.embedded: list[Sequence[Sequence[int]]] = []

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .asks import Performer, TooLong
+from .asks import Performer, TooLong, UnknownToken
 from .failures import Failure
 from .http import Answer
-from .refusals import too_long, unavailable
+from .refusals import Refused, too_long, unavailable
 from .voice import Piece, Voice
 from .written import encoded
 
@@ -150,6 +150,8 @@ async def perform(performer: Performer, score: Score, stream: _Stream | None = N
         await over
     except TooLong as error:
         raise too_long(str(error)) from None
+    except UnknownToken as error:
+        raise Refused(str(error), code="unknown_token") from None
     except Failure as error:
         raise unavailable(str(error)) from None
     finally:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from .limits import Limits
+
 if TYPE_CHECKING:
     import torch
 
@@ -17,6 +19,10 @@ EndReason = Literal["stop", "length", "cancelled", "error"]
 
 class TooLong(ValueError):
     """A prompt that can never fit, however long it waits. The message says what, which and what to do."""
+
+
+class UnknownToken(ValueError):
+    """A token that the loaded weights have no row for. The message says which, and which there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +112,13 @@ class Performer(Protocol):
 
     context: int
     """Tokens of the longest prompt and answer together."""
+    limits: Limits
+    """Which tokens the model has."""
 
     def submit(self, *asks: Ask) -> None:
         """Take places in the batch, as far as there are, before any of them speaks; the others wait inside, in order.
 
-        Raises TooLong if one can never fit; none is taken then.
+        Raises TooLong if one can never fit, and UnknownToken; none is taken then.
         """
 
     def embed(self, inputs: Sequence[Sequence[int]], done: Callable[[Vectors | Exception], None]) -> None:

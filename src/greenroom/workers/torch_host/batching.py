@@ -11,16 +11,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
-from .asks import Ask, TooLong, Vectors
+from .asks import Ask, TooLong, UnknownToken, Vectors
 from .embedding import Embedder, Pooling, grouped
 from .ensemble import Ensemble
 from .failures import Failure, OnFatal, Stuck, is_fatal, translated
+from .limits import limits_of
 from .pages import BLOCK_TOKENS, item_bytes
 from .runner import Runner, Stage
 from .seats import Seats
@@ -67,11 +68,12 @@ class Batching:
         self._on_fatal = on_fatal
         self._runner: Runner | None = None
         self._ensemble: Ensemble | None = None
-        self.context = context
+        self.limits = limits_of(stage.module)
+        self.context = context if self.limits.positions is None else min(context, self.limits.positions)
         self._embedder = Embedder(stage, pooling)
         self._seats = Seats(0, 0)
         if not embeds_only:
-            self._runner = Runner(stage, cache_tokens, batch_max, context)
+            self._runner = Runner(stage, cache_tokens, batch_max, self.context)
             self.context = self._runner.context
             numbers = sum(shape.numbers for shape in self._runner.shapes)
             self._seats = Seats(cache_tokens, numbers * item_bytes(stage.dtype) * BLOCK_TOKENS)
@@ -105,11 +107,25 @@ class Batching:
                 f"{len(ask.tokens):,} tokens of prompt and {ask.max_tokens:,} of answer were asked for; together at "
                 f"least one and at most {self.context:,} fit. Shorten them, or raise ctx_size or cache_tokens."
             )
+        self._check_known(ask.tokens, self.limits.tokens)
+        self._check_known(ask.sampling.logit_bias, self.limits.choices)
+
+    def _check_known(self, tokens: Collection[int], count: int) -> None:
+        """The last look before the device, for which an index beyond a table is the end of the process."""
+        if not 0 <= min(tokens, default=0) <= max(tokens, default=0) < count:
+            raise UnknownToken(
+                f"Tokens {min(tokens)} to {max(tokens)} were asked for; the model's weights have 0 to {count - 1}."
+            )
 
     def embed(self, inputs: Sequence[Sequence[int]], done: Callable[[Vectors | Exception], None]) -> None:
         longest = max((len(one) for one in inputs), default=0)
         if not inputs or longest > self.context or not all(inputs):
             done(TooLong(f"An input has {longest:,} tokens; each must have at least one and at most {self.context:,}."))
+            return
+        try:
+            self._check_known([token for one in inputs for token in (min(one), max(one))], self.limits.tokens)
+        except UnknownToken as error:
+            done(error)
             return
         with self._door:
             self._check_open()

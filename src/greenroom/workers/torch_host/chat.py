@@ -24,7 +24,7 @@ from .wishes import LOGPROBS_MAX, read_wishes
 async def chat(house: House, body: Body, origin: Origin, answer: Answer) -> None:
     """Answer this conversation. Raises Refused before anything was sent, or out of a stream that has begun."""
     logprobs = _logprobs(body)
-    wishes = read_wishes(body, logprobs, house.text.size)
+    wishes = read_wishes(body, logprobs, house.performer.limits.choices)
     tools = read_tools(body)
     messages = read_messages(body, knows_developer="developer" in house.template.source)
     switches = mapping(body, "chat_template_kwargs") or {}
@@ -32,6 +32,7 @@ async def chat(house: House, body: Body, origin: Origin, answer: Answer) -> None
     constraint = await _constraint(house, body, tools)
     prompt = await house.template.render(messages, tools.shown, switches, house.performer.context)
     tokens = await house.text.encode(prompt, False, house.performer.context, "messages")
+    house.check(tokens, "messages")
 
     def reader() -> CallReader | None:
         return CallReader(tools.names) if tools.may_be_called else None

@@ -25,7 +25,7 @@ from .written import encoded, new_id
 async def complete(house: House, body: Body, origin: Origin, answer: Answer) -> None:
     """Answer with continuations. Raises Refused before anything was sent, or out of a stream that has begun."""
     logprobs = integer(body, "logprobs", 0, LOGPROBS_MAX)
-    wishes = read_wishes(body, logprobs, house.text.size)
+    wishes = read_wishes(body, logprobs, house.performer.limits.choices)
     echoes = boolean(body, "echo")
     _refuse_what_is_not_done(body, wishes.choices, echoes and logprobs is not None)
     prompts = await read_inputs(house, body, "prompt", SEQUENCES_MAX)

@@ -14,6 +14,7 @@ import torch
 
 from .asks import Vectors
 from .attention import performing
+from .limits import limits_of
 from .pages import text_config
 from .runner import Stage
 from .steps import Embed
@@ -61,7 +62,7 @@ class Embedder:
         self._stage = stage
         self._pooling = pooling
         fill = getattr(text_config(stage.config), "pad_token_id", None)
-        self._fill = fill if isinstance(fill, int) and fill >= 0 else 0
+        self._fill = fill if isinstance(fill, int) and 0 <= fill < limits_of(stage.module).tokens else 0
 
     def vectors(self, inputs: Sequence[Sequence[int]]) -> Vectors:
         """A vector of length one for each input. None may be empty."""

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .asks import TooLong, Vectors
+from .asks import TooLong, UnknownToken, Vectors
 from .failures import Failure
 from .fields import Body, integer
 from .house import House
@@ -56,6 +56,8 @@ async def _embedded(house: House, inputs: Sequence[Sequence[int]]) -> Vectors:
         return await future
     except TooLong as error:
         raise too_long(str(error)) from None
+    except UnknownToken as error:
+        raise Refused(str(error), param="input", code="unknown_token") from None
     except Failure as error:
         raise unavailable(str(error)) from None
     except Exception as error:

@@ -23,6 +23,8 @@ from .wishes import SEQUENCES_MAX, Wishes
 from .written import new_id
 
 CACHE_MODES = ("prefix", "none", "auto")
+# Of a token that does not exist so much is repeated.
+TOKEN_DIGITS_MAX = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,19 @@ class House:
     embeds: bool
     dimensions: Collection[int]
     """Lengths its vectors may be cut to, for models that were trained for it."""
+
+    def check(self, tokens: Sequence[int], param: str) -> None:
+        """Raises Refused for a token that the loaded weights do not have: many tokenizers name more than there are."""
+        unknown = self.performer.limits.unknown(tokens)
+        if unknown is None:
+            return
+        text = f" ({self.text.speller.spell(unknown)[0]})" if unknown < self.text.size else ""
+        raise Refused(
+            f"{param} holds token {str(unknown)[:TOKEN_DIGITS_MAX]}{text}, which the weights of {self.model} do not "
+            f"have: theirs are 0 to {self.performer.limits.tokens - 1}. Leave it out.",
+            param=param,
+            code="unknown_token",
+        )
 
     def score(
         self,

@@ -1,6 +1,6 @@
 """Inputs as older endpoints take them: a text, tokens, or a list of either. They become lists of tokens.
 
-Owns the four shapes for completions and embeddings. A token that the model does not have is refused here.
+Owns the four shapes for completions and embeddings.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ async def _tokens(house: House, said: Any, name: str) -> list[int]:
         raise too_long(f"{name} has {len(tokens):,} tokens; at most {context:,} fit. Send less or raise ctx_size.")
     if not all(map(_is_token, tokens)):
         raise _shapeless(name)
-    if max(tokens) >= house.text.size:
-        raise Refused(f"{name} holds token {max(tokens)}; this model has {house.text.size:,}.", param=name)
+    house.check(tokens, name)
     return tokens
 
 

@@ -18,6 +18,7 @@ from .attention import IMPLEMENTATION, Step, Store, performing, stores_in
 from .failures import BadModel
 from .flash import Kernels
 from .graphs import Graphs, batch_sizes, bucket, token_sizes
+from .limits import limits_of
 from .pages import BLOCK_TOKENS, blocks_for, kv_bytes, layer_shapes, text_config
 from .quicken import quicken
 from .rope import quicken_rope
@@ -77,6 +78,7 @@ class Runner:
         self.kernels = Kernels.tried(self.shapes[0], self.heads, stage.dtype, stage.device)
         self.rows = Rows(batch_max, blocks_for(self.context) + 1, stage.device)
         self._stores: tuple[Store, ...] = ()
+        self._choices = limits_of(stage.module).choices
         self._keeps = "logits_to_keep" in inspect.signature(stage.module.forward).parameters
         self._batches = batch_sizes(batch_max)
         # One block more than the context: a step may have been started before the end of a sequence was known.
@@ -147,7 +149,8 @@ class Runner:
         keeps = {"logits_to_keep": kept} if kept is not None and self._keeps else {}
         with torch.no_grad(), performing(step):
             out = self.stage.module(input_ids=ids, position_ids=positions, use_cache=False, **keeps)
-        logits: torch.Tensor = out.logits
+        # What is chosen is read again in the next step: nothing that has no row may be.
+        logits: torch.Tensor = out.logits[..., : self._choices]
         return logits if kept is None or self._keeps else logits[:, kept]
 
     def _upload(self, lists: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -70,7 +70,9 @@ class Chooser:
         if self._counts is None or self._seen is None:
             self._counts = torch.zeros(scores.shape, dtype=torch.int32, device=scores.device)
             self._seen = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
-            self._seen[torch.tensor(self._prompt, dtype=torch.long, device=scores.device)] = True
+            # A head may be narrower than the embedding: what it has no score for needs no penalty.
+            prompt = [token for token in self._prompt if token < scores.shape[-1]]
+            self._seen[torch.tensor(prompt, dtype=torch.long, device=scores.device)] = True
         said = self._counts > 0
         if wish.repetition_penalty != 1.0:
             hit = torch.where(scores > 0, scores / wish.repetition_penalty, scores * wish.repetition_penalty)

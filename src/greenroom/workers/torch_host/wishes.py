@@ -112,7 +112,10 @@ def _biases(body: Body, vocabulary: int) -> Mapping[int, float]:
     biases = {}
     for token in said:
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
-            raise Refused(f"logit_bias: {token[:40]!r} is no token of this model.", param="logit_bias")
+            raise Refused(
+                f"logit_bias: {token[:40]!r} is no token of this model, which has 0 to {vocabulary - 1}.",
+                param="logit_bias",
+            )
         try:
             biases[int(token)] = number(said, token, 0.0, -100.0, 100.0)
         except Refused as error:
