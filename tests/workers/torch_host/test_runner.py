@@ -27,6 +27,7 @@ def config_of(**said: Any) -> Any:
     [
         ({"model_type": "bloom", "hidden_size": 64, "n_layer": 1, "n_head": 4}, "way of its own"),
         ({"model_type": "lfm2", **_SIZES, "layer_types": ["conv", "full_attention", "conv"]}, "conv"),
+        ({"model_type": "gemma4_unified_text", **_SIZES, "head_dim": 8, "global_head_dim": 16}, "different widths"),
     ],
 )
 def test_a_model_whose_state_is_no_flat_kv_is_refused_by_name(config: dict[str, Any], why: str) -> None:
@@ -47,7 +48,8 @@ def test_a_model_built_with_another_attention_is_refused() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        # Sinks and windows; latent keys of another width than values; positions that are learned.
+        # Memory viewed in another shape; sinks and windows; keys wider than values; positions that are learned.
+        {"model_type": "afmoe", **_SIZES, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2},
         {"model_type": "gpt_oss", **_SIZES, "head_dim": 16, "sliding_window": 24, "num_local_experts": 4},
         {
             "model_type": "deepseek_v3",

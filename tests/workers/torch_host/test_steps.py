@@ -142,6 +142,29 @@ def test_a_model_that_does_otherwise_than_it_said_is_refused(layer: int | None, 
         step.attend(layer, some(1, HEADS, 1, KEY_DIM), some(*key), some(1, KV_HEADS, 1, VALUE_DIM), How(scale=1.0))
 
 
+def test_a_layer_that_attends_twice_in_a_step_is_refused() -> None:
+    step = Decode([store()], Kernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
+    parts = some(1, HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, VALUE_DIM)
+    step.attend(0, *parts, How(scale=1.0))
+    with pytest.raises(BadModel, match="layer 0 attends twice"):
+        step.attend(0, *parts, How(scale=1.0))
+
+
+def test_a_mask_of_the_models_own_and_a_look_ahead_are_refused_where_pages_are_read() -> None:
+    class Attention(torch.nn.Module):
+        layer_idx, is_causal = 0, True
+
+    module, mask = Attention(), torch.zeros(1, 1, 1, 1)
+    parts = some(1, HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, VALUE_DIM)
+    step = Decode([store()], Kernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
+    with performing(step), pytest.raises(BadModel, match="Attention makes an attention mask of its own"):
+        paged_attention(module, *parts, mask)
+    with performing(step), pytest.raises(BadModel, match="Attention looks at later tokens"):
+        paged_attention(module, *parts, None, is_causal=False)
+    with performing(step):
+        assert paged_attention(module, *parts, None)[0].shape == (1, 1, HEADS, VALUE_DIM)
+
+
 def test_attention_outside_of_a_step_and_a_bias_by_position_are_refused() -> None:
     module = torch.nn.Module()
     parts = some(1, HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, VALUE_DIM)

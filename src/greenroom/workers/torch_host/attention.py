@@ -53,6 +53,9 @@ class Store:
 class Step(Protocol):
     """What is being computed now. It is asked with `[batch, heads, tokens, dim]`, once per layer."""
 
+    is_paged: bool
+    """Keys and values are kept in pages, and each token sees those before it: a model that wants otherwise is wrong."""
+
     def attend(
         self, layer: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
     ) -> torch.Tensor:
@@ -114,14 +117,27 @@ def paged_attention(
     if kwargs.get("position_bias") is not None:
         raise BadModel(f"{type(module).__name__} adds a bias by position, which paged attention does not know.")
     is_causal = kwargs.get("is_causal")
+    is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if step.is_paged:
+        _refuse_own_mask(module, attention_mask, is_causal)
     how = How(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
-        is_causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+        is_causal=is_causal,
     )
-    return step.attend(getattr(module, "layer_idx", None), query, key, value, how), None
+    # Transformers' own attention gives memory that lies in order, and some models view it in another shape.
+    return step.attend(getattr(module, "layer_idx", None), query, key, value, how).contiguous(), None
+
+
+def _refuse_own_mask(module: torch.nn.Module, mask: torch.Tensor | None, is_causal: bool) -> None:
+    """Raises BadModel where tokens are to see something else than all tokens before them."""
+    name = type(module).__name__
+    if mask is not None:
+        raise BadModel(f"{name} makes an attention mask of its own, which paged attention would not apply.")
+    if not is_causal:
+        raise BadModel(f"{name} looks at later tokens too. Only models that look back can continue a text.")
 
 
 def attend_plainly(

@@ -22,6 +22,8 @@ STORE_ALIGN = 512
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 # Kinds of layer that keep keys and values of every token and nothing else.
 PAGED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+# What says how much a token leaves behind in a layer.
+_WIDTHS = frozenset({"head_dim", "num_attention_heads", "num_key_value_heads", "hidden_size"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ def _refuse_what_does_not_page(text: Any) -> None:
         raise BadModel(f"{name} has layers of kind {', '.join(odd)}, whose state does not fit paged KV memory.")
     if getattr(text, "num_kv_shared_layers", 0):
         raise BadModel(f"{name} shares keys and values between layers, which paged KV memory does not know.")
+    if _WIDTHS & set(getattr(text, "per_layer_attributes", None) or ()):
+        raise BadModel(f"{name} has layers of different widths, which paged KV memory does not know.")
     for needed in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if not isinstance(getattr(text, needed, None), int):
             raise BadModel(f"{name} does not say {needed} in its configuration: it has no attention to page.")

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .attention import How, Store, attend_plainly, store_of
+from .failures import BadModel
 from .flash import Kernels, Lengths, attend_packed, attend_paged
 from .pages import BLOCK_TOKENS
 
@@ -35,14 +36,31 @@ class Span:
         return self.past + self.count
 
 
-class Prefill:
+class _Paged:
+    """A step whose keys and values are kept, once for each layer."""
+
+    is_paged = True
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self._stores = stores
+        self._attended: set[int | None] = set()
+
+    def _store(self, layer: int | None, key: torch.Tensor, value: torch.Tensor) -> Store:
+        """Raises BadModel where a layer attends again: its second keys would take the place of the first."""
+        if layer in self._attended:
+            raise BadModel(f"layer {layer} attends twice for each token; paged KV memory keeps its keys once.")
+        self._attended.add(layer)
+        return store_of(self._stores, layer, key, value)
+
+
+class Prefill(_Paged):
     """Pieces of several prompts, one after the other in a batch of one: `[1, heads, tokens, dim]`."""
 
     def __init__(
         self, stores: Sequence[Store], kernels: Kernels, spans: Sequence[Span], write: torch.Tensor, read: torch.Tensor
     ) -> None:
         """`write`: the slot of each new token; `read`: those of all tokens each span sees, span after span."""
-        self._stores = stores
+        super().__init__(stores)
         self._kernels = kernels
         self._spans = spans
         self._write = write
@@ -53,7 +71,7 @@ class Prefill:
     def attend(
         self, layer: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
     ) -> torch.Tensor:
-        store = store_of(self._stores, layer, key, value)
+        store = self._store(layer, key, value)
         fresh_key, fresh_value = key[0].transpose(0, 1), value[0].transpose(0, 1)
         self._kernels.write(fresh_key, fresh_value, self._write, store)
         if self._has_past:
@@ -102,12 +120,12 @@ def bias_where(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
-class Decode:
+class Decode(_Paged):
     """One new token for each row: `[rows, heads, 1, dim]`. Only tensor operations, so that it can be captured."""
 
     def __init__(self, stores: Sequence[Store], kernels: Kernels, positions: torch.Tensor, table: torch.Tensor) -> None:
         """`positions`: where each row's new token stands; `table`: its blocks, as wide as the longest row needs."""
-        self._stores = stores
+        super().__init__(stores)
         self._kernels = kernels
         self.positions = positions
         self.table = table
@@ -120,7 +138,7 @@ class Decode:
     def attend(
         self, layer: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
     ) -> torch.Tensor:
-        store = store_of(self._stores, layer, key, value)
+        store = self._store(layer, key, value)
         self._kernels.write(key[:, :, 0], value[:, :, 0], self._write, store)
         if self._kernels.can_page(how):
             return attend_paged(query[:, :, 0], store, self.table, self.lengths, how)[:, None]
@@ -151,6 +169,8 @@ class Decode:
 
 class Embed:
     """Whole inputs, filled up on the right to one length: `[inputs, heads, tokens, dim]`. Nothing is stored."""
+
+    is_paged = False
 
     def __init__(self, lengths: torch.Tensor, width: int) -> None:
         at = torch.arange(width, device=lengths.device)
