@@ -5,6 +5,7 @@ Run with `PYTHONPATH=src python3 -m pytest -m gpu tests/workers/torch_host/test_
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from greenroom.workers.torch_host.pages import LayerShape, kv_bytes
 from greenroom.workers.torch_host.rope import quicken_rope
 from greenroom.workers.torch_host.steps import Decode
 from tests.workers.torch_host.performing import Flat, Stage, ask, prompt, random_model, said, stage_of
+from tests.workers.torch_host.test_rope import CONTEXT as LONGEST
+from tests.workers.torch_host.test_rope import ORIGINAL, built, check, told
 
 pytestmark = pytest.mark.gpu
 TOKENS = 1024
@@ -104,6 +107,24 @@ def test_positions_are_turned_by_the_kernel_as_by_hand(turned: int) -> None:
         crossed = torch.cat((-high, low), dim=-1)
         want = plain.float()[..., :turned] * cos[:, None] + crossed * sin[:, None]
         assert torch.allclose(quick.float(), torch.cat((want, rest), dim=-1), atol=0.03)
+
+
+@pytest.mark.parametrize("name", ["phi3", "phi4-mini", "llama", "cohere", "gemma3", "dynamic"])
+def test_captured_steps_turn_each_sequence_by_its_own_length(name: str) -> None:
+    model = built(name)
+    plain, kv = copy.deepcopy(model), torch.empty(kv_bytes(model.config, "float32", TOKENS), dtype=torch.uint8)
+    stage = replace(stage_of(model, 0), device=torch.device("cuda", 0), kv=Flat(kv.cuda()))
+    stage.module = model.to(stage.device)
+    batching = Batching(stage, cache_tokens=TOKENS, batch_max=8, context=LONGEST, on_fatal=lambda error, say: say())
+    batching.on_wake()
+    prompts = [prompt(20), prompt(100), prompt(ORIGINAL - 5), prompt(ORIGINAL - 2, 1), prompt(68)]
+    for _ in range(2):
+        for one, answer in zip(prompts, told(batching, prompts, 12), strict=True):
+            check(plain, one, answer, 1e-3)
+    assert batching._runner is not None
+    assert batching._runner._graphs is not None
+    assert batching._runner._graphs.is_able
+    batching.close()
 
 
 def _awake(stage: Stage) -> Batching:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from greenroom.workers.torch_host import runner as runner_module
 from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.graphs import batch_sizes, bucket, token_sizes
 from greenroom.workers.torch_host.rows import Row, Rows
@@ -101,12 +100,6 @@ def test_a_model_that_cannot_leave_logits_out_is_served_too(monkeypatch: pytest.
     runner.on_wake()
     monkeypatch.setattr(runner, "_keeps", False)
     assert decoded(runner, prompt(20), [1, 2], 5) == want
-
-
-def test_steps_whose_positions_depend_on_the_longest_are_never_captured() -> None:
-    assert runner_module._is_capturable(config_of(model_type="llama", **_SIZES))
-    turned = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    assert not runner_module._is_capturable(config_of(model_type="llama", **_SIZES, rope_parameters=turned))
 
 
 def test_rows_that_only_fill_up_stand_still_on_the_scratch_block() -> None:

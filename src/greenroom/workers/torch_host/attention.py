@@ -61,6 +61,9 @@ class Step(Protocol):
     ) -> torch.Tensor:
         """Write the new keys and values down and attend. The answer is `[batch, tokens, heads, dim]`."""
 
+    def sequence_lengths(self) -> torch.Tensor:
+        """How many tokens the whole sequence of each token has; `[batch, tokens]`, or what expands to it."""
+
 
 @contextmanager
 def performing(step: Step) -> Iterator[None]:
@@ -70,6 +73,12 @@ def performing(step: Step) -> Iterator[None]:
         yield
     finally:
         _here.step = None
+
+
+def current_step() -> Step | None:
+    """The step that this thread computes; None outside of any."""
+    step: Step | None = getattr(_here, "step", None)
+    return step
 
 
 def stores_in(
@@ -111,7 +120,7 @@ def paged_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What Transformers calls once per layer."""
-    step: Step | None = getattr(_here, "step", None)
+    step = current_step()
     if step is None:
         raise RuntimeError("paged attention was called outside of a step")
     if kwargs.get("position_bias") is not None:

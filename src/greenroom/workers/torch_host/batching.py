@@ -76,7 +76,8 @@ class Batching:
             self._runner = Runner(stage, cache_tokens, batch_max, self.context)
             self.context = self._runner.context
             numbers = sum(shape.numbers for shape in self._runner.shapes)
-            self._seats = Seats(cache_tokens, numbers * item_bytes(stage.dtype) * BLOCK_TOKENS)
+            block_bytes = numbers * item_bytes(stage.dtype) * BLOCK_TOKENS
+            self._seats = Seats(cache_tokens, block_bytes, self._runner.rope_switches)
             self._ensemble = Ensemble(self._runner, self._seats, batch_max, self._count_down, on_fatal)
         self._door = threading.Condition()
         self._inbox: deque[Ask] = deque()

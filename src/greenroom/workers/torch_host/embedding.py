@@ -16,6 +16,7 @@ from .asks import Vectors
 from .attention import performing
 from .limits import limits_of
 from .pages import text_config
+from .rope import turn_by_length
 from .runner import Stage
 from .steps import Embed
 
@@ -60,6 +61,7 @@ def grouped(inputs: Sequence[Sequence[int]]) -> list[list[int]]:
 class Embedder:
     def __init__(self, stage: Stage, pooling: Pooling) -> None:
         self._stage = stage
+        turn_by_length(stage.module, stage.config)
         self._pooling = pooling
         fill = getattr(text_config(stage.config), "pad_token_id", None)
         self._fill = fill if isinstance(fill, int) and 0 <= fill < limits_of(stage.module).tokens else 0

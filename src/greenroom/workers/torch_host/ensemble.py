@@ -149,11 +149,15 @@ class Ensemble:
         """The youngest stands up and waits again, first in line; its tokens are computed anew when it sits down."""
         youngest = max((*self._prefilling, *self._running), key=lambda speech: speech.since)
         log.info("sequence preempted ask=%s tokens=%d", youngest.ask.id, len(youngest.tokens))
-        self._seats.leave(youngest)
-        self._prefilling = [one for one in self._prefilling if one is not youngest]
-        self._running = [one for one in self._running if one is not youngest]
-        self._waiting.appendleft(youngest)
+        self._stand_up(youngest)
         self.preempted += 1
+
+    def _stand_up(self, speech: Speech) -> None:
+        """Give up its blocks and wait again, first in line."""
+        self._seats.leave(speech)
+        self._prefilling = [one for one in self._prefilling if one is not speech]
+        self._running = [one for one in self._running if one is not speech]
+        self._waiting.appendleft(speech)
 
     # --- prompts ----------------------------------------------------------------------------------------------------
 
@@ -167,7 +171,7 @@ class Ensemble:
                 break
             tokens = speech.tokens[speech.computed : speech.computed + count]
             is_last = speech.computed + count == len(speech.tokens)
-            pieces.append(Piece(tokens, speech.computed, speech.blocks, is_last))
+            pieces.append(Piece(tokens, speech.computed, speech.blocks, is_last, len(speech.tokens)))
             speeches.append(speech)
             left -= count
         logits = self._runner.prefill(pieces)
@@ -203,7 +207,7 @@ class Ensemble:
             if not self._arrange():
                 return
         batch = self._batch
-        if batch is None or not self._grow(batch):
+        if batch is None or self._outgrows(batch) or not self._grow(batch):
             return
         logits = self._runner.decode(len(batch.speeches), max(batch.positions) + 1)
         batch.positions = [position + 1 for position in batch.positions]
@@ -231,6 +235,27 @@ class Ensemble:
             [one.ask.sampling.logprobs for one in running],
         )
         self._last_step = time.monotonic()
+        return True
+
+    def _outgrows(self, batch: Batch) -> bool:
+        """Sequences that would pass one of `rope_switches` wait to be computed again with other factors.
+
+        True if there were any: then the batch has changed.
+        """
+        switches = self._runner.rope_switches
+        if not any(length in batch.positions for length in switches):
+            return False
+        outgrown = [one for one, at in zip(batch.speeches, batch.positions, strict=True) if at in switches]
+        self._collect()
+        for speech in reversed(outgrown):
+            if not speech.is_ended:
+                log.info(
+                    "sequence computed again for other rotary factors ask=%s tokens=%d",
+                    speech.ask.id,
+                    len(speech.tokens),
+                )
+                self._stand_up(speech)
+        self._batch = None
         return True
 
     def _grow(self, batch: Batch) -> bool:

@@ -1,6 +1,6 @@
 """Prompts seen before, kept by the block, so that a prompt that begins alike need not be computed again.
 
-Owns the tree of cached blocks, who uses them and which may go. A block is found by (tenant, tag) and the whole chain of
+Owns the tree of cached blocks, who uses them and which may go. A block is found by its owner and the whole chain of
 tokens before it, so that nobody ever reads what another tenant computed. Never touches the memory and never imports
 torch. Used by the model's thread only. Read `match` and `keep` first.
 """
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from .pages import BLOCK_TOKENS, Blocks
 
-Owner = tuple[str, str]
+# Tenant, tag, and a number for what else must be equal: keys of another kind are never mixed.
+Owner = tuple[str, str, int]
 Run = tuple[int, ...]
 
 

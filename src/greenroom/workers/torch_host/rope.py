@@ -1,17 +1,27 @@
-"""The rotary embedding of a model's own code, replaced by one kernel where that computes the same.
+"""The rotary embedding of a model's own code: made right for many sequences at once, and fast.
 
-Owns the question where it may be used: the function in the model's code is asked with made-up numbers, and only one
-that turns halves against each other, as nearly all do, is replaced. A call that does not look like the usual one goes
-to the function that was there. The replacement stands for all models of that kind in this process, and is made once.
+`turn_by_length` gives each sequence the factors of its own length. Transformers chooses those of `longrope` by the
+longest position of a whole step, so that one caller's long prompt would change another's answer. The model's own code
+is asked twice, once for short and once for long sequences, and each token takes the angles of its own sequence.
+
+`quicken_rope` replaces the function that applies the angles by one kernel where that computes the same: it is asked
+with made-up numbers, and only one that turns halves against each other, as nearly all do, is replaced. A call that does
+not look like the usual one goes to the function that was there. The replacement stands for all models of that kind in
+this process, and is made once.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from .attention import current_step
+from .failures import BadModel
+from .pages import text_config
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +29,67 @@ NAME = "apply_rotary_pos_emb"
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # Two roundings of half precision, of numbers around one.
 TOLERANCE = 0.05
+LONGROPE, DYNAMIC = "longrope", "dynamic"
+
+
+def turn_by_length(model: torch.nn.Module, config: Any) -> tuple[int, ...]:
+    """Choose factors for each sequence of a step by its own length. Outside of steps the model is as it was.
+
+    Returns the lengths beyond which a sequence takes other factors, so that what was computed of it is void. Raises
+    BadModel where factors depend on the length in code that is not Transformers' own.
+    """
+    embeddings = [module for module in model.modules() if hasattr(module, "rope_type")]
+    if not embeddings and (kinds := _kinds(config) & {LONGROPE, DYNAMIC}):
+        raise BadModel(
+            f"{type(model).__name__} scales its positions ({', '.join(kinds)}) in code of its own, which may mix "
+            "up the lengths of sequences that are computed together."
+        )
+    return tuple(sorted({length for one in embeddings for length in _settled(one).values()}))
+
+
+def _kinds(config: Any) -> set[Any]:
+    said = getattr(text_config(config), "rope_parameters", None) or {}
+    return {one.get("rope_type") for one in (said, *said.values()) if isinstance(one, dict)}
+
+
+def _settled(embedding: Any) -> Mapping[str | None, int]:
+    """The lengths at which this one changes its factors, by kind of layer where there are several."""
+    if isinstance(embedding.forward, _ByLength):
+        return embedding.forward.switches
+    switches: dict[str | None, int] = {}
+    kinds = embedding.rope_type
+    for layer, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
+        if kind == LONGROPE:
+            said = embedding.config.rope_parameters
+            switches[layer] = int((said if layer is None else said[layer])["original_max_position_embeddings"])
+        elif DYNAMIC in str(kind):
+            # Its factors change beyond `max_position_embeddings`, and no context is longer: here they never do.
+            embedding.rope_type = "default" if layer is None else {**embedding.rope_type, layer: "default"}
+    if switches:
+        embedding.forward = _ByLength(embedding.forward, switches)
+    return switches
+
+
+class _ByLength:
+    """The forward pass of a rotary embedding, with the factors of each token's own sequence. Only tensor operations."""
+
+    def __init__(self, plain: Any, switches: Mapping[str | None, int]) -> None:
+        self._plain = plain
+        self.switches = switches
+
+    def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+        step, switch = current_step(), self.switches.get(layer_type)
+        named = {} if layer_type is None else {"layer_type": layer_type}
+        if step is None or switch is None:
+            return self._plain(x, position_ids, **named)
+        # The model looks at the largest position: it is shown none beyond the switch, and then one more that is.
+        beyond = torch.full_like(position_ids[..., :1], switch)
+        short = self._plain(x, position_ids.clamp(max=switch - 1), **named)
+        long = self._plain(x, torch.cat((position_ids, beyond), dim=-1), **named)
+        is_long = step.sequence_lengths()[..., None] > switch
+        if isinstance(short, torch.Tensor):
+            return torch.where(is_long, long[:, :-1], short)
+        return tuple(torch.where(is_long, one[:, :-1], other) for one, other in zip(long, short, strict=True))
 
 
 def quicken_rope(model: torch.nn.Module, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:

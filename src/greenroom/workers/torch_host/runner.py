@@ -21,14 +21,14 @@ from .graphs import Graphs, batch_sizes, bucket, token_sizes
 from .limits import limits_of
 from .pages import BLOCK_TOKENS, blocks_for, kv_bytes, layer_shapes, text_config
 from .quicken import quicken
-from .rope import quicken_rope
+from .rope import quicken_rope, turn_by_length
 from .rows import Rows
 from .steps import Decode, Prefill, Span, slots_of
 
 # Where keys are gathered first, a captured step keeps room for all of them: beyond so many, steps are not captured.
 GATHERED_TOKENS_MAX = 65536
-# Ways of turning positions that look at the longest one: the host must be asked in the middle of a step.
-UNCAPTURABLE_ROPES = frozenset({"dynamic", "longrope"})
+# Models whose rotary embedding asks the host in the middle of a step.
+UNCAPTURABLE = frozenset({"phimoe"})
 
 
 class Memory(Protocol):
@@ -63,6 +63,8 @@ class Piece:
     """The sequence's table, long enough for past and tokens."""
     is_last: bool
     """Whether the next token is wanted."""
+    length: int = 0
+    """Tokens of the whole sequence, if more come after these."""
 
 
 class Runner:
@@ -75,6 +77,8 @@ class Runner:
         self.shapes = layer_shapes(stage.config)
         self.heads = int(text_config(stage.config).num_attention_heads)
         _check(stage)
+        self.rope_switches = turn_by_length(stage.module, stage.config)
+        """Lengths beyond which a sequence must be computed anew, because its keys are turned with other factors."""
         self.kernels = Kernels.tried(self.shapes[0], self.heads, stage.dtype, stage.device)
         self.rows = Rows(batch_max, blocks_for(self.context) + 1, stage.device)
         self._stores: tuple[Store, ...] = ()
@@ -90,7 +94,7 @@ class Runner:
             quicken(stage.module)
             if self.kernels.pages:
                 quicken_rope(stage.module, self.shapes[0].key_dim, stage.dtype, stage.device)
-            if _is_capturable(stage.config):
+            if text_config(stage.config).model_type not in UNCAPTURABLE:
                 self._graphs = Graphs(self._compute, self.rows.advance)
 
     @staticmethod
@@ -111,7 +115,7 @@ class Runner:
         spans: list[Span] = []
         tokens, positions, write, read, wanted = list[int](), list[int](), list[int](), list[int](), list[int]()
         for piece in pieces:
-            span = Span(len(tokens), len(piece.tokens), piece.past)
+            span = Span(len(tokens), len(piece.tokens), piece.past, piece.length)
             slots = slots_of(piece.blocks, 0, span.seen)
             spans.append(span)
             tokens.extend(piece.tokens)
@@ -169,9 +173,3 @@ def _check(stage: Stage) -> None:
     given = getattr(text_config(stage.config), "_attn_implementation", IMPLEMENTATION)
     if given != IMPLEMENTATION:
         raise BadModel(f"{name} was built with {given} attention instead of {IMPLEMENTATION}.")
-
-
-def _is_capturable(config: Any) -> bool:
-    ropes = getattr(text_config(config), "rope_parameters", None) or {}
-    kinds = {ropes.get("rope_type")} | {one.get("rope_type") for one in ropes.values() if isinstance(one, dict)}
-    return not kinds & UNCAPTURABLE_ROPES

@@ -9,6 +9,8 @@ always fits, so somebody always gets on: nothing can wait for ever.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
+from collections.abc import Sequence
 
 from .pages import BLOCK_TOKENS, Blocks, blocks_for
 from .prefix_cache import PrefixCache
@@ -16,7 +18,9 @@ from .speech import Speech
 
 
 class Seats:
-    def __init__(self, cache_tokens: int, block_bytes: int) -> None:
+    def __init__(self, cache_tokens: int, block_bytes: int, rope_switches: Sequence[int] = ()) -> None:
+        """`rope_switches`: lengths beyond which keys differ, in order."""
+        self._rope_switches = rope_switches
         self._blocks = Blocks(cache_tokens)
         self._cache = PrefixCache(self._blocks, block_bytes)
         self._lock = threading.Lock()
@@ -43,6 +47,7 @@ class Seats:
 
     def sit(self, speech: Speech, spare: int) -> bool:
         """Give it blocks for all its tokens, cached ones first, if `spare` stay available; else nothing happens."""
+        speech.rope_band = bisect_left(self._rope_switches, len(speech.tokens))
         with self._lock:
             nodes = self._cache.match(speech.owner, speech.tokens) if speech.ask.uses_cache else []
             needed = blocks_for(len(speech.tokens)) - len(nodes)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from .asks import Ask, End, EndReason, Token
 from .failures import shortened
-from .prefix_cache import Node
+from .prefix_cache import Node, Owner
 from .sampling import Chooser
 
 log = logging.getLogger(__name__)
@@ -34,13 +34,15 @@ class Speech:
         """Cached blocks in use, the first ones of the table."""
         self.blocks: list[int] = []
         """The whole table: blocks of the nodes, then blocks of its own."""
+        self.rope_band = 0
+        """How many of the model's `rope_switches` it was longer than when it sat down: so its keys are turned."""
         self.compute_s = 0.0
         self.is_ended = False
         self.since = time.monotonic()
 
     @property
-    def owner(self) -> tuple[str, str]:
-        return (self.ask.tenant, self.ask.tag)
+    def owner(self) -> Owner:
+        return (self.ask.tenant, self.ask.tag, self.rope_band)
 
     @property
     def said(self) -> int:

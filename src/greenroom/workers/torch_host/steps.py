@@ -30,6 +30,8 @@ class Span:
     start: int
     count: int
     past: int
+    length: int = 0
+    """Tokens of the whole sequence, if more come after this piece."""
 
     @property
     def seen(self) -> int:
@@ -82,6 +84,10 @@ class Prefill(_Paged):
         if self._kernels.can_pack(all_key, all_value, how):
             return attend_packed(packed, all_key, all_value, self._packed_lengths(query.device), how)[None]
         return self._one_by_one(query, all_key, all_value, how)
+
+    def sequence_lengths(self) -> torch.Tensor:
+        lengths = [max(span.length, span.seen) for span in self._spans for _ in range(span.count)]
+        return torch.tensor([lengths], device=self._write.device)
 
     def _packed_lengths(self, device: torch.device) -> Lengths:
         if self._lengths is None:
@@ -144,6 +150,10 @@ class Decode(_Paged):
             return attend_paged(query[:, :, 0], store, self.table, self.lengths, how)[:, None]
         return self._gathered(query, store, how)
 
+    def sequence_lengths(self) -> torch.Tensor:
+        # A row's sequence ends with the token of this step.
+        return self.lengths[:, None]
+
     def _gathered(self, query: torch.Tensor, store: Store, how: How) -> torch.Tensor:
         rows, width = self.table.shape
         read = self._read_slots()
@@ -174,6 +184,7 @@ class Embed:
 
     def __init__(self, lengths: torch.Tensor, width: int) -> None:
         at = torch.arange(width, device=lengths.device)
+        self._lengths = lengths
         self._real = (at[None, :] < lengths[:, None])[:, None, None, :]
         self._at = at
 
@@ -191,3 +202,6 @@ class Embed:
         bias = bias_where(allowed, query.dtype)
         bias = bias.expand(query.shape[0], 1, query.shape[2], key.shape[2])
         return attend_plainly(query, key, value, bias, how).transpose(1, 2)
+
+    def sequence_lengths(self) -> torch.Tensor:
+        return self._lengths[:, None]
