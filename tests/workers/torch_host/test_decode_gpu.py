@@ -28,8 +28,22 @@ TOKENS = 1024
 WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
 
 
-def cuda_stage(kind: str = "llama", cache_tokens: int = TOKENS) -> Stage:
-    model: Any = random_model(kind, **WIDE)
+# Rotary factors that change at a length within what these tests ask for.
+LONGROPE = {
+    "max_position_embeddings": 512,
+    "original_max_position_embeddings": 60,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 32,
+        "long_factor": [2.0 + 0.2 * pair for pair in range(32)],
+        "original_max_position_embeddings": 60,
+    },
+}
+
+
+def cuda_stage(kind: str = "llama", cache_tokens: int = TOKENS, **changes: Any) -> Stage:
+    model: Any = random_model(kind, **WIDE, **changes)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
@@ -59,8 +73,9 @@ def test_the_paged_kernel_gives_what_plain_attention_gives(shape: LayerShape, ho
     assert torch.allclose(outs[0], outs[1], atol=0.03)
 
 
-def test_captured_steps_choose_as_computed_ones_before_and_after_sleep() -> None:
-    stage = cuda_stage()
+@pytest.mark.parametrize("changes", [{}, LONGROPE], ids=["plain", "longrope"])
+def test_captured_steps_choose_as_computed_ones_before_and_after_sleep(changes: dict[str, Any]) -> None:
+    stage = cuda_stage("phi3" if changes else "llama", **copy.deepcopy(changes))
     prompts = [prompt(length) for length in (5, 40, 130)]
     told = []
     for is_able in (False, True, True):
