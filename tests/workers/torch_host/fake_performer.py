@@ -31,6 +31,7 @@ class FakePerformer:
         self.holds_after: int | None = None
         self.go = threading.Event()
         self.fails_with: str | None = None
+        self.lacks_memory = False
         self.is_gone = False
         self.cached_tokens = 0
         self.places: int | None = None
@@ -89,7 +90,7 @@ class FakePerformer:
             if ask.cancelled:
                 return End("cancelled")
             if self.fails_with is not None:
-                return End("error", error=self.fails_with)
+                return End("error", error=self.fails_with, is_memory=self.lacks_memory)
             token = self._next(ask, script, said)
             if token is None or token in ask.stop_tokens:
                 return End("stop", compute_s=0.25)

@@ -348,6 +348,15 @@ async def test_a_model_that_fails_is_500_before_a_stream_and_an_event_in_it(open
     assert '"out of luck"' in late.splitlines()[-2] and "[DONE]" not in late
 
 
+async def test_too_little_memory_is_told_apart(open_api: Opener) -> None:
+    async with open_api() as rig:
+        rig.performer.fails_with, rig.performer.lacks_memory = "2 GiB are missing", True
+        response = await rig.http.post("/v1/chat/completions", json={"messages": HI})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (503, "out_of_memory")
+    assert "2 GiB are missing" in error["message"]
+
+
 async def test_a_model_that_is_gone_is_503(open_api: Opener) -> None:
     async with open_api() as rig:
         rig.performer.is_gone = True

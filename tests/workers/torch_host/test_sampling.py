@@ -73,7 +73,11 @@ def test_any_whole_number_is_a_seed() -> None:
 def test_presence_and_frequency_weigh_what_was_said_and_not_the_prompt() -> None:
     chooser = Chooser(Sampling(temperature=0.0, presence_penalty=0.4, frequency_penalty=0.35), [0, 1], None)
     choosers = Choosers([chooser], CPU)
-    said = [int(choosers.choose(LOGITS[None].clone(), torch.zeros(1, dtype=torch.long)).tokens) for _ in range(4)]
+    said = []
+    for _ in range(4):
+        chosen = choosers.choose(LOGITS[None].clone(), torch.zeros(1, dtype=torch.long))
+        choosers.note(chosen.tokens)
+        said.append(int(chosen.tokens))
     # 2.0, then 2 - 0.75 = 1.25 still leads 1.0, then 2 - 1.1 = 0.9 falls behind; then 1 - 0.75 = 0.25 does.
     assert said == [0, 0, 1, 0]
 

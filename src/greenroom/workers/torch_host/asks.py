@@ -73,6 +73,8 @@ class End:
     """"stop": a stop token (which is not handed to the listener) or the constraint is done."""
     error: str | None = None
     compute_s: float = 0.0
+    is_memory: bool = False
+    """The error is that the device has too little memory for it, even alone."""
 
 
 class Listener(Protocol):

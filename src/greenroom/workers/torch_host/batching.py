@@ -20,7 +20,7 @@ import torch
 from .asks import Ask, TooLong, UnknownToken, Vectors
 from .embedding import Embedder, Pooling, grouped
 from .ensemble import Ensemble
-from .failures import Failure, OnFatal, Stuck, is_fatal, translated
+from .failures import Failure, OnFatal, OutOfMemory, Stuck, is_fatal, translated
 from .limits import limits_of
 from .pages import BLOCK_TOKENS, item_bytes
 from .runner import Runner, Stage
@@ -236,16 +236,20 @@ class Batching:
     def _embed_some(self, job: Job) -> None:
         """The next group of this job; the job is done with its last, or with its first failure."""
         result: Vectors | Exception | None = None
+        group = job.groups.pop(0)
         try:
-            group = job.groups.pop(0)
             vectors = self._embedder.vectors([job.inputs[number] for number in group])
             job.found.update(zip(group, vectors, strict=True))
             if not job.groups:
                 result = [job.found[number] for number in range(len(job.inputs))]
         except Exception as error:
-            log.exception("embedding failed inputs=%d", len(job.inputs))
+            log.exception("embedding failed inputs=%d", len(group))
             result = translated(error)
-            if is_fatal(error):
+            if isinstance(result, OutOfMemory) and len(group) > 1:
+                half = len(group) // 2
+                job.groups[:0] = [group[:half], group[half:]]
+                result = None
+            if result is not None and is_fatal(error):
                 failed = result
                 self._on_fatal(error, lambda: self._finish(job, failed))
                 raise

@@ -2,12 +2,14 @@
 
 Owns the order of things within a step: the cancelled leave, the waiting sit down, a piece of prompts is computed, every
 running sequence gets one token. The device is kept busy: the next step is started before the tokens of the last one are
-looked at, so a sequence that ends has one token too many computed, which nobody hears. Errors end the sequences they
-concern; an error of the device is raised. Used by the model's thread only. Read `step` first.
+looked at, so a sequence that ends has one token too many computed, which nobody hears. A step that fails, for lack of
+memory above all, is computed again in smaller parts: only a sequence that fails alone is ended. An error of the device
+is raised. Used by the model's thread only. Read `step` first.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import deque
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from .asks import Ask, EndReason
-from .failures import OnFatal, is_fatal, translated
+from .failures import Failure, OnFatal, OutOfMemory, is_fatal, translated
 from .pages import BLOCK_TOKENS
 from .readback import Readback
 from .rows import Row
@@ -63,6 +65,8 @@ class Ensemble:
         self._on_over = on_over
         self._seats = seats
         self._batch_max = batch_max
+        # Sequences computed together: fewer after a batch did not fit the device's memory.
+        self._places = batch_max
         self._waiting: deque[Speech] = deque()
         self._prefilling: list[Speech] = []
         self._running: list[Speech] = []
@@ -72,6 +76,8 @@ class Ensemble:
         self._last_step = 0.0
         self._is_slow = runner.stage.device.type == "cpu"
         self._prefill_tokens = PREFILL_TOKENS_FIRST if self._is_slow else PREFILL_TOKENS_MAX
+        # What the device's memory holds: less after it did not, and then slowly more again.
+        self._prefill_fits = PREFILL_TOKENS_MAX
         self.computed_tokens = 0
         self.preempted = 0
 
@@ -87,9 +93,9 @@ class Ensemble:
         self.drop_cancelled()
         self._admit()
         if self._prefilling:
-            self._guarded(self._prefill, list(self._prefilling))
+            self._prefill_or_part(self._prefilling, min(self._prefill_tokens, self._prefill_fits, PREFILL_TOKENS_MAX))
         if self._running:
-            self._guarded(self._decode, list(self._running))
+            self._decode_or_part()
 
     def drop_cancelled(self) -> None:
         for speech in self._everybody():
@@ -106,22 +112,31 @@ class Ensemble:
     def _everybody(self) -> list[Speech]:
         return [*self._waiting, *self._prefilling, *self._running]
 
-    def _guarded(self, work: Callable[[], None], concerned: Sequence[Speech]) -> None:
+    def _attempt(self, work: Callable[[], None], concerned: Sequence[Speech]) -> Failure | None:
+        """Do this, and say what went wrong. Raises what the process cannot survive."""
         try:
             work()
+            return None
         except Exception as error:
+            failure = translated(error)
             log.exception("step failed sequences=%d", len(concerned))
-            if not is_fatal(error):
-                self._end_failed(concerned, error)
-                return
-            failed = error
-            self._on_fatal(error, lambda: self._end_failed(concerned, failed))
-            raise
+            if is_fatal(error):
+                self._on_fatal(error, lambda: self._end_failed(concerned, failure))
+                raise
+            # Said anew: the error itself keeps all that was being computed with.
+            failure = (OutOfMemory if isinstance(failure, OutOfMemory) else Failure)(str(failure))
+        if isinstance(failure, OutOfMemory):
+            self._free_memory()
+        return failure
 
-    def _end_failed(self, concerned: Iterable[Speech], error: Exception) -> None:
-        message = str(translated(error))
+    def _free_memory(self) -> None:
+        gc.collect()
+        if self._runner.stage.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _end_failed(self, concerned: Iterable[Speech], failure: Failure) -> None:
         for speech in concerned:
-            speech.end("error", message)
+            speech.end("error", str(failure), is_memory=isinstance(failure, OutOfMemory))
         if any(speech in self._running for speech in concerned):
             self._batch = self._pending = None
         self._let_go()
@@ -131,6 +146,7 @@ class Ensemble:
         for speech in (*self._prefilling, *self._running):
             if speech.is_ended:
                 self._seats.leave(speech)
+                self._places = min(self._batch_max, self._places + 1)
         self._waiting = deque(one for one in self._waiting if not one.is_ended)
         self._prefilling = [one for one in self._prefilling if not one.is_ended]
         self._running = [one for one in self._running if not one.is_ended]
@@ -138,7 +154,7 @@ class Ensemble:
     # --- sitting down -----------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while self._waiting and len(self._prefilling) + len(self._running) < self._batch_max:
+        while self._waiting and len(self._prefilling) + len(self._running) < self._places:
             # Those already seated will each want one block more before long.
             seated = len(self._prefilling) + len(self._running)
             if not self._seats.sit(self._waiting[0], spare=seated):
@@ -147,9 +163,11 @@ class Ensemble:
 
     def _preempt_youngest(self) -> None:
         """The youngest stands up and waits again, first in line; its tokens are computed anew when it sits down."""
-        youngest = max((*self._prefilling, *self._running), key=lambda speech: speech.since)
-        log.info("sequence preempted ask=%s tokens=%d", youngest.ask.id, len(youngest.tokens))
-        self._stand_up(youngest)
+        self._preempt(max((*self._prefilling, *self._running), key=lambda speech: speech.since))
+
+    def _preempt(self, speech: Speech) -> None:
+        log.info("sequence preempted ask=%s tokens=%d", speech.ask.id, len(speech.tokens))
+        self._stand_up(speech)
         self.preempted += 1
 
     def _stand_up(self, speech: Speech) -> None:
@@ -161,11 +179,28 @@ class Ensemble:
 
     # --- prompts ----------------------------------------------------------------------------------------------------
 
-    def _prefill(self) -> None:
+    def _prefill_or_part(self, speeches: Sequence[Speech], most: int) -> None:
+        """The next pieces of these, of so many tokens at most; in halves where that fails."""
+        failure = self._attempt(lambda: self._prefill(speeches, most), speeches)
+        if failure is None:
+            return
+        is_memory = isinstance(failure, OutOfMemory)
+        if is_memory:
+            self._prefill_fits = max(PREFILL_TOKENS_MIN, most // 2)
+        half = len(speeches) // 2
+        if half:
+            self._prefill_or_part(speeches[:half], most)
+            self._prefill_or_part(speeches[half:], most)
+        elif is_memory and most > 1:
+            tokens = min(most, len(speeches[0].tokens) - speeches[0].computed)
+            self._prefill_or_part(speeches, max(1, tokens // 2))
+        else:
+            self._end_failed(speeches, failure)
+
+    def _prefill(self, prefilling: Sequence[Speech], most: int) -> None:
         began = time.monotonic()
-        most = min(self._prefill_tokens, PREFILL_TOKENS_MAX)
         pieces, speeches, left = [], [], most
-        for speech in self._prefilling:
+        for speech in prefilling:
             count = min(left, len(speech.tokens) - speech.computed)
             if count <= 0:
                 break
@@ -177,6 +212,7 @@ class Ensemble:
         logits = self._runner.prefill(pieces)
         finished = [speech for speech, piece in zip(speeches, pieces, strict=True) if piece.is_last]
         chosen = self._choose_first(finished, logits) if finished else None
+        # From here on nothing is asked of the device that could fail, so that nothing counts twice.
         for speech, piece in zip(speeches, pieces, strict=True):
             speech.computed += len(piece.tokens)
             self.computed_tokens += len(piece.tokens)
@@ -184,6 +220,7 @@ class Ensemble:
         spent = (time.monotonic() - began) / (most - left)
         if self._is_slow:
             self._prefill_tokens = max(PREFILL_TOKENS_MIN, min(PREFILL_TOKENS_MAX, int(PREFILL_STEP_S / spent)))
+        self._prefill_fits = min(PREFILL_TOKENS_MAX, self._prefill_fits + self._prefill_fits // 16)
         for speech, piece in zip(speeches, pieces, strict=True):
             speech.compute_s += spent * len(piece.tokens)
         for speech, token in zip(finished, tokens_told, strict=True):
@@ -197,9 +234,37 @@ class Ensemble:
         device = logits.device
         choosers = Choosers([speech.chooser for speech in speeches], device)
         places = torch.tensor([len(speech.tokens) for speech in speeches], device=device)
-        return Readback(choosers.choose(logits, places, self._masks(speeches, logits) if choosers.needs_host else None))
+        chosen = choosers.choose(logits, places, self._masks(speeches, logits) if choosers.needs_host else None)
+        fetched = Readback(chosen)
+        choosers.note(chosen.tokens)
+        return fetched
 
     # --- decoding ---------------------------------------------------------------------------------------------------
+
+    def _decode_or_part(self) -> None:
+        """A token for each that runs. Where that fails the younger half waits; one that fails alone is ended."""
+        failure = self._tried_decode()
+        if failure is not None and len(self._running) == 1:
+            # Memory was freed since: once more before it is given up.
+            failure = self._tried_decode()
+        by_age = sorted(self._running, key=lambda speech: speech.since)
+        if failure is None or not by_age:
+            return
+        if len(by_age) == 1:
+            self._end_failed(by_age, failure)
+            self._places = self._batch_max
+        else:
+            self._places = max(1, len(by_age) // 2)
+            for speech in reversed(by_age[self._places :]):
+                self._preempt(speech)
+
+    def _tried_decode(self) -> Failure | None:
+        failure = self._attempt(self._decode, list(self._running))
+        if failure is not None:
+            # What was chosen before counts. All else is computed again, from what the host knows.
+            self._collect()
+            self._batch = None
+        return failure
 
     def _decode(self) -> None:
         if self._batch is None or self._batch.speeches != self._running:
@@ -219,6 +284,7 @@ class Ensemble:
         chosen = batch.choosers.choose(logits, places, masks)
         self._runner.rows.choose(chosen.tokens)
         self._pending = Readback(chosen)
+        batch.choosers.note(chosen.tokens)
 
     def _arrange(self) -> bool:
         """Put those who run into rows, as far as the host knows them. False if nobody runs any more."""

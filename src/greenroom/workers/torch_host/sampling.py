@@ -116,7 +116,10 @@ class Choosers:
         return any(one.constraint is not None for one in self._choosers)
 
     def choose(self, logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor | None = None) -> Chosen:
-        """The next token of each row. `places`: where it will stand; `masks`: a bitmask a row of what may come."""
+        """The next token of each row; the same again until it is noted.
+
+        `places`: where it will stand; `masks`: a bitmask a row of what may come.
+        """
         if self._is_simple:
             return Chosen(logits.argmax(dim=-1))
         scores = logits.float()
@@ -127,10 +130,12 @@ class Choosers:
             self._choosers[row].adjust(scores[row])
         if masks is not None:
             scores.masked_fill_(~allowed_by(masks, scores.shape[-1]), float("-inf"))
-        tokens = self._pick(scores, places)
+        return self._told(self._pick(scores, places), known)
+
+    def note(self, tokens: torch.Tensor) -> None:
+        """These were chosen, a token a row. To be called once for each step, when nothing of it can fail any more."""
         for row in self._adjusted:
             self._choosers[row].note(tokens[row])
-        return self._told(tokens, known)
 
     def _pick(self, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         tokens = scores.argmax(dim=-1)

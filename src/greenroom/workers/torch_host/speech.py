@@ -84,13 +84,13 @@ class Speech:
             log.exception("listener failed ask=%s", self.ask.id)
             self.end("cancelled")
 
-    def end(self, reason: EndReason, error: str | None = None) -> None:
+    def end(self, reason: EndReason, error: str | None = None, *, is_memory: bool = False) -> None:
         """The last word. Said once; whoever comes later is not heard."""
         if self.is_ended:
             return
         self.is_ended = True
         self._on_over()
         try:
-            self.ask.listener.on_end(End(reason, error, self.compute_s))
+            self.ask.listener.on_end(End(reason, error, self.compute_s, is_memory))
         except Exception:
             log.exception("listener failed at the end ask=%s", self.ask.id)

@@ -153,6 +153,12 @@ class Voice:
         constraint = self.ask.constraint
         if isinstance(constraint, JsonConstraint) and constraint.problem is not None:
             return too_complex(constraint.param, f"the answer could not be held to it ({constraint.problem})")
+        if end.is_memory:
+            return Refused(
+                f"The device has too little memory for this request, even alone: {end.error}. Send less, or try again.",
+                status=503,
+                code="out_of_memory",
+            )
         if end.reason == "error":
             return failed(end.error or "The model failed at this request.")
         if end.reason == "cancelled":
