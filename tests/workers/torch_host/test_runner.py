@@ -25,6 +25,10 @@ def config_of(**said: Any) -> Any:
     ("config", "why"),
     [
         ({"model_type": "bloom", "hidden_size": 64, "n_layer": 1, "n_head": 4}, "way of its own"),
+        (
+            {"model_type": "roberta", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4},
+            "counts positions",
+        ),
         ({"model_type": "lfm2", **_SIZES, "layer_types": ["conv", "full_attention", "conv"]}, "conv"),
         ({"model_type": "gemma4_unified_text", **_SIZES, "head_dim": 8, "global_head_dim": 16}, "different widths"),
     ],

@@ -170,6 +170,8 @@ def _check(stage: Stage) -> None:
         )
     if getattr(stage.module, "_is_stateful", False):
         raise BadModel(f"{name} keeps more than keys and values between tokens, which does not fit paged KV memory.")
+    if any(hasattr(part, "create_position_ids_from_input_ids") for part in stage.module.modules()):
+        raise BadModel(f"{name} counts positions by its padding token, which paged KV memory does not know.")
     given = getattr(text_config(stage.config), "_attn_implementation", IMPLEMENTATION)
     if given != IMPLEMENTATION:
         raise BadModel(f"{name} was built with {given} attention instead of {IMPLEMENTATION}.")
