@@ -121,7 +121,10 @@ class Raw:
                 return True
 
     def leave(self, how: str = "FIN") -> None:
-        """Go without a word, in order (FIN) or abruptly (RST)."""
+        """Go without a word, in order (FIN) or abruptly (RST); or only say that nothing more is sent (HALF)."""
+        if how == "HALF":
+            self.writer.write_eof()
+            return
         if how == "RST":
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort() if how == "RST" else self.writer.close()

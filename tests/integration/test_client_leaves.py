@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import random
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,13 +17,16 @@ import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
+from greenroom.proxy.limits import EdgeLimits
 from tests.harness import fake, gateway, until
-from tests.integration.facts import Journal, at_rest, counters, is_loading, is_ready
+from tests.integration.facts import Journal, at_rest, counters, is_loading, is_ready, pids
 from tests.integration.raw import CHAT, Raw, asking, chat, request_bytes
 
 # What "at once" means: the queue has forgotten the client and its engine has been told.
 AT_ONCE_S = 1.0
 HOWS = ("FIN", "RST")
+# Answered by the gateway itself, in the same turn of the loop.
+REFUSED = request_bytes("POST", CHAT, b"{}")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,6 +50,12 @@ class House:
         raw.ask(body)
         return raw
 
+    async def other_that_sends(self, data: bytes) -> Raw:
+        raw = await Raw.open(self.app)
+        self.others.append(raw)
+        raw.send(data)
+        return raw
+
     def others_leave(self) -> None:
         for other in self.others:
             other.leave()
@@ -56,6 +70,7 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
         "one": fake("one", *journal.switches, concurrency=1),
         "endless": fake("endless", *journal.switches, "--sse-weird", "no-end"),
     }
+    models["two"] = fake("two", *journal.switches, concurrency=2)
     for name in (f"slow-{phase}-{how}" for phase in ("joined", "own", "alone") for how in HOWS):
         models[name] = fake(name, *journal.switches, "--load-s", "0.7")
     for name in (f"fragile-{how}" for how in HOWS):
@@ -137,6 +152,13 @@ async def granted(house: House, raw: Raw, how: str) -> Gone:
     return upstream_is_closed(house, since)
 
 
+async def far_ahead(house: House, raw: Raw, how: str) -> Gone:
+    """It has sent more ahead than is read before the answer."""
+    is_forgotten = await granted(house, raw, how)
+    raw.send(REFUSED * (2 * EdgeLimits().pipelined_bytes_max // len(REFUSED)))
+    return is_forgotten
+
+
 async def first_byte(house: House, raw: Raw, how: str) -> Gone:
     since = time.monotonic()
     raw.ask(asking("one", stream=True, stall_after=1))
@@ -181,6 +203,7 @@ PHASES: tuple[Callable[[House, Raw, str], Awaitable[Gone]], ...] = (
     loading,
     back_in_the_queue,
     granted,
+    far_ahead,
     first_byte,
     mid_stream,
     last_byte,
@@ -224,3 +247,111 @@ async def test_who_joined_a_load_is_answered_though_the_one_who_caused_it_left(h
     await until(lambda: house.waiting == 2, "both wait")
     first.leave(how)
     assert (await second.answer()).text == f"{model} 1 2 3"
+
+
+# --- every grant is closed by the end of its connection -------------------------------------------------------------
+
+# After so many answers in one turn other connections get theirs: the next request is taken up a turn later.
+A_TURN = EdgeLimits().pipelined_per_turn_max
+WAYS = (*HOWS, "HALF")
+
+
+def asked(model: str, **more: object) -> bytes:
+    return request_bytes("POST", CHAT, json.dumps(asking(model, **more)).encode())
+
+
+def form(model: str) -> bytes:
+    part = f'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n{model}\r\n--b--\r\n'
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    return request_bytes("POST", "/v1/audio/transcriptions", part.encode(), headers)
+
+
+def upgrade(model: str) -> bytes:
+    headers = {"Connection": "upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    return request_bytes("GET", f"/upstream/{model}/ws", None, headers)
+
+
+LAST: dict[str, Callable[[str], bytes]] = {
+    "chat": asked,
+    "stream": lambda model: asked(model, stream=True),
+    "large": lambda model: asked(model, pad="x" * 400_000),
+    "form": form,
+    "upstream": lambda model: request_bytes("GET", f"/upstream/{model}/echo/x", None),
+    "upgrade": upgrade,
+}
+
+
+async def places_are_free(house: House, model: str) -> None:
+    """Nothing is counted any more; the model serves as many at once as it may, and can be unloaded."""
+    await at_rest(house.app, AT_ONCE_S * 10)
+    answers = await asyncio.gather(chat(house.app, model), chat(house.app, model))
+    assert [answer.text for answer in answers] == [f"{model} 1 2 3"] * 2
+    await at_rest(house.app)
+    async with asyncio.timeout(AT_ONCE_S * 10):
+        await house.app.operations.move(MoveKind.UNLOAD, ModelId(model))
+    assert not is_ready(house.app, model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("is_warm", [True, False], ids=["warm", "cold"])
+@pytest.mark.parametrize("last", LAST)
+async def test_request_taken_up_as_its_client_leaves_holds_no_place(
+    house: House, last: str, is_warm: bool, way: str
+) -> None:
+    for ahead in (0, A_TURN):
+        if is_warm:
+            assert (await chat(house.app, "two")).text == "two 1 2 3"
+        # As many as have places, and one more.
+        for _ in range(3):
+            raw = await house.other_that_sends(REFUSED * ahead + LAST[last]("two"))
+            raw.leave(way)
+        await places_are_free(house, "two")
+
+
+def kill_and_wait(pid: int) -> None:
+    """The loop stands still meanwhile: in its next turn it finds that the connection has ended."""
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + AT_ONCE_S * 10
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except (FileNotFoundError, ProcessLookupError):
+            return
+    raise AssertionError("the engine lives")
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_client_that_leaves_as_its_engine_is_lost_holds_no_place(house: House, turns: int) -> None:
+    """However many turns of the gateway's loop lie between the two."""
+    assert (await chat(house.app, "two")).text == "two 1 2 3"
+    raw = await house.other(**asking("two", stream=True, stall_after=1))
+    assert (await raw.head())[0] == 200
+    assert await raw.chunk()
+    (engine,) = pids(house.app, "two")
+    kill_and_wait(engine)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    raw.leave("HALF")
+    await places_are_free(house, "two")
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_no_moment_of_leaving_holds_a_place(house: House, seed: int) -> None:
+    """Requests of every kind sent ahead of each other, in pieces, and a client that leaves at some turn of the loop."""
+    draw = random.Random(seed)
+    for _ in range(12):
+        raw = await Raw.open(house.app)
+        house.others.append(raw)
+        kinds = [REFUSED, *(make(model) for make in LAST.values() for model in ("one", "two"))]
+        sent = b"".join(
+            REFUSED * draw.choice((0, 0, 1, A_TURN)) + draw.choice(kinds) for _ in range(draw.randint(1, 4))
+        )
+        cuts = sorted(draw.randrange(len(sent)) for _ in range(draw.randint(0, 2)))
+        for begin, end in zip([0, *cuts], [*cuts, len(sent)], strict=True):
+            raw.send(sent[begin:end])
+            for _ in range(draw.choice((0, 1, 2, 5, 20))):
+                await asyncio.sleep(0)
+        raw.leave(draw.choice(WAYS))
+    await places_are_free(house, "two")
+    assert (await chat(house.app, "one")).text == "one 1 2 3"

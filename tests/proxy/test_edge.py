@@ -401,6 +401,38 @@ async def test_client_that_asks_without_reading_is_not_served_on(serve: Serve, c
     client.reset()
 
 
+async def test_nothing_sent_ahead_is_begun_after_the_client_stopped_sending(serve: Serve, connect: Connect) -> None:
+    """What was answered before is still delivered."""
+    server = await serve()
+    server.handle = lambda exchange: exchange.respond(200, [], b"x" * 1_000_000)
+    client = await connect(server)
+    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    await client.send(get() * 60)
+    client.writer.write_eof()
+    await until(lambda: len(server.seen) > 0)
+    client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+    answers = 0
+    with contextlib.suppress(asyncio.IncompleteReadError):
+        while len((await client.response()).body) == 1_000_000:
+            answers += 1
+    # Sixty are far more than fit between the two.
+    assert answers == len(server.seen) < 60
+
+
+@pytest.mark.parametrize("how", ["fin", "rst", "half-close"])
+async def test_client_that_sent_far_ahead_is_seen_to_leave(how: str, serve: Serve, connect: Connect) -> None:
+    server = await serve(pipelined_bytes_max=1000)
+    held: list[Exchange] = []
+    server.handle = held.append
+    client = await connect(server)
+    await client.send(post(b"first") + get() * 1000)
+    await until(lambda: len(held) == 1)
+    leave(client, how)
+    await until(lambda: held[0].gone)
+    await until(lambda: server.edge.connections == 0)
+    assert len(held) == 1
+
+
 # --- how answers end ------------------------------------------------------------------------------------------------
 
 

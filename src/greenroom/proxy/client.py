@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import select
 import socket
 import struct
 from typing import TYPE_CHECKING, Final, cast
@@ -34,6 +35,8 @@ TUNNEL: Final = 2
 LINGER: Final = 3
 CLOSED: Final = 4
 
+# The other side sends nothing more, or is gone. Where the system does not know the first, only the second.
+_HUNG_UP: Final[int] = getattr(select, "POLLRDHUP", select.POLLHUP)
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
 
@@ -105,7 +108,10 @@ class ClientConnection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         # A client that closes its sending side has left: one that only half-closes cannot be told from it.
+        # What it sent ahead is not begun any more: nobody would be there for the answer.
         unanswered = self._exchange is not None
+        self._phase = CLOSED
+        self._backlog = b""
         self._client_left()
         if unanswered:
             self.transport.abort()
@@ -215,7 +221,7 @@ class ClientConnection(asyncio.Protocol):
                 self._check_body(now)
             elif now > self._deadline and not self._backlog:
                 self._head_overdue()
-        elif self._phase == LINGER and now > self._deadline:
+        elif (self._phase == LINGER and now > self._deadline) or (self._reading_paused and self._has_hung_up()):
             self.transport.abort()
             return
         waiting = self.transport.get_write_buffer_size()
@@ -281,7 +287,7 @@ class ClientConnection(asyncio.Protocol):
             self._advance(data)
 
     def _set_aside(self, data: bytes) -> None:
-        """Keep bytes sent ahead. Beyond a bound the client has to wait; we then no longer see it leave."""
+        """Keep bytes sent ahead. Beyond a bound the client has to wait; then only the sweep sees it leave."""
         self._backlog += data
         if len(self._backlog) > self.edge.limits.pipelined_bytes_max and not self._reading_paused:
             self._reading_paused = True
@@ -349,6 +355,12 @@ class ClientConnection(asyncio.Protocol):
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.client_gone()
+
+    def _has_hung_up(self) -> bool:
+        """Whether the client has left, seen without reading what it sent before."""
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), _HUNG_UP)
+        return bool(poll.poll(0))
 
     # --- deadlines --------------------------------------------------------------------------------------------------
 

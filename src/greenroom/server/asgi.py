@@ -33,31 +33,33 @@ class AsgiBridge:
     ) -> None:
         """Answer this request. Handlers find `request_id`, `is_admin` and `caller` in the scope's state."""
         state = {"request_id": request_id, "is_admin": is_admin, "caller": caller}
-        running = self._run(exchange, _scope(exchange, path, state), request_id)
+        # Before its task runs: the client may leave first, and the application must hear of it.
+        call = _Call(exchange, request_id)
+        running = self._run(call, exchange, _scope(exchange, path, state), request_id)
         task = asyncio.get_running_loop().create_task(running, name=f"asgi {request_id}")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        # By callback: a task that is cancelled before its first step never enters its body.
+        task.add_done_callback(lambda task: self._ended(task, exchange))
 
     def close(self) -> None:
         """End streams that would go on for ever (events, logs)."""
         for task in list(self._tasks):
             task.cancel()
 
-    async def _run(self, exchange: Exchange, scope: MutableMapping[str, Any], request_id: str) -> None:
-        call = _Call(exchange, request_id)
+    async def _run(self, call: _Call, exchange: Exchange, scope: MutableMapping[str, Any], request_id: str) -> None:
         try:
             await self._application(scope, call.receive, call.send)
-        except asyncio.CancelledError:
-            pass
         except Exception as bug:
             _log.error("management request broke", request=request_id, path=scope["path"], error=repr(bug))
             if not exchange.started and not exchange.gone:
                 exchange.respond(*render.response(GatewayBug("Something went wrong in the gateway."), request_id))
-        finally:
-            if exchange.started:
-                exchange.finish()
-            elif not exchange.finished:
-                exchange.cut()
+
+    def _ended(self, task: asyncio.Task[None], exchange: Exchange) -> None:
+        self._tasks.discard(task)
+        if exchange.started:
+            exchange.finish()
+        else:
+            exchange.cut()
 
 
 class _Call:
@@ -80,7 +82,7 @@ class _Call:
         self._may_write.set()
 
     async def receive(self) -> Message:
-        if not self._body_given:
+        if not self._body_given and not self._exchange.gone:
             self._body_given = True
             return {"type": "http.request", "body": self._exchange.body.read(), "more_body": False}
         await self._left.wait()

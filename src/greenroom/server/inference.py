@@ -84,7 +84,9 @@ class Inference:
         try:
             self._begin(exchange, await self._reader.read_form(exchange, route, caller), request_id)
         except Exception as error:
-            self._refuse(exchange, error, request_id)
+            # The form of a client that has left cannot be read any more, and there is nobody to refuse.
+            if not exchange.gone:
+                self._refuse(exchange, error, request_id)
 
     def _begin(self, exchange: Exchange, ask: Ask, request_id: str) -> None:
         if exchange.gone:

@@ -73,6 +73,7 @@ class Running:
         "_said",
         "_settings",
         "_shared",
+        "_task",
         "ask",
         "exchange",
         "record",
@@ -96,6 +97,7 @@ class Running:
         self._bytes_seen = -1
         self._hung = False
         self._said: GreenroomError | None = None
+        self._task: asyncio.Task[None] | None = None
 
     # --- the way of one request -------------------------------------------------------------------------------------
 
@@ -142,26 +144,33 @@ class Running:
             self._go_on()
 
     def _go_on(self) -> None:
+        """Have a task wait for what is missing. The request ends with the task, however that ends."""
         if self.ask.kept:
             # Waiting costs no more than the body itself, which may be on disk.
             self.ask.kept.clear()
-        task = self._shared.spawn(self)
+        self._task = task = self._shared.spawn(self)
+        # By callback: a task that is cancelled before its first step never enters its body.
+        task.add_done_callback(self._stopped_waiting)
+        self.exchange.on_gone = self._leave
 
-        def leave() -> None:
-            task.cancel()
+    def _leave(self) -> None:
+        """The client is gone while the task waits. While a relay runs, the relay listens itself."""
+        assert self._task is not None, "only a task waits"
+        self._task.cancel()
 
-        # While a relay runs it listens itself.
-        if self.relay is None or self.relay.outcome is not None:
-            self.exchange.on_gone = leave
+    def _stopped_waiting(self, task: asyncio.Task[None]) -> None:
+        """End what a cancelled task has left: the client is gone. Were it the loop that ends, nobody could be told."""
+        if task.cancelled():
+            self.exchange.cut()
+            if self.relay is not None:
+                self.relay.stop()
+            self._end(None)
 
     async def run(self) -> None:
-        """The part that waits. Whatever happens ends here: as an answer, as an error, or in silence."""
+        """The part that waits, until it ends as an answer or as an error."""
         error: GreenroomError | None = None
         try:
             await self._serve()
-        except asyncio.CancelledError:
-            # The client left; were it the loop that ends, nobody would be left to tell.
-            self.exchange.cut()
         except Exception as failure:
             error = self._told(failure)
         self._end(error)
@@ -176,7 +185,9 @@ class Running:
             assert slot is not None
             payload = self.ask.payload()
             relay = self._new_relay(None)
-            await slot.pool.send(self._engine_head(len(payload)), payload, relay)
+            # One that is to be cut is stopped already.
+            if relay.wanted:
+                await slot.pool.send(self._engine_head(len(payload)), payload, relay)
             await relay.wait()
 
     async def _must_try_again(self, relay: Relay) -> bool:
@@ -191,7 +202,7 @@ class Running:
             raise self._said or relay.error or EngineLost(f"The engine of {self.ask.entry.id} was lost.")
         if exchange.gone:
             return False
-        exchange.on_gone = _ending_this_task()
+        exchange.on_gone = self._leave
         assert ticket.slot is not None
         await ticket.slot.settle()
         self.record.state = "waiting"
@@ -246,11 +257,16 @@ class Running:
 
     def _end(self, error: GreenroomError | None) -> None:
         """Once, whatever happened: the caller is told, the slot given back, the request written down."""
-        if error is not None:
-            self._tell(error)
-        self._shared.desk.close(self.ticket)
-        self._shared.vigil.remove(self)
-        self._shared.ended(self, error)
+        if not self.ticket.is_open:
+            return
+        self.exchange.on_gone = None
+        try:
+            if error is not None:
+                self._tell(error)
+        finally:
+            self._shared.vigil.remove(self)
+            self._shared.desk.close(self.ticket)
+            self._shared.ended(self, error)
 
     def _told(self, failure: Exception) -> GreenroomError:
         """What the caller is told of it."""
@@ -330,16 +346,6 @@ class Running:
         elif 0 < self._settings.answer_idle_max_s < now - self._moved_at:
             self._hung = True
             relay.stop()
-
-
-def _ending_this_task() -> Callable[[], None]:
-    task = asyncio.current_task()
-    assert task is not None, "only a task waits"
-
-    def end() -> None:
-        task.cancel()
-
-    return end
 
 
 class _EngineSaid(EngineFault):
