@@ -1,7 +1,8 @@
-"""Which Host and Origin headers this server answers to.
+"""Which Host and Origin headers this server answers to, and which pages may use it.
 
 Owns the guard against DNS rebinding: a web page can make a browser send requests to a loopback address under a name of
-its own, but then Host (and Origin) carry that name. Never authenticates anyone.
+its own, but then Host (and Origin) carry that name. Owns what is said to pages that name no Origin, too. Never
+authenticates anyone.
 """
 
 from __future__ import annotations
@@ -53,6 +54,20 @@ class HostRule:
             )
         if len(self._remembered) < _REMEMBERED_MAX:
             self._remembered.add(pair)
+
+    def refuse_page(self) -> None:
+        """For a page of another origin that does not name it. Raises HostNotAllowed, unless every page is allowed."""
+        if not self._any_origin:
+            raise HostNotAllowed(
+                "Pages of other sites may not have a browser ask this server. If one may, add its origin to "
+                "server.allowed_origins and let it ask with CORS: fetch, or the attribute crossorigin."
+            )
+
+    def check_referer(self, host: bytes | None, referer: bytes) -> None:
+        """For a browser that says of a page only its address. Raises HostNotAllowed."""
+        scheme, _, rest = referer.partition(b"://")
+        if not self._allows_origin(scheme + b"://" + rest.partition(b"/")[0], _host_name(host)):
+            self.refuse_page()
 
     def _allows_host(self, name: str) -> bool:
         if self._any_host or name in self._hosts or _is_loopback(name):

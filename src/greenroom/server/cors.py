@@ -34,4 +34,7 @@ def preflight_headers(head: Head) -> Headers:
     ]
     if wanted := head.get(b"access-control-request-headers"):
         headers.append((b"access-control-allow-headers", wanted))
+    if head.get(b"access-control-request-private-network") == b"true":
+        # Asked by browsers that keep pages of the internet from private addresses. This page's origin is allowed.
+        headers.append((b"access-control-allow-private-network", b"true"))
     return headers

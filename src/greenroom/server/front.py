@@ -26,6 +26,9 @@ OPEN_PATHS: Final = frozenset({b"/health"})
 # Answered to every key, by what that key may see or do; all other paths of the management API need an admin's.
 CALLER_PATHS: Final = frozenset({b"/v1/models", b"/models", b"/metrics", b"/v1/cache/flush"})
 CALLER_PREFIXES: Final = (b"/v1/models/",)
+# What a browser says of a page of our own, and of an address that a person has typed or kept.
+OWN_SITES: Final = (b"same-origin", b"none")
+READING: Final = (b"GET", b"HEAD")
 # The management API takes small JSON only.
 MANAGEMENT_BODY_MAX: Final = 1024 * 1024
 
@@ -42,7 +45,9 @@ class FrontDoor:
         """At the end of the headers: how large the body may be. Raises the error to answer with."""
         origin = head.get(b"origin")
         self.hosts.check(head.get(b"host"), origin)
-        if origin is not None:
+        if origin is None:
+            self._check_page(head)
+        else:
             head.answer_headers = cors.answer_headers(origin)
             if cors.is_preflight(head):
                 return 0
@@ -75,6 +80,24 @@ class FrontDoor:
         """What the edge answers itself: to a caller without a key, to a request that is none, to one too many."""
         self._inference.refused(error)
         return render.response(error, self._inference.next_id())
+
+    def _check_page(self, head: Head) -> None:
+        """No page of another origin may load, change or hold anything by an image, a frame or a form, which name none.
+
+        Browsers say for whom they ask in Sec-Fetch-Site; programs do not. Those too old for it say at most Referer.
+        """
+        site = head.get(b"sec-fetch-site")
+        if site is not None and site in OWN_SITES:
+            return
+        asks_model = head.path in MODEL_ROUTES or head.path.startswith(UPSTREAM_PREFIX)
+        only_reads = not asks_model and head.method in READING
+        if site is None:
+            referer = None if only_reads else head.get(b"referer")
+            if referer is not None:
+                self.hosts.check_referer(head.get(b"host"), referer)
+        elif not (only_reads and head.get(b"sec-fetch-dest") == b"document"):
+            # What only reads may be linked to: the person sees it, the other page does not.
+            self.hosts.refuse_page()
 
     def _authorise(self, head: Head) -> None:
         if not self.keys.enabled:
