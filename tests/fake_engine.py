@@ -4,8 +4,8 @@
 
 Answers `GET /health`, `POST /v1/chat/completions` and `/v1/completions` (JSON, and SSE with `"stream": true`),
 `/v1/embeddings`, `/v1/rerank`, `/v1/audio/transcriptions` (multipart), anything under `/echo/`, and an upgrade on `/ws`
-that sends every byte back. `tokens`, `token_s` and `stall_after` in a request override the switches of that name. Every
-answer contains `--name`.
+that sends every byte back. `tokens`, `token_s`, `stall_after` and `crash_at` in a request override the switches of that
+name. Every answer contains `--name`.
 
 The journal gets one JSON line per event (start, ready, request, done, cancelled, term, forked, doubled), so that a test
 can see from outside that nothing was answered twice and nothing stopped while it answered. `done` is noted just after
@@ -72,6 +72,8 @@ class Engine:
     # --- life ------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
+        if self.switches.talkative:
+            self._say(f"started as {sys.argv}")
         loop = asyncio.get_running_loop()
         server = await self._listen(loop)
         await self._load()
@@ -104,9 +106,12 @@ class Engine:
             os._exit(0)
 
     def _crash(self) -> None:
-        sys.stderr.write(f"{self.switches.name}: fatal: crashing as told\n")
-        sys.stderr.flush()
+        self._say("fatal: crashing as told")
         os._exit(self.switches.exit_code)
+
+    def _say(self, text: str) -> None:
+        sys.stderr.write(f"{self.switches.name}: {text}\n")
+        sys.stderr.flush()
 
     # --- connections -----------------------------------------------------------------------------------------------
 
@@ -192,11 +197,13 @@ class Engine:
     # --- the API ---------------------------------------------------------------------------------------------------
 
     async def _work(self, connection: Connection, request: Request) -> None:
-        if self.switches.crash_at == "request":
+        body = request.json()
+        if self.switches.talkative:
+            self._say(f"prompt of {request.get('x-request-id')}: {request.body.decode('utf-8', 'replace')}")
+        if body.get("crash_at", self.switches.crash_at) == "request":
             self._crash()
         if self.switches.gpu_grow_mib:
             self._take_gpu_memory(self.switches.gpu_mib + self.switches.gpu_grow_mib)
-        body = request.json()
         match request.path:
             case "/v1/chat/completions" | "/v1/completions":
                 await self._generate(connection, Answer(self.switches, request.path, body))
@@ -245,7 +252,7 @@ class Engine:
     async def _paced(self, connection: Connection, answer: Answer) -> AsyncIterator[str]:
         """The tokens at their pace, or until the point where something is told to go wrong."""
         for number, token in enumerate(answer.tokens()):
-            if self.switches.crash_at == f"token:{number}":
+            if answer.crash_at == f"token:{number}":
                 await connection.flush()
                 self._crash()
             if answer.stall_after == number:
@@ -254,7 +261,7 @@ class Engine:
             yield token
             await connection.flush()
         # The fault may be set for the moment after the last token.
-        if self.switches.crash_at == f"token:{answer.count}":
+        if answer.crash_at == f"token:{answer.count}":
             self._crash()
         if answer.stall_after == answer.count:
             raise Hung
@@ -301,6 +308,7 @@ class Answer:
         self.count = int(body.get("tokens", switches.tokens))
         self.token_s = float(body.get("token_s", switches.token_s))
         self.stall_after = body.get("stall_after", switches.stall_after)
+        self.crash_at = body.get("crash_at", switches.crash_at)
         options = body.get("stream_options") or {}
         self.wants_usage_event = bool(options.get("include_usage")) and not switches.no_usage
         self._name = switches.name
@@ -388,6 +396,7 @@ def parse_switches(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--exit-code", type=int, default=1, help="of a crash, and of --exit-before-bind")
     parser.add_argument("--exit-before-bind", action="store_true")
     parser.add_argument("--exit-zero-without-listening", action="store_true")
+    parser.add_argument("--talkative", action="store_true", help="print the command line and every request's body")
     parser.add_argument("--hang", choices=("load", "serve"), help="accept, never answer")
     parser.add_argument("--stall-after", type=int, metavar="TOKENS")
     parser.add_argument("--ignore-term", action="store_true")

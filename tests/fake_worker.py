@@ -5,8 +5,8 @@
 Standard library only. Speaks the control protocol and answers HTTP like the fake engine, one socket a slot. `fake.json`
 in a model's folder is read anew for each operation: `at` says how each shall go wrong ("crash", "mute", "hang",
 "fail KIND", "slow SECONDS", "deaf SECONDS", which cannot be called off; with "once " before it only the next time),
-`mib` what it takes of the GPU, `tokens` and `token_s` how it answers. With CUDA_FAKE_GPUS it takes memory of GPUs that
-this file describes. The journal, `journal` in the model's folder, gets one JSON line for each operation.
+`mib` what it takes of the GPU, `tokens`, `token_s` and `talkative` how it answers. With CUDA_FAKE_GPUS it takes memory
+of GPUs that this file describes. The journal, `journal` in the model's folder, gets one JSON line for each operation.
 """
 
 from __future__ import annotations
@@ -139,6 +139,8 @@ class Worker:
                 await asyncio.sleep(3600)
             case ["fail", "path"]:
                 raise Failure("failed", f"{op} fails as told: nobody listens on {self.connection.getsockname()}.")
+            case ["fail", "folder"]:
+                raise Failure("bad_model", f"{op} fails as told: {folder} has no config.json.")
             case ["fail", kind]:
                 raise Failure(kind, f"{op} fails as told.")
             case ["slow", seconds]:
@@ -184,6 +186,7 @@ class Worker:
             raise Failure("out_of_memory", "the GPU is full.")
         slot.switches.tokens = slot.conduct.get("tokens", 4)
         slot.switches.token_s = slot.conduct.get("token_s", 0.0)
+        slot.switches.talkative = slot.conduct.get("talkative", False)
         slot.engine.is_ready = True
         return {"bytes": ARENA_BYTES, "device_bytes": self.size(slot), "expected_s": slot.conduct.get("expected_s", 0)}
 

@@ -1,7 +1,8 @@
 """The error tree: what happened, whose fault it is, and what to do about it.
 
 Owns every error that can reach a caller. The class says what happened; its base says whose fault it was. Never builds a
-response: `server/render.py` does, in the dialect of the caller. A leaf: imports nothing of ours.
+response: `server/render.py` does, in the dialect of the caller, and decides there what of an error that caller sees.
+A leaf: imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ from typing import Any, ClassVar
 
 
 class GreenroomError(Exception):
-    """The root. `message` says what, which, and what to do."""
+    """The root. `message` says what, which, and what to do; `public` is told instead to callers without `admin`."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
     type: ClassVar[str] = "server_error"
     # A final failure would fail again in the same way: clients are told not to retry it.
     final: ClassVar[bool] = False
+    # Where a message may hold an engine's words, paths or the names of others: what `public` is unless it is given.
+    # None: the message is made of our own words and the caller's.
+    public_words: ClassVar[str | None] = None
+    # The details are the engine's answer to the caller's own request, which is the caller's to read.
+    details_are_the_callers: ClassVar[bool] = False
 
     def __init__(
         self,
         message: str,
         *,
+        public: str | None = None,
         param: str | None = None,
         details: str | None = None,
         retry_after_s: float | None = None,
@@ -30,6 +37,7 @@ class GreenroomError(Exception):
     ) -> None:
         super().__init__(message)
         self.message = message
+        self.public = public or self.public_words or message
         self.param = param
         self.details = details
         self.retry_after_s = retry_after_s
@@ -184,10 +192,11 @@ class EngineFault(GreenroomError):
 
 
 class LoadFailed(EngineFault):
-    """The engine did not come up. `details` holds its last lines."""
+    """The engine did not come up. `details` holds the last lines of this start."""
 
     status = 503
     code = "model_load_failed"
+    public_words = "The model could not be loaded."
 
 
 class TooLarge(EngineFault):
@@ -196,6 +205,7 @@ class TooLarge(EngineFault):
     status = 503
     code = "model_too_large"
     final = True
+    public_words = "The model does not fit into the memory that can be made free for it."
 
 
 class EngineLost(EngineFault):
@@ -269,12 +279,15 @@ class LeaseUnknown(LeaseLost):
 class StoreDown(LeaseStoreUnavailable):
     """The lease store does not answer, or cannot write at present."""
 
+    public_words = "The lease store does not answer; ask again."
+
 
 class OutOfMemory(LoadFailed):
     """The engine ran out of memory while loading. `memory` beside the code has the numbers."""
 
     status = 507
     code = "model_out_of_memory"
+    public_words = "The model could not be loaded: it ran out of memory."
 
 
 class NoPlace(ClientFault):
@@ -289,9 +302,11 @@ class BadModel(LoadFailed):
 
     code = "bad_model"
     final = True
+    public_words = "The model could not be loaded: its files cannot be served."
 
 
 class OutsideRoots(BadModel):
     """A file of the model lies where no files of models may lie."""
 
     code = "path_outside_roots"
+    public_words = "The model could not be loaded: its files lie where no model's may."

@@ -36,6 +36,21 @@ def test_a_right_file_is_summed_up(good: Path, capsys: pytest.CaptureFixture[str
     assert lines[-1] == f"{good} is right"
 
 
+def test_keys_are_told_with_what_they_may_do(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = "{name: app, key: a}, {name: train, key: b, leases: true}"
+    good.write_text(GOOD + f"server: {{api_keys: [{keys}, {{name: ops, key: c, admin: true}}]}}\n")
+    assert main(["check", str(good)]) == 0
+    assert "keys: app, train (leases), ops (admin)" in capsys.readouterr().out.splitlines()
+    good.write_text(GOOD + f"server: {{api_keys: [{keys}]}}\n")
+    assert main(["check", str(good), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [(key["name"], key["admin"], key["leases"]) for key in said["keys"]] == [
+        ("app", False, False),
+        ("train", False, True),
+    ]
+    assert [text for text in said["warnings"] if "no key has admin: true" in text]
+
+
 def test_the_file_is_found_like_serve_finds_it(
     good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

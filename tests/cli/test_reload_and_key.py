@@ -55,6 +55,29 @@ def test_a_new_key_opens_the_door_its_lines_describe(capsys: pytest.CaptureFixtu
     assert Keys(config.server.api_keys).check(key.encode()).name == 'a "name": #1'
 
 
+@pytest.mark.parametrize(
+    ("words", "admin", "leases"), [([], False, False), (["--admin"], True, False), (["--leases"], False, True)]
+)
+def test_a_new_key_may_do_what_was_asked_for(
+    capsys: pytest.CaptureFixture[str], words: list[str], admin: bool, leases: bool
+) -> None:
+    assert main(["key", "ops", *words]) == 0
+    out = capsys.readouterr().out
+    config = Config.model_validate(yaml.safe_load(out[out.index("server:") :]))
+    (entry,) = config.server.api_keys
+    assert (entry.admin, entry.leases) == (admin, leases)
+    assert main(["key", "ops", "--json", *words]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == {"name", "key", "sha256", *(word[2:] for word in words)}
+
+
+def test_a_key_that_may_not_is_told_what_it_lacks(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    refusal = "The key chat may ask models, not manage them. Use a key with `admin: true`."
+    gateway.on("POST", "/api/v1/reload", error(403, "not_allowed", refusal))
+    assert main(["reload"]) == 1
+    said = capsys.readouterr().err
+    assert refusal in said and "`greenroom key` makes one (--admin" in said
+
+
 def test_two_keys_differ_and_match_their_digests(capsys: pytest.CaptureFixture[str]) -> None:
     made = []
     for _ in range(2):

@@ -49,6 +49,7 @@ OTHER_VALUES: dict[str, Any] = {
     "use_model_name": "a",
     "strip_params": ("a",),
     "set_params": {"a": 1},
+    "routes": ("/tokenize",),
     "memory_mib": 1,
     "host_memory_mib": 1,
     "gpu_memory_budget_mib": 1,

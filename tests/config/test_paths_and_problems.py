@@ -113,10 +113,16 @@ def test_loopback_needs_no_keys(host: str) -> None:
 def test_other_addresses_need_keys_or_an_explicit_word(loads: Loads, host: str) -> None:
     assert (open_door(Server(host=host)) or "").startswith(f"server.host: {host} can be reached by others")
     assert open_door(Server(host=host, insecure=True)) is None
-    keyed = loads(f"server: {{host: '{host}', api_keys: [{{name: a, key: b}}]}}\n")
+    keyed = loads(f"server: {{host: '{host}', api_keys: [{{name: a, key: b, admin: true}}]}}\n")
     assert open_door(keyed.server) is None
     assert problems(keyed) == []
     assert len(problems(loads(f"server: {{host: '{host}'}}\n"))) == 1
+
+
+def test_keys_without_an_admin_among_them_are_told_of(loads: Loads) -> None:
+    (told,) = problems(loads("server: {api_keys: [{name: a, key: b}, {name: c, key: d, leases: true}]}\n"))
+    assert told.startswith("server.api_keys: no key has admin: true")
+    assert problems(loads("server: {api_keys: [{name: a, key: b}, {name: c, key: d, admin: true}]}\n")) == []
 
 
 @pytest.mark.parametrize(

@@ -257,3 +257,11 @@ def test_rules_hold_for_a_config_that_comes_from_no_file() -> None:
     with pytest.raises(ValidationError, match="already a model's id"):
         Config(models={"a": Model(path="/a.gguf", aliases=("b",)), "b": Model(path="/b.gguf")})
     assert Model(path="/q.gguf").engine == "llamacpp"
+
+
+@pytest.mark.parametrize(
+    "route", ["tokenize", "", "/a/**/b", "/a//b", "/a/../b", "/./a", "/a%20b", "/a?b", "/a b", "/a*"]
+)
+def test_a_route_that_no_path_can_fit_is_refused(complaints: Complaints, route: str) -> None:
+    (line,) = complaints(f"models:\n  q:\n    path: q.gguf\n    routes: ['/ok/*', '/ok/**', '/', '{route}']\n")
+    assert line.startswith("my.yaml:4: models.q.routes[3]: ")

@@ -40,7 +40,7 @@ async def test_what_is_said_of_caches_stays_here_where_nobody_keeps_one(tmp_path
 
 
 async def test_a_key_that_may_only_ask_may_flush_its_own_tenant_only(tmp_path: Path) -> None:
-    keys = [{"name": "lab", "key": "lab-key", "admin": False}, {"name": "admin", "key": "admin-key"}]
+    keys = [{"name": "lab", "key": "lab-key"}, {"name": "admin", "key": "admin-key", "admin": True}]
     async with gateway(tmp_path, {"a": fake("a")}, server={"api_keys": keys}) as app:
         lab, admin = ({"Authorization": f"Bearer {key}"} for key in ("lab-key", "admin-key"))
         assert (await http(app, "POST", FLUSH, {"scope": "all"})).status == 401

@@ -222,10 +222,10 @@ async def test_a_disk_that_takes_no_more_costs_new_leases_and_nothing_else(tmp_p
         assert gate.nothing_left()
 
 
-async def test_leases_are_for_keys_that_may_manage(tmp_path: Path) -> None:
-    keys = [{"name": "caller", "key": "caller-key", "admin": False}, {"name": "admin", "key": "admin-key"}]
+async def test_leases_are_for_keys_that_may_take_them(tmp_path: Path) -> None:
+    keys = [{"name": "caller", "key": "caller-key"}, {"name": "trainer", "key": "trainer-key", "leases": True}]
     async with gateway(tmp_path, {}, server={"api_keys": keys}) as app:
-        for key, expected in ((None, 401), ("caller-key", 403), ("admin-key", 201)):
+        for key, expected in ((None, 401), ("caller-key", 403), ("trainer-key", 201)):
             assert (await ask(app, "POST", PATH, {**LONG, "mib": 1}, key))[0] == expected
 
 

@@ -10,7 +10,7 @@ from tests.harness import fake, gateway
 from tests.integration.facts import at_rest
 from tests.integration.raw import chat, http
 
-KEYS = [{"name": "batch", "key": "gr-batch", "tenant": "team"}, {"name": "alice", "key": "gr-alice"}]
+KEYS = [{"name": "batch", "key": "gr-batch", "tenant": "team"}, {"name": "alice", "key": "gr-alice", "admin": True}]
 
 
 def make_up_names(app: App) -> None:

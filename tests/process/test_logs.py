@@ -13,6 +13,7 @@ from greenroom.process.logs import (
     UNREAD_LINES_MAX,
     LogRing,
     SharedLog,
+    StartLog,
     Subscription,
 )
 
@@ -153,6 +154,17 @@ async def test_cancelled_reader_loses_no_line() -> None:
         await reading
     ring.write(b"kept\n")
     assert await next_lines(subscription, 1) == ["kept"]
+
+
+def test_a_start_has_its_own_lines_and_its_model_those_of_all() -> None:
+    model = LogRing()
+    first, second = StartLog(model), StartLog(model)
+    first.write(b"prompt of a\nhalf")
+    first.flush()
+    second.write(b"no such file\nand ha")
+    assert first.tail(10) == ["prompt of a", "half"]
+    assert second.tail(10) == ["no such file", "and ha"]
+    assert model.tail(10) == ["prompt of a", "half", "no such file", "and ha"]
 
 
 def test_lines_of_a_shared_log_go_to_everybody_whole() -> None:

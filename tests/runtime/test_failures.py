@@ -1,4 +1,4 @@
-"""What is kept of a model that failed: the cause in words that callers may read."""
+"""What is kept of a model that failed: the cause in our words, the engine's for operators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import cast
 
 from greenroom.core.model import ModelId, SlotId
 from greenroom.errors import LoadFailed
-from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalog import Catalog, Entry
@@ -30,13 +29,12 @@ def failures(state_dir: StateDir) -> Failures:
 def test_a_process_that_ended_is_told_with_its_exit_and_last_lines_but_no_folder_of_ours(tmp_path: Path) -> None:
     state_dir = StateDir.open(tmp_path / "state")
     try:
-        kept, log = failures(state_dir), LogRing()
-        log.write(f"illegal access\nclosing {state_dir.run_dir}/s1.sock\n".encode())
-        kept.ended(entry(), HERE, "worker", Exit(None, 9), log)
+        kept = failures(state_dir)
+        kept.ended(entry(), HERE, "worker", Exit(None, 9), ["illegal access", f"closing {state_dir.run_dir}/s1.sock"])
         assert isinstance(kept[M], LoadFailed)
         assert kept[M].message == "qwen was lost: its worker ended (killed by SIGKILL)."
         assert kept[M].details == "illegal access\nclosing s1.sock"
-        kept.ended(entry(), HERE, "engine", Exit(3, None), LogRing())
+        kept.ended(entry(), HERE, "engine", Exit(3, None), [])
         assert kept[M].message == "qwen was lost: its engine ended (exit code 3)." and kept[M].details is None
     finally:
         state_dir.close()
@@ -48,8 +46,8 @@ def test_the_end_of_a_model_that_was_changed_removed_or_told_to_leave_says_nothi
     state_dir = StateDir.open(tmp_path / "state")
     try:
         kept = failures(state_dir)
-        kept.ended(entry(revision=2), HERE, "engine", Exit(3, None), LogRing())
-        kept.ended(entry(), GOING, "engine", Exit(3, None), LogRing())
+        kept.ended(entry(revision=2), HERE, "engine", Exit(3, None), [])
+        kept.ended(entry(), GOING, "engine", Exit(3, None), [])
         assert not kept
     finally:
         state_dir.close()

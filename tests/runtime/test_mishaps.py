@@ -35,7 +35,7 @@ class FakeEvidence:
     def __init__(self, complaint: str | None) -> None:
         self._complaint = complaint
 
-    def of_no_memory(self, child: object) -> str | None:
+    def of_no_memory(self, child: object, lines: object) -> str | None:
         return self._complaint
 
 
@@ -73,8 +73,8 @@ async def test_a_wake_for_which_a_stranger_has_left_no_memory_has_not_failed() -
 def test_a_worker_that_ended_is_told_with_its_exit_and_last_lines(
     complaint: str | None, error: type[LoadFailed]
 ) -> None:
-    log = SimpleNamespace(tail=lambda lines: ["first", "last"])
-    worker: Any = SimpleNamespace(log=log, child=SimpleNamespace(exit=Exit(70, None)))
+    lines = {MOVE.slot: ["first", "last"]}
+    worker: Any = SimpleNamespace(lines_of=lambda slot, _: lines[slot], child=SimpleNamespace(exit=Exit(70, None)))
     told = mishaps().worker_ended(MOVE, ENTRY, cast(Worker, worker), cast(Evidence, FakeEvidence(complaint)))
     assert type(told) is error and told.details == "first\nlast"
     assert complaint is not None or "exit code 70" in told.message

@@ -25,7 +25,7 @@ SHOWN = {"Authorization": f"Bearer {KEY}"}
 async def test_every_refusal_is_counted_by_its_code(
     tmp_path: Path, headers: dict[str, str], body: bytes, code: str
 ) -> None:
-    async with gateway(tmp_path, {}, server={"api_keys": [{"name": "me", "key": KEY}]}) as app:
+    async with gateway(tmp_path, {}, server={"api_keys": [{"name": "me", "key": KEY, "admin": True}]}) as app:
         answer = await http(app, "POST", CHAT, body=body, headers=headers)
         assert answer.error["code"] == code
         metrics = (await http(app, "GET", "/metrics", headers=SHOWN)).body.decode()

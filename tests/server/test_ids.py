@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from greenroom.config.names import id_problem
-from greenroom.server.ids import split_model
+from greenroom.server.ids import is_open, split_model
 
 # Another process may hold the machine for a while: that says nothing about the code.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -119,3 +119,23 @@ def test_any_bytes_are_split_or_refused(raw: bytes) -> None:
         assert name.isprintable()
         assert raw.endswith(rest)
         assert not rest or rest.startswith(b"/")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits", "fits_not"),
+    [
+        ("/tokenize", ["/tokenize"], ["/tokenize/", "/tokenize/x", "/Tokenize", "/", "//tokenize", "/tokeniz%65"]),
+        ("/", ["/"], ["/x", "//"]),
+        ("/v1/*/x", ["/v1/a/x"], ["/v1//x", "/v1/x", "/v1/a/b/x", "/v1/../x", "/v1/./x"]),
+        (
+            "/a/**",
+            ["/a/b", "/a/b/c"],
+            ["/a", "/b/c", "/a/../b", "/a/%2e%2e/b", "/a/b/..", "/a//b", "/a/b;c", "/a/b\\c"],
+        ),
+        ("/**", ["/a", "/a/b.c"], ["/a/..", "/.", "/a%00"]),
+    ],
+)
+def test_open_paths_are_those_whose_bytes_fit(pattern: str, fits: list[str], fits_not: list[str]) -> None:
+    assert all(is_open(path.encode(), ["/other", pattern]) for path in fits)
+    assert not [path for path in fits_not if is_open(path.encode(), [pattern])]
+    assert not is_open(b"/tokenize", [])

@@ -21,7 +21,7 @@ from greenroom.errors import (
     QueueFull,
     TooLarge,
 )
-from greenroom.server.render import error_body, error_event, response
+from greenroom.server.render import error_body, error_event, response, words
 
 # Another process may hold the machine for a while: that says nothing about the code.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -30,19 +30,19 @@ ALL_ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if
 
 
 def said(error: BaseException) -> dict[str, Any]:
-    body = json.loads(error_body(error, "r-1"))
+    body = json.loads(error_body(error, "r-1", to_operator=True))
     assert list(body) == ["error"]
     return dict(body["error"])
 
 
 def headers_of(error: BaseException, request_id: str = "r-1") -> dict[bytes, bytes]:
-    _, headers, _ = response(error, request_id)
+    _, headers, _ = response(error, request_id, to_operator=True)
     assert len(dict(headers)) == len(headers)
     return dict(headers)
 
 
-def event_of(error: BaseException) -> dict[str, Any]:
-    event = error_event(error)
+def event_of(error: BaseException, *, to_operator: bool = True) -> dict[str, Any]:
+    event = error_event(error, "r-1", to_operator=to_operator)
     assert event.startswith(b"data: ")
     assert event.endswith(b"\n\n")
     assert event.count(b"\n") == 2
@@ -51,7 +51,7 @@ def event_of(error: BaseException) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ALL_ERRORS)
 def test_every_error_has_a_complete_body_and_its_status(kind: type[GreenroomError]) -> None:
-    status, headers, body = response(kind("What happened.", param="p"), "r-1")
+    status, headers, body = response(kind("What happened.", param="p"), "r-1", to_operator=True)
     error = json.loads(body)["error"]
     assert list(error)[:5] == ["message", "type", "code", "param", "details"]
     assert status == kind.status
@@ -123,12 +123,41 @@ def test_request_id_that_cannot_stand_in_a_header_is_left_out(request_id: str) -
     "bug", [KeyError("secret"), GatewayBug("secret"), RuntimeError("secret"), GatewayBug("secret", details="secret")]
 )
 def test_bug_is_not_explained_to_callers(bug: Exception) -> None:
-    status, _, body = response(bug, "r-77")
+    status, _, body = response(bug, "r-77", to_operator=True)
     assert status == 500
-    assert b"secret" not in body + error_event(bug)
+    assert b"secret" not in body + error_event(bug, "r-77", to_operator=True)
     error = json.loads(body)["error"]
     assert (error["code"], error["type"]) == ("internal_error", "server_error")
     assert "r-77" in error["message"]
+
+
+@pytest.mark.parametrize("kind", ALL_ERRORS)
+def test_details_and_figures_of_memory_are_told_to_operators_only(kind: type[GreenroomError]) -> None:
+    error = kind("What happened.", details="SECRET", beside={"memory": {"GPU-SECRET": 1}, "queueDepth": 3})
+    _, _, body = response(error, "r-1", to_operator=False)
+    event = error_event(error, "r-1", to_operator=False)
+    assert b"SECRET" not in body + event
+    if not issubclass(kind, GatewayBug) and kind is not GatewayBug:
+        assert (
+            b"queueDepth" in body
+            and "An operator finds more under request r-1." in json.loads(body)["error"]["message"]
+        )
+        assert b"GPU-SECRET" in error_body(error, "r-1", to_operator=True)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL_ERRORS if issubclass(kind, LoadFailed) or kind is TooLarge])
+def test_what_an_engine_may_have_said_is_told_in_our_words(kind: type[GreenroomError]) -> None:
+    """Where nothing else is given, nothing of such a message is passed on."""
+    error = kind("alpha: /srv/SECRET/alpha.gguf cannot be read: SECRET.")
+    for told in (json.loads(error_body(error, "r-1", to_operator=False))["error"], event_of(error, to_operator=False)):
+        assert "SECRET" not in str(told) and told["message"].startswith("The model ")
+    error = kind("SECRET", public="alpha could not be loaded: it took too long.")
+    told = words(error, "r-9", to_operator=False)
+    assert told.message == "alpha could not be loaded: it took too long. An operator finds more under request r-9."
+
+
+def test_what_is_kept_back_from_nobody_points_to_nobody() -> None:
+    assert words(BadRequest("model is missing."), "r-1", to_operator=False) == ("model is missing.", None)
 
 
 def test_engine_text_is_cleaned_and_its_end_kept() -> None:

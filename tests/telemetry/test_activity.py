@@ -97,7 +97,7 @@ def test_as_dict_has_every_field_and_is_json() -> None:
     said = record("r-1", client="cli", stream=True, first_byte_s=0.25, status=200).as_dict()
     assert " ".join(said) == (
         "id model asked_as tenant client route stream priority arrived_at state slot wait_s first_byte_s total_s "
-        "status error_code prompt_tokens completion_tokens cached_tokens estimated chunks"
+        "status error_code error_message reason details prompt_tokens completion_tokens cached_tokens estimated chunks"
     )
     assert json.loads(json.dumps(said)) == said
     assert (said["id"], said["client"], said["first_byte_s"], said["state"]) == ("r-1", "cli", 0.25, "waiting")

@@ -11,7 +11,7 @@ import pytest
 from greenroom.config.schema import ApiKey
 from greenroom.errors import InvalidKey
 from greenroom.tenancy import keys as keys_module
-from greenroom.tenancy.keys import ANYONE, Caller, Keys, new_key, presented_key
+from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, new_key, presented_key
 from greenroom.tenancy.tenants import cap
 
 
@@ -28,6 +28,14 @@ def test_right_key_says_who_calls() -> None:
     keys = Keys([ApiKey(name="lab", key="s3cret", tenant="physics", priority_max="normal", admin=False)])
     assert keys.enabled
     assert keys.check(b"s3cret") == Caller(name="lab", tenant="physics", priority_max=1, admin=False)  # type: ignore[arg-type]
+
+
+def test_a_key_may_only_ask_models_unless_it_says_more() -> None:
+    entries = [ApiKey(name="a", key="a"), ApiKey(name="b", key="b", leases=True), ApiKey(name="c", key="c", admin=True)]
+    plain, leasing, admin = (Keys(entries).check(key) for key in (b"a", b"b", b"c"))
+    assert not plain.admin
+    may = [[caller.may(one) for one in Permission] for caller in (plain, leasing, admin, ANYONE)]
+    assert may == [[True, False, False], [True, True, False], [True, True, True], [True, True, True]]
 
 
 def test_key_given_as_digest_works_the_same() -> None:

@@ -72,6 +72,10 @@ def summary(loaded: Loaded) -> dict[str, Any]:
             *_no_packages(loaded.config),
         ],
         "models": models,
+        "keys": [
+            {"name": key.name, "tenant": key.tenant or key.name, "admin": key.admin, "leases": key.admin or key.leases}
+            for key in loaded.config.server.api_keys
+        ],
         "devices": [
             {"id": device.id, "capacity_mib": device.capacity_mib, "margin_mib": device.margin_mib}
             for device in devices(loaded.config, seen)
@@ -159,10 +163,17 @@ def _say(result: Mapping[str, Any], as_json: bool) -> None:
     screen.say_table(TITLES, [_row(model) for model in result["models"]])
     budget = ", ".join(f"{device['id']} {device['capacity_mib']:,} MiB" for device in result["devices"])
     screen.say(f"budget: {budget}")
+    if result["keys"]:
+        screen.say(f"keys: {', '.join(_key(key) for key in result['keys'])}")
     for warning in result["warnings"]:
         screen.say(f"warning: {warning}")
     screen.say(f"{result['file']} is right" + (", but see above" if result["warnings"] else ""))
     screen.hint(f"serve it: greenroom serve --config {result['file']}")
+
+
+def _key(key: Mapping[str, Any]) -> str:
+    """Its name, and what it may do besides asking models."""
+    return f"{key['name']} (admin)" if key["admin"] else f"{key['name']} (leases)" if key["leases"] else key["name"]
 
 
 def _origin(model: Mapping[str, Any]) -> str:

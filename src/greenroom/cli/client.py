@@ -170,6 +170,8 @@ class Client:
             message = message.removesuffix(LISTED_BY_API) + " `greenroom ps` lists those there are."
         if response.status == 401:
             message += f" Set {KEY_NAME}, or name another variable with --api-key-env."
+        if code == "not_allowed":
+            message += f" `greenroom key` makes one (--admin, --leases); it is read from {KEY_NAME}."
         return Refused(message, str(details) if details else None, status=response.status, code=code)
 
     @contextlib.contextmanager

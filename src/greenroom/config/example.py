@@ -46,6 +46,7 @@ SAMPLES: Mapping[str, Any] = {
     "use_model_name": "Qwen/Qwen2.5-7B-Instruct",
     "strip_params": ["logit_bias"],
     "set_params": {"temperature": 0.7},
+    "routes": ["/tokenize", "/v1/images/*"],
     "devices": ["gpu0"],
     "concurrency": 4,
     "cache_tokens": 32768,
@@ -56,7 +57,7 @@ ITEMS: Mapping[str, tuple[type[Section], tuple[Mapping[str, Any], ...]]] = {
         ApiKey,
         (
             {"name": "laptop", "key": "${env.GREENROOM_KEY}", "priority_max": "high", "admin": True},
-            {"name": "batch", "sha256": "0123456789abcdef" * 4, "tenant": "research"},
+            {"name": "trainer", "sha256": "0123456789abcdef" * 4, "tenant": "research", "leases": True},
         ),
     ),
     "gpus": (Gpu, ({"memory_mib": 24576, "margin_mib": 512}, {"memory_mib": 8192})),

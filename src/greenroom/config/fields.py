@@ -84,6 +84,7 @@ LABEL_KEYS = frozenset(
         "use_model_name",
         "strip_params",
         "set_params",
+        "routes",
         "priority",
         "category",
         "ttl_s",

@@ -5,12 +5,16 @@ Owns the bounds and what a name may be made of. Never knows a key: `schema.py` d
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from greenroom.config import names
+
+# What stands between two slashes of a path whose bytes mean only themselves.
+_ROUTE_PART = re.compile(r"\*{1,2}|[A-Za-z0-9._~!$&'()+,=:@-]*")
 
 
 def _no_bool(value: Any) -> Any:
@@ -32,6 +36,20 @@ def _printable(name: str) -> str:
     if not name.isprintable():
         raise PydanticCustomError("name", "may not contain control or invisible characters")
     return name
+
+
+def _route_pattern(pattern: str) -> str:
+    """A pattern that no path can fit is a mistake."""
+    first, *parts = pattern.split("/")
+    if first or not parts:
+        raise PydanticCustomError("route", "a path that begins with / is wanted")
+    for part in parts[:-1]:
+        if part == "**" or not part:
+            raise PydanticCustomError("route", "** may only be its last part, and no other part may be empty")
+    for part in parts:
+        if part in (".", "..") or not _ROUTE_PART.fullmatch(part):
+            raise PydanticCustomError("route", "each part is *, or made of letters, digits and ._~!$&'()+,=:@-")
+    return pattern
 
 
 # Far beyond any use, and small enough for every clock and counter behind them.
@@ -66,4 +84,5 @@ ModelId = Annotated[
     AfterValidator(_model_id),
     WithJsonSchema({"type": "string", "minLength": 1, "maxLength": names.ID_CHARS_MAX}),
 ]
+RoutePattern = Annotated[str, AfterValidator(_route_pattern)]
 HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$")]

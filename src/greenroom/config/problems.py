@@ -30,6 +30,7 @@ def problems(config: Config) -> list[str]:
     found += _kept_out(config)
     found += _unwritable_recordings(config.server)
     found += [text] if (text := open_door(config.server)) else []
+    found += _no_admin(config.server)
     return found
 
 
@@ -67,6 +68,14 @@ def open_door(server: Server) -> str | None:
         f"server.host: {server.host} can be reached by others, so it is not served there; "
         "give server.api_keys, or server.insecure: true"
     )
+
+
+def _no_admin(server: Server) -> Iterator[str]:
+    if server.api_keys and not any(key.admin for key in server.api_keys):
+        yield (
+            "server.api_keys: no key has admin: true, so nobody can load, unload, reload, read logs or see why a load "
+            "failed; give it to the operator's key"
+        )
 
 
 def budget_mib(config: Config) -> int | None:

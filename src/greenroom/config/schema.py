@@ -28,6 +28,7 @@ from greenroom.config.kinds import (
     Name,
     NotBool,
     Overtakes,
+    RoutePattern,
     Seconds,
     SecondsAboveZero,
     TenantName,
@@ -298,6 +299,9 @@ class Model(Section):
     """Top-level request fields removed before the engine sees them."""
     set_params: dict[str, JsonValue] = {}
     """Top-level request fields set to these values whatever the caller sent."""
+    routes: tuple[RoutePattern, ...] = ()
+    """Paths of its engine that every key may use behind /upstream/MODEL; * is one part, ** at the end all that follow.
+    Keys with admin may use all."""
     memory_mib: Mib | None = None
     """Memory it needs when ready, on a GPU or, without GPUs, on the host; estimated from the file when not given."""
     host_memory_mib: Mib = 0

@@ -42,8 +42,10 @@ class ApiKey(Section):
     """The tenant its requests belong to; the key's name when not given."""
     priority_max: Literal["high", "normal", "low"] = "high"
     """The best priority its requests may ask for; anything better is lowered to this."""
-    admin: bool = True
-    """Whether it may use the management API (load, unload, logs, reload) besides asking models."""
+    admin: bool = False
+    """Whether it may manage the gateway (load, unload, logs, reload, all of /upstream) and sees what engines said."""
+    leases: bool = False
+    """Whether it may take leases, for which models have to leave; a key with admin may anyway."""
 
     @model_validator(mode="after")
     def _obeys_rules(self) -> Self:

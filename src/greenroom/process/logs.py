@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 LINES_MAX = 2000
 BYTES_MAX = 512 * 1024
+# Of one start only the end is of interest: why it ended, a long traceback included.
+START_LINES_MAX = 400
 # Longer lines are cut: engines print whole prompts and tensors at times.
 LINE_BYTES_MAX = 8 * 1024
 # About a second of a very talkative engine.
@@ -90,6 +92,22 @@ class LogRing:
             self._bytes -= len(self._lines.popleft())
         for subscription in self._subscriptions:
             subscription.put(line)
+
+
+class StartLog(LogRing):
+    """What one start of an engine printed, and no other. Its model's ring gets every byte as it comes, for the logs."""
+
+    def __init__(self, into: LogRing) -> None:
+        super().__init__(START_LINES_MAX)
+        self._into = into
+
+    def write(self, data: bytes) -> None:
+        super().write(data)
+        self._into.write(data)
+
+    def flush(self) -> None:
+        super().flush()
+        self._into.flush()
 
 
 class SharedLog(LogRing):

@@ -5,12 +5,11 @@ Owns the words until the model arrives again, and that none of them says where o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from greenroom.core.model import ModelId, SlotId
 from greenroom.errors import GreenroomError, LoadFailed
-from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalog import Catalog, Entry
@@ -33,10 +32,10 @@ class Failures(dict[ModelId, GreenroomError]):
         error.details = None if error.details is None else self._state_dir.unnamed(error.details)
         self[model] = error
 
-    def ended(self, entry: Entry, slot: SlotId, who: str, exit: Exit, log: LogRing) -> None:
+    def ended(self, entry: Entry, slot: SlotId, who: str, exit: Exit, lines: Sequence[str]) -> None:
         """A process that had served ended by itself: whoever is refused for it hears how, as after a failed load."""
         if self._catalog.revision(entry.id, entry.spec.revision) is None or self._is_going(slot):
             # Of a model that was changed, removed or told to leave nobody wants this one back.
             return
-        lines = "\n".join(log.tail(LAST_LINES))
-        self.keep(entry.id, LoadFailed(f"{entry.id} was lost: its {who} ended ({exit}).", details=lines or None))
+        said = f"{entry.id} was lost: its {who} ended ({exit})."
+        self.keep(entry.id, LoadFailed(said, public=said, details="\n".join(lines) or None))

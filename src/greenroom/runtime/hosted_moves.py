@@ -22,7 +22,7 @@ from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalog import Entry
 from greenroom.runtime.control_link import Answer, OpFailed, WorkerLost, count, seconds
 from greenroom.runtime.evidence import Evidence
-from greenroom.runtime.failures import Failures
+from greenroom.runtime.failures import LAST_LINES, Failures
 from greenroom.runtime.grants import Grants, NoGrant
 from greenroom.runtime.hosted_memory import HostedMemory
 from greenroom.runtime.hosted_slots import HostedSlot, HostedSlots
@@ -159,7 +159,9 @@ class HostedMoves:
         except WorkerLost:
             return 0, 0
         except (OpFailed, TimeoutError) as error:
-            raise EngineFault(f"The cache of {there.entry.id} could not be flushed: {error}.") from error
+            raise EngineFault(
+                f"The cache of {there.entry.id} could not be flushed.", details=str(error) or "it did not answer"
+            ) from error
         return count(answer, "entries"), count(answer, "bytes")
 
     # --- what must hold around a move -------------------------------------------------------------------------------
@@ -197,7 +199,7 @@ class HostedMoves:
 
     async def _twice(self, move: Move, slot: HostedSlot, step: Callable[[], Awaitable[_Result]]) -> _Result:
         """A worker that ends may have ended for another's sake: then it is tried again in another worker, once."""
-        evidence = Evidence(self._slots.log(slot.entry.id))
+        evidence = Evidence()
         for is_last in (False, True):
             try:
                 return await step()
@@ -245,7 +247,8 @@ class HostedMoves:
             except (TimeoutError, asyncio.CancelledError) as error:
                 await whole(self._asleep_again(slot, worker))
                 if isinstance(error, TimeoutError):
-                    raise LoadFailed(f"{slot.entry.id} did not wake within {WAKE_MAX_S:g} s.") from error
+                    said = f"{slot.entry.id} did not wake within {WAKE_MAX_S:g} s."
+                    raise LoadFailed(said, public=said) from error
                 raise
             slot.device_bytes, slot.is_ready = count(answer, "device_bytes"), True
         return answer
@@ -303,7 +306,7 @@ class HostedMoves:
         self._remains.clear_up(work, gpus, f"remains {worker.id}")
         lost = [slot for slot in on_stage if not slot.is_moving]
         for slot in lost:
-            self._failures.ended(slot.entry, slot.id, "worker", exit, worker.log)
+            self._failures.ended(slot.entry, slot.id, "worker", exit, worker.lines_of(slot.id, LAST_LINES))
         if lost:
             self._post(SlotsLost(self._clock(), tuple(slot.id for slot in lost), Tier.ASLEEP, str(exit)))
         for slot in there:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from greenroom.core.model import Move
 from greenroom.errors import BadModel, LoadFailed, OutOfMemory
+from greenroom.process.logs import START_LINES_MAX
 from greenroom.runtime.catalog import Entry
 from greenroom.runtime.control_link import OpFailed
 from greenroom.runtime.evidence import Evidence
@@ -39,7 +40,8 @@ class Mishaps:
         return self.no_load(move, entry, error)
 
     def worker_ended(self, move: Move, entry: Entry, worker: Worker, evidence: Evidence) -> LoadFailed:
-        lines = "\n".join(worker.log.tail(LAST_LINES))
-        if complaint := evidence.of_no_memory(worker.child):
-            return self._shortage(move, entry, complaint, lines)
-        return LoadFailed(f"{entry.id} could not be loaded: its worker ended ({worker.child.exit}).", details=lines)
+        details = "\n".join(worker.lines_of(move.slot, LAST_LINES))
+        if complaint := evidence.of_no_memory(worker.child, worker.lines_of(move.slot, START_LINES_MAX)):
+            return self._shortage(move, entry, complaint, details)
+        said = f"{entry.id} could not be loaded: its worker ended ({worker.child.exit})."
+        return LoadFailed(said, public=said, details=details or None)

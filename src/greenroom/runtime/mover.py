@@ -14,6 +14,7 @@ from greenroom.core.events import Event, MoveDone, SlotsLost
 from greenroom.core.model import Claim, Move, MoveId, MoveKind, Outcome, SlotId, Tier
 from greenroom.engines.base import HostedEngine, Launch, Listens, Place, ProcessEngine
 from greenroom.errors import GreenroomError, LoadFailed, OutOfMemory, StoreDown
+from greenroom.process.logs import START_LINES_MAX, StartLog
 from greenroom.process.ports import PortRange, is_ours, listener_pids
 from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.process.state_dir import StateDir
@@ -232,12 +233,16 @@ class Mover:
     async def _ready_child(
         self, move: Move, entry: Entry, launch: Launch, place: Place, attempt: int
     ) -> tuple[Child, Claim | None]:
-        evidence = Evidence(self._slots.log(move.model))
+        evidence, log = Evidence(), StartLog(self._slots.log(move.model))
         identity = self._state_dir.identity(f"{move.slot}.{attempt}")
         try:
-            child = await spawn(launch.command, identity=identity, log=evidence.log)
+            child = await spawn(launch.command, identity=identity, log=log)
         except LoadFailed as error:
-            raise LoadFailed(f"{entry.id} could not be loaded: {error.message}.", details=error.details) from error
+            raise LoadFailed(
+                f"{entry.id} could not be loaded: {error.message}.",
+                public=f"{entry.id} could not be loaded: its program could not be started.",
+                details=error.details,
+            ) from error
         try:
             await self._until_ready(child, launch, place, entry)
             return child, await self._memory.look(move.slot)
@@ -246,7 +251,8 @@ class Mover:
             held = self._memory.held_by(move.slot)
             await child.stop(entry.config.stop_timeout_s)
             await self._memory.back(move.slot, held)
-            if isinstance(error, LoadFailed) and (complaint := evidence.of_no_memory(child)):
+            lines = log.tail(START_LINES_MAX)
+            if isinstance(error, LoadFailed) and (complaint := evidence.of_no_memory(child, lines)):
                 raise self._memory.shortage(move, entry, complaint, error.details or "") from error
             raise
 
@@ -334,7 +340,7 @@ class Mover:
         if self._slots.live.pop(live.id, None) is None:
             return
         self._observer.lost(live.entry.id, live.id, str(exit))
-        self.failures.ended(live.entry, live.id, "engine", exit, live.child.log)
+        self.failures.ended(live.entry, live.id, "engine", exit, live.child.log.tail(LAST_LINES))
         self._give_back(live.id, live.socket)
         self._end_remains(live)
         self._post(SlotsLost(self._clock(), (live.id,), Tier.COLD, str(exit)))
@@ -351,5 +357,5 @@ def _address(place: Place) -> Address:
 
 
 def _failed(entry: Entry, child: Child, why: str) -> LoadFailed:
-    lines = "\n".join(child.log.tail(LAST_LINES))
-    return LoadFailed(f"{entry.id} could not be loaded: {why}.", details=lines)
+    said = f"{entry.id} could not be loaded: {why}."
+    return LoadFailed(said, public=said, details="\n".join(child.log.tail(LAST_LINES)))

@@ -65,7 +65,8 @@ class Openings:
             if isinstance(error, OpFailed):
                 raise self._mishaps.no_load(move, slot.entry, error) from error
             if isinstance(error, TimeoutError):
-                raise LoadFailed(f"{slot.entry.id} could not be loaded: it took more than {limit_s:g} s.") from error
+                said = f"{slot.entry.id} could not be loaded: it took more than {limit_s:g} s."
+                raise LoadFailed(said, public=said) from error
             raise
 
     async def _open_in_time(self, move: Move, slot: HostedSlot) -> None:
@@ -77,7 +78,11 @@ class Openings:
             worker = await self._hosts.let_in(slot.engine, slot.key, slot.id, self._slots.log(entry.id))
         except LoadFailed as error:
             why = error.message.rstrip(".")
-            raise LoadFailed(f"{entry.id} could not be loaded: {why}.", details=error.details) from error
+            raise LoadFailed(
+                f"{entry.id} could not be loaded: {why}.",
+                public=f"{entry.id} could not be loaded: its worker could not be started.",
+                details=error.details,
+            ) from error
         slot.worker, slot.had_company = worker, len(worker.slots) > 1
         slot.is_on_host = worker.device == "cpu"
         if not slot.arena.is_filled:

@@ -81,11 +81,14 @@ class Rejections:
     def _load_failed(self, model: ModelId, retry_s: float | None) -> GreenroomError:
         cause = self._failures.get(model)
         if cause is None:
-            return LoadFailed(f"{model} could not be loaded.", retry_after_s=retry_s)
+            said = f"{model} could not be loaded."
+            return LoadFailed(said, public=said, retry_after_s=retry_s)
         kind = type(cause) if isinstance(cause, LoadFailed) else LoadFailed
         # What would fail again in the same way is not to be tried again at some time.
         again_s = None if kind.final else retry_s
-        return kind(cause.message, details=cause.details, retry_after_s=again_s, beside=cause.beside)
+        return kind(
+            cause.message, public=cause.public, details=cause.details, retry_after_s=again_s, beside=cause.beside
+        )
 
 
 def _bounded(retry_s: float | None) -> float | None:
@@ -123,12 +126,13 @@ def _numbers(rejection: Rejection) -> dict[str, dict[str, int]]:
 
 def _late(rejection: Rejection, retry_s: float | None, is_ready: bool, progress: float | None) -> ModelLoading:
     """Nobody may be told that a model goes on loading which is there and only has too much to do."""
-    eta_s = rejection.retry_after_s
+    eta_s, public = rejection.retry_after_s, None
     if not is_ready and rejection.needs_mib:
         message = (
             f"{rejection.model} waits for memory: it needs {rejection.needs_mib:,} MiB, and {rejection.free_mib:,} of "
             f"{rejection.capacity_mib:,} MiB are free{_held(rejection)}. Ask again, or unload another model."
         )
+        public = f"{rejection.model} waits for memory. Ask again."
     elif not is_ready:
         message = f"{rejection.model} is not ready yet; it goes on loading. Ask again."
     elif eta_s:
@@ -140,4 +144,6 @@ def _late(rejection: Rejection, retry_s: float | None, is_ready: bool, progress:
     state = {"state": "ready" if is_ready else "loading", "eta_s": None if eta_s is None else round(eta_s, 1)}
     if progress is not None:
         state["progress"] = round(progress, 3)
-    return ModelLoading(message, retry_after_s=retry_s or 10.0, beside={"loading": state, **_numbers(rejection)})
+    return ModelLoading(
+        message, public=public, retry_after_s=retry_s or 10.0, beside={"loading": state, **_numbers(rejection)}
+    )

@@ -42,6 +42,8 @@ class Worker:
         self.socket = socket
         self.key: HostKey | None = None
         self.slots: dict[SlotId, LogRing] = {}
+        # Every slot that ever lived here, those that have left included.
+        self._hosted: set[SlotId] = set()
         # Those of them that it was asked to let go of, and has not yet.
         self._going: set[SlotId] = set()
         # Set when it has ended and everybody who lived in it knows.
@@ -63,11 +65,16 @@ class Worker:
 
     def let_in(self, slot: SlotId, log: LogRing) -> None:
         self.slots[slot] = log
+        self._hosted.add(slot)
         self._tell_log()
 
     def let_out(self, slot: SlotId) -> None:
         self.slots.pop(slot, None)
         self._tell_log()
+
+    def lines_of(self, slot: SlotId, count: int) -> list[str]:
+        """The last lines that are this slot's. None where another ever lived here: no line says whose it is."""
+        return self.log.tail(count) if self._hosted <= {slot} else []
 
     def _tell_log(self) -> None:
         # Slots of one model share its log, which is to have each line once.
@@ -168,4 +175,5 @@ def _failed(worker: Worker, exit: Exit | None, why: str = "") -> LoadFailed:
     said = why or f"it was not ready after {START_MAX_S:g} s"
     if exit is not None:
         said = f"it ended while it started ({exit})"
-    return LoadFailed(f"the worker could not be started: {said}", details="\n".join(worker.log.tail(LAST_LINES)))
+    details = "\n".join(worker.log.tail(LAST_LINES))
+    return LoadFailed(f"the worker could not be started: {said}", details=details or None)

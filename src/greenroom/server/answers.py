@@ -32,7 +32,9 @@ def error_answer(
     scope: MutableMapping[str, Any], error: GreenroomError, extra: Mapping[str, str] | None = None
 ) -> Response:
     """The rendered error. Its request id is left out: the bridge adds it to every answer."""
-    status, headers, body = render.response(error, scope.get("state", {}).get("request_id", ""))
+    state = scope.get("state", {})
+    to_operator = bool(state.get("is_admin"))
+    status, headers, body = render.response(error, state.get("request_id", ""), to_operator=to_operator)
     answer = Response(body, status, extra)
     answer.raw_headers += [(name, value) for name, value in headers if name != b"x-request-id"]
     return answer

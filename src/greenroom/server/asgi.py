@@ -9,8 +9,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from starlette.requests import Request
+
 from greenroom.errors import GatewayBug
-from greenroom.proxy.edge import Exchange
+from greenroom.proxy.edge import Exchange, Head
 from greenroom.server import render
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Caller
@@ -35,7 +37,7 @@ class AsgiBridge:
         state = {"request_id": request_id, "is_admin": is_admin, "caller": caller}
         # Before its task runs: the client may leave first, and the application must hear of it.
         call = _Call(exchange, request_id)
-        running = self._run(call, exchange, _scope(exchange, path, state), request_id)
+        running = self._run(call, exchange, scope_of(exchange.head, path, state), request_id)
         task = asyncio.get_running_loop().create_task(running, name=f"asgi {request_id}")
         self._tasks.add(task)
         # By callback: a task that is cancelled before its first step never enters its body.
@@ -52,7 +54,8 @@ class AsgiBridge:
         except Exception as bug:
             _log.error("management request broke", request=request_id, path=scope["path"], error=repr(bug))
             if not exchange.started and not exchange.gone:
-                exchange.respond(*render.response(GatewayBug("Something went wrong in the gateway."), request_id))
+                told = GatewayBug("Something went wrong in the gateway.")
+                exchange.respond(*render.response(told, request_id, to_operator=False))
 
     def _ended(self, task: asyncio.Task[None], exchange: Exchange) -> None:
         self._tasks.discard(task)
@@ -60,6 +63,11 @@ class AsgiBridge:
             exchange.finish()
         else:
             exchange.cut()
+
+
+def asked_by_admin(request: Request) -> bool:
+    """Whether the caller may manage this gateway, and so be shown what operators are."""
+    return bool(request.scope.get("state", {}).get("is_admin"))
 
 
 class _Call:
@@ -109,8 +117,8 @@ class _Call:
             exchange.finish()
 
 
-def _scope(exchange: Exchange, path: bytes, state: dict[str, Any]) -> MutableMapping[str, Any]:
-    head = exchange.head
+def scope_of(head: Head, path: bytes, state: dict[str, Any]) -> MutableMapping[str, Any]:
+    """A request as ASGI describes it; `path` is what it is routed by."""
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.4"},

@@ -13,14 +13,14 @@ import msgspec
 from greenroom.config.schema import Heartbeat
 from greenroom.core.model import ModelId, TenantId
 from greenroom.engines.base import Ability, UsageSource
-from greenroom.errors import BadRequest, ModelNotFound, PostOnly, Unsupported
+from greenroom.errors import BadRequest, ModelNotFound, NotAllowed, PostOnly, Unsupported
 from greenroom.proxy.body import Payload
 from greenroom.proxy.edge import Exchange, Head
 from greenroom.proxy.head import Headers
 from greenroom.runtime.catalog import Catalog, Entry
 from greenroom.server import multipart, peek
 from greenroom.server.cache_headers import cache_headers
-from greenroom.server.ids import split_model
+from greenroom.server.ids import is_open, split_model
 from greenroom.server.keep_alive import capped
 from greenroom.server.routes import UPSTREAM_PREFIX, Route
 from greenroom.tenancy.keys import Caller
@@ -60,6 +60,7 @@ class Ask:
         "stream",
         "target",
         "tenant",
+        "to_operator",
     )
 
     def __init__(
@@ -75,6 +76,7 @@ class Ask:
         heartbeat: Heartbeat,
         payload: Callable[[], Payload],
         budget_s: float | None,
+        to_operator: bool,
     ) -> None:
         self.route = route
         self.entry = entry
@@ -87,6 +89,8 @@ class Ask:
         self.heartbeat = heartbeat
         self.payload = payload
         self.budget_s = budget_s
+        # Who asks may manage this gateway, and is told of errors what only operators are.
+        self.to_operator = to_operator
         # How long its model shall stay afterwards; None: not said.
         self.keep_alive_s: float | None = None
         # The body as it was read, for a payload that is made at once. Cleared when the request has to wait.
@@ -134,14 +138,29 @@ class AskReader:
     def read_upstream(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
         """A pass-through: everything after the model's id goes to its engine as it is."""
         head = exchange.head
-        found = split_model(head.target.partition(b"?")[0][len(UPSTREAM_PREFIX) :], self._catalog.is_known)
+        name, path = self._upstream(head)
+        target = path + (b"?" + head.query if head.query else b"")
+        return self._ask(exchange, route, caller, name, None, target=target, payload=lambda: exchange.body)
+
+    def check_open(self, head: Head, caller: Caller) -> None:
+        """Raises NotAllowed unless the model opens this path to every key, or ModelNotFound."""
+        name, path = self._upstream(head)
+        entry = self._catalog.find(name)
+        if entry is None or not is_open(path, entry.config.routes):
+            raise NotAllowed(
+                f"The key {caller.name} may not use {path.decode('ascii', 'replace')} of {name}: its `routes` do not "
+                "name it. Use a key with `admin: true`."
+            )
+
+    def _upstream(self, head: Head) -> tuple[str, bytes]:
+        """The model that is named after /upstream/, and the path its engine is asked for."""
+        found = split_model(head.path[len(UPSTREAM_PREFIX) :], self._catalog.is_known)
         if found is None:
             raise ModelNotFound(
                 "No model's id follows /upstream/. GET /v1/models lists those there are.", param="model"
             )
         name, rest = found
-        target = b"/" + rest.lstrip(b"/") + (b"?" + head.query if head.query else b"")
-        return self._ask(exchange, route, caller, name, None, target=target, payload=lambda: exchange.body)
+        return name, b"/" + rest.lstrip(b"/")
 
     def _json(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
         body = exchange.body
@@ -198,6 +217,7 @@ class AskReader:
             _heartbeat(said, self._heartbeat()),
             payload,
             _budget_s(said),
+            caller.admin,
         )
         ask.cache_headers = cache_headers(entry.engine.hosted, ask.tenant, said)
         return ask

@@ -19,13 +19,10 @@ from greenroom.server.asgi import AsgiBridge
 from greenroom.server.inference import Inference
 from greenroom.server.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX
 from greenroom.server.settings import Settings
-from greenroom.tenancy.keys import ANYONE, Caller, Keys, presented_key
+from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, presented_key
 
 # Answered to anyone: load balancers and orchestrators ask it and hold no key.
 OPEN_PATHS: Final = frozenset({b"/health"})
-# Answered to every key, by what that key may see or do; all other paths of the management API need an admin's.
-CALLER_PATHS: Final = frozenset({b"/v1/models", b"/models", b"/metrics", b"/v1/cache/flush"})
-CALLER_PREFIXES: Final = (b"/v1/models/",)
 # What a browser says of a page of our own, and of an address that a person has typed or kept.
 OWN_SITES: Final = (b"same-origin", b"none")
 READING: Final = (b"GET", b"HEAD")
@@ -34,9 +31,17 @@ MANAGEMENT_BODY_MAX: Final = 1024 * 1024
 
 
 class FrontDoor:
-    def __init__(self, inference: Inference, management: AsgiBridge, settings: Callable[[], Settings]) -> None:
+    def __init__(
+        self,
+        inference: Inference,
+        management: AsgiBridge,
+        needs: Callable[[Head, bytes], Permission],
+        settings: Callable[[], Settings],
+    ) -> None:
+        """`needs` says what the management API wants of who asks for this path."""
         self._inference = inference
         self._management = management
+        self._needs = needs
         self._settings = settings
         self.keys = Keys(())
         self.hosts = HostRule()
@@ -79,7 +84,7 @@ class FrontDoor:
     def refuse(self, exchange: Exchange | None, head: Head | None, error: GreenroomError) -> tuple[int, Headers, bytes]:
         """What the edge answers itself: to a caller without a key, to a request that is none, to one too many."""
         self._inference.refused(error)
-        return render.response(error, self._inference.next_id())
+        return render.response(error, self._inference.next_id(), to_operator=False)
 
     def _check_page(self, head: Head) -> None:
         """No page of another origin may load, change or hold anything by an image, a frame or a form, which name none.
@@ -108,10 +113,18 @@ class FrontDoor:
         head.note = caller = self.keys.check(presented_key(head.get))
         if head.path in MODEL_ROUTES or caller.admin:
             return
-        path = routed_path(head)
-        if path in CALLER_PATHS or path.startswith(CALLER_PREFIXES):
+        if head.path.startswith(UPSTREAM_PREFIX):
+            self._inference.check_open(head, caller)
             return
-        raise NotAllowed(f"The key {caller.name} may ask models, not manage them. Use a key with `admin: true`.")
+        needed = self._needs(head, routed_path(head))
+        if not caller.may(needed):
+            raise _not_allowed(caller, needed)
+
+
+def _not_allowed(caller: Caller, needed: Permission) -> NotAllowed:
+    if needed is Permission.LEASE:
+        return NotAllowed(f"The key {caller.name} may not take leases. Use a key with `leases: true` or `admin: true`.")
+    return NotAllowed(f"The key {caller.name} may ask models, not manage them. Use a key with `admin: true`.")
 
 
 def _caller(head: Head) -> Caller:

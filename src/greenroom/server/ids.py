@@ -1,4 +1,4 @@
-"""Model ids in paths.
+"""Model ids in paths, and which paths behind them are open to every key.
 
 Owns how an id with slashes is told from what follows it. Reads the raw path, decodes only the part that is the id and
 decodes it once, so that what is authorised, routed and forwarded is the same bytes.
@@ -7,12 +7,14 @@ decodes it once, so that what is authorised, routed and forwarded is the same by
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from urllib.parse import unquote_to_bytes
 
 from greenroom.config.names import ID_CHARS_MAX
 
 _BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+_PLAIN_PART = rb"(?!\.{1,2}(?:/|$))[A-Za-z0-9._~!$&'()+,=:@-]+"
+_PLAIN_PATH = re.compile(rb"(?:/" + _PLAIN_PART + rb")*/?")
 # Paths have neither; a parser that lets them through must not make them ours.
 _RAW_CONTROL = re.compile(rb"[\x00-\x20\x7f]")
 
@@ -40,6 +42,26 @@ def split_model(raw_rest: bytes, is_known: Callable[[str], bool]) -> tuple[str, 
             if not begin and b"%" in raw_rest[:end]:
                 return found  # 1.
     return found  # 2.
+
+
+def is_open(path: bytes, patterns: Iterable[str]) -> bool:
+    """Whether one of a model's `routes` fits this raw path.
+
+    A path that an engine might read as another one fits none: with an escape, an empty part, "." or "..".
+    """
+    if _PLAIN_PATH.fullmatch(path) is None:
+        return False
+    parts = path.decode("ascii").split("/")
+    return any(_fits(pattern.split("/"), parts) for pattern in patterns)
+
+
+def _fits(wanted: list[str], parts: list[str]) -> bool:
+    if wanted[-1] == "**":
+        wanted = wanted[:-1]
+        parts = parts[: len(wanted)] if len(parts) > len(wanted) else []
+    return len(wanted) == len(parts) and all(
+        part == want or (want == "*" and part != "") for want, part in zip(wanted, parts, strict=True)
+    )
 
 
 def _segment_end(raw: bytes, begin: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from greenroom.core.model import RequestId
 from greenroom.engines import usage
 from greenroom.errors import GatewayBug, GreenroomError
-from greenroom.proxy.edge import Exchange
+from greenroom.proxy.edge import Exchange, Head
 from greenroom.proxy.relay import Outcome, Relay
 from greenroom.runtime.catalog import Entry
 from greenroom.runtime.loop import SchedulerLoop
@@ -77,7 +77,11 @@ class Inference:
             read = self._reader.read_upstream if route is UPSTREAM else self._reader.read
             self._begin(exchange, read(exchange, route, caller), request_id)
         except Exception as error:
-            self._refuse(exchange, error, request_id)
+            self._refuse(exchange, error, request_id, caller)
+
+    def check_open(self, head: Head, caller: Caller) -> None:
+        """Raises NotAllowed where this path of an engine is not open to a key without `admin`."""
+        self._reader.check_open(head, caller)
 
     async def _handle_form(self, exchange: Exchange, route: Route, caller: Caller) -> None:
         request_id = self.next_id()
@@ -86,7 +90,7 @@ class Inference:
         except Exception as error:
             # The form of a client that has left cannot be read any more, and there is nobody to refuse.
             if not exchange.gone:
-                self._refuse(exchange, error, request_id)
+                self._refuse(exchange, error, request_id, caller)
 
     def _begin(self, exchange: Exchange, ask: Ask, request_id: str) -> None:
         if exchange.gone:
@@ -114,14 +118,14 @@ class Inference:
         """Count a request that never came to the scheduler."""
         self._metrics.edge_refused(error.code)
 
-    def _refuse(self, exchange: Exchange, error: Exception, request_id: str) -> None:
+    def _refuse(self, exchange: Exchange, error: Exception, request_id: str, caller: Caller) -> None:
         if isinstance(error, GreenroomError):
             self.refused(error)
         else:
             _log.bug("request broke", error, request=request_id)
             error = GatewayBug("Something went wrong in the gateway.")
         if not exchange.started and not exchange.gone:
-            exchange.respond(*render.response(error, request_id))
+            exchange.respond(*render.response(error, request_id, to_operator=caller.admin))
 
     # --- tasks ----------------------------------------------------------------------------------------------------
 
@@ -164,6 +168,8 @@ class Inference:
         record.status = _status(running.exchange, relay, error)
         if error is not None:
             record.error_code = error.code
+            record.error_message = render.words(error, record.id, to_operator=ask.to_operator).message
+            record.reason, record.details = render.words(error, record.id, to_operator=True)
         if ticket.granted_at:
             record.wait_s = ticket.granted_at - ticket.arrived
         if ticket.slot is not None:

@@ -19,7 +19,10 @@ _NUMBER_MAX = 2**63 - 1
 # More GPUs than any machine has.
 GPUS_MAX = 1_024
 
-LeaseName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._:@+-]+$")]
+_NAME_PATTERN = r"^[A-Za-z0-9._:@+-]+$"
+LeaseName = Annotated[str, Field(min_length=1, max_length=128, pattern=_NAME_PATTERN)]
+# What a tenant's ids begin with in the store is not counted.
+LeaseInPath = Annotated[str, Field(min_length=1, max_length=160, pattern=_NAME_PATTERN)]
 _Seconds = Annotated[float, Field(ge=0, le=SECONDS_MAX, allow_inf_nan=False), NotBool]
 
 

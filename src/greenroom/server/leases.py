@@ -1,12 +1,14 @@
 """Leases over HTTP: memory for programs that are not models. Asked for, renewed, looked at, given back.
 
-Owns how they are asked for and shown. Who gets one is decided by the scheduler. A caller that leaves while it waits has
-given up; one that leaves before it heard of its lease has none.
+Owns how they are asked for and shown, and whose they are: a key without `admin` sees and ends only its own tenant's.
+Who gets one is decided by the scheduler. A caller that leaves while it waits has given up; one that leaves before it
+heard of its lease has none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from ipaddress import ip_address
 from typing import Annotated, Literal, cast
@@ -21,8 +23,8 @@ from greenroom.memory.leases.records import Holder, Lease, LeaseAsk
 from greenroom.server.gateway import Gateway
 from greenroom.server.lease_views import (
     HolderView,
+    LeaseInPath,
     LeaseList,
-    LeaseName,
     LeaseOrder,
     LeaseView,
     RenewOrder,
@@ -54,6 +56,7 @@ class Leases:
     async def acquire_lease(self, request: Request, order: LeaseOrder) -> LeaseView:
         """Memory for another program. Held until it is released, or its holder ends or is not heard of any more."""
         ask, count = self._ask(request, order), self._gateway.metrics.lease_asked
+        own = _own(request)
         try:
             lease = await self._while_listened_to(request, ask)
         except _CallerLeft:
@@ -63,32 +66,34 @@ class Leases:
             count("denied")
             raise
         count("granted")
-        return shown(lease)
+        return shown(lease, own)
 
-    async def list_leases(self) -> LeaseList:
-        """Who holds memory, or waits for it."""
-        leasing = self._gateway.leasing
-        leases = [shown(lease) for lease in await leasing.leases()]
-        if leasing.lists_slots:
+    async def list_leases(self, request: Request) -> LeaseList:
+        """Who holds memory, or waits for it; for a key without `admin` its own tenant's leases."""
+        leasing, own = self._gateway.leasing, _own(request)
+        leases = [shown(lease, own) for lease in await leasing.leases() if lease.id.startswith(own)]
+        if leasing.lists_slots or own:
             return LeaseList(leases=leases)
         slots = self._gateway.loop.scheduler.state.slots.values()
         return LeaseList(leases=[*leases, *(_slot_shown(slot) for slot in slots if slot.lease is None)])
 
-    async def show_lease(self, lease_id: LeaseName) -> LeaseView:
+    async def show_lease(self, request: Request, lease_id: LeaseInPath) -> LeaseView:
         """One lease as it is now, also while it is waited for."""
-        return shown(await self._gateway.leasing.find(lease_id))
+        own = _own(request)
+        return shown(await self._gateway.leasing.find(own + lease_id), own)
 
-    async def release_lease(self, lease_id: LeaseName, token: Token = None) -> None:
+    async def release_lease(self, request: Request, lease_id: LeaseInPath, token: Token = None) -> None:
         """Give it back. Doing so again changes nothing, nor does a token that is not its own."""
-        await self._gateway.leasing.release(lease_id, token)
+        await self._gateway.leasing.release(_own(request) + lease_id, token)
 
-    async def renew_lease(self, lease_id: LeaseName, order: RenewOrder) -> LeaseView:
+    async def renew_lease(self, request: Request, lease_id: LeaseInPath, order: RenewOrder) -> LeaseView:
         """Say that the holder lives, and hear whether it is asked to leave."""
-        return shown(await self._gateway.leasing.renew(lease_id, order.token))
+        own = _own(request)
+        return shown(await self._gateway.leasing.renew(own + lease_id, order.token), own)
 
     def _ask(self, request: Request, order: LeaseOrder) -> LeaseAsk:
         return LeaseAsk(
-            id=order.id or f"l-{secrets.token_hex(8)}",
+            id=_own(request) + (order.id or f"l-{secrets.token_hex(8)}"),
             name=order.name,
             mib=order.mib,
             gpus=order.gpus,
@@ -120,6 +125,17 @@ class Leases:
             acquiring.cancel()
 
 
+def _own(request: Request) -> str:
+    """What the ids of this caller's leases begin with in the store, so that no tenant can name another's.
+
+    Nothing for an admin's key, which names every lease by its whole id.
+    """
+    caller: Caller | None = request.scope["state"].get("caller")
+    if caller is None or caller.admin or caller.tenant is None:
+        return ""
+    return f"t{hashlib.sha256(caller.tenant.encode()).hexdigest()[:16]}."
+
+
 def _priority(request: Request, order: LeaseOrder) -> int:
     """What was asked for, or the best the caller's key may have: as for requests to models."""
     caller: Caller | None = request.scope["state"].get("caller")
@@ -140,9 +156,9 @@ def _holder(request: Request, order: LeaseOrder) -> Holder | None:
     return holder
 
 
-def shown(lease: Lease) -> LeaseView:
+def shown(lease: Lease, own: str = "") -> LeaseView:
     return LeaseView(
-        id=lease.id,
+        id=lease.id.removeprefix(own),
         name=lease.name,
         kind=cast(Literal["program", "slot"], lease.kind),
         state=cast(Literal["held", "pending", "waiting"], lease.state),

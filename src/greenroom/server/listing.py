@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from greenroom.errors import ModelNotFound
 from greenroom.runtime.catalog import Catalog, Entry
+from greenroom.server.asgi import asked_by_admin
 from greenroom.server.ids import split_model
 from greenroom.server.snapshot import Snapshot
 from greenroom.server.views import ModelCard, ModelList
@@ -28,14 +29,16 @@ class Listing:
         app.get("/models", include_in_schema=False)(self.list_models)
         app.get(MODELS + "/{model_id:path}")(self.show_model)
 
-    async def list_models(self) -> ModelList:
+    async def list_models(self, request: Request) -> ModelList:
         """Every model that is not `unlisted`, with its state."""
-        look = self._look()
-        return ModelList(data=[look.card(entry) for entry in self._catalog if not entry.config.unlisted])
+        look, is_admin = self._look(), asked_by_admin(request)
+        listed = (entry for entry in self._catalog if not entry.config.unlisted)
+        return ModelList(data=[look.card(entry, to_operator=is_admin) for entry in listed])
 
     async def show_model(self, request: Request, model_id: ModelPath) -> ModelCard:
         """One model, by id or alias; unlisted ones too."""
-        return self._look().card(addressed(self._catalog, request, MODELS, model_id))
+        entry = addressed(self._catalog, request, MODELS, model_id)
+        return self._look().card(entry, to_operator=asked_by_admin(request))
 
 
 def addressed(catalog: Catalog, request: Request, prefix: str, model_id: str, order: str = "") -> Entry:

@@ -1,22 +1,24 @@
 """The management API: listings, health, metrics, status, events, and orders. An ASGI application behind the edge.
 
 Owns how its parts are put together and what no part should have to think of: errors in one shape, HEAD, paths that no
-route may see. Who may call is decided before, by the front door. Every handler is a coroutine on the loop that owns the
-scheduler's state; none runs in a thread, where that state could change under it.
+route may see, and what each route needs of its caller, which the front door asks first. Every handler is a coroutine
+on the loop that owns the scheduler's state; none runs in a thread, where that state could change under it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.responses import HTMLResponse, Response
+from starlette.routing import Match, Route
 
 import greenroom
+from greenroom.proxy.head import Head
 from greenroom.server.answers import add_error_answers, error_answer, nothing_at
-from greenroom.server.asgi import Application, Message
+from greenroom.server.asgi import Message, scope_of
 from greenroom.server.cache import Caches
 from greenroom.server.docs_page import HEADERS, docs_page
 from greenroom.server.explaining import Explaining
@@ -31,13 +33,31 @@ from greenroom.server.streams import Streams
 from greenroom.server.verbs import as_get
 from greenroom.server.views import ErrorBody
 from greenroom.server.watching import Watching
+from greenroom.tenancy.keys import Permission
 
 OPENAPI_PATH = "/api/v1/openapi.json"
 DOCS_PATH = "/api/v1/docs"
+# What keys without `admin` may use, each by what the key may see or do there. Whatever is not named needs an admin's.
+_NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
+    ("GET", "/health"): Permission.ASK,
+    ("GET", "/metrics"): Permission.ASK,
+    ("GET", "/v1/models"): Permission.ASK,
+    ("GET", "/models"): Permission.ASK,
+    ("GET", "/v1/models/{model_id:path}"): Permission.ASK,
+    ("POST", "/v1/cache/flush"): Permission.ASK,
+    ("GET", "/api/v1/models"): Permission.ASK,
+    ("GET", "/api/v1/models/{model_id:path}"): Permission.ASK,
+    ("GET", "/api/v1/requests/{request_id}"): Permission.ASK,
+    ("GET", "/api/v1/leases"): Permission.LEASE,
+    ("POST", "/api/v1/leases"): Permission.LEASE,
+    ("GET", "/api/v1/leases/{lease_id}"): Permission.LEASE,
+    ("DELETE", "/api/v1/leases/{lease_id}"): Permission.LEASE,
+    ("POST", "/api/v1/leases/{lease_id}/renew"): Permission.LEASE,
+}
 _DESCRIPTION = "Which models there are, what they are doing, and how to order them about."
 
 
-def make_management(gateway: Gateway) -> Application:
+def make_management(gateway: Gateway) -> Management:
     app = _empty_app()
     began = gateway.clock()
 
@@ -58,7 +78,7 @@ def make_management(gateway: Gateway) -> Application:
     Leases(gateway).add_to(app)
     Caches(gateway).add_to(app)
     _add_docs(app, gateway)
-    return _guarded(app)
+    return Management(app)
 
 
 def _empty_app() -> FastAPI:
@@ -92,8 +112,14 @@ def _add_docs(app: FastAPI, gateway: Gateway) -> None:
     app.get(DOCS_PATH, include_in_schema=False)(docs)
 
 
-def _guarded(app: FastAPI) -> Application:
-    async def application(
+class Management:
+    """The application, and what its routes need."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    async def __call__(
+        self,
         scope: MutableMapping[str, Any],
         receive: Callable[[], Awaitable[Message]],
         send: Callable[[Message], Awaitable[None]],
@@ -102,6 +128,26 @@ def _guarded(app: FastAPI) -> Application:
         if not scope["path"].isprintable():
             await error_answer(scope, nothing_at(scope["path"]))(scope, receive, send)
         else:
-            await app(as_get(scope), receive, send)
+            await self._app(as_get(scope), receive, send)
 
-    return application
+    @property
+    def routes(self) -> Iterator[tuple[str, str]]:
+        """Every method and path there is."""
+        for route in self._app.routes:
+            assert isinstance(route, Route)
+            yield from ((method, route.path) for method in route.methods or () if method != "HEAD")
+
+    def needs(self, head: Head, path: bytes) -> Permission:
+        """What a request for this path needs. The routes themselves say where it leads, as they will for the answer."""
+        scope = as_get(scope_of(head, path, {}))
+        needed = Permission.MANAGE
+        for route in self._app.routes:
+            assert isinstance(route, Route)
+            match, _ = route.matches(scope)
+            if match is Match.FULL:
+                return _NEEDS.get((scope["method"], route.path), Permission.MANAGE)
+            if match is Match.PARTIAL:
+                # Whoever may use the path is told which methods it takes.
+                others = (_NEEDS[key] for method in route.methods or () if (key := (method, route.path)) in _NEEDS)
+                needed = next(others, needed)
+        return needed

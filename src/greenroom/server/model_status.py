@@ -11,6 +11,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from greenroom.runtime.catalog import Catalog
+from greenroom.server.asgi import asked_by_admin
 from greenroom.server.listing import ModelPath, addressed
 from greenroom.server.snapshot import Snapshot
 from greenroom.server.views import ModelStatusList, ModelView
@@ -36,10 +37,11 @@ class ModelStatuses:
         app.get(PATH)(self.model_statuses)
         app.router.add_api_route(PATH + "/{model_id:path}", self.model_status, route_class_override=OneModel)
 
-    async def model_statuses(self) -> ModelStatusList:
-        """Every model, unlisted ones too."""
-        return ModelStatusList(models=self._look().models())
+    async def model_statuses(self, request: Request) -> ModelStatusList:
+        """Every model; unlisted ones, process ids and what engines said are for admin keys only."""
+        return ModelStatusList(models=self._look().models(to_operator=asked_by_admin(request)))
 
     async def model_status(self, request: Request, model_id: ModelPath) -> ModelView:
         """One model, by id or alias."""
-        return self._look().model(addressed(self._catalog, request, PATH, model_id))
+        entry = addressed(self._catalog, request, PATH, model_id)
+        return self._look().model(entry, to_operator=asked_by_admin(request))

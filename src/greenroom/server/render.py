@@ -1,14 +1,15 @@
 """Errors as callers see them. The only place that builds error responses.
 
-Owns the shape of error bodies and events, and what may be said: engine text is bounded and cleaned, a bug of ours is
-never explained to a stranger. Never logs and never sends.
+Owns the shape of error bodies and events, and who is shown what of an error: operators all of it, others `public` and
+the id under which an operator finds the rest. Engine text is bounded and cleaned, a bug of ours is never explained to a
+stranger. Never logs and never sends.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,13 +22,36 @@ MESSAGE_BYTES_MAX = 2_048
 # Clients obey Retry-After blindly; a model that loads is worth another look after two minutes at most.
 LOADING_RETRY_AFTER_MAX_S = 120
 
+# What stands beside an error for operators only: who has how much of which device.
+OPERATORS_FIELDS = frozenset({"memory"})
+
 _TERMINAL_CODE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?", re.DOTALL)
 # Line breaks and tabs stay: an engine's last lines are lines.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _HEADER_SAFE = re.compile(r"[!-~]{1,128}")
 
 
-def response(error: BaseException, request_id: str) -> tuple[int, list[Header], bytes]:
+class Words(NamedTuple):
+    """What somebody is told of an error."""
+
+    message: str
+    details: str | None
+
+
+def words(error: BaseException, request_id: str, *, to_operator: bool) -> Words:
+    """What an operator, or anybody else, is told. Cleaned and within bounds."""
+    shown = _shown(error, request_id)
+    message, details = shown.message, shown.details
+    if not to_operator:
+        message = shown.public
+        if not shown.details_are_the_callers:
+            details = None
+        if request_id and (message, details) != (shown.message, shown.details):
+            message += f" An operator finds more under request {request_id}."
+    return Words(_clean(message, MESSAGE_BYTES_MAX), None if details is None else _clean(details, DETAILS_BYTES_MAX))
+
+
+def response(error: BaseException, request_id: str, *, to_operator: bool) -> tuple[int, list[Header], bytes]:
     """Status, headers and body that answer a request with this error."""
     shown = _shown(error, request_id)
     headers = [(b"content-type", b"application/json")]
@@ -42,24 +66,24 @@ def response(error: BaseException, request_id: str) -> tuple[int, list[Header], 
         headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(shown, PostOnly):
         headers.append((b"allow", b"POST"))
-    return shown.status, headers, error_body(shown, request_id)
+    return shown.status, headers, error_body(shown, request_id, to_operator=to_operator)
 
 
-def error_body(error: BaseException, request_id: str) -> bytes:
+def error_body(error: BaseException, request_id: str, *, to_operator: bool) -> bytes:
     """`{"error": {message, type, code, param, details, …}}`; what the error has beside these stands beside them."""
     shown = _shown(error, request_id)
-    return _encoded(shown, _core_of(shown))
+    return _encoded(shown, _core_of(shown, request_id, to_operator), to_operator)
 
 
-def error_event(error: BaseException) -> bytes:
+def error_event(error: BaseException, request_id: str, *, to_operator: bool) -> bytes:
     """The one event that ends a stream which has already begun with 200."""
-    shown = _shown(error, None)
-    return b"data: %b\n\n" % _encoded(
-        shown, {**_core_of(shown), "status": shown.status, "retry_after_s": _retry_after_s(shown)}
-    )
+    shown = _shown(error, request_id)
+    core = _core_of(shown, request_id, to_operator)
+    whole = {**core, "status": shown.status, "retry_after_s": _retry_after_s(shown)}
+    return b"data: %b\n\n" % _encoded(shown, whole, to_operator)
 
 
-def _shown(error: BaseException, request_id: str | None) -> GreenroomError:
+def _shown(error: BaseException, request_id: str) -> GreenroomError:
     """The error itself if it was meant to be seen; else a neutral one, because its words could tell secrets."""
     if isinstance(error, GreenroomError) and not isinstance(error, GatewayBug):
         return error
@@ -71,19 +95,21 @@ class _Neutral(GreenroomError):
     """A bug of ours, without its words. Not a GatewayBug, so that it is shown as it is."""
 
 
-def _core_of(error: GreenroomError) -> dict[str, Any]:
+def _core_of(error: GreenroomError, request_id: str, to_operator: bool) -> dict[str, Any]:
+    told = words(error, request_id, to_operator=to_operator)
     return {
-        "message": _clean(error.message, MESSAGE_BYTES_MAX),
+        "message": told.message,
         "type": error.type,
         "code": error.code,
         "param": None if error.param is None else _clean(error.param, MESSAGE_BYTES_MAX),
-        "details": None if error.details is None else _clean(error.details, DETAILS_BYTES_MAX),
+        "details": told.details,
     }
 
 
-def _encoded(error: GreenroomError, core: dict[str, Any]) -> bytes:
+def _encoded(error: GreenroomError, core: dict[str, Any], to_operator: bool) -> bytes:
     # Nothing beside may take the place of what every client relies on.
-    beside = {name: value for name, value in error.beside.items() if name not in core}
+    kept_back = core.keys() if to_operator else core.keys() | OPERATORS_FIELDS
+    beside = {name: value for name, value in error.beside.items() if name not in kept_back}
     try:
         return msgspec.json.encode({"error": {**core, **beside}}, enc_hook=str)
     except (TypeError, ValueError, RecursionError):

@@ -281,11 +281,13 @@ class Running:
         if exchange.gone or exchange.finished:
             return
         if not exchange.started:
-            exchange.respond(*render.response(error, self.request_id))
-        elif relay is not None:
-            relay.fail(render.error_event(error))
+            exchange.respond(*render.response(error, self.request_id, to_operator=self.ask.to_operator))
+            return
+        event = render.error_event(error, self.request_id, to_operator=self.ask.to_operator)
+        if relay is not None:
+            relay.fail(event)
         else:
-            exchange.write(render.error_event(error))
+            exchange.write(event)
             exchange.finish()
 
     def _bad_head(self, status: int, headers: Headers, body: bytes) -> None:
@@ -349,7 +351,9 @@ class Running:
 
 
 class _EngineSaid(EngineFault):
-    """An engine's own error, told inside a stream. Its status is kept."""
+    """An engine's own error, told inside a stream. Its status is kept, and its words are as if they had come alone."""
+
+    details_are_the_callers = True
 
     def __init__(self, message: str, *, details: str, status: int) -> None:
         super().__init__(message, details=details)

@@ -15,7 +15,7 @@ from greenroom.core.state import ModelRecord, State
 from greenroom.core.waitlist import Waiter, WaiterKind
 from greenroom.runtime.catalog import Entry
 from greenroom.runtime.needs import Account
-from greenroom.server import views
+from greenroom.server import render, views
 from greenroom.server.gateway import Gateway
 from greenroom.server.gpu_views import GpuPicture
 from greenroom.server.green_room_views import green_room_view
@@ -36,7 +36,7 @@ class Snapshot:
 
     # --- /v1/models -------------------------------------------------------------------------------------------------
 
-    def card(self, entry: Entry) -> views.ModelCard:
+    def card(self, entry: Entry, *, to_operator: bool) -> views.ModelCard:
         config, abilities = entry.config, entry.abilities
         record = self._state.models.get(entry.id)
         need = record.need if record is not None else entry.spec.need
@@ -48,14 +48,14 @@ class Snapshot:
             description=config.description,
             aliases=list(config.aliases),
             capabilities=None if abilities is None else sorted(ability.value for ability in abilities),
-            status=self._status(entry.id),
+            status=self._status(entry.id, to_operator),
             meta={**config.metadata, "tier": tier, "memory_mib": need.gpu_mib + need.host_mib},
         )
 
-    def _status(self, model: ModelId) -> views.ModelStatus:
+    def _status(self, model: ModelId, to_operator: bool) -> views.ModelStatus:
         word = status_word(self._state, model, self._now)
         moving = self._moving(self._state.slots_of(model)) if word is StatusWord.LOADING else None
-        failure = self._gateway.mover.failures.get(model)
+        failure = self._last_error(model, to_operator)
         return views.ModelStatus(
             value=word,
             eta_s=None if moving is None else moving.eta_s,
@@ -115,19 +115,23 @@ class Snapshot:
             green_room=green_room_view(state),
             probe=picture.probe(),
             gpus=picture.gpus(),
-            models=self.models(),
-            other_slots=[self._slot(slot) for slot in state.slots.values() if slot.model not in known],
+            models=self.models(to_operator=True),
+            other_slots=[
+                self._slot(slot, to_operator=True) for slot in state.slots.values() if slot.model not in known
+            ],
             waiting=[self._waiting(waiter, place) for place, waiter in enumerate(callers[:WAITING_SHOWN_MAX], 1)],
             counters=asdict(state.counters),
             connections=views.ConnectionsView(open=gateway.edge.connections, stats=asdict(gateway.edge.stats)),
         )
 
-    def models(self) -> list[views.ModelView]:
+    def models(self, *, to_operator: bool) -> list[views.ModelView]:
+        """All of them; only those that are not `unlisted` for others than operators."""
         waiting = Counter(waiter.model for waiter in self._callers())
-        return [self._model(entry, waiting[entry.id]) for entry in self._gateway.catalog]
+        shown = (entry for entry in self._gateway.catalog if to_operator or not entry.config.unlisted)
+        return [self._model(entry, waiting[entry.id], to_operator) for entry in shown]
 
-    def model(self, entry: Entry) -> views.ModelView:
-        return self._model(entry, sum(waiter.model == entry.id for waiter in self._callers()))
+    def model(self, entry: Entry, *, to_operator: bool) -> views.ModelView:
+        return self._model(entry, sum(waiter.model == entry.id for waiter in self._callers()), to_operator)
 
     def _callers(self) -> list[Waiter]:
         return [waiter for waiter in self._state.waitlist if waiter.kind is WaiterKind.REQUEST]
@@ -161,10 +165,10 @@ class Snapshot:
             foreign_mib=ledger.foreign.get(device.id, 0),
         )
 
-    def _model(self, entry: Entry, waiting: int) -> views.ModelView:
+    def _model(self, entry: Entry, waiting: int, to_operator: bool) -> views.ModelView:
         slots = self._state.slots_of(entry.id)
         record = self._state.models.get(entry.id)
-        slot_views = [self._slot(slot) for slot in slots]
+        slot_views = [self._slot(slot, to_operator=to_operator) for slot in slots]
         used = [view.last_used_s_ago for view in slot_views if view.last_used_s_ago is not None]
         return views.ModelView(
             id=entry.id,
@@ -186,11 +190,11 @@ class Snapshot:
             slots=slot_views,
             failures=record.failures if record is not None else 0,
             retry_in_s=self._retry_in_s(record),
-            last_error=self._last_error(entry.id),
+            last_error=self._last_error(entry.id, to_operator),
             pid=next((view.pid for view in slot_views if view.pid is not None), None),
         )
 
-    def _slot(self, slot: Slot) -> views.SlotView:
+    def _slot(self, slot: Slot, *, to_operator: bool) -> views.SlotView:
         return views.SlotView(
             id=slot.id,
             model=slot.model,
@@ -203,7 +207,7 @@ class Snapshot:
             last_used_s_ago=round(max(0.0, self._now - slot.last_used), 3) if slot.last_used else None,
             memory={str(device): mib for device, mib in self._state.ledger.held_by(slot.id).items()},
             unload_in_s=self._unload_in_s(slot),
-            pid=self._pid(slot.id),
+            pid=self._pid(slot.id) if to_operator else None,
         )
 
     def _unload_in_s(self, slot: Slot) -> float | None:
@@ -244,9 +248,12 @@ class Snapshot:
             return None
         return round(record.retry_at - self._now, 1)
 
-    def _last_error(self, model: ModelId) -> views.LastError | None:
+    def _last_error(self, model: ModelId, to_operator: bool) -> views.LastError | None:
         failure = self._gateway.mover.failures.get(model)
-        return None if failure is None else views.LastError(code=failure.code, message=failure.message)
+        if failure is None:
+            return None
+        told = render.words(failure, "", to_operator=to_operator)
+        return views.LastError(code=failure.code, message=told.message)
 
     def _pid(self, slot: SlotId) -> int | None:
         live = self._gateway.slots.live.get(slot)

@@ -293,6 +293,12 @@ class RequestView(View):
     total_s: float | None
     status: int | None
     error_code: str | None
+    error_message: str | None
+    """What its caller was told."""
+    reason: str | None
+    """What went wrong, for admin keys only."""
+    details: str | None
+    """What its engine printed last, for admin keys only."""
     prompt_tokens: int | None
     completion_tokens: int | None
     cached_tokens: int | None

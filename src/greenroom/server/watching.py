@@ -13,11 +13,13 @@ from starlette.responses import Response
 
 from greenroom.errors import NotFound
 from greenroom.server import views
+from greenroom.server.asgi import asked_by_admin
 from greenroom.server.gateway import Gateway
 from greenroom.server.gauges import gauges
 from greenroom.server.snapshot import Snapshot
 from greenroom.server.streams import SSE, EventFeed, Streams
 from greenroom.server.verbs import refuse_head
+from greenroom.tenancy.keys import Caller
 
 API = "/api/v1"
 # As many as are kept.
@@ -25,6 +27,9 @@ REQUESTS_SHOWN_MAX = 2_000
 DECISIONS_SHOWN_MAX = 500
 # Events and decisions are counted; this is more than any gateway will ever have told.
 EVENT_ID_MAX = 2**53
+# Left out of what is shown of a request: in a list, and for a key without `admin`.
+_BRIEF = {"details": None}
+_DISCREET = {"reason": None, "details": None, "slot": None}
 
 EventId = Annotated[int | None, Query(ge=0, le=EVENT_ID_MAX, description="Begin after this event.")]
 Since = Annotated[int, Query(ge=0, le=EVENT_ID_MAX, description="Only decisions after the one with this `seq`.")]
@@ -59,7 +64,7 @@ class Watching:
 
     async def metrics(self, request: Request) -> Response:
         """Everything that is counted, in the text format of Prometheus; by tenant only for an admin's key."""
-        is_admin = bool(request.scope.get("state", {}).get("is_admin"))
+        is_admin = asked_by_admin(request)
         async with self._rendering:
             now = gauges(self._gateway, self._uptime_s())
             body, content_type = await asyncio.to_thread(self._gateway.metrics.render, now, by_tenant=is_admin)
@@ -79,17 +84,19 @@ class Watching:
     async def list_requests(
         self, limit: Annotated[int, Query(ge=1, le=REQUESTS_SHOWN_MAX)] = 100, model: str | None = None
     ) -> views.RequestList:
-        """Requests that run or ended lately."""
+        """Requests that run or ended lately, without `details`."""
         entry = self._gateway.catalog.find(model) if model is not None else None
         records = self._gateway.activity.recent(limit, model if entry is None else entry.id)
-        return views.RequestList(requests=[views.RequestView(**record.as_dict()) for record in records])
+        return views.RequestList(requests=[views.RequestView(**record.as_dict() | _BRIEF) for record in records])
 
-    async def show_request(self, request_id: str) -> views.RequestView:
-        """One request by its `X-Request-Id`."""
-        record = self._gateway.activity.get(request_id)
-        if record is None:
+    async def show_request(self, request: Request, request_id: str) -> views.RequestView:
+        """One request by its `X-Request-Id`; without an admin's key only one of the caller's tenant."""
+        record, is_admin = self._gateway.activity.get(request_id), asked_by_admin(request)
+        caller: Caller | None = request.scope.get("state", {}).get("caller")
+        # Another's is answered like one that never was, so that ids cannot be tried out.
+        if record is None or not (is_admin or (caller is not None and record.tenant == caller.tenant)):
             raise NotFound(f"There is no request {request_id}; only those that run or ended lately are kept.")
-        return views.RequestView(**record.as_dict())
+        return views.RequestView(**record.as_dict() | ({} if is_admin else _DISCREET))
 
     async def list_decisions(
         self,

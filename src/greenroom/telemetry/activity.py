@@ -1,7 +1,8 @@
 """What each request is doing, and what the last ones did.
 
-Owns one record for each request, from arrival to some time after its end. Never bodies, never keys. Records of running
-requests are always found; of ended ones the most recent are kept.
+Owns one record for each request, from arrival to some time after its end. Never bodies, never keys; an engine's words
+only in `reason` and `details`, which are for operators. Records of running requests are always found; of ended ones the
+most recent are kept.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ _FIELDS: Final = (
     "total_s",
     "status",
     "error_code",
+    "error_message",
+    "reason",
+    "details",
     "prompt_tokens",
     "completion_tokens",
     "cached_tokens",
@@ -79,6 +83,10 @@ class Record:
         self.total_s: float | None = None
         self.status: int | None = None
         self.error_code: str | None = None
+        # What the caller was told; what an operator is, and the engine's lines that go with it.
+        self.error_message: str | None = None
+        self.reason: str | None = None
+        self.details: str | None = None
         self.prompt_tokens: int | None = None
         self.completion_tokens: int | None = None
         self.cached_tokens: int | None = None

@@ -11,6 +11,7 @@ import hmac
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 from greenroom.config.schema import PRIORITY_NAMES, ApiKey
@@ -25,6 +26,14 @@ _NEW_KEY_BYTES: Final = 32
 HeadGetter = Callable[[bytes], bytes | None]
 
 
+class Permission(Enum):
+    """What a request needs of its caller's key."""
+
+    ASK = "ask"
+    LEASE = "lease"
+    MANAGE = "manage"
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Whose request it is. `tenant` is None where callers may name their own."""
@@ -34,6 +43,12 @@ class Caller:
     priority_max: int
     """The best priority it may ask for: a number, lower is better."""
     admin: bool
+    leases: bool = False
+
+    def may(self, permission: Permission) -> bool:
+        if permission is Permission.ASK or self.admin:
+            return True
+        return permission is Permission.LEASE and self.leases
 
 
 # Without keys everyone who can reach the address is trusted.
@@ -94,4 +109,5 @@ def _digest_of(key: ApiKey) -> bytes:
 
 def _caller_of(key: ApiKey) -> Caller:
     tenant = TenantId(key.tenant or key.name)
-    return Caller(name=key.name, tenant=tenant, priority_max=PRIORITY_NAMES[key.priority_max], admin=key.admin)
+    priority_max = PRIORITY_NAMES[key.priority_max]
+    return Caller(name=key.name, tenant=tenant, priority_max=priority_max, admin=key.admin, leases=key.leases)

@@ -71,8 +71,9 @@ def wire_front(common: Common, memory: Memory, desk: Desk, gateway: Served) -> F
         None if activity_file is None else activity_file.add,
         prefetch.waits,
     )
-    management = AsgiBridge(make_management(gateway))
-    door = FrontDoor(inference, management, lambda: gateway.settings)
+    application = make_management(gateway)
+    management = AsgiBridge(application)
+    door = FrontDoor(inference, management, application.needs, lambda: gateway.settings)
     edge = Edge(admit=door.admit, handle=door.handle, refuse=door.refuse, limits=limits_for(server))
     front = Front(activity_file, prefetch, inference, management, door, edge)
     front.admit(server)

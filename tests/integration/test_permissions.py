@@ -1,0 +1,247 @@
+"""Which key may use which route: every route that is registered, with every kind of key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from greenroom.app import App
+from greenroom.core.model import ModelId
+from greenroom.server.management import make_management
+from greenroom.server.routes import MODEL_ROUTES
+from tests.harness import fake, gateway
+from tests.integration.raw import Answer, Raw, http, request_bytes
+
+KEYS = [
+    {"name": "plain", "key": "plain-key"},
+    {"name": "lease", "key": "lease-key", "leases": True},
+    {"name": "other", "key": "other-key", "leases": True},
+    {"name": "admin", "key": "admin-key", "admin": True},
+]
+MODELS = {
+    "m": fake("m", routes=["/echo/open", "/echo/below/**", "/echo/*/one"]),
+    "shy": fake("shy", unlisted=True),
+    "cold": fake("cold", unlisted=True),
+}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The status each kind of key is answered with; without a key and with a wrong one it is 401 unless said."""
+
+    plain: int
+    lease: int
+    admin: int
+    nobody: int = 401
+    body: Any = None
+
+
+def everyone(status: int = 200, body: Any = None) -> Decision:
+    return Decision(status, status, status, body=body)
+
+
+def leases(status: int, body: Any = None) -> Decision:
+    return Decision(403, status, status, body=body)
+
+
+def admins(status: int = 200, body: Any = None) -> Decision:
+    return Decision(403, 403, status, body=body)
+
+
+# A new route fails here until somebody has decided who may use it.
+DECISIONS: dict[tuple[str, str], Decision] = {
+    ("GET", "/health"): Decision(200, 200, 200, nobody=200),
+    ("GET", "/metrics"): everyone(),
+    ("GET", "/v1/models"): everyone(),
+    ("GET", "/models"): everyone(),
+    ("GET", "/v1/models/{model_id:path}"): everyone(),
+    ("GET", "/api/v1/models"): everyone(),
+    ("GET", "/api/v1/models/{model_id:path}"): everyone(),
+    ("GET", "/api/v1/requests/{request_id}"): everyone(404),
+    # Everybody's is not a tenant's to forget.
+    ("POST", "/v1/cache/flush"): Decision(403, 403, 200, body={"scope": "all"}),
+    ("GET", "/api/v1/leases"): leases(200),
+    ("POST", "/api/v1/leases"): leases(201, {"mib": 1}),
+    ("GET", "/api/v1/leases/{lease_id}"): leases(404),
+    ("DELETE", "/api/v1/leases/{lease_id}"): leases(204),
+    ("POST", "/api/v1/leases/{lease_id}/renew"): leases(404, {"token": 1}),
+    ("GET", "/api/v1/status"): admins(),
+    ("GET", "/api/v1/events"): admins(),
+    ("GET", "/api/v1/requests"): admins(),
+    ("GET", "/api/v1/decisions"): admins(),
+    ("GET", "/api/v1/gpus"): admins(),
+    ("POST", "/api/v1/explain"): admins(200, {"model": "m"}),
+    ("POST", "/api/v1/models/{model_id:path}/load"): admins(),
+    ("POST", "/api/v1/models/{model_id:path}/unload"): admins(),
+    ("POST", "/api/v1/models/{model_id:path}/sleep"): admins(422),
+    ("POST", "/api/v1/models/{model_id:path}/prepare"): admins(422),
+    ("GET", "/api/v1/models/{model_id:path}/logs"): admins(),
+    ("GET", "/api/v1/models/{model_id:path}/logs/stream"): admins(),
+    ("POST", "/api/v1/reload"): admins(),
+    ("GET", "/api/v1/openapi.json"): admins(),
+    ("GET", "/api/v1/docs"): admins(),
+}
+# A form without a boundary is let in and then not understood.
+ASKING = {
+    ("POST", path.decode()): everyone(400 if route.is_multipart else 200, {"model": "m"})
+    for path, route in MODEL_ROUTES.items()
+}
+UPSTREAM = {
+    ("GET", "/upstream/m/echo/open"): everyone(),
+    ("POST", "/upstream/m/echo/open"): everyone(),
+    ("GET", "/upstream/m/echo/open?q=1"): everyone(),
+    ("GET", "/upstream/m/echo/below/this/and/that"): everyone(),
+    ("GET", "/upstream/m/echo/any/one"): everyone(),
+    ("GET", "/upstream/m/echo/below"): admins(),
+    ("GET", "/upstream/m/echo/any/two"): admins(),
+    ("GET", "/upstream/m/echo/open/"): admins(),
+    ("GET", "/upstream/m/echo/open/x"): admins(),
+    ("GET", "/upstream/m/echo/closed"): admins(),
+    # What an engine might read as another path is open to admins only.
+    ("GET", "/upstream/m/echo/below/../closed"): admins(),
+    ("GET", "/upstream/m/echo/below/%2e%2e/closed"): admins(),
+    ("GET", "/upstream/m/echo/below/..%2fclosed"): admins(),
+    ("GET", "/upstream/m/echo/below//closed"): admins(),
+    ("GET", "/upstream/m/echo/below/;/closed"): admins(),
+    ("GET", "/upstream/m/echo/below/\\closed"): admins(),
+    ("GET", "/upstream/m//echo/open"): everyone(),
+    ("GET", "/upstream/shy/echo/open"): admins(),
+    ("GET", "/upstream/nobody/echo/open"): everyone(404),
+    ("GET", "/upstream/"): everyone(404),
+}
+# What no route takes: only an admin is told that there is nothing.
+NOTHING = {
+    ("GET", "/nothing"): admins(404),
+    ("GET", "/api/v1/models/m/nothing"): everyone(404),
+    ("POST", "/api/v1/models/m"): everyone(405),
+    ("DELETE", "/v1/models"): everyone(405),
+    ("PUT", "/api/v1/leases"): leases(405),
+    ("GET", "/api/v1/models/m/load"): admins(405),
+    # HEAD is GET without the answer's body.
+    ("HEAD", "/v1/models"): everyone(),
+    ("HEAD", "/api/v1/status"): admins(),
+    ("HEAD", "/api/v1/leases"): leases(200),
+}
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
+    async with gateway(tmp_path_factory.mktemp("keys"), MODELS, server={"api_keys": KEYS}) as app:
+        yield app
+
+
+async def call(app: App, method: str, path: str, key: str | None, body: Any = None) -> Answer:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}-key"}
+    return await http(app, method, path, body, headers=headers)
+
+
+async def status(app: App, method: str, path: str, key: str | None, body: Any) -> int:
+    """Of the head alone: some answers never end."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}-key"}
+    async with await Raw.open(app) as raw:
+        raw.send(request_bytes(method, path, None if body is None else json.dumps(body).encode(), headers))
+        return (await raw.head())[0]
+
+
+async def test_every_registered_route_has_a_decision(app: App) -> None:
+    assert set(make_management(app).routes) == set(DECISIONS)
+
+
+@pytest.mark.parametrize(
+    ("route", "decision"),
+    [*DECISIONS.items(), *ASKING.items(), *UPSTREAM.items(), *NOTHING.items()],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+async def test_who_may(app: App, route: tuple[str, str], decision: Decision) -> None:
+    method, template = route
+    path = template.replace("{model_id:path}", "m").replace("{request_id}", "r-0").replace("{lease_id}", "l-0")
+    wanted = {
+        None: decision.nobody,
+        "wrong": decision.nobody,
+        "plain": decision.plain,
+        "lease": decision.lease,
+        "admin": decision.admin,
+    }
+    assert {key: await status(app, method, path, key, decision.body) for key in wanted} == wanted
+
+
+async def test_refusals_say_what_the_key_lacks(app: App) -> None:
+    managing = (await call(app, "GET", "/api/v1/status", "plain")).error
+    assert managing["code"] == "not_allowed" and "admin: true" in managing["message"]
+    leasing = (await call(app, "GET", "/api/v1/leases", "plain")).error
+    assert "leases: true" in leasing["message"]
+    engine = (await call(app, "GET", "/upstream/m/slots", "plain")).error
+    assert "/slots of m" in engine["message"] and "routes" in engine["message"]
+
+
+async def test_a_path_that_is_not_open_loads_nothing(app: App) -> None:
+    assert (await call(app, "GET", "/upstream/cold/echo/x", "plain")).status == 403
+    assert not app.loop.scheduler.state.slots_of(ModelId("cold"))
+
+
+async def test_listings_are_of_what_a_key_may_see(app: App) -> None:
+    assert (await call(app, "GET", "/v1/models", "plain")).status == 200
+    assert (await call(app, "POST", "/v1/chat/completions", "plain", {"model": "m", "messages": []})).status == 200
+    plain, admin = [(await call(app, "GET", "/api/v1/models", key)).json()["models"] for key in ("plain", "admin")]
+    assert [model["id"] for model in plain] == ["m"] and {model["id"] for model in admin} == {"m", "shy", "cold"}
+    assert plain[0]["pid"] is None and next(model["pid"] for model in admin if model["id"] == "m") > 0
+    assert [slot["pid"] for slot in plain[0]["slots"]] == [None]
+
+
+async def test_a_key_sees_its_own_requests_and_no_others(app: App) -> None:
+    asked = await call(app, "POST", "/v1/chat/completions", "plain", {"model": "m", "messages": []})
+    path = f"/api/v1/requests/{asked.headers['x-request-id']}"
+    assert (await call(app, "GET", path, "plain")).json()["tenant"] == "plain"
+    assert (await call(app, "GET", path, "admin")).json()["slot"] is not None
+    assert (await call(app, "GET", path, "other")).status == 404
+
+
+# --- leases ---------------------------------------------------------------------------------------------------------
+
+LEASES = "/api/v1/leases"
+
+
+async def trainers(app: App, key: str) -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = (await call(app, "GET", LEASES, key)).json()["leases"]
+    return [one for one in listed if one["name"] == "train"]
+
+
+async def test_leases_of_tenants_do_not_meet(app: App) -> None:
+    """The same id is two leases for two tenants; neither can see, renew or end the other's, an admin can."""
+    order = {"mib": 10, "id": "nightly", "name": "train"}
+    mine, theirs = [await call(app, "POST", LEASES, key, order) for key in ("lease", "other")]
+    assert mine.status == theirs.status == 201
+    assert mine.json()["id"] == theirs.json()["id"] == "nightly"
+    assert mine.json()["token"] != theirs.json()["token"]
+    for key, held in (("lease", mine), ("other", theirs)):
+        assert [(one["id"], one["token"]) for one in await trainers(app, key)] == [("nightly", held.json()["token"])]
+    whole = await trainers(app, "admin")
+    assert len(whole) == 2
+    # The other's whole id is no help.
+    stolen = next(one for one in whole if one["token"] == theirs.json()["token"])
+    assert (await call(app, "DELETE", f"{LEASES}/{stolen['id']}", "lease")).status == 204
+    renewal = {"token": stolen["token"]}
+    assert (await call(app, "POST", f"{LEASES}/{stolen['id']}/renew", "lease", renewal)).status == 404
+    assert (await call(app, "POST", f"{LEASES}/nightly/renew", "lease", renewal)).status == 409
+    assert (await call(app, "POST", f"{LEASES}/nightly/renew", "other", renewal)).status == 200
+    assert (await call(app, "GET", f"{LEASES}/nightly", "lease")).json()["token"] == mine.json()["token"]
+    for one in whole:
+        assert (await call(app, "DELETE", f"{LEASES}/{one['id']}", "admin")).status == 204
+    assert (await call(app, "GET", f"{LEASES}/nightly", "other")).status in (404, 409)
+
+
+async def test_a_tenant_cannot_name_a_models_lease_or_an_admins(app: App) -> None:
+    held = await call(app, "POST", LEASES, "admin", {"mib": 10, "id": "ops", "name": "ops"})
+    assert held.status == 201
+    assert (await call(app, "GET", f"{LEASES}/ops", "lease")).status == 404
+    assert (await call(app, "DELETE", f"{LEASES}/ops", "lease")).status == 204
+    assert (await call(app, "GET", f"{LEASES}/ops", "admin")).status == 200
+    assert all(one["kind"] == "program" for one in (await call(app, "GET", LEASES, "lease")).json()["leases"])
+    assert (await call(app, "DELETE", f"{LEASES}/ops", "admin")).status == 204
