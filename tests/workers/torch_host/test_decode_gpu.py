@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from greenroom.workers.torch_host.asks import Sampling
 from greenroom.workers.torch_host.attention import How, stores_in
@@ -138,7 +140,8 @@ def test_captured_steps_turn_each_sequence_by_its_own_length(name: str) -> None:
             check(plain, one, answer, 1e-3)
     assert batching._runner is not None
     assert batching._runner._graphs is not None
-    assert batching._runner._graphs.is_able
+    # Transformers before 5.21 asks the host which factors to take, which no graph may contain.
+    assert batching._runner._graphs.is_able or Version(transformers.__version__) < Version("5.21")
     batching.close()
 
 
