@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from greenroom.app import App
+from greenroom.core.model import ModelId, MoveKind
 from greenroom.errors import BudgetPassed
 from greenroom.telemetry.activity import Record
-from tests.harness import fake, gateway, until
+from tests.harness import PATIENCE_S, fake, gateway, until
 from tests.integration.facts import Journal, at_rest, counters
-from tests.integration.raw import chat, http
+from tests.integration.raw import CHAT, Raw, asking, chat, http, request_bytes
 
 
 def form(boundary: str, model: str) -> tuple[bytes, dict[str, str]]:
@@ -65,3 +70,66 @@ async def test_request_that_is_cut_between_its_grant_and_its_sending_never_reach
         await at_rest(app)
         assert (await chat(app, "alpha")).status == 200
         assert journal.count("request") == 2
+
+
+# --- whatever happens to a task -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def cancelled(name: str, turns: int) -> Iterator[None]:
+    """Every task with a name that begins so is cancelled after so many turns of the loop; 0: before its first step."""
+    loop = asyncio.get_running_loop()
+
+    def factory(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **more: Any) -> asyncio.Task[Any]:
+        made: list[asyncio.Task[Any]] = []
+
+        def look(left: int) -> None:
+            if made[0].get_name().startswith(name):
+                made[0].cancel() if left == 0 else loop.call_soon(look, left - 1)
+
+        # Before the task, whose first step would come first otherwise.
+        loop.call_soon(look, turns)
+        made.append(asyncio.Task(work, loop=loop, **more))
+        return made[0]
+
+    loop.set_task_factory(factory)
+    try:
+        yield
+    finally:
+        loop.set_task_factory(None)
+
+
+def asked(kind: str) -> bytes:
+    if kind == "form":
+        body, headers = form("b", "alpha")
+        return request_bytes("POST", "/v1/audio/transcriptions", body, headers)
+    if kind == "asgi":
+        return request_bytes("GET", "/api/v1/status", None)
+    return request_bytes("POST", CHAT, json.dumps(asking("alpha")).encode())
+
+
+@pytest.mark.parametrize("is_warm", [True, False], ids=["warm", "cold"])
+@pytest.mark.parametrize(("kind", "name"), [("chat", "r-"), ("form", "form"), ("form", "r-"), ("asgi", "asgi")])
+async def test_request_ends_with_its_task_whenever_that_is_cancelled(
+    tmp_path: Path, kind: str, name: str, is_warm: bool
+) -> None:
+    async with gateway(tmp_path, {"alpha": fake("alpha", concurrency=1)}) as app:
+        for turns in (0, 1, 2, 3, 5, 8):
+            if is_warm:
+                assert (await chat(app, "alpha")).status == 200
+            async with await Raw.open(app) as raw, await Raw.open(app) as busy:
+                if is_warm and kind != "asgi":
+                    # With its only place taken, the model is waited for by a task.
+                    busy.ask(asking("alpha", stall_after=0))
+                    await until(lambda: counters(app)["grants"] == 1, "its place is taken")
+                with cancelled(name, turns):
+                    raw.send(asked(kind))
+                    for _ in range(turns + 20):
+                        await asyncio.sleep(0)
+                    # The place is free again: whoever was not cancelled by now is answered.
+                    busy.leave()
+                    await raw.is_closed()
+                await at_rest(app)
+        assert (await chat(app, "alpha")).status == 200
+        async with asyncio.timeout(PATIENCE_S):
+            await app.operations.move(MoveKind.UNLOAD, ModelId("alpha"))

@@ -70,7 +70,9 @@ class Inference:
     def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None:
         """Answer this request. Returns at once."""
         if route.is_multipart:
-            self._own(self._handle_form(exchange, route, caller), "form")
+            reading = self._own(self._handle_form(exchange, route, caller), "form")
+            # What is read is not a request yet: nothing but its connection is held.
+            reading.add_done_callback(lambda task: exchange.cut() if task.cancelled() else None)
             return
         request_id = self.next_id()
         try:
