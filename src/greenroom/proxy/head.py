@@ -87,6 +87,14 @@ class Head:
                 return value.rstrip(b" \t")
         return None
 
+    def get_all(self, names: frozenset[bytes]) -> dict[bytes, bytes]:
+        """The first value of each of these headers that there is, found in one pass. `names` are lower-case."""
+        found: dict[bytes, bytes] = {}
+        for known, value in self.headers:
+            if known in names and known not in found:
+                found[known] = value.rstrip(b" \t")
+        return found
+
     @property
     def has_body(self) -> bool:
         return self.chunked or self.content_length > 0

@@ -25,6 +25,7 @@ from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, presented_k
 OPEN_PATHS: Final = frozenset({b"/health"})
 # What a browser says of a page of our own, and of an address that a person has typed or kept.
 OWN_SITES: Final = (b"same-origin", b"none")
+GUARDED: Final = frozenset((b"host", b"origin", b"sec-fetch-site", b"referer"))
 READING: Final = (b"GET", b"HEAD")
 # The management API takes small JSON only.
 MANAGEMENT_BODY_MAX: Final = 1024 * 1024
@@ -48,10 +49,11 @@ class FrontDoor:
 
     def admit(self, head: Head) -> int:
         """At the end of the headers: how large the body may be. Raises the error to answer with."""
-        origin = head.get(b"origin")
-        self.hosts.check(head.get(b"host"), origin)
+        said = head.get_all(GUARDED)
+        origin = said.get(b"origin")
+        self.hosts.check(said.get(b"host"), origin)
         if origin is None:
-            self._check_page(head)
+            self._check_page(head, said)
         else:
             head.answer_headers = cors.answer_headers(origin)
             if cors.is_preflight(head):
@@ -86,23 +88,22 @@ class FrontDoor:
         self._inference.refused(error)
         return render.response(error, self._inference.next_id(), to_operator=False)
 
-    def _check_page(self, head: Head) -> None:
+    def _check_page(self, head: Head, said: dict[bytes, bytes]) -> None:
         """No page of another origin may load, change or hold anything by an image, a frame or a form, which name none.
 
         Browsers say for whom they ask in Sec-Fetch-Site; programs do not. Those too old for it say at most Referer.
         """
-        site = head.get(b"sec-fetch-site")
-        if site is not None and site in OWN_SITES:
+        site, referer = said.get(b"sec-fetch-site"), said.get(b"referer")
+        if site in OWN_SITES or (site is None and referer is None):
             return
         asks_model = head.path in MODEL_ROUTES or head.path.startswith(UPSTREAM_PREFIX)
         only_reads = not asks_model and head.method in READING
-        if site is None:
-            referer = None if only_reads else head.get(b"referer")
-            if referer is not None:
-                self.hosts.check_referer(head.get(b"host"), referer)
-        elif not (only_reads and head.get(b"sec-fetch-dest") == b"document"):
+        if site is not None:
             # What only reads may be linked to: the person sees it, the other page does not.
-            self.hosts.refuse_page()
+            if not (only_reads and head.get(b"sec-fetch-dest") == b"document"):
+                self.hosts.refuse_page()
+        elif referer is not None and not only_reads:
+            self.hosts.check_referer(said.get(b"host"), referer)
 
     def _authorise(self, head: Head) -> None:
         if not self.keys.enabled:
