@@ -261,6 +261,15 @@ class LeaseTooLarge(LeaseDenied):
     final = True
 
 
+class LeaseTaken(LeaseDenied):
+    """The id names the lease of another holder, or one of other amounts or devices: choose another id."""
+
+    status = 409
+    code = "lease_taken"
+    type = "invalid_request_error"
+    final = True
+
+
 class LeaseLost(ClientFault):
     """The lease is not the holder's any more: it was not heard of in time, or another has it."""
 

@@ -8,14 +8,16 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from greenroom.errors import LeaseDenied, LeaseLost
+from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, LeaseUnknown
 from greenroom.memory.leases.holder import holder_of
-from greenroom.memory.leases.records import Lease, LeaseAsk, LeaseStore
-from tests.contract.lease_stores import GPU_MIB, GPUS, STAGES, Stage
+from greenroom.memory.leases.records import Holder, Lease, LeaseAsk, LeaseStore
+from tests.contract.lease_stores import GPU_MIB, GPUS, SLOT_MIB, STAGES, Stage
 
 PATIENCE_S = 30.0
 SHORT_TTL_S = 1.0
@@ -136,6 +138,115 @@ async def test_asking_again_with_the_same_id_is_asking_once(stage: Stage) -> Non
     again = await stage.client().acquire(ask("a", 6_000, devices=("gpu0",)))
     assert (again.token, again.claim) == (first.token, first.claim)
     assert len(await stage.client().leases()) == 1
+
+
+# Programs that this machine cannot look at, and one that does not say which it is.
+OTHERS = (Holder("elsewhere", 1, 1, 1), None)
+# What another ask than `ask(id, 6_000, devices=("gpu0",))` may say.
+OTHER_ASKS: dict[str, dict[str, Any]] = {
+    "another holder": {"holder": OTHERS[0]},
+    "no holder": {"holder": None},
+    "more": {"mib": 6_001},
+    "less": {"mib": 100},
+    "more GPUs": {"gpus": 2, "devices": GPUS},
+    "another GPU": {"devices": ("gpu1",)},
+}
+
+
+@pytest.mark.parametrize("wait_s", [0.0, PATIENCE_S])
+@pytest.mark.parametrize("other", OTHER_ASKS)
+async def test_a_held_lease_is_not_given_to_another_ask_of_its_id(stage: Stage, other: str, wait_s: float) -> None:
+    mine, others = stage.client(), stage.client()
+    asked = ask("a", 6_000, devices=("gpu0",))
+    lease = await mine.acquire(asked)
+    with pytest.raises(LeaseTaken, match=r"lease a .*choose another id") as refused:
+        await others.acquire(replace(asked, wait_s=wait_s, **OTHER_ASKS[other]))
+    assert refused.value.param == "id"
+    assert (await mine.renew("a", lease.token)).claim == {"gpu0": 6_000}
+    assert await states(others) == {"a": "held"}
+
+
+@pytest.mark.parametrize("wait_s", [0.0, PATIENCE_S])
+@pytest.mark.parametrize("other", OTHER_ASKS)
+async def test_a_place_in_line_is_not_given_to_another_ask_of_its_id(stage: Stage, other: str, wait_s: float) -> None:
+    mine, others = stage.client(), stage.client()
+    first = await mine.acquire(ask("first", GPU_MIB, devices=("gpu0",)))
+    asked = ask("a", 6_000, devices=("gpu0",), wait_s=PATIENCE_S)
+    async with waiting(mine, asked) as waiter:
+        with pytest.raises(LeaseTaken, match=r"lease a .*choose another id"):
+            await others.acquire(replace(asked, wait_s=wait_s, **OTHER_ASKS[other]))
+        assert await states(others) == {"first": "held", "a": "waiting"}
+        await mine.release("first", first.token)
+        lease = await asyncio.wait_for(waiter, PATIENCE_S)
+    assert (lease.claim, lease.holder) == ({"gpu0": 6_000}, holder_of(os.getpid()))
+
+
+async def test_a_holder_that_asks_again_may_name_the_gpus_it_was_given(stage: Stage) -> None:
+    first = await stage.client().acquire(ask("a", 6_000))
+    again = await stage.client().acquire(ask("a", 6_000, devices=tuple(first.claim)))
+    assert (again.token, again.claim) == (first.token, first.claim)
+
+
+async def test_a_released_id_is_free_for_everybody(stage: Stage) -> None:
+    mine, others = stage.client(), stage.client()
+    first = await mine.acquire(ask("a", 6_000, devices=("gpu0",)))
+    await mine.release("a", first.token)
+    second = await others.acquire(replace(ask("a", 100, devices=("gpu1",)), holder=OTHERS[0]))
+    assert second.token > first.token
+    with pytest.raises(LeaseTaken):
+        await mine.acquire(ask("a", 6_000, devices=("gpu0",)))
+    with pytest.raises(LeaseLost):
+        await mine.renew("a", first.token)
+    await mine.release("a", first.token)
+    assert (await others.renew("a", second.token)).claim == {"gpu1": 100}
+
+
+async def test_a_holder_is_told_that_an_operator_released_its_lease(stage: Stage) -> None:
+    store = stage.client()
+    lease = await store.acquire(ask("a"))
+    await store.release("a")
+    # Not that it is unknown: then its holder would ask for it anew.
+    with pytest.raises(LeaseLost) as lost:
+        await store.renew("a", lease.token)
+    assert not isinstance(lost.value, LeaseUnknown)
+
+
+async def test_the_lease_of_a_model_is_neither_given_to_a_program_nor_renewed_nor_released(stage: Stage) -> None:
+    store = stage.client()
+    await stage.load()
+    (slot,) = await store.leases()
+    assert (slot.kind, sum(slot.claim.values())) == ("slot", SLOT_MIB)
+    for holder in (slot.holder, *OTHERS):
+        with pytest.raises((LeaseDenied, BadRequest)):
+            await store.acquire(replace(ask(slot.id, SLOT_MIB, devices=tuple(slot.claim)), holder=holder))
+    for token in (slot.token, 0):
+        with pytest.raises(LeaseLost):
+            await store.renew(slot.id, token)
+        await store.release(slot.id, token)
+    await store.release(slot.id)
+    (still,) = await store.leases()
+    assert (still.id, still.kind, still.token, still.claim) == (slot.id, "slot", slot.token, slot.claim)
+
+
+@pytest.mark.parametrize("id", ["", "a/b", "a b", "a\n", "ä", "a\x00", "a?b", "a#b", "%2e", "x" * 161, "lease,a"])
+async def test_an_id_of_odd_letters_or_length_is_refused(store: LeaseStore, id: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        await store.acquire(ask(id))
+    assert refused.value.param == "id"
+    with pytest.raises(LeaseUnknown):
+        await store.renew(id, 1)
+    await store.release(id)
+    assert await states(store) == {}
+
+
+@pytest.mark.parametrize("id", ["a", "..", ".", "-", "a:b@c+d-e_f.g", "lease:a", "renew", "x" * 128])
+async def test_every_other_id_names_a_lease(store: LeaseStore, id: str) -> None:
+    lease = await store.acquire(ask(id))
+    assert (await store.renew(id, lease.token)).id == id
+    with pytest.raises(LeaseTaken):
+        await store.acquire(replace(ask(id), holder=OTHERS[0]))
+    await store.release(id, lease.token)
+    assert await states(store) == {}
 
 
 async def test_tokens_grow_with_every_grant(stage: Stage) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -11,11 +12,14 @@ from greenroom.errors import LeaseDenied
 from greenroom.memory.leases.records import Lease, LeaseAsk
 from greenroom.memory.leases.redis_store import RedisStore
 from tests.memory.redis_rig import DEVICES, PATIENCE_S, Opener, ask, claims, slot, until_claims
+from tests.sim.shared.book import Book, BookStore, at_once
 
 
-async def _waiting(store: RedisStore, watcher: RedisStore, asked: LeaseAsk) -> asyncio.Task[Lease]:
+async def _waiting(
+    store: RedisStore, watcher: RedisStore, asked: LeaseAsk, kind: str = "program"
+) -> asyncio.Task[Lease]:
     before = await claims(watcher)
-    task = asyncio.create_task(store.acquire(asked))
+    task = asyncio.create_task(store.acquire(asked, kind=kind))
     await until_claims(watcher, {**before, asked.id: ("waiting", 0)})
     return task
 
@@ -46,10 +50,10 @@ async def test_the_cheapest_gateway_makes_room_and_then_the_next(client: Opener)
         await asyncio.sleep(0.2)
     assert named == ["cheap", "dear"]
     # Each releases what it can into the waiting lease; nobody else can have that meanwhile.
-    await store.release("of-cheap", held["cheap"].token, into="trainer")
+    await store.release("of-cheap", held["cheap"].token, into="trainer", kind="slot")
     with pytest.raises(LeaseDenied):
         await store.hold(slot("thief", 3_000), gateway="cheap")
-    await store.release("of-dear", held["dear"].token, into="trainer")
+    await store.release("of-dear", held["dear"].token, into="trainer", kind="slot")
     assert (await asyncio.wait_for(waiter, PATIENCE_S)).claim == {"gpu0": 7_000}
     assert not (await store.publish("dear", DEVICES, {})).make_room
 
@@ -84,17 +88,17 @@ async def test_room_is_made_where_nobody_else_waits_first(client: Opener) -> Non
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_gateway_may_pend_a_waiting_lease(client: Opener) -> None:
+async def test_a_gateway_may_pend_what_its_model_stands_in_line_for(client: Opener) -> None:
     store = client()
     await store.publish("g", DEVICES, {"gpu0": 1.0})
     victim = await store.hold(slot("victim", 6_000), gateway="g")
-    waiter = await _waiting(client(), store, ask("trainer", 9_000, wait_s=PATIENCE_S))
-    await store.pend(slot("trainer", 9_000), ["victim"], gateway="g", pending_s=10)
+    waiter = await _waiting(client(), store, ask("g/line1", 9_000, wait_s=PATIENCE_S), "slot")
+    await store.pend(slot("g/line1", 9_000), ["victim"], gateway="g", pending_s=10)
     with pytest.raises(LeaseDenied):
         await store.hold(slot("thief", 1_001), gateway="g")
-    await store.release("victim", victim.token)
+    await store.release("victim", victim.token, kind="slot")
     lease = await asyncio.wait_for(waiter, PATIENCE_S)
-    assert (lease.claim, lease.kind) == ({"gpu0": 9_000}, "program")
+    assert (lease.claim, lease.kind) == ({"gpu0": 9_000}, "slot")
 
 
 async def test_higher_priority_takes_what_was_kept_for_who_waits_behind_it(client: Opener) -> None:
@@ -102,7 +106,7 @@ async def test_higher_priority_takes_what_was_kept_for_who_waits_behind_it(clien
     await store.publish("g", DEVICES, {"gpu0": 1.0})
     held = [await store.hold(slot(id, 5_000), gateway="g") for id in ("one", "two")]
     low = await _waiting(client(), store, ask("low", 9_000, priority=2, wait_s=PATIENCE_S))
-    await store.release("one", held[0].token, into="low")
+    await store.release("one", held[0].token, into="low", kind="slot")
     assert (await claims(store))["low"] == ("waiting", 5_000)
     assert (await client().acquire(ask("high", 4_000, priority=0))).state == "held"
     assert (await claims(store))["low"] == ("waiting", 1_000)
@@ -159,3 +163,25 @@ async def test_the_version_tells_when_something_changed(client: Opener) -> None:
     seen.append((await store.publish("g", DEVICES, {})).version)
     seen.append((await store.publish("g", {**DEVICES, "gpu1": 1}, {})).version)
     assert seen[1:] == sorted(set(seen[1:]))
+
+
+async def test_another_ask_of_its_id_that_is_given_up_does_not_take_the_place_of_who_waits() -> None:
+    book, is_asking = Book(time.time), asyncio.Event()
+
+    async def slowly(question: Callable[[], bytes]) -> bytes:
+        is_asking.set()
+        await asyncio.sleep(0)
+        return question()
+
+    store, other = (BookStore(lambda: book, asks, grace_s=0, offers=DEVICES) for asks in (at_once, slowly))
+    await store.acquire(ask("first", 10_000))
+    waiter = asyncio.create_task(store.acquire(ask("a", 8_000, wait_s=PATIENCE_S)))
+    await until_claims(store, {"first": ("held", 10_000), "a": ("waiting", 0)})
+    (place,) = (record["arrival"] for record in book.records() if record["id"] == "a")
+    gives_up = asyncio.create_task(other.acquire(ask("a", 1_000, wait_s=PATIENCE_S)))
+    await is_asking.wait()
+    gives_up.cancel()
+    await asyncio.gather(gives_up, return_exceptions=True)
+    assert gives_up.cancelled()
+    assert [(one["id"], one["arrival"]) for one in book.records() if one["state"] == "waiting"] == [("a", place)]
+    waiter.cancel()

@@ -67,7 +67,7 @@ async def test_a_user_with_no_more_than_is_documented_can_do_everything(client: 
     await store.pend(slot("n", 10_000), ["s"], gateway="g", pending_s=10)
     await store.renew_all([("s", held.token)])
     await store.recall("s")
-    await store.release("s", held.token)
+    await store.release("s", held.token, kind="slot")
     await store.acquire(LeaseAsk("a", "a", 100))
     assert len(await store.leases()) == 2
     server.say("ACL", "SETUSER", "lease", "-@scripting")

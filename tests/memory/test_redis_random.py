@@ -58,7 +58,7 @@ class Chance:
             waiter.cancel()
         await asyncio.gather(*self._waiters, return_exceptions=True)
         for lease in await self._store.leases():
-            await self._store.release(lease.id)
+            await self._store.release(lease.id, kind=lease.kind)
 
     def _ask(self, id: str, wait_s: float) -> LeaseAsk:
         devices = self._random.choice(((), (), ("gpu0",), ("gpu1",)))
@@ -106,7 +106,8 @@ class Chance:
         leaving = await self._any_id()
         into = self._random.choice((None, await self._any_id()))
         if leaving is not None:
-            await self._store.release(leaving, into=into if into != leaving else None)
+            kind = self._random.choice(("program", "slot"))
+            await self._store.release(leaving, into=into if into != leaving else None, kind=kind)
 
     async def _publish(self, id: str) -> None:
         prices = {gpu: self._random.random() for gpu in GPUS if self._random.random() < 0.7}

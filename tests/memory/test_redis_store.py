@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.errors import LeaseDenied, LeaseLost, LeaseUnknown
+from greenroom.errors import LeaseDenied, LeaseLost, LeaseTaken, LeaseUnknown
 from greenroom.memory.leases import scripts
 from greenroom.memory.leases.records import Lease, LeaseAsk
 from greenroom.memory.leases.redis_store import RedisStore
@@ -43,6 +43,34 @@ async def test_holders_come_back_first_after_an_empty_restart(server: RedisServe
     assert not waiter.done()
     await holder.release("a", held.token)
     assert (await asyncio.wait_for(waiter, PATIENCE_S)).claim == {"gpu0": 8_000}
+
+
+async def test_holders_come_back_also_where_others_wait_under_their_ids(server: RedisServer, client: Opener) -> None:
+    holder, other = client(grace_s=GRACE_S), client(grace_s=GRACE_S)
+    held = await holder.acquire(ask("a", 4_000, wait_s=PATIENCE_S))
+    of_slot = await holder.hold(slot("s", 4_000), gateway="g")
+    server.restart_empty()
+    thieves = [asyncio.create_task(other.acquire(ask(id, 9_000, wait_s=PATIENCE_S))) for id in ("a", "s")]
+    await until_claims(other, {"a": ("waiting", 0), "s": ("waiting", 0)})
+    assert (await holder.renew("a", held.token)).token == held.token
+    assert await holder.renew_all([("s", of_slot.token)]) == {"s": True}
+    for thief in thieves:
+        with pytest.raises(LeaseTaken):
+            await asyncio.wait_for(thief, PATIENCE_S)
+    assert await claims(other) == {"a": ("held", 4_000), "s": ("held", 4_000)}
+
+
+async def test_a_lease_that_another_was_granted_after_an_empty_restart_is_lost_to_its_first_holder(
+    server: RedisServer, client: Opener
+) -> None:
+    holder, other = client(), client()
+    held = await holder.acquire(ask("a", 4_000))
+    server.restart_empty()
+    taken = await other.acquire(ask("a", 1_000))
+    with pytest.raises(LeaseLost):
+        await holder.renew("a", held.token)
+    await holder.release("a", held.token)
+    assert await claims(other) == {"a": ("held", 1_000)} and taken.token > held.token
 
 
 async def test_who_waits_keeps_its_place_over_an_empty_restart(server: RedisServer, client: Opener) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from greenroom.core.events import ConfigChanged
 from greenroom.core.model import Device, DeviceId, DeviceKind
-from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTooLarge, LeaseUnknown, ShuttingDown
+from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, LeaseTooLarge, LeaseUnknown, ShuttingDown
 from greenroom.memory.devices import HOST
 from greenroom.memory.leases.holder import holder_of
 from greenroom.runtime import lease_time
@@ -185,7 +185,7 @@ async def test_asking_again_with_the_same_id_is_asking_once(tmp_path: Path) -> N
         first = await one.leasing.acquire(ask())
         again = await one.leasing.acquire(ask())
         assert (again.token, again.claim) == (first.token, first.claim) and len(one.claims()) == 1
-        with pytest.raises(BadRequest, match="another one, of 4,000 MiB"):
+        with pytest.raises(LeaseTaken, match="another one, of 4,000 MiB"):
             await one.leasing.acquire(ask(mib=5_000))
 
 
@@ -193,10 +193,11 @@ async def test_another_program_does_not_get_the_same_lease(tmp_path: Path, other
     mine, others = holder_of(os.getpid()), holder_of(other.pid)
     async with rig(tmp_path) as one:
         first = await one.leasing.acquire(ask(holder=mine))
-        with pytest.raises(BadRequest, match=rf"is that of process {os.getpid()} on .*; choose another id"):
+        with pytest.raises(LeaseTaken, match=rf"is that of process {os.getpid()} on .*; choose another id"):
             await one.leasing.acquire(ask(holder=others))
         assert (await one.leasing.acquire(ask(holder=mine))).token == first.token
-        assert (await one.leasing.acquire(ask())).token == first.token
+        with pytest.raises(LeaseTaken):
+            await one.leasing.acquire(ask())
 
 
 async def test_who_leaves_while_it_waits_has_given_up(tmp_path: Path) -> None:

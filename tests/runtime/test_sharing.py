@@ -189,7 +189,7 @@ async def test_a_lease_that_was_lost_is_held_again_as_soon_as_it_can_be(rig: Rig
     await rig.other.hold(SlotAsk("you/s1", "m", {GPU: 9_000}), gateway="you")
     await rig.beat()
     assert rig.sharing.slots_without_lease == 1
-    await rig.other.release("you/s1")
+    await rig.other.release("you/s1", kind="slot")
     await rig.beat()
     assert rig.sharing.slots_without_lease == 0 and rig.claims() == {"me/s1": ("held", 4_000)}
 
@@ -252,7 +252,7 @@ async def test_what_an_engine_without_a_lease_uses_is_not_offered(rig: Rig) -> N
         await rig.other.leases()
     await rig.other.hold(SlotAsk("you/s1", "m", {GPU: 6_000}), gateway="you")
     await rig.beat()
-    await rig.other.release("you/s1")
+    await rig.other.release("you/s1", kind="slot")
     rig.is_down = True
     with pytest.raises(StoreDown):
         await rig.beat()

@@ -30,7 +30,7 @@ def test_seeds_show_no_violation(part: int) -> None:
     assert not figures.failures, figures.failures[0]
     assert sum(one.served for one in figures.played) > 10 * len(figures.played)
     assert sum(one.leases for one in figures.played) > 0
-    assert {"crash", "kill", "outage", "forget"} <= set().union(*(one.faults for one in figures.played))
+    assert {"crash", "kill", "outage", "forget", "impostor"} <= set().union(*(one.faults for one in figures.played))
 
 
 @pytest.mark.parametrize("seed", ONCE_FAILED)

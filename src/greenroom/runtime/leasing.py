@@ -20,6 +20,7 @@ from greenroom.core.model import Claim, DeviceId, LeaseId, Need, SlotId
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, LeaseLost, LeaseUnknown
 from greenroom.memory.leases import holder as holders
 from greenroom.memory.leases.records import Lease, LeaseAsk
+from greenroom.memory.leases.refusals import taken
 from greenroom.runtime.holders import Holders
 from greenroom.runtime.lease_devices import DeviceNamed, devices_meant
 from greenroom.runtime.lease_entry import SEVERAL, Entry, ask_again, core_id
@@ -91,7 +92,7 @@ class Leasing:
         """
         ask = replace(ask, wait_s=min(ask.wait_s, self._wait_max_s), devices=devices_meant(ask, self._device_named))
         entry = self._entries.get(ask.id) or self._begin(ask)
-        _check_same(entry.ask, ask)
+        _check_same(entry, ask)
         entry.askers += 1
         try:
             await self._settled(entry, ask)
@@ -378,13 +379,18 @@ class Leasing:
         await self._journal.close()
 
 
-def _check_same(first: LeaseAsk, again: LeaseAsk) -> None:
-    """Who asks again must be who asked: two programs that believe in one lease would use its memory twice."""
+def _check_same(entry: Entry, again: LeaseAsk) -> None:
+    """The same holder may ask again for the same. Raises LeaseTaken: two programs that believe in one lease would use
+    its memory twice."""
+    first = entry.ask
+    if first.holder != again.holder:
+        of = "another program" if first.holder is None else f"process {first.holder.pid} on {first.holder.host}"
+        raise taken(again.id, f"that of {of}")
     if (first.mib, first.gpus) != (again.mib, again.gpus):
-        raise BadRequest(f"The lease {again.id} is another one, of {first.mib:,} MiB; choose another id.", param="id")
-    if first.holder is not None and again.holder is not None and first.holder != again.holder:
-        whose = f"process {first.holder.pid} on {first.holder.host}"
-        raise BadRequest(f"The lease {again.id} is that of {whose}; choose another id.", param="id")
+        raise taken(again.id, f"another one, of {first.mib:,} MiB on {first.gpus}")
+    is_there = set(entry.claim) <= set(again.devices) or not again.devices
+    if not is_there if entry.claim else first.devices != again.devices:
+        raise taken(again.id, f"another one, on {', '.join(sorted(entry.claim) or first.devices) or 'any GPU'}")
 
 
 def _settle(entry: Entry, error: GreenroomError | None) -> None:

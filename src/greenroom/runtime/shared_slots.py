@@ -134,7 +134,7 @@ class SharedSlots:
     async def keep_up(self, *, at_once: bool) -> None:
         """Renew what is held, enter again what was lost, give back what is over. Raises StoreDown."""
         for id, into in list(self._owed.items()):
-            await self._store.release(id, into=into)
+            await self._store.release(id, into=into, kind="slot")
             self._owed.pop(id, None)
         if at_once or self._clock() >= self._renewed_at + self._ttl_s / RENEWALS:
             await self._renew()
@@ -251,7 +251,7 @@ class SharedSlots:
     async def _release(self, id: str, into: str | None) -> None:
         self._owed[id] = into
         try:
-            await self._store.release(id, into=into)
+            await self._store.release(id, into=into, kind="slot")
         except StoreDown:
             # The next beat that gets through tells it.
             return

@@ -223,7 +223,7 @@ class Sharing:
         await self._publish()
         for lease in dead:
             _log.info("the holder of a lease has ended", lease=lease.id, name=lease.name)
-            await self._store.release(lease.id, lease.token)
+            await self._store.release(lease.id, lease.token, kind=lease.kind)
         self.leases = [lease for lease in self.leases if lease not in dead]
         self._dead.watch(lease for lease in self.leases if lease.gateway != self._gateway)
 

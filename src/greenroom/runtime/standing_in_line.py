@@ -207,7 +207,7 @@ class StandingInLine:
 
     async def _release(self, id: str) -> None:
         try:
-            await self._store.release(id)
+            await self._store.release(id, kind="slot")
         except GreenroomError:
             # It is not renewed any more, and lapses.
             return

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from greenroom.config.kinds import MIB_MAX, SECONDS_MAX, Name, NotBool
+from greenroom.memory.leases.records import PROGRAM_ID, PROGRAM_ID_MAX
 from greenroom.server.priority_field import Priority
 from greenroom.server.views import Order, View
 
@@ -19,10 +20,9 @@ _NUMBER_MAX = 2**63 - 1
 # More GPUs than any machine has.
 GPUS_MAX = 1_024
 
-_NAME_PATTERN = r"^[A-Za-z0-9._:@+-]+$"
-LeaseName = Annotated[str, Field(min_length=1, max_length=128, pattern=_NAME_PATTERN)]
+LeaseName = Annotated[str, Field(min_length=1, max_length=128, pattern=PROGRAM_ID)]
 # What a tenant's ids begin with in the store is not counted.
-LeaseInPath = Annotated[str, Field(min_length=1, max_length=160, pattern=_NAME_PATTERN)]
+LeaseInPath = Annotated[str, Field(min_length=1, max_length=PROGRAM_ID_MAX, pattern=PROGRAM_ID)]
 _Seconds = Annotated[float, Field(ge=0, le=SECONDS_MAX, allow_inf_nan=False), NotBool]
 
 
@@ -63,7 +63,8 @@ class LeaseOrder(Order):
     holder: HolderView | None = None
     """The same for who may run elsewhere or in a container, where numbers mean something else."""
     id: LeaseName | None = None
-    """Its name among leases: asking again with the same one is asking once. One is made up when not given."""
+    """Its name among leases: asking again with the same one, by the same holder and for the same memory, is asking
+    once; anything else with it is refused. One is made up when not given."""
 
 
 class LeaseView(View):

@@ -1,7 +1,8 @@
 """One seed, played to its end: gateways, trainers, callers and faults; then quiet, in which everybody must be served.
 
 What must hold: no engine is ever started where its memory is not free; when the faults have ended everybody who waits
-is served within a bound; and when everybody has gone nothing is left, neither in the store nor on a GPU.
+is served within a bound; nobody is served with the lease of another; and when everybody has gone nothing is left,
+neither in the store nor on a GPU.
 """
 
 from __future__ import annotations
@@ -9,20 +10,20 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 from greenroom.core.effects import RejectCode
 from greenroom.core.model import DeviceId, ModelId, ModelSpec, Need, RequestId
-from greenroom.errors import LeaseDenied, LeaseLost, StoreDown
-from greenroom.memory.leases.records import Lease, LeaseAsk
-from greenroom.memory.leases.shared import SharedStore
+from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, StoreDown
+from greenroom.memory.leases.records import Holder, Lease, LeaseAsk
+from greenroom.memory.leases.shared import SharedStore, SlotAsk
 from greenroom.runtime import sharing
 from greenroom.runtime.grants import Grants
 from greenroom.telemetry.logs import setup as setup_logs
-from tests.sim.shared.book import Book, BookStore
+from tests.sim.shared.book import Book, BookStore, at_once
 from tests.sim.shared.gateway import Gateway
 from tests.sim.shared.stage import Gpus, Violation
 from tests.sim.shared.virtual_loop import VirtualLoop
@@ -151,7 +152,7 @@ class Play:
             await self._start(name)
         actors = [self._callers(name) for name in self._models]
         actors += [self._trainer(number) for number in range(self.chance.randint(0, 2))]
-        await asyncio.gather(*actors, self._nemesis())
+        await asyncio.gather(*actors, self._nemesis(), self._impostor())
         self._is_down = False
         for name in [name for name in self._models if name not in self.gateways]:
             await self._start(name)
@@ -250,6 +251,40 @@ class Play:
             except StoreDown:
                 await asyncio.sleep(0.5)
 
+    async def _impostor(self) -> None:
+        """Names the leases of others, as what it is not. Its time is drawn apart, so that seeds stay what they were."""
+        chance = random.Random(f"{self.played.seed} impostor")
+        store = BookStore(lambda: self.book, at_once, ttl_s=self.ttl_s)
+        while self._is_stormy:
+            await asyncio.sleep(chance.expovariate(1 / 2.0))
+            for lease in (known := await store.leases()):
+                if await self._is_served(store, lease):
+                    raise Violation(f"an impostor was served with {lease}")
+            if _kept(await store.leases()) != _kept(known):
+                raise Violation(f"an impostor changed {known} to {await store.leases()}")
+            self.played.faults["impostor"] += len(known)
+
+    async def _is_served(self, store: SharedStore, lease: Lease) -> bool:
+        ask = LeaseAsk(lease.id, lease.name, max(lease.claim.values(), default=1), holder=Holder("impostor", 1, 1, 1))
+        slot = SlotAsk(lease.id, lease.name, {}, holder=ask.holder)
+        other = "slot" if lease.kind == "program" else "program"
+        await store.release(lease.id, lease.token, kind=other)
+        await store.release(lease.id, kind=other)
+        tries: tuple[Callable[[], Awaitable[object]], ...] = (
+            lambda: store.acquire(ask),
+            lambda: store.acquire(ask, kind="slot"),
+            lambda: store.hold(slot, gateway="impostor"),
+            lambda: store.pend(slot, (), gateway="impostor", pending_s=1.0),
+            lambda: store.renew(lease.id, 1 if other == "slot" else lease.token),
+        )
+        for one in tries:
+            try:
+                await one()
+            except (LeaseTaken, LeaseLost, BadRequest):
+                continue
+            return True
+        return False
+
     # --- faults -----------------------------------------------------------------------------------------------------
 
     async def _nemesis(self) -> None:
@@ -328,6 +363,10 @@ class Play:
         }
         told = {gateway.name: gateway.told() for gateway in self.gateways.values()}
         return f"{told}, book {written}, users {self.gpus.users}, capacity {self.gpus.capacity_mib}"
+
+
+def _kept(leases: list[Lease]) -> dict[str, tuple[object, ...]]:
+    return {one.id: (one.state, one.token, one.claim, one.kind, one.gateway, one.holder) for one in leases}
 
 
 def play(seed: int, plant: Plant | None = None) -> Played:

@@ -24,19 +24,20 @@ from greenroom.errors import (
     InvalidKey,
     LeaseDenied,
     LeaseLost,
+    LeaseTaken,
     LeaseTooLarge,
     LeaseUnknown,
     NotAllowed,
     StoreDown,
 )
-from greenroom.memory.leases.records import Holder, Lease, LeaseAsk
+from greenroom.memory.leases.records import Holder, Lease, LeaseAsk, is_program_id
 
 PATH: Final = "/api/v1/leases"
 CONNECT_MAX_S: Final = 5.0
 # Beyond what the gateway was asked to wait: it decides at once and writes one line to a disk.
 ANSWER_MAX_S: Final = 30.0
 ANSWER_BYTES_MAX: Final = 16 * 1024 * 1024
-_BY_CODE: Final = {"lease_denied": LeaseDenied, "lease_lost": LeaseLost, "lease_unknown": LeaseUnknown}
+_BY_CODE: Final = {one.code: one for one in (LeaseDenied, LeaseLost, LeaseTaken, LeaseUnknown)}
 _BY_STATUS: Final = {401: InvalidKey, 403: NotAllowed, 408: StoreDown, 429: StoreDown}
 
 Result = TypeVar("Result")
@@ -67,11 +68,14 @@ class HttpStore:
         return await self._call("POST", PATH, body, _lease, ask.wait_s + self._answer_max_s)
 
     async def renew(self, id: str, token: int) -> Lease:
+        if not is_program_id(id):
+            raise LeaseUnknown(f"There is no lease {id!r}: no program's lease is called so.")
         return await self._call("POST", f"{_path(id)}/renew", {"token": token}, _lease)
 
     async def release(self, id: str, token: int | None = None) -> None:
         query = "" if token is None else f"?token={token}"
-        await self._call("DELETE", _path(id) + query, None, lambda nothing: None)
+        if is_program_id(id):
+            await self._call("DELETE", _path(id) + query, None, lambda nothing: None)
 
     async def leases(self) -> list[Lease]:
         return await self._call("GET", PATH, None, lambda value: [_lease(one) for one in value["leases"]])

@@ -5,6 +5,7 @@ Owns the words. Never waits and never connects: the stores do. Devices are named
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -13,6 +14,14 @@ from greenroom.config.gpu_names import cuda_name
 
 # The device that is no GPU.
 HOST: Final = "host"
+# What a program may call its lease. Those of slots have a slash, so that no program can name them.
+PROGRAM_ID: Final = r"^[A-Za-z0-9._:@+-]+$"
+# 128 of them are the program's; a gateway may put its tenant before.
+PROGRAM_ID_MAX: Final = 160
+
+
+def is_program_id(id: str) -> bool:
+    return len(id) <= PROGRAM_ID_MAX and re.fullmatch(PROGRAM_ID, id) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +36,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class LeaseAsk:
-    """`mib` on each of `gpus` different GPUs, all or nothing. Asking again with the same id is asking once.
+    """`mib` on each of `gpus` different GPUs, all or nothing. The same holder asking again for the same is asking once.
 
     A model that is split over GPUs says in `shares` how much it wants of each, and names them all.
     """
@@ -76,7 +85,8 @@ class Lease:
 
 class LeaseStore(Protocol):
     async def acquire(self, ask: LeaseAsk) -> Lease:
-        """Ask for memory and wait for it up to `wait_s`. Raises LeaseDenied with the numbers, or StoreDown."""
+        """Ask for memory and wait for it up to `wait_s`. Raises LeaseDenied with the numbers, LeaseTaken if the id
+        names a lease of another holder, amount or device, BadRequest if it is no id, or StoreDown."""
         ...
 
     async def renew(self, id: str, token: int) -> Lease:

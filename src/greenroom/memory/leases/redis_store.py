@@ -20,12 +20,12 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from greenroom.config import store_address
-from greenroom.errors import ConfigError, GatewayBug, LeaseLost, LeaseUnknown, StoreDown
+from greenroom.errors import BadRequest, ConfigError, GatewayBug, LeaseLost, LeaseUnknown, StoreDown
 from greenroom.memory.leases import scripts, stored
 from greenroom.memory.leases.cancels import cancels_heard
 from greenroom.memory.leases.outages import shown, translated
-from greenroom.memory.leases.records import Lease, LeaseAsk
-from greenroom.memory.leases.refusals import program_refusal, refusal
+from greenroom.memory.leases.records import PROGRAM_ID_MAX, Lease, LeaseAsk, is_program_id
+from greenroom.memory.leases.refusals import TAKEN, program_refusal, refusal, taken
 from greenroom.memory.leases.shared import Orders, SlotAsk
 from greenroom.memory.leases.stored import Reply, Stored
 
@@ -69,24 +69,27 @@ class RedisStore:
         self._highest = 0
 
     async def acquire(self, ask: LeaseAsk, asker: str = "", kind: str = "program") -> Lease:
+        if kind == "program" and not is_program_id(ask.id):
+            raise BadRequest(
+                f"{ask.id!r} cannot be the id of a lease: up to {PROGRAM_ID_MAX} letters, digits and ._:@+- can.",
+                param="id",
+            )
         record, call = stored.of_ask(ask, self._ttl(ask.ttl_s), kind), asker or secrets.token_hex(8)
         wait_ends_at = asyncio.get_running_loop().time() + ask.wait_s
         try:
             reply = await self._wait_in_line(record, call, wait_ends_at)
         except asyncio.CancelledError:
-            await self._leave(ask.id, call)
+            await self._leave(record, call)
             raise
         if reply.lease is None:
             raise program_refusal(ask, reply)
         return self._keep(reply.lease, reply.now)
 
     async def unheard(self, id: str, asker: str) -> None:
-        reply = await self._run("release", {"id": id, "asker": asker})
-        if reply.released:
-            self._held.pop(id, None)
+        await self._give_up({"id": id, "asker": asker})
 
     async def renew(self, id: str, token: int) -> Lease:
-        reply = await self._renew(((id, token),))
+        reply = await self._renew(((id, token),), "program")
         if id in reply.renewed:
             return stored.lease_of(reply.renewed[id], reply.now)
         if self._held.pop(id, None) is None:
@@ -94,16 +97,17 @@ class RedisStore:
         raise LeaseLost(f"lease {id} is lost: it was not renewed in time, or is held under another token")
 
     async def renew_all(self, held: Iterable[tuple[str, int]]) -> dict[str, bool]:
-        reply = await self._renew(tuple(held))
+        reply = await self._renew(tuple(held), "slot")
         for id in reply.lost:
             self._held.pop(id, None)
         return {**dict.fromkeys(reply.renewed, True), **dict.fromkeys(reply.lost, False)}
 
-    async def release(self, id: str, token: int | None = None, into: str | None = None) -> None:
-        arguments = {"id": id, "token": None if token is None else str(token), "into": into}
+    async def release(self, id: str, token: int | None = None, into: str | None = None, kind: str = "program") -> None:
+        arguments = {"id": id, "token": None if token is None else str(token), "into": into, "kind": kind}
         await self._run("release", {key: value for key, value in arguments.items() if value is not None})
         mine = self._held.get(id)
-        if mine is not None and token in (None, int(mine.token)):
+        # One that an operator released is kept, so that its holder hears that it is lost rather than unknown.
+        if mine is not None and mine.kind == kind and (token == int(mine.token) or (kind == "slot" and token is None)):
             del self._held[id]
 
     async def leases(self) -> list[Lease]:
@@ -149,6 +153,8 @@ class RedisStore:
         return stored.lease_of(record, now)
 
     def _slot_refusal(self, ask: SlotAsk, reply: Reply) -> Exception:
+        if reply.denied == TAKEN:
+            return taken(ask.id, "a program's or another gateway's")
         wanted = ", ".join(f"{mib:,} MiB on {device}" for device, mib in sorted(ask.claim.items()))
         return refusal(ask.name, wanted, reply, {"needed_mib": dict(ask.claim)})
 
@@ -164,23 +170,29 @@ class RedisStore:
                 if left_s <= 0:
                     raise
             else:
-                if not reply.waiting and (reply.lease or left_s <= 0):
+                is_settled = reply.lease or reply.denied == TAKEN or left_s <= 0
+                if not reply.waiting and is_settled:
                     return reply
                 # A store that forgets us meanwhile gives us our place again.
                 record.arrival = reply.arrival or record.arrival
             await asyncio.sleep(max(0.0, min(pause_s * random.uniform(0.75, 1.0), left_s)))
             pause_s = min(POLL_MAX_S, pause_s * 2)
 
-    async def _leave(self, id: str, asker: str) -> None:
+    async def _leave(self, record: Stored, asker: str) -> None:
         """Whoever stops waiting frees its place at once; where that fails, its silence does so a little later."""
         try:
-            await asyncio.shield(self.unheard(id, asker))
+            await asyncio.shield(self._give_up({"id": record.id, "asker": asker, "lease": record}))
         except (StoreDown, GatewayBug):
             return
 
-    async def _renew(self, held: Sequence[tuple[str, int]]) -> Reply:
+    async def _give_up(self, arguments: Mapping[str, Any]) -> None:
+        reply = await self._run("release", arguments)
+        if reply.released:
+            self._held.pop(arguments["id"], None)
+
+    async def _renew(self, held: Sequence[tuple[str, int]], kind: str) -> Reply:
         known = [self._renewal(id, token) for id, token in held]
-        reply = await self._run("renew", {"leases": known})
+        reply = await self._run("renew", {"leases": known, "kind": kind})
         for id, record in reply.renewed.items():
             self._held[id] = record
         return reply

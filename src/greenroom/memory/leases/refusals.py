@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from greenroom.errors import LeaseDenied
+from greenroom.errors import LeaseDenied, LeaseTaken
 from greenroom.memory.leases.records import HOST, LeaseAsk
 from greenroom.memory.leases.stored import Reply
 
 RETRY_AFTER_S = 5.0
+TAKEN = "taken"
 _WHY = {
     "grace": "the lease store is new or has lost its data; those who held leases come first for a moment",
     "line": "others wait for these GPUs and come first",
     "full": "the lease store holds as many leases as it may",
     "memory": "so much is not free",
 }
+
+
+def taken(id: str, whose: str) -> LeaseTaken:
+    """The id names another lease than the one that is asked for."""
+    return LeaseTaken(f"The lease {id} is {whose}; choose another id.", param="id")
 
 
 def refusal(name: str, wanted: str, reply: Reply, beside: Mapping[str, object], hint: str = "") -> LeaseDenied:
@@ -25,6 +31,8 @@ def refusal(name: str, wanted: str, reply: Reply, beside: Mapping[str, object], 
 
 def program_refusal(ask: LeaseAsk, reply: Reply) -> LeaseDenied:
     """For who asked by memory and a number of GPUs; one that waited in vain for what cannot be is told so."""
+    if reply.denied == TAKEN:
+        return taken(ask.id, "another holder's, or was asked for with another amount or other GPUs")
     wanted = f"{ask.mib:,} MiB on {ask.gpus} GPU{'s' if ask.gpus > 1 else ''}"
     most, hint = _most(ask, reply), ""
     if reply.usable and most < ask.mib:

@@ -24,7 +24,7 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class SlotAsk:
-    """A slot's claim, or a program's that this gateway holds for it: what the scheduler has already placed."""
+    """A slot's claim: what the scheduler has already placed."""
 
     id: str
     name: str
@@ -33,7 +33,6 @@ class SlotAsk:
     preemptible: bool = False
     grace_s: float = 30.0
     ttl_s: float = 30.0
-    kind: str = "slot"
     holder: Holder | None = None
 
 
@@ -47,11 +46,13 @@ class SharedStore(LeaseStore, Protocol):
         ...
 
     async def pend(self, ask: SlotAsk, victims: Sequence[str], *, gateway: str, pending_s: float) -> None:
-        """Enter a swap. Raises LeaseDenied if what is free and what these victims hold would not be enough."""
+        """Enter a swap. Raises LeaseDenied if what is free and what these victims hold would not be enough, LeaseTaken
+        if the id is not that of a slot of this gateway."""
         ...
 
     async def hold(self, ask: SlotAsk, *, gateway: str, into: str | None = None) -> Lease:
-        """Hold a claim that was pending, changed its size, or fits. Raises LeaseDenied with the numbers."""
+        """Hold a claim that was pending, changed its size, or fits. Raises LeaseDenied with the numbers, LeaseTaken if
+        the id is not that of a slot of this gateway."""
         ...
 
     async def acquire(self, ask: LeaseAsk, asker: str = "", kind: str = "program") -> Lease:
@@ -63,12 +64,13 @@ class SharedStore(LeaseStore, Protocol):
         of it too and has not said the same. Raises StoreDown."""
         ...
 
-    async def release(self, id: str, token: int | None = None, into: str | None = None) -> None:
-        """Give it back; in the same step its memory goes to `into`, or to the swap it was named a victim of."""
+    async def release(self, id: str, token: int | None = None, into: str | None = None, kind: str = "program") -> None:
+        """Give it back; in the same step its memory goes to `into`, or to the swap it was named a victim of. A lease of
+        another kind stays as it is."""
         ...
 
     async def renew_all(self, held: Iterable[tuple[str, int]]) -> dict[str, bool]:
-        """Renew many leases at once: id and token of each. False: not held any more."""
+        """Renew many leases of slots at once: id and token of each. False: not held any more."""
         ...
 
     async def recall(self, id: str) -> None:

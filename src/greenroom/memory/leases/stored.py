@@ -84,7 +84,7 @@ def of_ask(ask: LeaseAsk, ttl_s: float, kind: str) -> Stored:
         mib=ask.mib,
         gpus=ask.gpus,
         shares=dict(ask.shares),
-        devices=",".join(ask.devices),
+        devices=",".join(sorted(ask.devices)),
         holder=ask.holder,
     )
 
@@ -97,7 +97,7 @@ def of_slot(ask: SlotAsk, gateway: str, ttl_s: float) -> Stored:
         preemptible=ask.preemptible,
         grace_ms=int(ask.grace_s * _MS),
         ttl_ms=int(ttl_s * _MS),
-        kind=ask.kind,
+        kind="slot",
         want=dict(ask.claim),
         gateway=gateway,
         holder=ask.holder,

@@ -1,5 +1,6 @@
 -- A program asks for memory, or asks again while it waits: `arg.lease` is what it asks, `arg.is_last` that it waits no
--- longer. The same id again is the same lease; `arg.asker` is the call that asks, of which there may be several.
+-- longer. The same ask again is the same lease; `arg.asker` is the call that asks, of which there may be several. Any
+-- other ask with the id of a lease that is held, pending or waited for is refused and changes nothing.
 -- A program that found devices itself says so in `arg.offers`; what a gateway has published it leaves alone.
 for device, mib in pairs(arg.offers) do
   if redis.call('HSETNX', USABLE, device, digits(mib)) == 1 then
@@ -8,6 +9,9 @@ for device, mib in pairs(arg.offers) do
 end
 local ask = arg.lease
 local lease = lease_of(ask.id)
+if lease and not is_of(lease, ask) then
+  return denied('taken')
+end
 if lease and lease.state == 'held' then
   told(lease, arg.asker)
   lease.lives_to = now + lease.ttl_ms

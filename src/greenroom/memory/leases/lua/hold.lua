@@ -3,6 +3,9 @@
 local ask = arg.lease
 ask.want = ask.want or {}
 local lease = lease_of(ask.id)
+if lease and not is_slot_of(lease, ask) then
+  return denied('taken')
+end
 local has = lease and lease.claim or {}
 local grows = false
 for device, mib in pairs(ask.want) do
@@ -27,7 +30,7 @@ if not lease then
 end
 local claim = ask.want
 -- Who stood in line for a slot of this gateway holds it for that slot from now on.
-lease.into, lease.kind, lease.gateway = nil, ask.kind, ask.gateway
+lease.into, lease.gateway = nil, ask.gateway
 grant(lease, claim)
 local target = into and lease_of(into)
 if target and target.state ~= 'held' then

@@ -47,6 +47,50 @@ local function place(ask, room, barred)
   return claim
 end
 
+local function same(one, other)
+  if type(one) ~= 'table' or type(other) ~= 'table' then
+    return one == other
+  end
+  for key, value in pairs(one) do
+    if other[key] ~= value then
+      return false
+    end
+  end
+  for key in pairs(other) do
+    if one[key] == nil then
+      return false
+    end
+  end
+  return true
+end
+
+-- Whether this ask is the one that the lease came of, made again: by the same holder, for as much, where it is.
+local function is_of(lease, ask)
+  if lease.kind ~= ask.kind or lease.mib ~= ask.mib or lease.gpus ~= ask.gpus then
+    return false
+  end
+  if not same(lease.shares, ask.shares) or not same(lease.holder, ask.holder) then
+    return false
+  end
+  if lease.state ~= 'held' then
+    return lease.devices == ask.devices
+  end
+  for device in pairs(lease.claim) do
+    if not allows(ask, device) then
+      return false
+    end
+  end
+  return true
+end
+
+-- Whether the lease is that of a slot of the gateway that asks. One that stood in line has no gateway yet.
+local function is_slot_of(lease, ask)
+  if lease.kind ~= 'slot' then
+    return false
+  end
+  return lease.gateway == ask.gateway or (not lease.gateway and same(lease.holder, ask.holder))
+end
+
 -- Which calls were told that the lease is held, with commas between. Only when each of them has said that nobody heard
 -- of it has nobody. Too many to be written down are nobody in particular, who cannot say so.
 local TOLD_MAX = 512

@@ -3,6 +3,9 @@
 local ask = arg.lease
 ask.want = ask.want or {}
 local lease = lease_of(ask.id)
+if lease and not is_slot_of(lease, ask) then
+  return denied('taken')
+end
 local has = lease and lease.claim or {}
 if in_grace then
   return denied('grace')

@@ -1,9 +1,15 @@
 -- A holder gives its memory back, or a waiter leaves. In the same step the memory goes to the one it was released for:
--- `arg.into`, or the one it was promised to. What is not there, or under another token, stays as it is; so does what
--- others than the call `arg.asker`, which gives up, were told that they hold.
+-- `arg.into`, or the one it was promised to. What is not there, of another kind, or under another token stays as it is.
+-- A call `arg.asker` that gives up takes nothing that others were told they hold, nor another ask's place in the line.
 local lease = lease_of(arg.id)
-local is_others = lease and arg.asker and lease.state == 'held' and not untold(lease, arg.asker)
-local released = lease and not is_others and (not arg.token or arg.token == lease.token) or false
+local released = false
+if lease and arg.asker and lease.state == 'held' then
+  released = untold(lease, arg.asker)
+elseif lease and arg.asker then
+  released = arg.lease ~= nil and is_of(lease, arg.lease)
+elseif lease then
+  released = lease.kind == arg.kind and (not arg.token or arg.token == lease.token)
+end
 if released then
   local freed, into = lease.claim, arg.into or lease.into
   forget(lease)

@@ -1,5 +1,5 @@
--- Holders say that they live. `arg.leases` holds id, token and, where the holder knows it, the whole record: a book that
--- has never heard of it, because it was lost or is an older copy, learns it from that.
+-- Holders of one kind say that they live. `arg.leases` holds id, token and, where the holder knows it, the whole record: a
+-- book that has never heard of it, because it was lost or is an older copy, learns it from that.
 local function was_lost_by_us(token)
   return token <= birth or token > last_known_here
 end
@@ -15,10 +15,14 @@ local function is_still_there(claim)
   return in_grace or fits(known, {})
 end
 
-local function register_again(record, token)
+-- Who holds a lease comes before a waiter that has taken its id meanwhile; that one is refused when it asks again.
+local function register_again(record, token, waiter)
   record.claim = record.claim or {}
   if not was_lost_by_us(token) or not is_still_there(record.claim) then
     return nil
+  end
+  if waiter then
+    forget(waiter)
   end
   if token > last then
     last = token
@@ -34,14 +38,13 @@ end
 
 local renewed, lost = {}, {}
 for _, known in ipairs(arg.leases) do
-  local lease = lease_of(known.id)
-  if lease and lease.token ~= NO_TOKEN and lease.token == known.token then
+  local there, lease = lease_of(known.id), nil
+  if there and there.token ~= NO_TOKEN and there.token == known.token and there.kind == arg.kind then
+    lease = there
     lease.lives_to = now + lease.ttl_ms
     save(lease)
-  elseif lease then
-    lease = nil
-  elseif known.record then
-    lease = register_again(known.record, tonumber(known.token))
+  elseif known.record and known.record.kind == arg.kind and (not there or there.state == 'waiting') then
+    lease = register_again(known.record, tonumber(known.token), there)
   end
   if lease then
     renewed[known.id] = lease
