@@ -257,6 +257,8 @@ class Play:
         store = BookStore(lambda: self.book, at_once, ttl_s=self.ttl_s)
         while self._is_stormy:
             await asyncio.sleep(chance.expovariate(1 / 2.0))
+            if self._is_down:
+                continue
             for lease in (known := await store.leases()):
                 if await self._is_served(store, lease):
                     raise Violation(f"an impostor was served with {lease}")
