@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -92,6 +93,21 @@ async def test_a_spare_that_comes_after_another_worker_became_the_spare_is_ended
     await until(lambda: not all_hosts._coming, "the spare is there")
     await until(lambda: list(all_hosts.workers.values()) == [worker], "one spare is left")
     assert await all_hosts.let_in(ENGINE, KEY, SECOND, LogRing()) is worker
+    await all_hosts.close()
+
+
+@pytest.mark.parametrize("key", [replace(KEY, env=(("A", "1"),)), replace(KEY, cwd="/somewhere")])
+async def test_no_spare_is_started_for_models_that_could_not_take_it(
+    monkeypatch: pytest.MonkeyPatch, key: HostKey
+) -> None:
+    starts, all_hosts = Starts(monkeypatch), made()
+    await all_hosts.let_in(ENGINE, key, FIRST, LogRing())
+    all_hosts.want_spare(ENGINE, key)
+    assert not all_hosts._coming
+    # A neighbour of the same Python that could take it still has one.
+    await all_hosts.let_in(ENGINE, KEY, SECOND, LogRing())
+    all_hosts.want_spare(ENGINE, KEY)
+    await until(lambda: starts.begun == 3 and not all_hosts._coming, "the spare is there")
     await all_hosts.close()
 
 

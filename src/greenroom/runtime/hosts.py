@@ -76,9 +76,9 @@ class Hosts:
             self._retire(worker)
 
     def want_spare(self, engine: HostedEngine, key: HostKey) -> None:
-        """Have a spare for this Python before long, if there is none."""
+        """Have a spare for this Python before long, if there is none and this key's slots could take it."""
         python = key.python
-        if python in self._coming or not self._wants_spare(python):
+        if not key.may_take_spare or python in self._coming or not self._wants_spare(python):
             return
         task = asyncio.get_running_loop().create_task(self._start_spare(engine, python), name=f"spare {python}")
         self._coming[python] = task
