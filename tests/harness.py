@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +116,12 @@ async def until(fact: Any, what: str, within_s: float = PATIENCE_S) -> None:
 
 
 class GatewayProcess:
-    """A gateway as its users run it: `greenroom serve` in a process of its own."""
+    """A gateway as its users run it: `greenroom serve` in a process of its own, or of the program `inside`."""
 
-    def __init__(self, folder: Path, config: Path) -> None:
+    def __init__(self, folder: Path, config: Path, inside: Sequence[str] = ()) -> None:
         self.folder = folder
         self.log = folder / "gateway.log"
-        command = [sys.executable, "-m", "greenroom", "serve", "--config", str(config)]
+        command = [*inside, sys.executable, "-m", "greenroom", "serve", "--config", str(config)]
         with self.log.open("ab") as log:
             self._offset = log.tell()
             self.process = subprocess.Popen(

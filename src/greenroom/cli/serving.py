@@ -1,7 +1,8 @@
 """A gateway in the foreground: started, told by signals what to do, and ended. `serve` and `demo` share it.
 
 Owns the event loop, the signals and the wording of what can go wrong at the start. SIGTERM and SIGINT end it, a second
-one without waiting for running answers; SIGHUP reads the configuration again.
+one without waiting for running answers; SIGHUP reads the configuration again. As process 1 of a container it collects
+what has lost its parent and ended.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -59,10 +61,12 @@ def serve(plan: Plan, greet: Callable[[App], None]) -> int:
 
 async def _serve(plan: Plan, greet: Callable[[App], None]) -> int:
     signals = _Signals()
+    _collect_orphans()
     try:
         return await _serve_until_ended(plan, greet, signals)
     finally:
         signals.ignore()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 async def _serve_until_ended(plan: Plan, greet: Callable[[App], None], signals: _Signals) -> int:
@@ -84,6 +88,17 @@ async def _serve_until_ended(plan: Plan, greet: Callable[[App], None], signals: 
     await app.closed.wait()
     _leave_in_time()
     return Exit.OK
+
+
+def _collect_orphans() -> None:
+    """Collect adopted children from now on, if this process is the one that gets them."""
+    from greenroom.process import keeper_link, orphans
+
+    loop = asyncio.get_running_loop()
+    if orphans.adopts():
+        look = partial(orphans.collect, keeper_link.running)
+        signal.signal(signal.SIGCHLD, lambda number, frame: loop.call_soon_threadsafe(look))
+        look()
 
 
 def _leave_in_time() -> None:

@@ -25,6 +25,9 @@ READ_BYTES = 64 * 1024
 # What is read at once when the engine has ended: more than a pipe holds.
 DRAIN_BYTES_MAX = 1024 * 1024
 
+# Keepers that are not collected yet. Whoever reaps adopted children leaves these alone.
+running: set[int] = set()
+
 Report = Callable[[list[str]], None]
 Gone = Callable[[bool], None]
 
@@ -45,6 +48,7 @@ class KeeperLink:
         on_gone: Gone,
     ) -> None:
         self.pid = process.pid
+        running.add(process.pid)
         self._process = process
         self._control_fd, self._status_fd, self._log_fd = fds
         self._pidfd = os.pidfd_open(process.pid)
@@ -100,6 +104,7 @@ class KeeperLink:
     def _collect(self) -> None:
         """The keeper has ended: read its last words, reap it, give everything back."""
         ended_well = self._process.wait() == 0
+        running.discard(self.pid)
         if self._status_fd >= 0:
             self._read_status()
         self.drain_log()

@@ -2,7 +2,8 @@
 
 Owns the search through all processes for ours. A process is ours by the identity in its environment, which children
 inherit and which survives any crash of the gateway; never by its name, never by a remembered pid. Never signals this
-process or one above it.
+process or one above it. Where this process is the one that orphans are given to, as process 1 of a container is, it
+also collects them when they have ended.
 
 Identities are paths of words joined by colons. A prefix matches itself and everything below it: `a:1` matches `a:1`
 and `a:1:x`, but not `a:10`.
@@ -11,10 +12,12 @@ and `a:1:x`, but not `a:10`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import logging
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from greenroom.process import proc
@@ -25,6 +28,7 @@ SWEEP_TERM_S = 2.0
 KILL_WAIT_S = 5.0
 # Each round ends what was there when it began; a further one is needed only for what was forked meanwhile.
 SWEEP_ROUNDS_MAX = 5
+PR_GET_CHILD_SUBREAPER = 37
 
 _log = logging.getLogger(__name__)
 
@@ -101,6 +105,23 @@ async def _signal_and_wait(pidfd: int, number: signal.Signals, wait_s: float) ->
         return False
     finally:
         loop.remove_reader(pidfd)
+
+
+def adopts() -> bool:
+    """Whether processes that lose their parent become children of this one."""
+    is_subreaper = ctypes.c_int()
+    ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(is_subreaper), 0, 0, 0)
+    return os.getpid() == 1 or bool(is_subreaper.value)
+
+
+def collect(own: Collection[int]) -> None:
+    """Reap adopted children that have ended. Those in `own`, and all of this process's session, are left to whoever
+    started them: only what was started by an engine or its keeper, or in a container from outside, has another."""
+    me, session = os.getpid(), os.getsid(0)
+    for seen in filter(None, map(proc.stat, proc.pids())):
+        if seen.is_dead and seen.parent == me and seen.session != session and seen.pid not in own:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(seen.pid, os.WNOHANG)
 
 
 def _look_at(pid: int) -> Found | None:

@@ -23,6 +23,7 @@ class Stat:
 
     pid: int
     parent: int
+    session: int
     start_ticks: int
     is_dead: bool
 
@@ -33,14 +34,20 @@ def pids() -> Iterator[int]:
 
 
 def stat(pid: int) -> Stat | None:
-    """Parent and start time of a process, None when there is no such process."""
+    """Parent, session and start time of a process, None when there is no such process."""
     try:
         raw = (PROC / str(pid) / "stat").read_bytes()
     except OSError:
         return None
     # The name in parentheses may itself hold spaces and parentheses.
     fields = raw.rpartition(b")")[2].split()
-    return Stat(pid, parent=int(fields[1]), start_ticks=int(fields[19]), is_dead=fields[0] in _DEAD_STATES)
+    return Stat(
+        pid,
+        parent=int(fields[1]),
+        session=int(fields[3]),
+        start_ticks=int(fields[19]),
+        is_dead=fields[0] in _DEAD_STATES,
+    )
 
 
 def identity(pid: int) -> str | None:
