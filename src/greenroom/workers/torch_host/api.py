@@ -18,6 +18,7 @@ from .completions import complete
 from .embeddings import embed
 from .fields import parse_body
 from .grammar import Grammars
+from .harmony import Harmony
 from .house import House, Origin
 from .http import Answer, Server
 from .http_parser import Request
@@ -50,13 +51,15 @@ class Api:
         embeds: bool = False,
         template_deadline_s: float = RENDER_DEADLINE_S,
     ) -> None:
+        template = Template(text, scribes, template_deadline_s)
         self.house = House(
             model=model,
             performer=performer,
             text=text,
-            template=Template(text, scribes, template_deadline_s),
+            template=template,
             grammars=Grammars(text, trials),
             mailbox=Mailbox(asyncio.get_running_loop()),
+            harmony=Harmony.of(text, template.source),
             embeds=embeds,
             dimensions=_dimensions(text.folder),
         )

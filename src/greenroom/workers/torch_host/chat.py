@@ -13,7 +13,8 @@ from .chat_written import ChatDialect
 from .conversation import read_messages
 from .fields import Body, boolean, integer, mapping
 from .grammar import JsonConstraint
-from .house import House, Origin
+from .harmony import ANSWER_HEADER, HarmonyReader
+from .house import House, Origin, Reading
 from .http import Answer
 from .refusals import Refused
 from .tool_calls import CALL_TOKENS, CallReader
@@ -26,24 +27,32 @@ async def chat(house: House, body: Body, origin: Origin, answer: Answer) -> None
     logprobs = _logprobs(body)
     wishes = read_wishes(body, logprobs, house.performer.limits.choices)
     tools = read_tools(body)
-    messages = read_messages(body, knows_developer="developer" in house.template.source)
+    messages = read_messages(body, "developer" in house.template.source, thinks=house.harmony is not None)
     switches = mapping(body, "chat_template_kwargs") or {}
     form = form_of(house.template.source)
     constraint = await _constraint(house, body, tools)
     prompt = await house.template.render(messages, tools.shown, switches, house.performer.context)
+    if house.harmony is not None and constraint is not None:
+        prompt += ANSWER_HEADER
     tokens = await house.text.encode(prompt, False, house.performer.context, "messages")
     house.check(tokens, "messages")
 
-    def reader() -> CallReader | None:
-        return CallReader(tools.names) if tools.may_be_called else None
-
-    spoken = house.text.specials_spelled(CALL_TOKENS) if tools.may_be_called else ()
-    score = house.score([tokens], wishes, origin, constraint, reader=reader, spoken=spoken)
+    score = house.score([tokens], wishes, origin, constraint, reading=_reading(house, tools, constraint is not None))
     dialect = ChatDialect(house.model, house.text.speller, form, wishes.tells_usage, logprobs is not None)
     if wishes.streams:
         await answer_stream(house.performer, score, dialect, answer, wishes.tells_usage)
     else:
         await answer_whole(house.performer, score, dialect, answer)
+
+
+def _reading(house: House, tools: Tools, is_held: bool) -> Reading:
+    """How the answer is read. One that is held to a schema has no marks of any format."""
+    names = tools.names if tools.may_be_called else frozenset()
+    if house.harmony is not None and not is_held:
+        return Reading(lambda: HarmonyReader(names), marks=house.harmony.marks, stops=house.harmony.stops)
+    if not tools.may_be_called:
+        return Reading()
+    return Reading(lambda: CallReader(names), spoken=house.text.specials_spelled(CALL_TOKENS))
 
 
 def _logprobs(body: Body) -> int | None:

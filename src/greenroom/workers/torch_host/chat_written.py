@@ -36,13 +36,15 @@ class ChatDialect:
 
     def events(self, index: int, piece: Piece) -> list[bytes]:
         events = []
-        if piece.text and not piece.chosen:
+        if piece.text and not (piece.chosen or piece.reasoning):
             events.append(
                 b'%b%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]}'
                 % (self._before, index, encoded(piece.text))
             )
-        elif piece.chosen:
-            events.append(self._chunk(index, {"content": piece.text}, self._logprobs(piece.chosen)))
+        elif piece.chosen or piece.reasoning:
+            delta = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+            delta |= {"content": piece.text} if piece.text or not piece.reasoning else {}
+            events.append(self._chunk(index, delta, self._logprobs(piece.chosen) if piece.chosen else None))
         for call in piece.calls:
             place = self._calls_said.get(index, 0)
             self._calls_said[index] = place + 1
@@ -78,6 +80,8 @@ class ChatDialect:
 
     def _message(self, piece: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": piece.text}
+        if piece.reasoning:
+            message["reasoning_content"] = piece.reasoning
         if piece.calls:
             message["content"] = piece.text if piece.text.strip() else None
             message["tool_calls"] = [self._call(call) for call in piece.calls]

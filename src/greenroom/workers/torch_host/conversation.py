@@ -18,14 +18,18 @@ MESSAGES_MAX = 65_536
 Message = dict[str, Any]
 
 
-def read_messages(body: Body, knows_developer: bool) -> list[Message]:
-    """Raises Refused for what is no conversation. Unknown fields of a message stay: a template may know them."""
+def read_messages(body: Body, knows_developer: bool, thinks: bool = False) -> list[Message]:
+    """Raises Refused for what is no conversation. Unknown fields of a message stay: a template may know them.
+
+    `thinks`: the template is one of Harmony's, which calls earlier reasoning `thinking`.
+    """
     said = body.get("messages")
     if not isinstance(said, list) or not said:
         raise Refused("messages must be a list of at least one message.", param="messages")
     if len(said) > MESSAGES_MAX:
         raise Refused(f"messages may hold at most {MESSAGES_MAX} messages.", param="messages")
-    return [_message(message, f"messages[{place}]", knows_developer) for place, message in enumerate(said)]
+    messages = [_message(message, f"messages[{place}]", knows_developer) for place, message in enumerate(said)]
+    return list(map(_with_thinking, messages)) if thinks else messages
 
 
 def _message(said: object, param: str, knows_developer: bool) -> Message:
@@ -40,6 +44,16 @@ def _message(said: object, param: str, knows_developer: bool) -> Message:
     if said.get("tool_calls") is not None:
         message["tool_calls"] = _tool_calls(said["tool_calls"], f"{param}.tool_calls")
     return message
+
+
+def _with_thinking(message: Message) -> Message:
+    """Before a call Harmony's templates want all that was said in one place: they refuse content beside thinking."""
+    reasoning = message.get("reasoning_content")
+    if message["role"] != "assistant" or not isinstance(reasoning, str) or not reasoning or message.get("thinking"):
+        return message
+    if not message.get("tool_calls"):
+        return {**message, "thinking": reasoning}
+    return {**message, "thinking": "\n\n".join(filter(None, (reasoning, message["content"]))), "content": ""}
 
 
 def _content(said: object, param: str) -> str:

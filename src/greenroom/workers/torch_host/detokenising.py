@@ -6,7 +6,7 @@ of several bytes only come out right in company; so it serves byte-level and sen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 # A character has at most four bytes; tokens of noise that never becomes one are let go after this many.
 HELD_TOKENS_MAX = 16
@@ -17,16 +17,25 @@ _BROKEN = "\ufffd"
 
 class Detokeniser:
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], unspoken: Collection[int], before: Sequence[int] = ()
+        self,
+        decode: Callable[[Sequence[int]], str],
+        unspoken: Collection[int],
+        before: Sequence[int] = (),
+        marks: Mapping[int, str] | None = None,
     ) -> None:
-        """`unspoken` tokens have no text. `before` ends the text that is being continued."""
+        """`unspoken` tokens have no text, `marks` the one given. `before` ends the text that is being continued."""
         self._decode = decode
+        self._marks = marks or {}
         self._unspoken = unspoken
         self._said = [token for token in before[-BEFORE_TOKENS:] if token not in unspoken]
         self._held: list[int] = []
 
     def add(self, token: int) -> str:
         """The text that is certain now; empty while a character is incomplete."""
+        if token in self._marks:
+            text = self.end() + self._marks[token]
+            self._said = []
+            return text
         if token in self._unspoken:
             return ""
         self._held.append(token)

@@ -6,18 +6,19 @@ Owns how prompts and wishes become sequences for the performer.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from .answering import Score
 from .asks import Ask, Performer
 from .grammar import Grammars, JsonConstraint
+from .harmony import Harmony
 from .mail import Mailbox
 from .refusals import Refused
 from .stops import StopFinder
 from .templates import Template
 from .text import Text
-from .tool_calls import CallReader
+from .tool_calls import Reader
 from .voice import Voice
 from .wishes import SEQUENCES_MAX, Wishes
 from .written import new_id
@@ -43,8 +44,18 @@ class Origin:
         return Origin(headers.get("x-tenant-id", ""), headers.get("x-cache-tag", ""), mode != "none")
 
 
-def _no_reader() -> CallReader | None:
-    return None
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the text of an answer is read."""
+
+    reader: Callable[[], Reader | None] = lambda: None
+    """Makes what tells its parts apart, for each choice anew."""
+    spoken: Collection[int] = ()
+    """Special tokens that are part of the text."""
+    marks: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens that the reader must see, as it sees them."""
+    stops: Collection[int] = ()
+    """Tokens that end the answer besides those that the model's files name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,8 @@ class House:
     template: Template
     grammars: Grammars
     mailbox: Mailbox
+    harmony: Harmony | None
+    """The format of its answers, if it is this one."""
     embeds: bool
     dimensions: Collection[int]
     """Lengths its vectors may be cut to, for models that were trained for it."""
@@ -79,15 +92,15 @@ class House:
         origin: Origin,
         constraint: JsonConstraint | None = None,
         *,
-        reader: Callable[[], CallReader | None] = _no_reader,
-        spoken: Collection[int] = (),
+        reading: Reading | None = None,
         continues: bool = False,
     ) -> Score:
         """Sequences for every choice of every prompt. `continues`: the answer goes on in the middle of the text."""
         if len(prompts) * wishes.choices > SEQUENCES_MAX:
             raise Refused(f"At most {SEQUENCES_MAX} answers may be asked for at once.", param="n")
         rooms = [wishes.room(len(prompt), self.performer.context) for prompt in prompts]
-        make = partial(self._voice, wishes=wishes, origin=origin, reader=reader, spoken=spoken, continues=continues)
+        read = reading or Reading()
+        make = partial(self._voice, wishes=wishes, origin=origin, reading=read, continues=continues)
         voices: list[Voice] = []
         for prompt, room in zip(prompts, rooms, strict=True):
             for choice in range(wishes.choices):
@@ -105,18 +118,17 @@ class House:
         *,
         wishes: Wishes,
         origin: Origin,
-        reader: Callable[[], CallReader | None],
-        spoken: Collection[int],
+        reading: Reading,
         continues: bool,
     ) -> Voice:
-        detokeniser = self.text.detokeniser(prompt if continues else (), spoken)
-        voice = Voice(index, self.mailbox, detokeniser, StopFinder(wishes.stops), reader())
+        detokeniser = self.text.detokeniser(prompt if continues else (), reading.spoken, reading.marks)
+        voice = Voice(index, self.mailbox, detokeniser, StopFinder(wishes.stops), reading.reader())
         voice.ask = Ask(
             id=new_id("ask"),
             tokens=prompt,
             max_tokens=room,
             sampling=wishes.sampling_of(choice),
-            stop_tokens=frozenset() if wishes.ignores_end else self.text.stop_tokens,
+            stop_tokens=frozenset() if wishes.ignores_end else self.text.stop_tokens.union(reading.stops),
             listener=voice,
             tenant=origin.tenant,
             tag=origin.tag,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,11 @@ class Text:
         except (UnicodeError, TypeError, ValueError) as error:
             raise Refused(f"{param} cannot be encoded: {error}.", param=param) from error
 
-    def detokeniser(self, before: Sequence[int] = (), spoken: Collection[int] = ()) -> Detokeniser:
-        """Special tokens have no text, except the `spoken` ones."""
-        return Detokeniser(self.decode, self.special.difference(spoken), before)
+    def detokeniser(
+        self, before: Sequence[int] = (), spoken: Collection[int] = (), marks: Mapping[int, str] | None = None
+    ) -> Detokeniser:
+        """Special tokens have no text, except the `spoken` ones and those that `marks` give one."""
+        return Detokeniser(self.decode, self.special.difference(spoken), before, marks)
 
     def decode(self, tokens: Sequence[int]) -> str:
         if self._backend is not None:

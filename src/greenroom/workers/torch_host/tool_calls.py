@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 _HERMES, _HERMES_END = "<tool_call>", "</tool_call>"
 _MISTRAL, _PYTHON = "[TOOL_CALLS]", "<|python_tag|>"
@@ -41,6 +41,22 @@ class Call:
 class Found:
     text: str = ""
     calls: list[Call] = field(default_factory=list)
+    reasoning: str = ""
+
+    def add(self, later: Found) -> None:
+        self.text += later.text
+        self.calls += later.calls
+        self.reasoning += later.reasoning
+
+
+class Reader(Protocol):
+    """Tells the parts of one answer apart as its text comes."""
+
+    def add(self, text: str) -> Found:
+        """What is certain now."""
+
+    def end(self) -> Found:
+        """No more comes: what was held back."""
 
 
 class _Place(enum.Enum):

@@ -1,4 +1,4 @@
-"""One answer on its way out: tokens become text, text is cut at stop sequences, calls of tools are taken out.
+"""One answer on its way out: tokens become text, text is cut at stop sequences, calls and reasoning are taken out.
 
 Owns the state of one sequence on the event loop. The model's thread only posts into the mailbox. Never writes JSON and
 never knows whether the caller streams: it says pieces, in order, and then its end.
@@ -18,7 +18,7 @@ from .mail import Mailbox
 from .refusals import Refused, failed, unavailable
 from .schema_trials import too_complex
 from .stops import StopFinder
-from .tool_calls import Call, CallReader
+from .tool_calls import Call, Reader
 
 _log = logging.getLogger(__name__)
 
@@ -40,21 +40,23 @@ class Piece:
     text: str = ""
     chosen: list[Chosen] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    reasoning: str = ""
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.chosen or self.calls)
+        return bool(self.text or self.chosen or self.calls or self.reasoning)
 
     def add(self, later: Piece) -> None:
         self.text += later.text
         self.chosen += later.chosen
         self.calls += later.calls
+        self.reasoning += later.reasoning
 
 
 class Voice:
     """A listener for one ask. `on_piece` and `on_over` are called on the loop, `on_over` exactly once and last."""
 
     def __init__(
-        self, index: int, mailbox: Mailbox, detokeniser: Detokeniser, stops: StopFinder, calls: CallReader | None
+        self, index: int, mailbox: Mailbox, detokeniser: Detokeniser, stops: StopFinder, reader: Reader | None
     ) -> None:
         self.index = index
         self.tokens = 0
@@ -69,7 +71,7 @@ class Voice:
         self._mailbox = mailbox
         self._detokeniser = detokeniser
         self._stops = stops
-        self._calls = calls
+        self._reader = reader
         self._has_called = False
         self._is_silent = False
         # Tokens whose text is still held back, with where it begins and ends.
@@ -121,12 +123,11 @@ class Voice:
 
     def _say(self, text: str, is_last: bool = False) -> None:
         piece = Piece(text, self._let_out(len(text), is_last))
-        if self._calls is not None:
-            found = self._calls.add(text)
+        if self._reader is not None:
+            found = self._reader.add(text)
             if is_last:
-                last = self._calls.end()
-                found.text, found.calls = found.text + last.text, found.calls + last.calls
-            piece.text, piece.calls = found.text, found.calls
+                found.add(self._reader.end())
+            piece.text, piece.calls, piece.reasoning = found.text, found.calls, found.reasoning
             self._has_called = self._has_called or bool(piece.calls)
         if piece:
             self.on_piece(self, piece)
