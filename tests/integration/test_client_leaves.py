@@ -24,7 +24,7 @@ from tests.integration.raw import CHAT, Raw, asking, chat, request_bytes
 
 # What "at once" means: the queue has forgotten the client and its engine has been told.
 AT_ONCE_S = 1.0
-HOWS = ("FIN", "RST")
+HOWS = ("FIN", "RST", "HALF")
 # Answered by the gateway itself, in the same turn of the loop.
 REFUSED = request_bytes("POST", CHAT, b"{}")
 
@@ -219,11 +219,15 @@ async def test_client_that_leaves_is_forgotten_at_once(
     raw = await Raw.open(house.app)
     is_forgotten = await phase(house, raw, how)
     assert not is_forgotten()
+    begun = house.journal.count("request", name="two")
+    if how == "HALF" and phase not in (headers_half_sent, body_half_sent, keep_alive_idle):
+        raw.send(asked("two"))
     raw.leave(how)
     await until(is_forgotten, f"forgotten after {phase.__name__}", AT_ONCE_S)
     house.others_leave()
     await at_rest(house.app)
     assert (await chat(house.app, "one")).text == "one 1 2 3"
+    assert house.journal.count("request", name="two") == begun, "what it had sent ahead was not begun"
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -253,7 +257,6 @@ async def test_who_joined_a_load_is_answered_though_the_one_who_caused_it_left(h
 
 # After so many answers in one turn other connections get theirs: the next request is taken up a turn later.
 A_TURN = EdgeLimits().pipelined_per_turn_max
-WAYS = (*HOWS, "HALF")
 
 
 def asked(model: str, **more: object) -> bytes:
@@ -292,11 +295,11 @@ async def places_are_free(house: House, model: str) -> None:
     assert not is_ready(house.app, model)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("is_warm", [True, False], ids=["warm", "cold"])
 @pytest.mark.parametrize("last", LAST)
 async def test_request_taken_up_as_its_client_leaves_holds_no_place(
-    house: House, last: str, is_warm: bool, way: str
+    house: House, last: str, is_warm: bool, how: str
 ) -> None:
     for ahead in (0, A_TURN):
         if is_warm:
@@ -304,7 +307,7 @@ async def test_request_taken_up_as_its_client_leaves_holds_no_place(
         # As many as have places, and one more.
         for _ in range(3):
             raw = await house.other_that_sends(REFUSED * ahead + LAST[last]("two"))
-            raw.leave(way)
+            raw.leave(how)
         await places_are_free(house, "two")
 
 
@@ -352,6 +355,6 @@ async def test_no_moment_of_leaving_holds_a_place(house: House, seed: int) -> No
             raw.send(sent[begin:end])
             for _ in range(draw.choice((0, 1, 2, 5, 20))):
                 await asyncio.sleep(0)
-        raw.leave(draw.choice(WAYS))
+        raw.leave(draw.choice(HOWS))
     await places_are_free(house, "two")
     assert (await chat(house.app, "one")).text == "one 1 2 3"
