@@ -276,6 +276,7 @@ def test_what_is_printed_holds_no_key(file: Path) -> None:
     with served(file.parent, "--port", "0", "--log-level", "debug") as gateway:
         assert "export GREENROOM_API_KEY=…" in (gateway.url and gateway.out)
         assert "secret" not in gateway.out + gateway.err
+        assert "no key has admin: true" in gateway.err
 
 
 @pytest.mark.parametrize(

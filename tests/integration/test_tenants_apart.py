@@ -144,6 +144,16 @@ async def test_an_engine_that_ends_in_the_middle_of_a_stream(tmp_path: Path) -> 
         assert (await ask(app, SHOP)).status == 200
 
 
+async def test_an_engines_answer_to_a_request_is_the_callers_own(tmp_path: Path) -> None:
+    """Heartbeats have begun the stream; without them the engine's answer would have come as it is."""
+    models = talkative(tmp_path, "--sse-weird", "error-500", "--load-s", "0.8")
+    async with gateway(tmp_path, models, server=SERVER) as app:
+        refused = await ask(app, LAB, stream=True)
+        assert b": waiting" in refused.body
+        assert "the engine failed as told" in refused.data[-1]["error"]["details"]
+        await assert_apart(app, tmp_path, {LAB: refused})
+
+
 async def test_a_program_that_is_not_there_is_not_named(tmp_path: Path) -> None:
     models = {"alpha": {"cmd": [str(tmp_path / "no-such-program"), "--port", "${PORT}"], "memory_mib": 1}}
     async with gateway(tmp_path, models, server=SERVER, scheduler=BACKOFF) as app:

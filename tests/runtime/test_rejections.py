@@ -65,20 +65,23 @@ def test_who_holds_memory_elsewhere_is_named() -> None:
     rejection = Rejection(RejectCode.TOO_LARGE, M, needs_mib=5, free_mib=3, capacity_mib=8_000, held_by=("lab", "ci"))
     said = rejections().error_for(rejection)
     assert "at most 3 of 8,000 MiB can be made free; lab, ci hold some." in said.message
+    assert "lab" not in said.public and "8,000" not in said.public
     assert said.beside == {"memory": {"needs_mib": 5, "free_mib": 3, "capacity_mib": 8_000}}
 
 
 def test_who_waited_for_memory_hears_how_much() -> None:
     said = error(RejectCode.EXPIRED, retry_after_s=9.0, needs_mib=6_000, free_mib=2_000, capacity_mib=8_000)
     assert "needs 6,000 MiB, and 2,000 of 8,000 MiB are free" in said.message
+    assert said.public == "qwen waits for memory. Ask again."
     assert said.beside["loading"]["state"] == "loading"
     assert said.beside["memory"] == {"needs_mib": 6_000, "free_mib": 2_000, "capacity_mib": 8_000}
 
 
 def test_failed_load_carries_the_engines_last_lines() -> None:
-    failed = LoadFailed("qwen could not be loaded: boom.", details="line 1\nline 2")
+    failed = LoadFailed("qwen could not be loaded: boom.", public="qwen is not well.", details="line 1\nline 2")
     said = rejections(failed=failed).error_for(Rejection(RejectCode.LOAD_FAILED, M, retry_after_s=40.0))
     assert (said.message, said.details, said.retry_after_s) == (failed.message, "line 1\nline 2", 40.0)
+    assert said.public == "qwen is not well."
 
 
 def test_load_that_ran_out_of_memory_keeps_its_numbers() -> None:

@@ -103,7 +103,9 @@ def test_only_the_prompt_at_fault_is_ended(llama: Any, error: Exception) -> None
         answers = together(batching, [*prompts[:2], bad, *prompts[2:]])
         ended = answers.pop(2)
         assert ended.end.reason == "error"
-        assert str(error) in (ended.end.error or "")
+        # What foreign code says of it may name files and other processes: that is for the log.
+        assert ended.end.error and str(error) not in ended.end.error
+        assert ended.end.is_memory is (error is FULL)
         assert [answer.ids for answer in answers] == wanted
         assert said(batching, prompts[0], 20, WARM).ids == wanted[0]
         assert batching.in_flight == 0

@@ -20,7 +20,7 @@ import torch
 from .asks import Ask, TooLong, UnknownToken, Vectors
 from .embedding import Embedder, Pooling, grouped
 from .ensemble import Ensemble
-from .failures import Failure, OnFatal, OutOfMemory, Stuck, is_fatal, translated
+from .failures import Failure, OnFatal, OutOfMemory, Stuck, is_fatal, told, translated
 from .limits import limits_of
 from .pages import BLOCK_TOKENS, item_bytes
 from .runner import Runner, Stage
@@ -244,7 +244,7 @@ class Batching:
                 result = [job.found[number] for number in range(len(job.inputs))]
         except Exception as error:
             log.exception("embedding failed inputs=%d", len(group))
-            result = translated(error)
+            result = told(error)
             if isinstance(result, OutOfMemory) and len(group) > 1:
                 half = len(group) // 2
                 job.groups[:0] = [group[:half], group[half:]]

@@ -19,7 +19,7 @@ from .fields import Body, integer
 from .house import House
 from .http import Answer
 from .prompts import read_inputs
-from .refusals import Refused, failed, too_long, unavailable, unsupported
+from .refusals import Refused, too_long, unavailable, unsupported
 from .written import encoded
 
 INPUTS_MAX = 2_048
@@ -60,8 +60,6 @@ async def _embedded(house: House, inputs: Sequence[Sequence[int]]) -> Vectors:
         raise Refused(str(error), param="input", code="unknown_token") from None
     except Failure as error:
         raise unavailable(str(error)) from None
-    except Exception as error:
-        raise failed(f"The model failed at this request: {error}") from error
 
 
 def _dimensions(house: House, body: Body) -> int | None:

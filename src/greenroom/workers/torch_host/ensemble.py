@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from .asks import Ask, EndReason
-from .failures import Failure, OnFatal, OutOfMemory, is_fatal, translated
+from .failures import Failure, OnFatal, OutOfMemory, is_fatal, told, translated
 from .pages import BLOCK_TOKENS
 from .readback import Readback
 from .rows import Row
@@ -118,7 +118,7 @@ class Ensemble:
             work()
             return None
         except Exception as error:
-            failure = translated(error)
+            failure = told(error)
             log.exception("step failed sequences=%d", len(concerned))
             if is_fatal(error):
                 self._on_fatal(error, lambda: self._end_failed(concerned, failure))

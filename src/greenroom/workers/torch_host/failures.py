@@ -69,6 +69,15 @@ def translated(error: BaseException) -> Failure:
     return OutOfMemory(text) if is_memory(error) else Failure(text)
 
 
+def told(error: BaseException) -> Failure:
+    """The same for who asked the model: words of foreign code may name files, processes or what others sent."""
+    if isinstance(error, Failure):
+        return error
+    if is_memory(error):
+        return OutOfMemory("memory ran out")
+    return Failure(f"The model failed at this request ({type(error).__name__}); the log of its engine says how.")
+
+
 def is_memory(error: BaseException) -> bool:
     """Memory was asked for and not there."""
     words = str(error).lower()
