@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ async def test_spooled_bodies_that_together_pass_their_budget_are_refused(tmp_pa
         await still_serves(app)
 
 
-@contextmanager
+@contextlib.contextmanager
 def files_up_to(size: int) -> Iterator[None]:
     """As on a disk with so much left: a write beyond it fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -182,7 +182,7 @@ async def test_spool_that_cannot_be_written_refuses_large_bodies_and_leaks_nothi
             assert (await chat(app, "alpha")).status == 200
         await at_rest(app)
         await until(lambda: len(os.listdir("/proc/self/fd")) <= fds, "every spool file is closed")
-        app.edge.bodies.spool_dir = None
+        app.edge.bodies.spool_dir = str(tmp_path)
         assert (await http(app, "POST", CHAT, body=padded(900 * KIB))).status == 200
 
 
@@ -216,3 +216,28 @@ async def test_request_cut_within_its_body_leaves_nothing(tmp_path: Path) -> Non
                 await until(lambda: not app.edge.bodies.memory_bytes + app.edge.bodies.spool_bytes, "and given back")
         assert app.edge.stats.requests == 0
         await still_serves(app)
+
+
+async def test_large_bodies_are_kept_in_the_state_directory_and_have_no_name(tmp_path: Path) -> None:
+    """Temporary folders often lie in memory, which nobody would have counted."""
+    async with gateway(tmp_path, {"m": fake("m")}) as app:
+        reader, writer = await asyncio.open_connection(*app.edge.addresses[0].split(":"))
+        body = b'{"model": "m", "prompt": "' + b"x" * 1_000_000
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body) + 2}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await until(lambda: app.edge.bodies.spool_bytes >= len(body), "all but its end has come")
+        (spooled,) = [link for link in open_files() if link.startswith(f"{tmp_path}/state/") and "deleted" in link]
+        assert os.path.dirname(spooled) == f"{tmp_path}/state"
+        assert not [name for name in os.listdir(tmp_path / "state") if "body" in name]
+        writer.write(b'"}')
+        assert b" 200 " in await reader.readline()
+        writer.close()
+        await until(lambda: not app.edge.bodies.spool_bytes, "it is given back")
+
+
+def open_files() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return found

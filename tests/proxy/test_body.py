@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from greenroom.errors import BodiesFull, GatewayBug
-from greenroom.proxy.body import Body, BodyBudget
+from greenroom.proxy.body import Body, BodyBudget, lies_in_memory
 from greenroom.proxy.limits import EdgeLimits
 
 
@@ -119,3 +122,56 @@ def test_full_disk_is_an_overload(monkeypatch: pytest.MonkeyPatch) -> None:
         body.append(b"b")
     body.close()
     assert bodies.spool_bytes == 0
+
+
+MOUNTS = """\
+22 1 254:1 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
+23 22 0:21 / /tmp rw,nosuid - tmpfs tmpfs rw,size=1g
+24 22 0:22 / /run rw shared:2 master:3 - ramfs none rw
+25 22 0:23 / /srv rw - nfs4 server:/a rw
+garbage
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "is_memory"),
+    [((254, 1), False), ((0, 21), True), ((0, 22), True), ((0, 23), False), ((9, 9), False)],
+)
+def test_a_folder_in_memory_is_known_by_its_file_system(device: tuple[int, int], is_memory: bool) -> None:
+    assert lies_in_memory(os.makedev(*device), MOUNTS) is is_memory
+
+
+def test_bodies_spooled_to_memory_count_as_memory(ram: str) -> None:
+    bodies = budget(spool_dir=ram, bodies_total_max=1_000, spool_total_max=100_000)
+    assert bodies.spools_to_memory
+    first, second, small = Body(bodies), Body(bodies), Body(bodies)
+    first.append(b"a" * 600)
+    assert (bodies.memory_bytes, bodies.spool_bytes) == (600, 600)
+    with pytest.raises(BodiesFull, match="Too many request bodies are being held"):
+        second.append(b"b" * 401)
+    second.close()
+    small.append(b"c" * 100)
+    with pytest.raises(BodiesFull):
+        first.append(b"a" * 301)
+    for body in (first, small, small):
+        body.close()
+    assert (bodies.memory_bytes, bodies.spool_bytes) == (0, 0)
+
+
+def test_bodies_on_a_disk_do_not_count_as_memory(tmp_path: Path) -> None:
+    bodies = budget(spool_dir=str(tmp_path), bodies_total_max=1_000)
+    if bodies.spools_to_memory:
+        pytest.skip("temporary files lie in memory here")
+    body = Body(bodies)
+    body.append(b"a" * 5_000)
+    assert (bodies.memory_bytes, bodies.spool_bytes) == (0, 5_000)
+    body.close()
+
+
+@pytest.fixture
+def ram() -> Iterator[str]:
+    """A folder in memory."""
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("there is no shared memory here")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield folder

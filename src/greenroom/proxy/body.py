@@ -1,7 +1,8 @@
 """Bodies of requests while they are ours: in memory when small, in an unlinked file when large, always within a budget.
 
-Owns the bytes and the budget they are counted against. Never interprets them, and never waits: writing to and reading
-from the spool file are plain calls that end in the page cache.
+Owns the bytes and the budget they are counted against. Files that lie in memory (tmpfs) count as memory. Never
+interprets the bytes, and never waits: writing to and reading from the spool file are plain calls that end in the page
+cache.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final, Protocol
 
 from greenroom.errors import BodiesFull, GatewayBug
 from greenroom.proxy.limits import EdgeLimits
 
 READ_BYTES: Final = 64 * 1024
+_MOUNTS: Final = Path("/proc/self/mountinfo")
+_IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 
 
 class Chunked(Protocol):
@@ -32,14 +36,26 @@ Payload = bytes | Chunked
 
 
 class BodyBudget:
-    """How many bytes of bodies are held now, in memory and on disk, over all connections."""
+    """How many bytes of bodies are held now, in memory and on disk, over all connections.
 
-    __slots__ = ("_spool_max", "body_in_memory_max", "memory_bytes", "memory_max", "spool_bytes", "spool_dir")
+    Where the spool itself lies in memory, what is spooled is counted in `memory_bytes` as well.
+    """
+
+    __slots__ = (
+        "_spool_max",
+        "body_in_memory_max",
+        "memory_bytes",
+        "memory_max",
+        "spool_bytes",
+        "spool_dir",
+        "spools_to_memory",
+    )
 
     def __init__(self, limits: EdgeLimits, spool_dir: str | None = None) -> None:
         self.memory_bytes = 0
         self.spool_bytes = 0
-        self.spool_dir = spool_dir
+        self.spool_dir = spool_dir or tempfile.gettempdir()
+        self.spools_to_memory = _is_in_memory(self.spool_dir)
         self.memory_max = limits.bodies_total_max
         self._spool_max = limits.spool_total_max
         self.body_in_memory_max = limits.body_in_memory_max
@@ -48,7 +64,20 @@ class BodyBudget:
         """Raises BodiesFull when all spooled bodies together would pass their limit."""
         if self.spool_bytes + length > self._spool_max:
             raise BodiesFull("The spool for large request bodies is full; try again later.", retry_after_s=5.0)
+        if self.spools_to_memory:
+            self.take_memory(length)
         self.spool_bytes += length
+
+    def take_memory(self, length: int) -> None:
+        """Raises BodiesFull when all bodies in memory together would pass their limit."""
+        if self.memory_bytes + length > self.memory_max:
+            raise BodiesFull("Too many request bodies are being held; try again in a moment.", retry_after_s=1.0)
+        self.memory_bytes += length
+
+    def give_back_spool(self, length: int) -> None:
+        self.spool_bytes -= length
+        if self.spools_to_memory:
+            self.memory_bytes -= length
 
 
 class Body:
@@ -78,10 +107,7 @@ class Body:
         if self._file >= 0:
             self._spool(data)
         elif self.length + length <= self._budget.body_in_memory_max:
-            budget = self._budget
-            if budget.memory_bytes + length > budget.memory_max:
-                raise BodiesFull("Too many request bodies are being held; try again in a moment.", retry_after_s=1.0)
-            budget.memory_bytes += length
+            self._budget.take_memory(length)
             self._memory_held += length
             self._parts.append(data)
         else:
@@ -122,7 +148,7 @@ class Body:
         self._budget.memory_bytes -= self._memory_held
         self._parts = []
         if self._file >= 0:
-            self._budget.spool_bytes -= self._spool_held
+            self._budget.give_back_spool(self._spool_held)
             os.close(self._file)
             self._file = -1
 
@@ -132,11 +158,11 @@ class Body:
 
     def _move_to_spool(self) -> None:
         self._file = _open_unlinked(self._budget.spool_dir)
-        for part in self._parts:
-            self._spool(part)
         self._budget.memory_bytes -= self._memory_held
         self._memory_held = 0
-        self._parts = []
+        parts, self._parts = self._parts, []
+        for part in parts:
+            self._spool(part)
 
     def _spool(self, data: bytes) -> None:
         self._budget.take_spool(len(data))
@@ -151,11 +177,36 @@ class Body:
             ) from error
 
 
-def _open_unlinked(directory: str | None) -> int:
+def _open_unlinked(directory: str) -> int:
     """A file without a name: it is gone when closed, even if we are killed."""
     try:
-        descriptor, path = tempfile.mkstemp(prefix="greenroom-body-", dir=directory)
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:
+        # Not every file system can do that.
+        return _open_and_unlink(directory)
+
+
+def _open_and_unlink(directory: str) -> int:
+    try:
+        descriptor, path = tempfile.mkstemp(prefix=".body-", dir=directory)
         os.unlink(path)
     except OSError as error:
         raise BodiesFull(f"A large request body could not be spooled: {error.strerror}.", retry_after_s=5.0) from error
     return descriptor
+
+
+def _is_in_memory(directory: str) -> bool:
+    try:
+        return lies_in_memory(os.stat(directory).st_dev, _MOUNTS.read_text("utf-8", "replace"))
+    except OSError:
+        return False
+
+
+def lies_in_memory(device: int, mounts: str) -> bool:
+    """Whether this is the device of a file system without a disk; `mounts` as in /proc/self/mountinfo."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts.splitlines():
+        place, _, kind = line.partition(" - ")
+        if wanted in place.split(" ")[2:3]:
+            return kind.split(" ")[0] in _IN_MEMORY
+    return False

@@ -24,10 +24,13 @@ from greenroom.server.gateway import Gateway
 from greenroom.server.inference import Inference
 from greenroom.server.management import make_management
 from greenroom.server.settings import Settings
+from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Keys
 from greenroom.tenancy.tenants import Tenants
 from greenroom.wiring.common import Common
 from greenroom.wiring.memory import Memory
+
+_log = get_logger("server")
 
 
 class Served(Gateway, Protocol):
@@ -74,7 +77,18 @@ def wire_front(common: Common, memory: Memory, desk: Desk, gateway: Served) -> F
     application = make_management(gateway)
     management = AsgiBridge(application)
     door = FrontDoor(inference, management, application.needs, lambda: gateway.settings)
-    edge = Edge(admit=door.admit, handle=door.handle, refuse=door.refuse, limits=limits_for(server))
+    edge = Edge(
+        admit=door.admit,
+        handle=door.handle,
+        refuse=door.refuse,
+        limits=limits_for(server),
+        spool_dir=str(common.state_dir.path),
+    )
+    if edge.bodies.spools_to_memory:
+        _log.warning(
+            "state_dir lies in memory (tmpfs): large request bodies count towards server.bodies_memory_mib",
+            state_dir=str(common.state_dir.path),
+        )
     front = Front(activity_file, prefetch, inference, management, door, edge)
     front.admit(server)
     return front
