@@ -15,6 +15,7 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import DeviceId, MoveKind, SlotId, Tier
 from greenroom.memory.devices import HOST
+from greenroom.memory.host import THIS_MACHINE
 from greenroom.runtime.set_aside import WORKER_GPU_MIB
 from tests import fake_gpu
 from tests.harness import gateway, until, write_config
@@ -137,6 +138,8 @@ async def test_a_model_for_the_host_sees_no_gpu(gpus: Path) -> None:
         assert (await chat(app, "alpha")).status == 200
         (opened,) = folder.lines("open")
         assert (opened["gpus"], opened["options"]["device"]) == ("", "cpu")
+        # What its cgroup leaves it, which the worker cannot see by itself.
+        assert 0 < opened["options"]["host_free_bytes"] <= (THIS_MACHINE.look().total_mib << 20)
 
 
 async def test_a_stranger_who_takes_the_memory_of_a_sleeper_is_waited_for(gpus: Path) -> None:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,8 +43,21 @@ def test_a_container_may_use_its_limit_less_what_it_uses_but_files_in_the_cache_
     group = host.cgroups / "pod/box"
     write(group / "memory.max", f"{8_000 * MIB}\n")
     write(group / "memory.current", f"{3_000 * MIB}\n")
-    write(group / "memory.stat", f"anon 1\ninactive_file {1_000 * MIB}\n")
-    assert (host.look().total_mib, host.look().available_mib) == (8_000, 6_000)
+    # Arenas are shmem: they lie in no file that could be read again.
+    cached = {"anon": 1, "file": 2_500, "shmem": 1_000, "inactive_file": 1_000, "active_file": 500}
+    write(group / "memory.stat", "".join(f"{name} {mib * MIB}\n" for name, mib in cached.items()))
+    assert (host.look().total_mib, host.look().available_mib) == (8_000, 6_500)
+
+
+def test_a_group_that_is_slowed_down_above_a_mark_has_memory_up_to_that_mark(host: Host) -> None:
+    write(host.proc / "self/cgroup", "0::/pod/box\n")
+    write(host.cgroups / "pod/box/memory.max", f"{8_000 * MIB}\n")
+    write(host.cgroups / "pod/box/memory.high", f"{6_000 * MIB}\n")
+    write(host.cgroups / "pod/box/memory.current", f"{1_000 * MIB}\n")
+    assert (host.look().total_mib, host.look().available_mib) == (6_000, 5_000)
+    write(host.cgroups / "pod/memory.high", f"{3_000 * MIB}\n")
+    write(host.cgroups / "pod/memory.current", f"{2_500 * MIB}\n")
+    assert (host.look().total_mib, host.look().available_mib) == (3_000, 500)
 
 
 def test_a_limit_further_up_counts_too(host: Host) -> None:
@@ -62,8 +78,40 @@ def test_groups_of_the_first_version_count(host: Host) -> None:
     group = host.cgroups / "memory/box"
     write(group / "memory.limit_in_bytes", f"{6_000 * MIB}\n")
     write(group / "memory.usage_in_bytes", f"{2_000 * MIB}\n")
-    write(group / "memory.stat", f"total_inactive_file {500 * MIB}\n")
-    assert (host.look().total_mib, host.look().available_mib) == (6_000, 4_500)
+    write(group / "memory.stat", f"total_inactive_file {500 * MIB}\ntotal_active_file {300 * MIB}\n")
+    assert (host.look().total_mib, host.look().available_mib) == (6_000, 4_800)
+
+
+LOOK = "from greenroom.memory.host import THIS_MACHINE; seen = THIS_MACHINE.look(); print(seen.total_mib)"
+
+
+@pytest.fixture
+def own_group() -> Iterator[Path]:
+    """A real cgroup with a limit of 200 MiB, and where to write who is in it. Skipped where none can be made."""
+    for root, limit in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup"), "memory.max"),
+    ):
+        group = root / f"greenroom-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / limit).write_text(str(200 * MIB))
+            yield group / "cgroup.procs"
+            return
+        except OSError:
+            continue
+        finally:
+            group.rmdir()
+    pytest.skip("no cgroup can be made here")
+
+
+def test_a_process_in_a_group_sees_the_limit_of_the_group(own_group: Path) -> None:
+    enter = f"from pathlib import Path; Path({str(own_group)!r}).write_text('0'); "
+    done = subprocess.run([sys.executable, "-c", enter + LOOK], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 200
 
 
 def test_a_limit_above_the_machine_is_none(host: Host) -> None:

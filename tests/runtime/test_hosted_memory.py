@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 import pytest
 
 from greenroom.core.model import DeviceId, SlotId
 from greenroom.memory.devices import HOST
+from greenroom.memory.host import Host
 from greenroom.memory.probe import GpuReading, Reading
 from greenroom.runtime import hosted_memory
 from greenroom.runtime.hosted_memory import HostedMemory
@@ -49,6 +51,21 @@ def memory(watch: FakeWatch, table: HostedSlots | None = None) -> HostedMemory:
 
 def full(mib: int) -> GpuReading:
     return gpu(used_mib=mib)
+
+
+async def test_what_is_free_on_the_host_is_what_the_cgroup_leaves(tmp_path: Path) -> None:
+    write = {
+        "meminfo": f"MemTotal: {64 << 20} kB\nMemAvailable: {50 << 20} kB\n",
+        "self/cgroup": "0::/box\n",
+        "box/memory.max": f"{8 << 30}\n",
+        "box/memory.current": f"{3 << 30}\n",
+    }
+    for name, text in write.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    watch, clock = cast(MemoryWatch, FakeWatch(full(1))), asyncio.get_running_loop().time
+    made = HostedMemory(FakeGateway().state, HostedSlots(), watch, clock, Host(tmp_path, tmp_path))
+    assert made.host_free_bytes == 5 << 30
 
 
 async def test_memory_that_is_back_is_looked_at_once() -> None:

@@ -16,6 +16,7 @@ from greenroom.memory.probe import BYTES_A_MIB, HostReading
 KIB_A_MIB = 1024
 # A path in a cgroup's tree is not longer than this.
 CGROUP_DEPTH_MAX = 32
+_CACHED = ("inactive", "active")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +61,25 @@ class Host:
 
     def _limits(self) -> Iterator[tuple[int, int]]:
         """Limit and use, in bytes, of our cgroup and of those above it, wherever one has a limit."""
-        for folder, limit_name, used_name, cache_name in self._groups():
-            limit = _number(folder / limit_name)
-            if limit is not None:
-                # Files that are only cached are given back when memory is needed.
-                cached = _field(folder / "memory.stat", cache_name)
-                yield limit, max(0, (_number(folder / used_name) or 0) - cached)
+        for folder, limit_names, used_name, cache_prefix in self._groups():
+            limits = [limit for name in limit_names if (limit := _number(folder / name)) is not None]
+            if limits:
+                # Files that are only cached are given back when memory is needed: also those that were read twice, as
+                # weights are, which the kernel calls active. Files that exist in memory alone are in neither.
+                cached = sum(_field(folder / "memory.stat", f"{cache_prefix}{kind}_file") for kind in _CACHED)
+                yield min(limits), max(0, (_number(folder / used_name) or 0) - cached)
 
-    def _groups(self) -> Iterator[tuple[Path, str, str, str]]:
+    def _groups(self) -> Iterator[tuple[Path, tuple[str, ...], str, str]]:
         for line in _text(self.proc / "self" / "cgroup").splitlines():
             number, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
             if number == "0" and not controllers:
                 for folder in _and_above(self.cgroups, path):
-                    yield folder, "memory.max", "memory.current", "inactive_file"
+                    # Above `high` nothing is refused, but every allocation is made to wait.
+                    yield folder, ("memory.max", "memory.high"), "memory.current", ""
             elif "memory" in controllers.split(","):
                 for folder in _and_above(self.cgroups / "memory", path):
-                    yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+                    yield folder, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
 
 
 THIS_MACHINE = Host()

@@ -13,6 +13,7 @@ from typing import Final
 from greenroom.core.model import NO_CLAIM, Claim, DeviceId, SlotId
 from greenroom.core.state import State
 from greenroom.memory.devices import HOST
+from greenroom.memory.host import THIS_MACHINE, Host
 from greenroom.memory.probe import GpuReading
 from greenroom.memory.room import away
 from greenroom.runtime.catalog import Entry
@@ -37,7 +38,15 @@ _BYTES_A_MIB: Final = 1024 * 1024
 
 
 class HostedMemory:
-    def __init__(self, state: State, table: HostedSlots, watch: MemoryWatch, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        state: State,
+        table: HostedSlots,
+        watch: MemoryWatch,
+        clock: Callable[[], float],
+        host: Host = THIS_MACHINE,
+    ) -> None:
+        self._host = host
         self._state = state
         self._table = table
         self._watch = watch
@@ -57,6 +66,11 @@ class HostedMemory:
         """No arena may be larger: what models may use of the host at all."""
         host = self._state.ledger.devices.get(HOST)
         return None if host is None else host.usable_mib * _BYTES_A_MIB
+
+    @property
+    def host_free_bytes(self) -> int:
+        """Host memory that could be had now, within the limits of our cgroup. At least 1."""
+        return max(1, self._host.look().available_mib * _BYTES_A_MIB)
 
     def knows(self, slot: SlotId) -> bool:
         """Whether the scheduler still counts with this slot."""

@@ -107,7 +107,8 @@ class Openings:
             said = slot.engine.options(slot.entry.config, slot.key.gpus)
         except LoadFailed as error:
             raise type(error)(f"{slot.entry.id} could not be loaded: {error.message}", details=error.details) from error
-        return {**said, "arena_max_bytes": self._memory.host_max_bytes}
+        memory = self._memory
+        return {**said, "arena_max_bytes": memory.host_max_bytes, "host_free_bytes": memory.host_free_bytes}
 
     def _is_open(self, slot: HostedSlot, answer: Answer) -> None:
         if not slot.arena.is_filled:

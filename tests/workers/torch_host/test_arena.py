@@ -91,6 +91,12 @@ def test_an_arena_larger_than_memory_is_refused_before_it_is_made(descriptor: in
     assert os.fstat(descriptor).st_size == 0
 
 
+def test_an_arena_larger_than_what_the_gateway_says_is_free_is_refused_with_both_numbers(descriptor: int) -> None:
+    with pytest.raises(OutOfMemory, match="take 4,096 bytes of host memory and 4,095 are free"):
+        HostArena.create(descriptor, layout_of((1024,)), "x", None, 4095)
+    assert os.fstat(descriptor).st_size == 0
+
+
 def test_a_discarded_arena_leaves_nothing_to_its_holder(descriptor: int) -> None:
     arena = HostArena.create(descriptor, layout_of((1024,)), "x", None)
     arena.discard()

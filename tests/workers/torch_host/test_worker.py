@@ -226,6 +226,7 @@ def test_a_model_without_a_tokenizer_is_refused_and_leaves_nothing(
     ("options", "kind", "says"),
     [
         ({"arena_max_bytes": 1000}, "out_of_memory", "1,000 are allowed"),
+        ({"host_free_bytes": 1000}, "out_of_memory", "1,000 are free"),
         ({"device": "cuda"}, "bad_model", "is to run on a GPU"),
         ({"device": "abacus"}, "failed", "'abacus' is not known"),
         ({"dtype": "int3"}, "bad_model", "dtype 'int3' is not known"),

@@ -97,14 +97,19 @@ class HostArena:
         self.tensor: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)[: layout.bytes]
 
     @classmethod
-    def create(cls, descriptor: int, layout: Layout, identity: str, max_bytes: int | None) -> HostArena:
-        """An empty arena for this layout. Raises OutOfMemory where it is larger than allowed or than memory."""
+    def create(
+        cls, descriptor: int, layout: Layout, identity: str, max_bytes: int | None, free_bytes: int | None = None
+    ) -> HostArena:
+        """An empty arena for this layout. Raises OutOfMemory where it is larger than allowed or than memory.
+
+        `free_bytes` is what the gateway found free, which knows the limits of cgroups; None: the machine is asked.
+        """
         if max_bytes is not None and layout.bytes > max_bytes:
             raise OutOfMemory(
                 f"the weights take {layout.bytes:,} bytes of host memory and {max_bytes:,} are allowed."
                 " Raise green_room_mib or choose a smaller dtype."
             )
-        free = available_bytes()
+        free = available_bytes() if free_bytes is None else free_bytes
         if layout.bytes > free:
             raise OutOfMemory(
                 f"the weights take {layout.bytes:,} bytes of host memory and {free:,} are free. Unload another model."

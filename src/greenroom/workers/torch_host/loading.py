@@ -50,6 +50,7 @@ class Circumstances:
     """
 
     arena_max_bytes: int | None = None
+    host_free_bytes: int | None = None
     folds: bool = False
     on_progress: Callable[[float], None] = lambda share: None
     cancelled: threading.Event | None = None
@@ -133,7 +134,7 @@ def _planned(
         raise Unplanned("it cannot be built before its weights are there")
     layout = lay_out(skeleton.state_of(module))
     transfers = plan(module, layout, tensors, dtype)
-    arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes)
+    arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes, around.host_free_bytes)
 
     def bring(on_reading: Callable[[], None], on_filled: Callable[[int, int], None]) -> int:
         return reading.read_all(
@@ -218,7 +219,7 @@ def _by_transformers(
     loaded = fallback.load(wish, dtype)
     around.go_on()
     layout = lay_out(skeleton.state_of(loaded))
-    arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes)
+    arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes, around.host_free_bytes)
     copied = _filled(arena, descriptor, around, partial(_poured, loaded, arena, around), _nothing)
     if module is None or not skeleton.fits(module, layout):
         module = loaded

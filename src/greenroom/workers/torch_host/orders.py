@@ -36,6 +36,7 @@ class Order:
     trust_remote_code: bool = False
     allow_pickle: bool = False
     arena_max_bytes: int | None = None
+    host_free_bytes: int | None = None
     threads: int | None = None
 
 
@@ -62,6 +63,7 @@ def order_of(message: Mapping[str, Any]) -> Order:
         trust_remote_code=_one(options, "trust_remote_code", bool, False),
         allow_pickle=_one(options, "allow_pickle", bool, False),
         arena_max_bytes=_count(options, "arena_max_bytes"),
+        host_free_bytes=_count(options, "host_free_bytes"),
         threads=_count(options, "threads"),
     )
 

@@ -70,6 +70,7 @@ def prepare(
         beside = _Beside(order, wish, around, threads)
         watched = Circumstances(
             arena_max_bytes=order.arena_max_bytes,
+            host_free_bytes=order.host_free_bytes,
             # A CPU computes with the arena itself; elsewhere weights are brought, and then less is faster.
             folds=around.device.type == "cuda",
             on_progress=progress,
