@@ -43,6 +43,14 @@ def test_asleep_it_holds_its_arena_and_no_gpu(tmp_path: Path) -> None:
     assert found is not None and found.need == Need(gpu_mib=0, host_mib=ARENA)
 
 
+def test_projections_of_an_embedding_model_are_counted(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m")
+    folder(path / "2_Dense", mib=8)
+    assert part(ready(path), "weights") == (ARENA, 0)
+    (path / "modules.json").write_text("[]")
+    assert part(ready(path), "weights") == (ARENA + 8, 0)
+
+
 def test_without_a_gpu_everything_lies_on_the_host_once(tmp_path: Path) -> None:
     on_gpu, on_host = (ready(folder(tmp_path / "m"), gpus, context=4096, cache_tokens=8192) for gpus in (1, 0))
     assert on_host.need.gpu_mib == 0

@@ -96,7 +96,7 @@ def estimate_asleep(path: Path, options: HostedOptions) -> Estimate | None:
 
 
 def _read(path: Path, options: HostedOptions) -> _Folder | None:
-    files, facts = weight_files(path), _facts(path)
+    files, facts = [*weight_files(path), *_projection_files(path)], _facts(path)
     dtype = _dtype(facts, options)
     try:
         weights = read_all(files)
@@ -107,6 +107,15 @@ def _read(path: Path, options: HostedOptions) -> _Folder | None:
         return _Folder(mib(size) + ARENA_ROUNDING_MIB, number_bytes, facts, FILE_SIZE) if size else None
     arena_bytes = weight_bytes(weights, FolderOptions(dtype=dtype))
     return _Folder(mib(arena_bytes) + ARENA_ROUNDING_MIB, _number_bytes(dtype or weights.dtype), facts, SAFETENSORS)
+
+
+def _projection_files(path: Path) -> list[Path]:
+    """Weights of the modules behind the pooling of an embedding model, which lie in folders such as `2_Dense`."""
+    try:
+        is_sentences = (path / "modules.json").is_file()
+        return sorted(path.glob("[0-9]*_*/model.safetensors"))[:FILES_MAX] if is_sentences else []
+    except (OSError, ValueError):
+        return []
 
 
 def _facts(path: Path) -> Facts:

@@ -17,6 +17,7 @@ from greenroom.workers.torch_host.asks import Ask
 from greenroom.workers.torch_host.http import Server
 from greenroom.workers.torch_host.schema_trials import SchemaTrials
 from greenroom.workers.torch_host.scribes import Scribes
+from greenroom.workers.torch_host.sentence_config import SentenceConfig
 from greenroom.workers.torch_host.text import Text
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.fake_performer import FakePerformer
@@ -74,6 +75,7 @@ def open_api(byte_text: Text, socket_folder: Path, scribes: Scribes) -> Opener:
         text: Text | None = None,
         context: int = 2048,
         embeds: bool = False,
+        sentence: SentenceConfig | None = None,
         template_deadline_s: float = 30.0,
     ) -> AsyncIterator[Rig]:
         # Imported late: other tests of this folder run where no client is installed.
@@ -91,7 +93,7 @@ def open_api(byte_text: Text, socket_folder: Path, scribes: Scribes) -> Opener:
             "tiny",
             scribes=scribes,
             trials=SchemaTrials(),
-            embeds=embeds,
+            sentence=(sentence or SentenceConfig()) if embeds else None,
             template_deadline_s=template_deadline_s,
         )
         transport = httpx2.AsyncHTTPTransport(uds=str(path))

@@ -27,6 +27,7 @@ class FakePerformer:
         self.asks: list[Ask] = []
         self.ends: list[End] = []
         self.embedded: list[Sequence[Sequence[int]]] = []
+        self.skipped: list[Sequence[int] | None] = []
         self.vectors: Vectors | Exception | None = None
         self.holds_after: int | None = None
         self.go = threading.Event()
@@ -57,8 +58,14 @@ class FakePerformer:
     def _start(self, ask: Ask) -> None:
         threading.Thread(target=self._perform, args=(ask,), name=f"fake {ask.id}", daemon=True).start()
 
-    def embed(self, inputs: Sequence[Sequence[int]], done: Callable[[Vectors | Exception], None]) -> None:
+    def embed(
+        self,
+        inputs: Sequence[Sequence[int]],
+        done: Callable[[Vectors | Exception], None],
+        skipped: Sequence[int] | None = None,
+    ) -> None:
         self.embedded.append(inputs)
+        self.skipped.append(skipped)
         answer = self.vectors if self.vectors is not None else [[float(len(one)), 0.0, 1.0, 0.5] for one in inputs]
         threading.Thread(target=done, args=(answer,), daemon=True).start()
 

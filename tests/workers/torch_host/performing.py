@@ -17,6 +17,8 @@ from greenroom.workers.torch_host.attention import IMPLEMENTATION, register
 from greenroom.workers.torch_host.batching import Batching
 from greenroom.workers.torch_host.failures import OnFatal
 from greenroom.workers.torch_host.pages import kv_bytes
+from greenroom.workers.torch_host.sentence_config import SentenceConfig
+from greenroom.workers.torch_host.sentence_head import attach
 from tests.workers.torch_host.tiny import _SHARED, CONTEXT, ENCODERS, KINDS, VOCABULARY
 
 WAIT_S = 90.0
@@ -61,9 +63,12 @@ def random_model(kind: str, seed: int = 1, **changes: Any) -> Any:
     return model
 
 
-def stage_of(model: Any, cache_tokens: int) -> Stage:
-    register()
-    model.set_attn_implementation(IMPLEMENTATION)
+def stage_of(model: Any, cache_tokens: int, sentence: SentenceConfig | None = None) -> Stage:
+    if sentence is None:
+        register()
+        model.set_attn_implementation(IMPLEMENTATION)
+    else:
+        attach(model, sentence, torch.float32, "cpu")
     kv = torch.zeros(kv_bytes(model.config, "float32", cache_tokens) if cache_tokens else 0, dtype=torch.uint8)
     stage = Stage(model, model.config, Flat(kv))
     model.register_forward_pre_hook(
@@ -80,16 +85,18 @@ def performing(
     batch_max: int = 8,
     context: int = CONTEXT,
     on_fatal: OnFatal | None = None,
+    sentence: SentenceConfig | None = None,
     **options: Any,
 ) -> Iterator[Batching]:
     """The model on stage, until the end of the block."""
-    stage = stage_of(model, cache_tokens)
+    stage = stage_of(model, cache_tokens, sentence)
     batching = Batching(
         stage,
         cache_tokens=cache_tokens,
         batch_max=batch_max,
         context=context,
         on_fatal=on_fatal or (lambda error, say: say()),
+        sentence=sentence,
         **options,
     )
     batching.on_wake()

@@ -20,6 +20,7 @@ from greenroom.workers.torch_host import fallback, loading, skeleton
 from greenroom.workers.torch_host.failures import BadModel, Cancelled, OutOfMemory
 from greenroom.workers.torch_host.filling import Unplanned
 from greenroom.workers.torch_host.loading import Circumstances, Loaded, load
+from greenroom.workers.torch_host.sentence_config import SentenceConfig
 from greenroom.workers.torch_host.skeleton import Wish
 from greenroom.workers.torch_host.stage import StageModel, Wire
 from tests.workers.torch_host import tiny
@@ -76,7 +77,9 @@ def test_a_model_read_straight_from_its_files_computes_what_transformers_does(
     folder = tiny.make_model(tmp_path, kind, shards=3)
     expected = own_answer(folder, AutoModel if kind in tiny.ENCODERS else AutoModelForCausalLM)
     without_fallback(monkeypatch)
-    assert_close(answer(loaded(folder, descriptor, embedding=kind in tiny.ENCODERS)), expected)
+    assert_close(
+        answer(loaded(folder, descriptor, sentence=SentenceConfig() if kind in tiny.ENCODERS else None)), expected
+    )
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
@@ -143,12 +146,12 @@ def test_a_model_saved_without_its_head_serves_embeddings_and_the_other_way_roun
 ) -> None:
     expected = own_answer(llama, AutoModel)
     without_fallback(monkeypatch)
-    assert_close(answer(loaded(llama, descriptor, embedding=True)), expected)
+    assert_close(answer(loaded(llama, descriptor, sentence=SentenceConfig())), expected)
     bare = tmp_path / "bare"
     tiny.make_model(bare, "llama")
     weights = load_file(bare / "model.safetensors")
     save_file({name.removeprefix("model."): tensor for name, tensor in weights.items()}, bare / "model.safetensors")
-    assert_close(answer(loaded(bare, descriptor, embedding=True)), expected)
+    assert_close(answer(loaded(bare, descriptor, sentence=SentenceConfig())), expected)
 
 
 EXPERTS = {
@@ -399,4 +402,4 @@ def test_the_identity_of_an_arena_follows_files_dtype_and_kind(llama: Path) -> N
     base = loading._identity(wish(llama), torch.float32)
     assert base == loading._identity(wish(llama), torch.float32)
     assert base != loading._identity(wish(llama), torch.float16)
-    assert base != loading._identity(wish(llama, embedding=True), torch.float32)
+    assert base != loading._identity(wish(llama, sentence=SentenceConfig()), torch.float32)

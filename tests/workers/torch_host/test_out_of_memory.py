@@ -11,6 +11,7 @@ import torch
 
 from greenroom.workers.torch_host.asks import Sampling
 from greenroom.workers.torch_host.batching import Batching
+from greenroom.workers.torch_host.sentence_config import SentenceConfig
 from tests.workers.torch_host.performing import GREEDY, WAIT_S, Answer, ask, performing, prompt, random_model, said
 
 # Chosen with chance and with memory of what was said: a token that is chosen twice would be seen.
@@ -160,7 +161,7 @@ def test_an_answer_goes_on_where_choosing_failed(llama: Any, monkeypatch: pytest
 def test_inputs_that_do_not_fit_together_are_embedded_apart() -> None:
     bert = random_model("bert")
     inputs = [prompt(length) for length in (5, 20, 11, 17, 8)]
-    with performing(bert, cache_tokens=0, embeds_only=True) as batching:
+    with performing(bert, cache_tokens=0, sentence=SentenceConfig()) as batching:
         wanted = embedded(batching, inputs)
         with failing(bert, lambda ids, _: ids.shape[0] > 1):
             found = embedded(batching, inputs)

@@ -17,9 +17,10 @@ from greenroom.workers.torch_host.batching import Batching
 from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.flash import Kernels
 from greenroom.workers.torch_host.runner import UNCAPTURABLE, Runner
+from greenroom.workers.torch_host.sentence_config import SentenceConfig
 from greenroom.workers.torch_host.steps import Decode
 from tests.workers.torch_host.performing import Answer, ask, performing, prompt, stage_of
-from tests.workers.torch_host.test_embedding import embedded, hidden, unit
+from tests.workers.torch_host.test_embedding import embedded
 from tests.workers.torch_host.tiny import _SHARED, _SIZES
 
 ORIGINAL, CONTEXT = 40, 160
@@ -193,14 +194,16 @@ def test_a_prompt_finds_its_own_kind_in_the_cache(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["phi3", "phi4-mini", "phimoe", "llama"])
 def test_inputs_of_any_length_are_embedded_as_each_alone(name: str) -> None:
-    model = built(name)
+    model = built(name).base_model
     inputs = [SHORT, LONG, prompt(ORIGINAL), prompt(ORIGINAL + 1)]
-    alone = [hidden(copy.deepcopy(model), one)[-1] for one in inputs]
-    with performing(model, cache_tokens=0, embeds_only=True, pooling="last", context=CONTEXT) as batching:
+    with torch.no_grad():
+        alone = [copy.deepcopy(model)(torch.tensor([one])).last_hidden_state[0, -1] for one in inputs]
+    sentence = SentenceConfig(pooling=("lasttoken",))
+    with performing(model, cache_tokens=0, sentence=sentence, context=CONTEXT) as batching:
         vectors = embedded(batching, inputs)
     assert isinstance(vectors, list)
     for vector, one in zip(vectors, alone, strict=True):
-        assert vector == pytest.approx(unit(one), abs=TOLERANCE)
+        assert (torch.tensor(vector) - one).norm() < TOLERANCE * one.norm()
 
 
 def test_a_sampled_answer_that_outgrows_the_original_length_is_the_same_in_any_company() -> None:

@@ -12,7 +12,7 @@ from greenroom.workers.torch_host.attention import How, Store, paged_attention, 
 from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.flash import Kernels
 from greenroom.workers.torch_host.pages import LayerShape, kv_bytes, slots_for
-from greenroom.workers.torch_host.steps import Decode, Embed, Prefill, Span, slots_of
+from greenroom.workers.torch_host.steps import Decode, Prefill, Span, slots_of
 
 HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 6, 2, 8, 12
 SHAPE = LayerShape(KV_HEADS, KEY_DIM, VALUE_DIM)
@@ -103,18 +103,6 @@ def test_each_row_decodes_over_its_own_pages(how: How) -> None:
         assert torch.allclose(out[row, 0], want, atol=1e-4)
 
 
-def test_inputs_to_embed_do_not_see_what_fills_them_up() -> None:
-    query, key, value = some(2, HEADS, 6, KEY_DIM), some(2, KV_HEADS, 6, KEY_DIM), some(2, KV_HEADS, 6, VALUE_DIM)
-    for is_causal in (True, False):
-        how = How(scale=0.4, is_causal=is_causal)
-        before = Embed(torch.tensor([6, 4]), 6).attend(None, query, key, value, how)
-        changed_key, changed_value = key.clone(), value.clone()
-        changed_key[1, :, 4:], changed_value[1, :, 4:] = 9.0, 9.0
-        after = Embed(torch.tensor([6, 4]), 6).attend(None, query, changed_key, changed_value, how)
-        assert torch.allclose(before[0], after[0])
-        assert torch.allclose(before[1, :4], after[1, :4])
-
-
 def test_stores_lie_one_after_the_other_and_fill_what_was_counted() -> None:
     config: Any = type(
         "C", (), {"model_type": "x", "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32}
@@ -170,5 +158,6 @@ def test_attention_outside_of_a_step_and_a_bias_by_position_are_refused() -> Non
     parts = some(1, HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, VALUE_DIM)
     with pytest.raises(RuntimeError, match="outside"):
         paged_attention(module, *parts, None)
-    with performing(Embed(torch.tensor([1]), 1)), pytest.raises(BadModel, match="bias"):
+    step = Decode([store()], Kernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
+    with performing(step), pytest.raises(BadModel, match="bias"):
         paged_attention(module, *parts, None, position_bias=torch.zeros(1))

@@ -26,6 +26,7 @@ from .mail import Mailbox
 from .refusals import Refused, unsupported
 from .schema_trials import SchemaTrials
 from .scribes import Scribes
+from .sentence_config import SentenceConfig
 from .templates import RENDER_DEADLINE_S, Template
 from .text import Text, read_config
 from .written import encoded
@@ -48,7 +49,7 @@ class Api:
         *,
         scribes: Scribes,
         trials: SchemaTrials,
-        embeds: bool = False,
+        sentence: SentenceConfig | None = None,
         template_deadline_s: float = RENDER_DEADLINE_S,
     ) -> None:
         template = Template(text, scribes, template_deadline_s)
@@ -60,7 +61,7 @@ class Api:
             grammars=Grammars(text, trials),
             mailbox=Mailbox(asyncio.get_running_loop()),
             harmony=Harmony.of(text, template.source),
-            embeds=embeds,
+            sentence=sentence,
             dimensions=_dimensions(text.folder),
         )
         self._opened = int(time.time())
@@ -91,19 +92,14 @@ class Api:
         origin = Origin.of(request.headers)
         body = await _body(request.body)
         if request.path == "/v1/embeddings":
-            self._expect(embeds=True)
-            await embed(self.house, body, answer)
+            if self.house.sentence is None:
+                raise unsupported(f"{self.house.model} writes text. For vectors, set embedding: true for it.")
+            await embed(self.house, self.house.sentence, body, answer)
             return
-        self._expect(embeds=False)
+        if self.house.sentence is not None:
+            raise unsupported(f"{self.house.model} makes vectors: ask /v1/embeddings.")
         perform = chat if request.path == "/v1/chat/completions" else complete
         await perform(self.house, body, origin, answer)
-
-    def _expect(self, embeds: bool) -> None:
-        if self.house.embeds == embeds:
-            return
-        if embeds:
-            raise unsupported(f"{self.house.model} writes text. For vectors, set embedding: true for it.")
-        raise unsupported(f"{self.house.model} makes vectors: ask /v1/embeddings.")
 
 
 class Served(Server):
@@ -128,12 +124,18 @@ async def serve_text(
     *,
     scribes: Scribes,
     trials: SchemaTrials,
-    embeds: bool = False,
+    sentence: SentenceConfig | None = None,
     template_deadline_s: float = RENDER_DEADLINE_S,
 ) -> Served:
     """Serve the model's API here until it is closed. Raises OSError for a path nobody can listen on."""
     api = Api(
-        text, performer, model, scribes=scribes, trials=trials, embeds=embeds, template_deadline_s=template_deadline_s
+        text,
+        performer,
+        model,
+        scribes=scribes,
+        trials=trials,
+        sentence=sentence,
+        template_deadline_s=template_deadline_s,
     )
     served = Served(api)
     await served.open(socket_path)

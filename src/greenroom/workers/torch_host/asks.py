@@ -123,8 +123,16 @@ class Performer(Protocol):
         Raises TooLong if one can never fit, and UnknownToken; none is taken then.
         """
 
-    def embed(self, inputs: Sequence[Sequence[int]], done: Callable[[Vectors | Exception], None]) -> None:
-        """One vector per input, of length one. `done` is called exactly once, from any thread."""
+    def embed(
+        self,
+        inputs: Sequence[Sequence[int]],
+        done: Callable[[Vectors | Exception], None],
+        skipped: Sequence[int] | None = None,
+    ) -> None:
+        """One vector per input. `done` is called exactly once, from any thread.
+
+        `skipped`: how many tokens at the beginning of each input are read, but left out of its pooling.
+        """
 
     def flush(self, tenant: str | None, tag: str | None) -> tuple[int, int]:
         """Forget cached prefixes of this tenant and tag; None means any. Returns entries removed and bytes freed."""

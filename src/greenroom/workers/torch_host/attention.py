@@ -35,7 +35,6 @@ class How:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     """One learned score per head that takes its share of the softmax and gives nothing."""
-    is_causal: bool = True
 
     @property
     def is_plain(self) -> bool:
@@ -52,9 +51,6 @@ class Store:
 
 class Step(Protocol):
     """What is being computed now. It is asked with `[batch, heads, tokens, dim]`, once per layer."""
-
-    is_paged: bool
-    """Keys and values are kept in pages, and each token sees those before it: a model that wants otherwise is wrong."""
 
     def attend(
         self, layer: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
@@ -127,14 +123,12 @@ def paged_attention(
         raise BadModel(f"{type(module).__name__} adds a bias by position, which paged attention does not know.")
     is_causal = kwargs.get("is_causal")
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if step.is_paged:
-        _refuse_own_mask(module, attention_mask, is_causal)
+    _refuse_own_mask(module, attention_mask, is_causal)
     how = How(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
-        is_causal=is_causal,
     )
     # Transformers' own attention gives memory that lies in order, and some models view it in another shape.
     return step.attend(getattr(module, "layer_idx", None), query, key, value, how).contiguous(), None

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 import torch
 
 from .asks import Ask, TooLong, UnknownToken, Vectors
-from .embedding import Embedder, Pooling, grouped
+from .embedding import Embedder, grouped
 from .ensemble import Ensemble
 from .failures import Failure, OnFatal, OutOfMemory, Stuck, is_fatal, told, translated
 from .limits import limits_of
 from .pages import BLOCK_TOKENS, item_bytes
 from .runner import Runner, Stage
 from .seats import Seats
+from .sentence_config import SentenceConfig
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Job:
     """Inputs to be embedded, a group at a time, so that those who decode go on in between."""
 
     inputs: Sequence[Sequence[int]]
+    skipped: Sequence[int]
     done: Callable[[Vectors | Exception], None]
     groups: list[list[int]] = field(default_factory=list)
     found: dict[int, list[float]] = field(default_factory=dict)
@@ -56,13 +58,12 @@ class Batching:
         batch_max: int,
         context: int,
         on_fatal: OnFatal,
-        embeds_only: bool = False,
-        pooling: Pooling = "mean",
+        sentence: SentenceConfig | None = None,
         name: str = "model",
     ) -> None:
         """Raises BadModel for a model that cannot be decoded from paged KV memory.
 
-        `on_fatal` ends the process soon.
+        With `sentence` it makes embeddings, and writes no text. `on_fatal` ends the process soon.
         """
         self._stage = stage
         self._on_fatal = on_fatal
@@ -70,9 +71,9 @@ class Batching:
         self._ensemble: Ensemble | None = None
         self.limits = limits_of(stage.module)
         self.context = context if self.limits.positions is None else min(context, self.limits.positions)
-        self._embedder = Embedder(stage, pooling)
+        self._embedder = Embedder(stage, sentence) if sentence is not None else None
         self._seats = Seats(0, 0)
-        if not embeds_only:
+        if sentence is None:
             self._runner = Runner(stage, cache_tokens, batch_max, self.context)
             self.context = self._runner.context
             numbers = sum(shape.numbers for shape in self._runner.shapes)
@@ -118,7 +119,15 @@ class Batching:
                 f"Tokens {min(tokens)} to {max(tokens)} were asked for; the model's weights have 0 to {count - 1}."
             )
 
-    def embed(self, inputs: Sequence[Sequence[int]], done: Callable[[Vectors | Exception], None]) -> None:
+    def embed(
+        self,
+        inputs: Sequence[Sequence[int]],
+        done: Callable[[Vectors | Exception], None],
+        skipped: Sequence[int] | None = None,
+    ) -> None:
+        if self._embedder is None:
+            done(TooLong("This model writes text; it makes no embeddings."))
+            return
         longest = max((len(one) for one in inputs), default=0)
         if not inputs or longest > self.context or not all(inputs):
             done(TooLong(f"An input has {longest:,} tokens; each must have at least one and at most {self.context:,}."))
@@ -130,7 +139,8 @@ class Batching:
             return
         with self._door:
             self._check_open()
-            self._jobs.append(Job(inputs, done, grouped(inputs)))
+            skips = [0] * len(inputs) if skipped is None else skipped
+            self._jobs.append(Job(inputs, skips, done, grouped(inputs, self._embedder.pads)))
             self._in_flight += 1
             self._door.notify_all()
 
@@ -230,15 +240,17 @@ class Batching:
     def _work(self) -> None:
         if self._ensemble is not None and self._ensemble.is_busy:
             self._ensemble.step()
-        if self._jobs:
-            self._embed_some(self._jobs[0])
+        if self._jobs and self._embedder is not None:
+            self._embed_some(self._embedder, self._jobs[0])
 
-    def _embed_some(self, job: Job) -> None:
+    def _embed_some(self, embedder: Embedder, job: Job) -> None:
         """The next group of this job; the job is done with its last, or with its first failure."""
         result: Vectors | Exception | None = None
         group = job.groups.pop(0)
         try:
-            vectors = self._embedder.vectors([job.inputs[number] for number in group])
+            vectors = embedder.vectors(
+                [job.inputs[number] for number in group], [job.skipped[number] for number in group]
+            )
             job.found.update(zip(group, vectors, strict=True))
             if not job.groups:
                 result = [job.found[number] for number in range(len(job.inputs))]

@@ -14,7 +14,7 @@ from .chat_written import finite
 from .fields import Body, boolean, integer
 from .house import House, Origin
 from .http import Answer
-from .prompts import read_inputs
+from .prompts import inputs_of, read_inputs
 from .refusals import unsupported
 from .spelling import Speller
 from .voice import Chosen, Piece
@@ -28,7 +28,7 @@ async def complete(house: House, body: Body, origin: Origin, answer: Answer) -> 
     wishes = read_wishes(body, logprobs, house.performer.limits.choices)
     echoes = boolean(body, "echo")
     _refuse_what_is_not_done(body, wishes.choices, echoes and logprobs is not None)
-    prompts = await read_inputs(house, body, "prompt", SEQUENCES_MAX)
+    prompts = await read_inputs(house, inputs_of(body, "prompt", SEQUENCES_MAX), "prompt")
     score = house.score(prompts, wishes, origin, continues=True)
     dialect = CompletionDialect(
         house.model,

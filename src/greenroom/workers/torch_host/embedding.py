@@ -1,57 +1,49 @@
-"""Inputs as vectors: hidden states pooled and brought to length one.
+"""Inputs as vectors: hidden states pooled and projected as the model's folder says.
 
-Owns how inputs are batched by length and which pooling a model wants. Computes on the model's thread; keeps nothing.
+Owns how inputs are batched by length and how they are pooled. The model computes with its own attention and the mask it
+is given. Computes on the model's thread; keeps nothing. Read `Embedder.vectors` first.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import torch
+from torch.nn.functional import normalize
 
 from .asks import Vectors
-from .attention import performing
 from .limits import limits_of
 from .pages import text_config
-from .rope import turn_by_length
+from .rope import LONGROPE, rope_kinds
 from .runner import Stage
-from .steps import Embed
+from .sentence_config import PoolingMode, SentenceConfig
+from .sentence_head import HEAD
 
-Pooling = Literal["mean", "last", "first"]
 # Tokens computed at once, fill included.
 TOKENS_MAX = 8192
-POOLING_FILE = Path("1_Pooling") / "config.json"
-POOLING_KEYS: tuple[tuple[str, Pooling], ...] = (
-    ("pooling_mode_cls_token", "first"),
-    ("pooling_mode_lasttoken", "last"),
-    ("pooling_mode_mean_tokens", "mean"),
-)
+# These attend by code of their own, and that obeys the mask. Of other models only those that attend through
+# Transformers' common interface are known to.
+MASKED_MODELS: Final = frozenset({"mpnet", "deberta", "deberta-v2"})
 
 
-def pooling_of(folder: Path, config: Any) -> Pooling:
-    """What the model's folder says; where it says nothing, the last token of a decoder and the mean of an encoder."""
-    try:
-        said = json.loads((folder / POOLING_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        said = {}
-    if isinstance(said, dict):
-        for key, pooling in POOLING_KEYS:
-            if said.get(key) is True:
-                return pooling
-    names = " ".join(getattr(config, "architectures", None) or ())
-    return "last" if "ForCausalLM" in names or getattr(text_config(config), "is_decoder", False) else "mean"
+def can_pad(module: Any) -> bool:
+    """Inputs of several lengths may be computed together: none of them sees what the others are filled up with."""
+    # Which factors it turns positions by follows from the longest input of a batch.
+    if LONGROPE in rope_kinds(module.config) or "attention_mask" not in inspect.signature(module.forward).parameters:
+        return False
+    return bool(getattr(module, "_supports_sdpa", False)) or module.config.model_type in MASKED_MODELS
 
 
-def grouped(inputs: Sequence[Sequence[int]]) -> list[list[int]]:
+def grouped(inputs: Sequence[Sequence[int]], pads: bool = True) -> list[list[int]]:
     """Inputs by number, those of like length together, as many as are computed at once."""
     groups: list[list[int]] = []
     # Longest first: the first of a group says how wide it is.
     for number in sorted(range(len(inputs)), key=lambda one: -len(inputs[one])):
         width = len(inputs[groups[-1][0]]) if groups else 0
-        if groups and width * (len(groups[-1]) + 1) <= TOKENS_MAX:
+        fits = groups and width * (len(groups[-1]) + 1) <= TOKENS_MAX
+        if fits and (pads or len(inputs[number]) == width):
             groups[-1].append(number)
         else:
             groups.append([number])
@@ -59,29 +51,51 @@ def grouped(inputs: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 class Embedder:
-    def __init__(self, stage: Stage, pooling: Pooling) -> None:
+    def __init__(self, stage: Stage, sentence: SentenceConfig) -> None:
         self._stage = stage
-        turn_by_length(stage.module, stage.config)
-        self._pooling = pooling
+        self._sentence = sentence
+        self.pads = can_pad(stage.module)
         fill = getattr(text_config(stage.config), "pad_token_id", None)
         self._fill = fill if isinstance(fill, int) and 0 <= fill < limits_of(stage.module).tokens else 0
+        known = inspect.signature(stage.module.forward).parameters
+        self._takes_mask = "attention_mask" in known
+        self._options = {"use_cache": False} if "use_cache" in known else {}
 
-    def vectors(self, inputs: Sequence[Sequence[int]]) -> Vectors:
-        """A vector of length one for each input. None may be empty."""
+    def vectors(self, inputs: Sequence[Sequence[int]], skipped: Sequence[int]) -> Vectors:
+        """A vector for each input, none of which may be empty; its first `skipped` tokens are not pooled."""
         width = max(len(one) for one in inputs)
-        ids = torch.tensor([[*one, *[self._fill] * (width - len(one))] for one in inputs]).to(self._stage.device)
-        lengths = torch.tensor([len(one) for one in inputs]).to(self._stage.device)
-        model = getattr(self._stage.module, "base_model", self._stage.module)
-        with torch.no_grad(), performing(Embed(lengths, width)):
-            hidden = model(input_ids=ids).last_hidden_state
-        pooled = self._pooled(hidden.float(), lengths)
-        vectors: Vectors = torch.nn.functional.normalize(pooled, dim=-1).tolist()
+        device = self._stage.device
+        ids = torch.tensor([[*one, *[self._fill] * (width - len(one))] for one in inputs]).to(device)
+        lengths = torch.tensor([len(one) for one in inputs]).to(device)
+        first = torch.tensor(list(skipped)).to(device)
+        at = torch.arange(width, device=device)[None, :]
+        mask = at < lengths[:, None]
+        masks = {"attention_mask": mask.long()} if self._takes_mask else {}
+        with torch.no_grad():
+            hidden = self._stage.module(input_ids=ids, **masks, **self._options).last_hidden_state
+            pooled = torch.cat(list(_pooled(hidden, mask & (at >= first[:, None]), self._sentence.pooling)), dim=-1)
+            for step, part in zip(self._sentence.steps, getattr(self._stage.module, HEAD), strict=True):
+                pooled = normalize(pooled, dim=-1) if step == "normalize" else part(pooled)
+        vectors: Vectors = pooled[:, : self._sentence.dimensions].float().tolist()
         return vectors
 
-    def _pooled(self, hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        if self._pooling == "first":
-            return hidden[:, 0]
-        if self._pooling == "last":
-            return hidden[torch.arange(hidden.shape[0], device=hidden.device), lengths - 1]
-        real = torch.arange(hidden.shape[1], device=hidden.device)[None, :] < lengths[:, None]
-        return (hidden * real[:, :, None]).sum(dim=1) / lengths[:, None]
+
+def _pooled(hidden: torch.Tensor, mask: torch.Tensor, modes: Sequence[PoolingMode]) -> Iterator[torch.Tensor]:
+    """One vector of each input for each mode. Sums are made in full precision."""
+    rows, at = torch.arange(mask.shape[0], device=mask.device), torch.arange(mask.shape[1], device=mask.device)
+    last = mask.shape[1] - 1 - mask.flip(1).int().argmax(dim=1)
+    numbers = hidden.float()
+    for mode in modes:
+        if mode == "cls":
+            yield hidden[rows, mask.int().argmax(dim=1)]
+        elif mode == "lasttoken":
+            yield hidden[rows, last]
+        elif mode == "max":
+            yield hidden.masked_fill(~mask[:, :, None], float("-inf")).amax(dim=1)
+        else:
+            weights = mask * (at + 1) if mode == "weightedmean" else mask
+            total = weights.sum(dim=1, keepdim=True).clamp(min=1e-9)
+            share = total.sqrt() if mode == "mean_sqrt_len_tokens" else total
+            # What fills up may be no number at all, and no weight makes nothing of that.
+            real = numbers.masked_fill(~mask[:, :, None], 0.0)
+            yield ((real * weights[:, :, None]).sum(dim=1) / share).to(hidden.dtype)

@@ -1,6 +1,6 @@
 """`/v1/embeddings`: texts in, vectors out, as numbers or as base64 of little-endian floats.
 
-Owns this endpoint. Pooling and normalising are the model's side.
+Owns this endpoint, and which prompt stands before a text. Pooling and normalising are the model's side.
 """
 
 from __future__ import annotations
@@ -15,31 +15,60 @@ from typing import Any
 
 from .asks import TooLong, UnknownToken, Vectors
 from .failures import Failure
-from .fields import Body, integer
+from .fields import Body, boolean, integer, refuse
 from .house import House
 from .http import Answer
-from .prompts import read_inputs
+from .prompts import inputs_of, read_inputs
 from .refusals import Refused, too_long, unavailable, unsupported
+from .sentence_config import SentenceConfig
 from .written import encoded
 
 INPUTS_MAX = 2_048
 DIMENSIONS_MAX = 1_048_576
 
 
-async def embed(house: House, body: Body, answer: Answer) -> None:
+async def embed(house: House, sentence: SentenceConfig, body: Body, answer: Answer) -> None:
     """Answer with one vector for each input. Raises Refused."""
     dimensions = _dimensions(house, body)
     form = body.get("encoding_format") or "float"
     if form not in ("float", "base64"):
         raise Refused("encoding_format must be float or base64.", param="encoding_format")
-    inputs = await read_inputs(house, body, "input", INPUTS_MAX)
-    vectors = [_cut(vector, dimensions) for vector in await _embedded(house, inputs)]
+    said = inputs_of(body, "input", INPUTS_MAX)
+    prompt = _prompt(house, sentence, body, said)
+    inputs = await read_inputs(house, said, "input", before=prompt, truncates=boolean(body, "truncate"))
+    skipped = 0 if sentence.includes_prompt else await _prompt_tokens(house, prompt)
+    vectors = await _embedded(house, inputs, [skipped if isinstance(one, str) else 0 for one in said])
+    if dimensions is not None:
+        vectors = [_cut(vector, dimensions, sentence.normalizes) for vector in vectors]
     tokens = sum(map(len, inputs))
     # A thousand long vectors are many megabytes of text: not written on the loop.
     answer.whole(200, await asyncio.to_thread(_written, house.model, vectors, form == "base64", tokens))
 
 
-async def _embedded(house: House, inputs: Sequence[Sequence[int]]) -> Vectors:
+def _prompt(house: House, sentence: SentenceConfig, body: Body, inputs: Sequence[Any]) -> str:
+    """What stands before every text: the prompt that is asked for by its name, else the model's own choice."""
+    name = body.get("prompt_name")
+    if name is None:
+        return sentence.default_prompt
+    if not isinstance(name, str):
+        refuse("prompt_name", "a string", name)
+    if name not in sentence.prompts:
+        known = ", ".join(sentence.prompts) or "none"
+        raise Refused(f"{house.model} has no prompt {name[:80]!r}. It has: {known}.", param="prompt_name")
+    if not all(isinstance(one, str) for one in inputs):
+        raise Refused("A prompt stands before a text, and input holds tokens.", param="prompt_name")
+    return sentence.prompts[name]
+
+
+async def _prompt_tokens(house: House, prompt: str) -> int:
+    """Tokens at the beginning of a text that are the prompt's, special ones before it included."""
+    if not prompt:
+        return 0
+    tokens = await house.text.encode(prompt, True, house.performer.context, "prompt_name")
+    return len(tokens) - (bool(tokens) and tokens[-1] in house.text.tokenizer.all_special_ids)
+
+
+async def _embedded(house: House, inputs: Sequence[Sequence[int]], skipped: Sequence[int]) -> Vectors:
     future: asyncio.Future[Vectors] = asyncio.get_running_loop().create_future()
 
     def settle(result: Vectors | Exception) -> None:
@@ -52,7 +81,7 @@ async def _embedded(house: House, inputs: Sequence[Sequence[int]]) -> Vectors:
             future.set_result(result)
 
     try:
-        house.performer.embed(inputs, lambda result: house.mailbox.post(settle, result))
+        house.performer.embed(inputs, lambda result: house.mailbox.post(settle, result), skipped)
         return await future
     except TooLong as error:
         raise too_long(str(error)) from None
@@ -70,11 +99,11 @@ def _dimensions(house: House, body: Body) -> int | None:
     raise unsupported(f"{house.model} cannot shorten its vectors to {wanted} dimensions. {can}", "dimensions")
 
 
-def _cut(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
-    """The first numbers, of length one again."""
-    if dimensions is None or dimensions >= len(vector):
-        return vector
+def _cut(vector: list[float], dimensions: int, normalizes: bool) -> list[float]:
+    """The first numbers, of length one again where the whole vector is."""
     cut = vector[:dimensions]
+    if not normalizes or len(cut) == len(vector):
+        return cut
     length = math.sqrt(sum(number * number for number in cut)) or 1.0
     return [number / length for number in cut]
 

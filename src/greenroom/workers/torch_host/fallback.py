@@ -12,9 +12,10 @@ from typing import Any, Final
 
 import torch
 
+from . import sentence_head
 from .arena import HostArena, view_of
 from .failures import BadModel, shortened
-from .skeleton import Wish, asked, state_of
+from .skeleton import Wish, asked, maker_of, state_of
 
 PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 NAMED_MAX: Final = 4
@@ -42,14 +43,12 @@ def refuse_pickle(wish: Wish) -> None:
     raise BadModel(f"{wish.folder} has no weights: no model.safetensors and no index of such files. Is it complete?")
 
 
-def load(wish: Wish, dtype: torch.dtype) -> Any:
+def load(wish: Wish, config: Any, dtype: torch.dtype) -> Any:
     """The model in ordinary memory, as Transformers makes it. Raises BadModel, also where weights would be made up."""
-    how = wish.loading | ({} if wish.allow_pickle or wish.gguf_file else {"use_safetensors": True})
+    maker, told = maker_of(wish, config)
+    how = wish.loading | told | ({} if wish.allow_pickle or wish.gguf_file else {"use_safetensors": True})
     module, report = asked(
-        wish.folder,
-        lambda: wish.kind.from_pretrained(
-            wish.folder, dtype=dtype, attn_implementation=wish.attention, output_loading_info=True, **how
-        ),
+        wish.folder, lambda: maker.from_pretrained(wish.folder, dtype=dtype, output_loading_info=True, **how)
     )
     missing = sorted(report.get("missing_keys") or ())
     if missing:
@@ -58,6 +57,9 @@ def load(wish: Wish, dtype: torch.dtype) -> Any:
             f"{wish.folder} lacks {len(missing):,} weights of {type(module).__name__}, among them {named}. Is this the"
             " right kind of model, and is it complete?"
         )
+    if wish.sentence is not None:
+        sentence_head.attach(module, wish.sentence, dtype, "cpu")
+        sentence_head.fill(module, wish.sentence)
     _refuse_odd(module)
     return module.eval().requires_grad_(False)
 

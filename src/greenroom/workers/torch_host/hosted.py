@@ -88,7 +88,7 @@ class Hosted:
                     order.model,
                     scribes=shared.scribes,
                     trials=shared.trials,
-                    embeds=order.embedding,
+                    sentence=made.sentence,
                 )
             )
             hosted = cls(order, made.stage, made.performer, served, shared)

@@ -15,6 +15,7 @@ from .grammar import Grammars, JsonConstraint
 from .harmony import Harmony
 from .mail import Mailbox
 from .refusals import Refused
+from .sentence_config import SentenceConfig
 from .stops import StopFinder
 from .templates import Template
 from .text import Text
@@ -68,7 +69,8 @@ class House:
     mailbox: Mailbox
     harmony: Harmony | None
     """The format of its answers, if it is this one."""
-    embeds: bool
+    sentence: SentenceConfig | None
+    """How its embeddings are made; None: it writes text."""
     dimensions: Collection[int]
     """Lengths its vectors may be cut to, for models that were trained for it."""
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 import transformers
 
-from . import fallback, reading, skeleton
+from . import fallback, reading, sentence_head, skeleton
 from .arena import HostArena, lay_out
 from .failures import BadModel, Cancelled
 from .filling import Unplanned, plan
@@ -85,7 +85,7 @@ def load(wish: Wish, descriptor: int, filled: bool, around: Circumstances) -> Lo
         log.info("weights are loaded by Transformers: %s", reason)
         unplanned = str(reason)
     try:
-        return _by_transformers(wish, module, dtype, descriptor, identity, around)
+        return _by_transformers(wish, config, module, dtype, descriptor, identity, around)
     except BadModel as error:
         # What Transformers says seldom names a tensor; what kept us from reading the files ourselves does.
         raise BadModel(f"{error} ({unplanned})") from error
@@ -93,10 +93,11 @@ def load(wish: Wish, descriptor: int, filled: bool, around: Circumstances) -> Lo
 
 def _tensors(wish: Wish) -> dict[str, StoredTensor]:
     """What the files hold; nothing where they are not safetensors, which must have been allowed."""
+    head = sentence_head.stored_weights(wish.sentence, wish.allow_pickle) if wish.sentence is not None else {}
     if wish.gguf_file is not None:
         return {}
     if files_of(wish.folder):
-        return find_tensors(wish.folder)
+        return find_tensors(wish.folder) | head
     if not wish.allow_pickle:
         fallback.refuse_pickle(wish)
     return {}
@@ -208,6 +209,7 @@ def _ignored(start: int, size: int) -> None:
 
 def _by_transformers(
     wish: Wish,
+    config: Any,
     module: torch.nn.Module | None,
     dtype: torch.dtype,
     descriptor: int,
@@ -216,7 +218,7 @@ def _by_transformers(
 ) -> Loaded:
     around.on_thread()
     around.on_reading()
-    loaded = fallback.load(wish, dtype)
+    loaded = fallback.load(wish, config, dtype)
     around.go_on()
     layout = lay_out(skeleton.state_of(loaded))
     arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes, around.host_free_bytes)
@@ -233,7 +235,7 @@ def _by_transformers(
 def _identity(wish: Wish, dtype: torch.dtype) -> str:
     """What an arena is filled with: the files as they are now, how they are used, and who laid them out."""
     found = hashlib.sha256()
-    for part in (str(dtype), str(wish.embedding), transformers.__version__):
+    for part in (str(dtype), str(wish.sentence), transformers.__version__):
         found.update(part.encode() + b"\0")
     for path in sorted(_sources(wish)):
         seen = path.stat()
@@ -242,7 +244,9 @@ def _identity(wish: Wish, dtype: torch.dtype) -> str:
 
 
 def _sources(wish: Wish) -> list[Path]:
+    head = wish.sentence.projections.values() if wish.sentence is not None else ()
+    projections = [projection.weights_file for projection in head]
     if wish.gguf_file is not None:
-        return [wish.folder / wish.gguf_file]
+        return [wish.folder / wish.gguf_file, *projections]
     weights = files_of(wish.folder) or sorted(wish.folder.glob("pytorch_model*"))
-    return [wish.folder / "config.json", *weights]
+    return [wish.folder / "config.json", *weights, *projections]

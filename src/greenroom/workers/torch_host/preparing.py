@@ -19,13 +19,13 @@ from .arena import HostArena
 from .attention import IMPLEMENTATION, register
 from .batching import Batching
 from .driver import driver
-from .embedding import pooling_of
 from .failures import OnFatal
 from .fallback import gguf_in
 from .loading import Circumstances, load
 from .numa import settle_near
 from .orders import CACHE_CONTEXTS, Order
 from .pages import kv_bytes, text_config
+from .sentence_config import SentenceConfig, read_sentence_config
 from .skeleton import Wish, asked
 from .stage import StageModel, Wire
 from .text import Text
@@ -43,6 +43,7 @@ class Prepared:
     text: Text
     stage: StageModel
     performer: Batching
+    sentence: SentenceConfig | None
     host_bytes: int
     read_bytes: int
 
@@ -117,7 +118,7 @@ class _Beside:
         text = self._text.result()
         stage, performer = self._staged.result()
         stage.on_filled()
-        return Prepared(text, stage, performer, self._arena.held_bytes, read_bytes)
+        return Prepared(text, stage, performer, self._wish.sentence, self._arena.held_bytes, read_bytes)
 
     def let_go(self) -> None:
         """Wait for what has begun and undo it."""
@@ -135,20 +136,23 @@ class _Beside:
     def _load_text(self) -> Text:
         wish = self._wish
         text: Text = asked(wish.folder, lambda: Text.load(wish.folder, wish.trust_remote_code, wish.gguf_file))
+        if wish.sentence is not None:
+            text.prepare_to_embed(wish.sentence.lowers_case)
         return text
 
     def _stage(self, module: torch.nn.Module, arena: HostArena) -> tuple[StageModel, Batching]:
         if self._context is not None:
             self._context.result()
-        return _staged(self._order, module, arena, self._around)
+        return _staged(self._order, self._wish.sentence, module, arena, self._around)
 
 
 def _wish(order: Order) -> Wish:
     return Wish(
         folder=order.folder,
-        attention=IMPLEMENTATION,
+        # Embeddings are made with the attention and the masks that the model's own code brings.
+        attention=None if order.embedding else IMPLEMENTATION,
         dtype=order.dtype,
-        embedding=order.embedding,
+        sentence=read_sentence_config(order.folder) if order.embedding else None,
         trust_remote_code=order.trust_remote_code,
         allow_pickle=order.allow_pickle,
         gguf_file=gguf_in(order.folder),
@@ -156,10 +160,12 @@ def _wish(order: Order) -> Wish:
 
 
 def _staged(
-    order: Order, module: torch.nn.Module, arena: HostArena, around: Surroundings
+    order: Order, sentence: SentenceConfig | None, module: torch.nn.Module, arena: HostArena, around: Surroundings
 ) -> tuple[StageModel, Batching]:
     config: Any = module.config
     context = _context(order, config)
+    if sentence is not None and sentence.tokens_max is not None:
+        context = min(context, sentence.tokens_max)
     cache_tokens = 0 if order.embedding else order.cache_tokens or CACHE_CONTEXTS * context
     if order.threads is not None and around.device.type == "cpu":
         torch.set_num_threads(order.threads)
@@ -172,8 +178,7 @@ def _staged(
             batch_max=order.batch_max,
             context=context,
             on_fatal=around.on_fatal,
-            embeds_only=order.embedding,
-            pooling=pooling_of(order.folder, config),
+            sentence=sentence,
             name=order.model,
         )
     except BaseException:

@@ -6,6 +6,7 @@ Owns the four shapes for completions and embeddings.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from .fields import Body, refuse
@@ -13,17 +14,27 @@ from .house import House
 from .refusals import Refused, too_long
 
 
-async def read_inputs(house: House, body: Body, name: str, inputs_max: int) -> list[list[int]]:
-    """The tokens of each input, in order. Raises Refused."""
+def inputs_of(body: Body, name: str, inputs_max: int) -> list[Any]:
+    """What stands for each input, in order. Raises Refused."""
     said = body.get(name)
     if said is None:
         raise Refused(f"{name} is missing.", param=name)
     inputs = _inputs(said, name)
     if not 1 <= len(inputs) <= inputs_max:
         raise Refused(f"{name} may hold 1 to {inputs_max} inputs.", param=name)
+    return inputs
+
+
+async def read_inputs(
+    house: House, inputs: Sequence[Any], name: str, *, before: str = "", truncates: bool = False
+) -> list[list[int]]:
+    """The tokens of each input, in order: of texts with `before` in front. Raises Refused.
+
+    With `truncates` those that are too long are cut.
+    """
     found = []
     for one in inputs:
-        found.append(await _tokens(house, one, name))
+        found.append(await _tokens(house, one, name, before, truncates))
         # Each takes a millisecond at most, and there may be thousands: streams of others go on in between.
         await asyncio.sleep(0)
     return found
@@ -37,12 +48,12 @@ def _inputs(said: Any, name: str) -> list[Any]:
     return said
 
 
-async def _tokens(house: House, said: Any, name: str) -> list[int]:
+async def _tokens(house: House, said: Any, name: str, before: str, truncates: bool) -> list[int]:
     context = house.performer.context
     if isinstance(said, str):
-        tokens = await house.text.encode(said, True, context, name)
+        tokens = await house.text.encode(before + said if said else "", True, context, name, truncates=truncates)
     elif isinstance(said, list):
-        tokens = said
+        tokens = said[:context] if truncates else said
     else:
         raise _shapeless(name)
     if not tokens:

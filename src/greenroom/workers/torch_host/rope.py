@@ -39,7 +39,7 @@ def turn_by_length(model: torch.nn.Module, config: Any) -> tuple[int, ...]:
     BadModel where factors depend on the length in code that is not Transformers' own.
     """
     embeddings = [module for module in model.modules() if hasattr(module, "rope_type")]
-    if not embeddings and (kinds := _kinds(config) & {LONGROPE, DYNAMIC}):
+    if not embeddings and (kinds := rope_kinds(config) & {LONGROPE, DYNAMIC}):
         raise BadModel(
             f"{type(model).__name__} scales its positions ({', '.join(kinds)}) in code of its own, which may mix "
             "up the lengths of sequences that are computed together."
@@ -47,7 +47,7 @@ def turn_by_length(model: torch.nn.Module, config: Any) -> tuple[int, ...]:
     return tuple(sorted({length for one in embeddings for length in _settled(one).values()}))
 
 
-def _kinds(config: Any) -> set[Any]:
+def rope_kinds(config: Any) -> set[Any]:
     said = getattr(text_config(config), "rope_parameters", None) or {}
     return {one.get("rope_type") for one in (said, *said.values()) if isinstance(one, dict)}
 

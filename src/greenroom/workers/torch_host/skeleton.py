@@ -7,6 +7,7 @@ cannot be built so is `None` here and goes through `fallback`.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForTextEncoding
 
+from . import sentence_head
 from .arena import Layout, view_of
 from .failures import BadModel, is_fatal, is_memory, shortened
+from .sentence_config import SentenceConfig
 
 DTYPES: Final = ("auto", "bfloat16", "float16", "float32")
 # Two values a buffer is filled with before it is computed: what differs afterwards was not computed at all.
@@ -29,16 +32,14 @@ class Wish:
     """Which model is wanted, and how."""
 
     folder: Path
-    attention: str
+    attention: str | None
+    """The name of an implementation; None: what Transformers takes by itself."""
     dtype: str = "auto"
-    embedding: bool = False
+    sentence: SentenceConfig | None = None
+    """How its embeddings are made; None: it writes text."""
     trust_remote_code: bool = False
     allow_pickle: bool = False
     gguf_file: str | None = None
-
-    @property
-    def kind(self) -> Any:
-        return AutoModel if self.embedding else AutoModelForCausalLM
 
     @property
     def loading(self) -> dict[str, Any]:
@@ -63,6 +64,29 @@ def read_config(wish: Wish) -> Any:
     return config
 
 
+def maker_of(wish: Wish, config: Any) -> tuple[Any, dict[str, Any]]:
+    """The class of Transformers that makes it, and what that is told beyond the usual. Raises BadModel."""
+    how: dict[str, Any] = {"attn_implementation": wish.attention} if wish.attention is not None else {}
+    if wish.sentence is None:
+        return AutoModelForCausalLM, how
+    encoder = _class_in(AutoModelForTextEncoding, config)
+    if encoder is not None and encoder.__name__.endswith("EncoderModel"):
+        return AutoModelForTextEncoding, how
+    if getattr(config, "is_encoder_decoder", False):
+        raise BadModel(f"{config.model_type} has an encoder and a decoder, and its encoder alone cannot be served.")
+    # The pooler of older encoders takes no part in hidden states, and many files lack its weights.
+    whole = _class_in(AutoModel, config)
+    if whole is not None and "add_pooling_layer" in inspect.signature(whole.__init__).parameters:
+        how["add_pooling_layer"] = False
+    return AutoModel, how
+
+
+def _class_in(maker: Any, config: Any) -> Any:
+    """The class by which a maker of Transformers makes models of this kind; None where it has none, or several."""
+    found = maker._model_mapping.get(type(config), None)
+    return found if inspect.isclass(found) else None
+
+
 def build(wish: Wish, config: Any, dtype: torch.dtype) -> torch.nn.Module | None:
     """The module on the meta device, its own buffers real and on the CPU; None where that cannot be done."""
     if getattr(config, "quantization_config", None) is not None or wish.gguf_file is not None:
@@ -70,15 +94,17 @@ def build(wish: Wish, config: Any, dtype: torch.dtype) -> torch.nn.Module | None
     made = asked(wish.folder, lambda: _on_meta(wish, config, dtype))
     if made is None:
         return None
+    if wish.sentence is not None:
+        sentence_head.attach(made, wish.sentence, dtype, "meta")
     module: torch.nn.Module = made.eval().requires_grad_(False)
     return module if _restore_buffers(module) and not _stray(module) else None
 
 
 def _on_meta(wish: Wish, config: Any, dtype: torch.dtype) -> Any:
-    how = {"dtype": dtype, "attn_implementation": wish.attention, "trust_remote_code": wish.trust_remote_code}
+    maker, how = maker_of(wish, config)
     try:
         with torch.device("meta"):
-            return wish.kind.from_config(config, **how)
+            return maker.from_config(config, dtype=dtype, trust_remote_code=wish.trust_remote_code, **how)
     except (RuntimeError, NotImplementedError) as reason:
         # Code that looks at numbers while it builds; there are none here.
         if "meta" in str(reason):

@@ -1,4 +1,4 @@
-"""The three kinds of step a model computes: a piece of some prompts, one token for each of a batch, or embeddings.
+"""The two kinds of step a model computes: a piece of some prompts, or one token for each of a batch.
 
 Owns who sees whom in each, and where new keys and values are written. Never decides what is computed next (the ensemble
 does) and keeps nothing after the step. Read `Prefill.attend` first.
@@ -40,8 +40,6 @@ class Span:
 
 class _Paged:
     """A step whose keys and values are kept, once for each layer."""
-
-    is_paged = True
 
     def __init__(self, stores: Sequence[Store]) -> None:
         self._stores = stores
@@ -175,33 +173,3 @@ class Decode(_Paged):
             allowed = _sees(self.positions[:, None], other, window)
             self._biases[window] = bias_where(allowed, dtype)[:, None, None, :]
         return self._biases[window]
-
-
-class Embed:
-    """Whole inputs, filled up on the right to one length: `[inputs, heads, tokens, dim]`. Nothing is stored."""
-
-    is_paged = False
-
-    def __init__(self, lengths: torch.Tensor, width: int) -> None:
-        at = torch.arange(width, device=lengths.device)
-        self._lengths = lengths
-        self._real = (at[None, :] < lengths[:, None])[:, None, None, :]
-        self._at = at
-
-    def attend(
-        self, layer: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
-    ) -> torch.Tensor:
-        # What only fills up stands at the end, where causal attention never looks; otherwise it must be masked.
-        allowed = self._real
-        if how.is_causal:
-            allowed = _sees(self._at[:, None], self._at[None, :], how.window)[None, None]
-        elif how.window is not None:
-            # In a model that looks both ways the window reaches to either side.
-            near = (self._at[:, None] - self._at[None, :]).abs() <= how.window
-            allowed = allowed & near[None, None]
-        bias = bias_where(allowed, query.dtype)
-        bias = bias.expand(query.shape[0], 1, query.shape[2], key.shape[2])
-        return attend_plainly(query, key, value, bias, how).transpose(1, 2)
-
-    def sequence_lengths(self) -> torch.Tensor:
-        return self._lengths[:, None]

@@ -10,10 +10,12 @@ import asyncio
 import json
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .detokenising import Detokeniser
+from .failures import BadModel
 from .refusals import Refused, too_long
 from .spelling import Speller
 
@@ -62,15 +64,33 @@ class Text:
         """A text with more characters has more tokens than fit, however it is encoded."""
         return context * self._token_chars_max
 
-    async def encode(self, text: str, adds_special: bool, context: int, param: str) -> list[int]:
-        """The tokens of this text. Raises Refused if it is so long that no encoding of it fits into `context`."""
-        if len(text) > self.chars_max(context):
+    def prepare_to_embed(self, lowers_case: bool) -> None:
+        """Read texts as sentence-transformers does. Raises BadModel for a tokenizer with tokens of several types."""
+        if any(self.tokenizer("a").get("token_type_ids") or ()):
+            raise BadModel(f"{type(self.tokenizer).__name__} gives tokens types, which embeddings cannot be made with.")
+        if not lowers_case:
+            return
+        if self._backend is None:
+            raise BadModel(f"{type(self.tokenizer).__name__} cannot be told to lower the case of texts.")
+        from tokenizers.normalizers import Lowercase, Sequence
+
+        own = self._backend.normalizer
+        self._backend.normalizer = Sequence([Lowercase()] if own is None else [Lowercase(), own])
+
+    async def encode(
+        self, text: str, adds_special: bool, context: int, param: str, *, truncates: bool = False
+    ) -> list[int]:
+        """The tokens of this text, cut to `context` with `truncates`.
+
+        Raises Refused if it is so long that no encoding of it fits into `context`.
+        """
+        if len(text) > self.chars_max(context) and not truncates:
             raise too_long(f"{param} has {len(text):,} characters; at most {context:,} tokens fit. Send less.")
+        encode = partial(self._encode_cut, text, context) if truncates else partial(self._encode, text, adds_special)
         try:
             if len(text) <= INLINE_CHARS_MAX:
-                return self._encode(text, adds_special)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self._encode, text, adds_special)
+                return encode()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
         except (UnicodeError, TypeError, ValueError) as error:
             raise Refused(f"{param} cannot be encoded: {error}.", param=param) from error
 
@@ -100,6 +120,16 @@ class Text:
             # A batch of one: batches are encoded without Python's lock, so that the model's thread goes on.
             return list(self._backend.encode_batch([text], add_special_tokens=adds_special)[0].ids)
         return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=adds_special)]
+
+    def _encode_cut(self, text: str, room: int) -> list[int]:
+        """With special tokens, which are not cut off."""
+        if self._backend is None:
+            return [int(token) for token in self.tokenizer.encode(text, truncation=True, max_length=room)]
+        # The backend could cut by itself, but would then cut for everybody who encodes at the same time.
+        found = self._backend.encode_batch([text], add_special_tokens=False)[0]
+        left = max(room - self._backend.num_special_tokens_to_add(False), 0)
+        found.truncate(left, direction=self.tokenizer.truncation_side)
+        return list(self._backend.post_process(found, None, True).ids)
 
     def _special_tokens(self) -> frozenset[int]:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
