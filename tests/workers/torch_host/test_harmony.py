@@ -156,6 +156,14 @@ async def test_an_answer_without_any_header_is_text(open_api: Opener, text: Text
         assert (await both(rig))[:2] == (plain, "")
 
 
+async def test_a_header_without_an_end_is_text(open_api: Opener, text: Text) -> None:
+    endless = "<|channel|>" + "final words " * 200
+    async with open_api(saying(text, endless), text) as rig:
+        chunks = await streamed(rig)
+        assert (await both(rig))[:2] == (endless.removeprefix("<|channel|>"), "")
+    assert len(chunks) > 100
+
+
 async def test_an_answer_that_ends_in_its_header_is_empty(open_api: Opener, text: Text) -> None:
     async with open_api(saying(text, THINKS + "<|end|><|start|>assistant<|channel|>fin"), text) as rig:
         assert await both(rig) == ("", "They want a greeting.", [], "stop")

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from greenroom.workers.torch_host.asks import Sampling, TooLong, UnknownToken
-from greenroom.workers.torch_host.limits import limits_of
+from greenroom.workers.torch_host.limits import Limits, limits_of
 from tests.workers.torch_host import tiny
 from tests.workers.torch_host.performing import ask, generated, performing, prompt, random_model, said
 from tests.workers.torch_host.worker_rig import WorkerRig
@@ -188,11 +188,24 @@ def test_a_smaller_table_of_one_layer_counts() -> None:
             super().__init__()
             self.embed_tokens = torch.nn.Embedding(ROWS, 4)
             self.embed_tokens_per_layer = torch.nn.Embedding(ROWS - 9, 4)
+            # Neither is a table, whatever it is called.
+            self.per_layer_model_projection = torch.nn.Linear(4, 7)
+            self.position_projection = torch.nn.Linear(4, 7)
+            self.post_norm = torch.nn.LayerNorm(4)
 
         def get_input_embeddings(self) -> torch.nn.Module:
             return self.embed_tokens
 
-    assert limits_of(Model()).tokens == ROWS - 9
+    assert limits_of(Model()) == Limits(ROWS - 9, ROWS - 9, None)
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
+def test_projections_of_one_layer_do_not_count(kind: str) -> None:
+    small = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": ROWS, "num_kv_shared_layers": 0}
+    config = AutoConfig.for_model(**{**tiny.KINDS["gemma3"], **small, "model_type": kind, "vocab_size": ROWS})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert limits_of(model) == Limits(ROWS, ROWS, None)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(seed=3), Sampling(seed=3, top_k=1 << 31)])

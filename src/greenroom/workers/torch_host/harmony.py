@@ -38,6 +38,8 @@ _RECIPIENT = re.compile(rf"(?:^|[\s{_ALL}])to=([^\s{_ALL}]+)")
 _NAMESPACE: Final = "functions."
 # Between messages of one kind: in the API's answer they are one text.
 _BETWEEN: Final = "\n\n"
+# Longer than the longest name of a tool: what has no end by then is no header.
+HEADER_CHARS_MAX: Final = 1_024
 
 Kind = Literal["text", "reasoning", "call"]
 
@@ -106,10 +108,11 @@ class HarmonyReader:
 
     def _head(self, header: str, found: Found) -> None:
         self._header = header
-        begun = header.strip()
-        if self._is_bare and begun and not (begun.startswith("to=") or "to=".startswith(begun)):
+        begun = header[:HEADER_CHARS_MAX].strip()
+        is_plain = self._is_bare and begun and not (begun.startswith("to=") or "to=".startswith(begun))
+        if is_plain or len(header) > HEADER_CHARS_MAX:
             self._open("")
-            self._say(header, found)
+            self._say(_SPLIT.sub("", header), found)
 
     def _open(self, header: str) -> None:
         """A message begins: what it is, by its header."""

@@ -40,9 +40,10 @@ def limits_of(module: Any) -> Limits:
     vocabulary = getattr(text_config(module.config), "vocab_size", None) if hasattr(module, "config") else None
     said = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else UNKNOWN
     table = _asked(module, "get_input_embeddings")
-    beside = {name: one for name, one in _beside(module, table).items() if one is not table}
-    tokens = min([_rows(table) or said, *(_rows(one) or said for name, one in beside.items() if _PER_LAYER in name)])
-    positions = [_places(one) for name, one in beside.items() if _POSITIONS.match(name) and _rows(one)]
+    tables = _tables_beside(module, table)
+    per_layer = [rows for name, one in tables.items() if _PER_LAYER in name and (rows := _rows(one))]
+    positions = [_places(one) for name, one in tables.items() if _POSITIONS.match(name)]
+    tokens = min([_rows(table) or said, *per_layer])
     head = _rows(_asked(module, "get_output_embeddings")) or said
     return Limits(tokens, min(tokens, head), min(positions, default=None))
 
@@ -55,13 +56,18 @@ def _asked(module: Any, method: str) -> Any:
         return None
 
 
-def _beside(module: Any, table: Any) -> dict[str, Any]:
-    """The parts that lie where the table of tokens does: those of the text, and not of pictures or sounds."""
+def _tables_beside(module: Any, table: Any) -> dict[str, Any]:
+    """The tables that lie where that of the tokens does: those of the text, and not of pictures or sounds."""
     for owner in module.modules():
         parts = dict(owner.named_children())
         if table is not None and any(part is table for part in parts.values()):
-            return parts
+            return {name: part for name, part in parts.items() if part is not table and _is_table(part)}
     return {}
+
+
+def _is_table(part: Any) -> bool:
+    """It has rows that are looked up. A projection has as many rows as it gives numbers."""
+    return _rows(part) is not None and not hasattr(part, "out_features")
 
 
 def _rows(table: Any) -> int | None:
