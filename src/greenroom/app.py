@@ -17,6 +17,7 @@ from greenroom.config.limits import limits_of
 from greenroom.config.named_tenants import is_named
 from greenroom.config.problems import open_door
 from greenroom.config.schema import Config, Server
+from greenroom.core import green_room
 from greenroom.core.events import ConfigChanged, ShutdownAsked
 from greenroom.core.model import ModelId
 from greenroom.errors import ConfigError
@@ -93,7 +94,14 @@ class App:
         self.desk = Desk(self.post, self.clock)
         rejections = wire_rejections(common, moves, lambda: self.is_draining)
         self.effects.connect(self.post, self.mover, self.desk.open, rejections, leases.room)
-        self.operations = Operations(self.effects, self.mover, self.post, self.clock, self.catalog.engine_of)
+        self.operations = Operations(
+            self.effects,
+            self.mover,
+            self.post,
+            self.clock,
+            self.catalog.engine_of,
+            lambda model: green_room.shortfall(common.state, common.state.models[model].spec),
+        )
         self.learned = LearnedTimes(self._state_dir.path, self.loop.scheduler.learned, self.catalog)
         front = self._front = wire_front(common, memory, self.desk, self)
         self.inference, self.door, self.edge = front.inference, front.door, front.edge

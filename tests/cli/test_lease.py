@@ -173,7 +173,8 @@ async def test_a_program_runs_with_its_gpus_and_its_status_is_ours(tmp_path: Pat
         out, err = await ended(process)
         assert process.returncode == 7
         assert out.split()[0] == "0" and out.split()[1].isdigit() and out.split()[2:] == ["--lr", "3", "--", "x"]
-        assert "waiting for 4,000 MiB on 1 GPU" in err and "holds gpu0 after" in err
+        # There may be no GPU: then the memory is the host's.
+        assert "waiting for 4,000 MiB\n" in err and "holds gpu0 after" in err
         await until(lambda: held(app) == 0, "given back")
 
 

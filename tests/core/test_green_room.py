@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from greenroom.core import green_room
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Limits
-from greenroom.core.model import DeviceId, ModelSpec, MoveKind, Need, Outcome, Tier
+from greenroom.core.green_room import Shortfall
+from greenroom.core.model import DeviceId, ModelId, ModelSpec, MoveKind, Need, Outcome, Tier
 
 from .test_order import ready
 from .world import HOST, Fate, World, gpu, host, model
@@ -321,3 +323,21 @@ def test_a_sleeper_of_a_model_that_is_gone_is_worth_nothing() -> None:
     world.end_move(world.moves[-1].id, Outcome.DONE)
     world.ask("p", MoveKind.SLEEP, "b")
     assert world.kinds()[-2:] == ["unload a", "sleep b"]
+
+
+def test_why_a_model_can_never_sleep_is_told_in_numbers() -> None:
+    pinned, large = sleeper("a", 4_000, pinned=True), sleeper("b", 3_000)
+    world = World([pinned, large, model("c", 2_000)], DEVICES, LIMITS)
+    state = world.scheduler.state
+    assert green_room.shortfall(state, large) is None
+    assert green_room.shortfall(state, sleeper("b", 6_000)) == Shortfall(6_000, 5_000, 0)
+    assert green_room.shortfall(state, state.models[ModelId("c")].spec) is None
+    asleep(world, "a")
+    assert green_room.shortfall(state, large) == Shortfall(3_000, 5_000, 4_000)
+
+
+def test_without_a_limit_a_model_can_lack_the_hosts_memory_alone() -> None:
+    assert green_room.shortfall(World([], DEVICES).scheduler.state, sleeper("a", 64_001)) == Shortfall(
+        64_001, 64_000, 0
+    )
+    assert green_room.shortfall(World([], DEVICES[:1]).scheduler.state, sleeper("a", 64_001)) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ from greenroom.proxy.limits import MIB
 from tests.harness import PATIENCE_S, fake, gateway, tiny, until
 from tests.integration.facts import Journal, at_rest, is_ready, pids
 from tests.integration.faults import ENDLESS, assert_ended_by, first_events, loaded, rest_of, stop
-from tests.integration.raw import LIMIT_BYTES, Answer, Raw, asking, chat
+from tests.integration.raw import LIMIT_BYTES, Answer, Raw, asking, chat, http
 from tests.models import tiny as tiny_model
 
 # --- kill -9 --------------------------------------------------------------------------------------------------------
@@ -316,3 +317,12 @@ async def test_client_that_takes_nothing_for_too_long_is_cut_and_its_engine_free
         await until(lambda: journal.count("cancelled") == 1, "the engine hears that nobody listens")
         await at_rest(app)
         sock.close()
+
+
+async def test_how_an_engine_was_lost_is_told_until_the_model_is_unloaded(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"alpha": fake("alpha", ttl_s=0)}) as app:
+        os.kill(await loaded(app, "alpha"), signal.SIGKILL)
+        await until(lambda: "alpha was lost" in str(app.mover.failures.get(ModelId("alpha"))), "the loss is told")
+        await http(app, "POST", "/api/v1/models/alpha/unload")
+        (shown,) = json.loads((await http(app, "GET", "/api/v1/status")).body)["models"]
+        assert (shown["tier"], shown["last_error"]) == ("cold", None)

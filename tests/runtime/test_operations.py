@@ -10,6 +10,7 @@ import pytest
 
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Event, MoveAsked
+from greenroom.core.green_room import Shortfall
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.errors import GreenroomError, LeaseStoreUnavailable, LoadFailed, NoPlace, TooLarge, Unsupported
 from greenroom.runtime.effects import AsyncEffects
@@ -22,13 +23,20 @@ QWEN = ModelId("qwen")
 class Rig:
     """A scheduler that answers every order with the same outcome, at once."""
 
-    def __init__(self, outcome: OpOutcome, failure: GreenroomError | None = None) -> None:
+    def __init__(
+        self, outcome: OpOutcome, failure: GreenroomError | None = None, shortfall: Shortfall | None = None
+    ) -> None:
         self.asked: list[MoveAsked] = []
         self._outcome = outcome
         self._effects = SimpleNamespace(operations=dict[Any, asyncio.Future[OpOutcome]]())
-        mover = SimpleNamespace(failures={} if failure is None else {QWEN: failure})
+        self.failures = {} if failure is None else {QWEN: failure}
         self.operations = Operations(
-            cast(AsyncEffects, self._effects), cast(Mover, mover), self._post, lambda: 5.0, lambda model: "llamacpp"
+            cast(AsyncEffects, self._effects),
+            cast(Mover, SimpleNamespace(failures=self.failures)),
+            self._post,
+            lambda: 5.0,
+            lambda model: "llamacpp",
+            lambda model: shortfall,
         )
 
     def _post(self, event: Event) -> None:
@@ -62,6 +70,44 @@ async def test_too_large_for_the_green_room_is_another_thing_than_for_the_stage(
     stage, green_room = [await refusal(kind, OpOutcome.TOO_LARGE) for kind in (MoveKind.LOAD, MoveKind.PREPARE)]
     assert isinstance(stage, TooLarge) and isinstance(green_room, TooLarge)
     assert "green_room_mib" in green_room.message and "green_room_mib" not in stage.message
+
+
+@pytest.mark.parametrize(
+    ("shortfall", "said"),
+    [
+        (
+            Shortfall(9_000, 8_000, 0),
+            "qwen takes 9,000 MiB of host memory asleep, and the green room has 8,000 MiB. Raise "
+            "`memory.green_room_mib`.",
+        ),
+        (
+            Shortfall(5_000, 8_000, 4_000),
+            "qwen takes 5,000 MiB of host memory asleep, and the green room has 8,000 MiB, of which pinned models keep "
+            "4,000. Raise `memory.green_room_mib`, or unpin one; `greenroom ps` shows them.",
+        ),
+    ],
+)
+async def test_too_large_for_the_green_room_says_by_how_much_and_names_pins_only_where_there_are_some(
+    shortfall: Shortfall, said: str
+) -> None:
+    with pytest.raises(TooLarge) as refused:
+        await Rig(OpOutcome.TOO_LARGE, shortfall=shortfall).operations.move(MoveKind.PREPARE, QWEN)
+    assert refused.value.message == said
+
+
+async def test_an_unload_ends_the_note_of_how_the_model_was_lost() -> None:
+    rig = Rig(OpOutcome.DONE, LoadFailed("qwen was lost: its engine ended (signal 9)."))
+    await rig.operations.move(MoveKind.SLEEP, QWEN)
+    assert QWEN in rig.failures
+    await rig.operations.move(MoveKind.UNLOAD, QWEN)
+    assert not rig.failures
+
+
+async def test_an_unload_that_failed_leaves_the_note() -> None:
+    rig = Rig(OpOutcome.FAILED, LoadFailed("qwen was lost: its engine ended (signal 9)."))
+    with pytest.raises(LoadFailed):
+        await rig.operations.move(MoveKind.UNLOAD, QWEN)
+    assert QWEN in rig.failures
 
 
 async def test_a_sleep_for_which_there_was_no_place_says_that_the_model_is_gone() -> None:

@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     except BadRequest as wrong:
         raise WrongUsage(wrong.message) from None
     began = time.monotonic()
-    screen.note(f"waiting for {args.mib:,} MiB on {args.gpus} GPU{'s' if args.gpus > 1 else ''}")
+    # Where there is no GPU a lease is for the host's memory.
+    screen.note(f"waiting for {args.mib:,} MiB" + (f" on each of {args.gpus} GPUs" if args.gpus > 1 else ""))
     with contextlib.ExitStack() as stack:
         try:
             held = stack.enter_context(wanted)

@@ -7,8 +7,9 @@ sleeper is worth is what its absence would cost: how often it is asked for, time
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from greenroom.core.model import Claim, DeviceId, DeviceKind, MoveKind, Slot, SlotId, Tier
+from greenroom.core.model import Claim, DeviceId, DeviceKind, ModelSpec, MoveKind, Slot, SlotId, Tier
 from greenroom.core.state import State
 
 # Moves that end there.
@@ -51,6 +52,26 @@ def within(state: State, most_mib: Mapping[DeviceId, int]) -> Mapping[DeviceId, 
     left_mib = limit_mib - _total_mib(state, [one for one in _sleepers(state) if one.spec.pinned])
     hosts = [device.id for device in state.devices if device.kind is DeviceKind.HOST]
     return {**most_mib, **{host: min(most_mib[host], left_mib) for host in hosts}}
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """What a model takes of the host asleep, how much may sleep there, and what of that pinned models keep."""
+
+    needs_mib: int
+    size_mib: int
+    pinned_mib: int
+
+
+def shortfall(state: State, spec: ModelSpec) -> Shortfall | None:
+    """Why this model can never sleep here, in numbers; None where the host's memory is not what it lacks."""
+    left = within(state, state.most_mib(None))
+    hosts = [device for device in state.devices if device.kind is DeviceKind.HOST]
+    if spec.need_asleep is None or not hosts or spec.need_asleep.host_mib <= left[hosts[0].id]:
+        return None
+    limit_mib, usable_mib = state.limits.green_room_mib, hosts[0].usable_mib
+    size_mib = usable_mib if limit_mib is None else min(limit_mib, usable_mib)
+    return Shortfall(spec.need_asleep.host_mib, size_mib, max(0, size_mib - left[hosts[0].id]))
 
 
 def excess(state: State, now: float) -> list[Slot]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Event, MoveAsked
+from greenroom.core.green_room import Shortfall
 from greenroom.core.model import ModelId, MoveKind, OpId
 from greenroom.errors import (
     GreenroomError,
@@ -37,8 +38,10 @@ class Operations:
         post: Callable[[Event], None],
         clock: Callable[[], float],
         engine_of: Callable[[ModelId], str],
+        shortfall: Callable[[ModelId], Shortfall | None],
     ) -> None:
-        """`engine_of` names the engine of a model that is known."""
+        """`engine_of` names the engine of a model that is known; `shortfall` why the green room cannot take it."""
+        self._shortfall = shortfall
         self._engine_of = engine_of
         self._effects = effects
         self._mover = mover
@@ -57,6 +60,9 @@ class Operations:
         outcome = await asyncio.shield(future)
         if outcome is not OpOutcome.DONE:
             raise self._error(kind, model, outcome)
+        if kind is MoveKind.UNLOAD:
+            # Nobody expects it to be there any more, however it was lost before.
+            self._mover.failures.pop(model, None)
 
     def _error(self, kind: MoveKind, model: ModelId, outcome: OpOutcome) -> GreenroomError:
         match outcome:
@@ -69,10 +75,7 @@ class Operations:
                     param="model",
                 )
             case OpOutcome.TOO_LARGE if kind is MoveKind.PREPARE:
-                return TooLarge(
-                    f"{model} does not fit into the green room beside what is pinned there. Raise "
-                    "`memory.green_room_mib`, or free host memory; `greenroom ps` shows who is there."
-                )
+                return _too_large_asleep(model, self._shortfall(model))
             case OpOutcome.TOO_LARGE:
                 return TooLarge(
                     f"{model} does not fit on the devices there are beside what is pinned; `greenroom ps` shows it."
@@ -93,3 +96,13 @@ class Operations:
                 )
             case _:
                 return self._mover.failures.get(model) or LoadFailed(f"The {kind.value} of {model} failed.")
+
+
+def _too_large_asleep(model: ModelId, short: Shortfall | None) -> TooLarge:
+    if short is None:
+        return TooLarge(f"{model} does not fit into the green room. Raise `memory.green_room_mib`.")
+    said = f"{model} takes {short.needs_mib:,} MiB of host memory asleep, and the green room has {short.size_mib:,} MiB"
+    if short.pinned_mib:
+        said += f", of which pinned models keep {short.pinned_mib:,}"
+    unpin = ", or unpin one; `greenroom ps` shows them" if short.pinned_mib else ""
+    return TooLarge(f"{said}. Raise `memory.green_room_mib`{unpin}.")

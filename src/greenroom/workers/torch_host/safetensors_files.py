@@ -103,12 +103,12 @@ def _read_header(path: Path, descriptor: int) -> list[StoredTensor]:
     if not stat.S_ISREG(seen.st_mode):
         raise BadModel(f"{path} is not a file.")
     start = os.pread(descriptor, _LENGTH.size, 0)
-    length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else -1
+    wrong = f"{path} is not a safetensors file, or only a part of one"
+    if len(start) < _LENGTH.size:
+        raise BadModel(f"{wrong}: it has {seen.st_size} bytes, fewer than its first number.")
+    length = _LENGTH.unpack(start)[0]
     if not 2 <= length <= min(HEADER_MAX_BYTES, seen.st_size - _LENGTH.size):
-        stated = f"its header would have {length:,} bytes" if length >= 0 else "it ends inside its header"
-        raise BadModel(
-            f"{path} is not a safetensors file, or only a part of one: {stated} and the file {seen.st_size:,}."
-        )
+        raise BadModel(f"{wrong}: its header would have {length:,} bytes and the file has {seen.st_size:,}.")
     header = _parsed(path, os.pread(descriptor, length, _LENGTH.size))
     base = _LENGTH.size + length
     tensors = [
