@@ -131,6 +131,15 @@ def test_more_tokens_than_positions_are_refused(worker: WorkerRig, slot: str, pa
     assert_unharmed(worker)
 
 
+def test_where_truncate_asks_inputs_are_cut_to_the_positions(worker: WorkerRig) -> None:
+    for slot, left in LEFT.items():
+        status, heard = worker.post(slot, "/v1/embeddings", {"input": ["x" * 200], "truncate": True})
+        assert (status, heard["usage"]["prompt_tokens"]) == (200, left)
+        status, heard = worker.post(slot, "/v1/embeddings", {"input": [9_999] * 200, "truncate": True})
+        assert (status, heard["error"]["code"]) == (400, "unknown_token")
+    assert_unharmed(worker)
+
+
 def test_the_last_position_can_be_used(worker: WorkerRig) -> None:
     for slot, left in LEFT.items():
         status, heard = worker.post(slot, "/v1/embeddings", {"input": [[5] * left, [6]]})
