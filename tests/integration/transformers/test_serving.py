@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
 from greenroom.app import App
 from tests.harness import gateway, url
@@ -30,6 +32,18 @@ SCHEMA = {
 LONG = "one two three four five six seven eight nine ten " * 8
 
 
+def with_modules(model: Path, folder: Path) -> Path:
+    """The same model with files of sentence-transformers that ask for unit vectors and have a prompt."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "max"}))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "find: "}}))
+    return folder
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
     made = tiny_torch("qwen2", "gemma2", "bert")
@@ -37,6 +51,7 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
         "qwen": hosted(made / "qwen2"),
         "gemma": hosted(made / "gemma2"),
         "bert": hosted(made / "bert", embedding=True),
+        "sentences": hosted(with_modules(made / "bert", tmp_path_factory.mktemp("sentences")), embedding=True),
     }
     async with gateway(tmp_path_factory.mktemp("serving"), models, memory={"spare_worker": False}) as app:
         yield app
@@ -55,6 +70,18 @@ async def test_embeddings_tell_texts_apart(client: AsyncOpenAI) -> None:
     length = math.hypot(*same)
     assert math.dist(same, again) < 1e-4 * length < 1e-3 * length < math.dist(same, other)
     assert answer.usage.prompt_tokens > 0
+
+
+async def test_embeddings_follow_the_files_of_sentence_transformers(client: AsyncOpenAI) -> None:
+    async def vector(text: str, **more: Any) -> list[float]:
+        answer = await client.embeddings.create(model="sentences", input=text, extra_body=more)
+        return answer.data[0].embedding
+
+    plain, asked, spelled = await vector("dog"), await vector("dog", prompt_name="query"), await vector("find: dog")
+    assert math.hypot(*plain) == pytest.approx(1, rel=1e-3)
+    assert math.dist(asked, spelled) < 1e-4 < 1e-3 < math.dist(asked, plain)
+    with pytest.raises(BadRequestError, match="no prompt 'title'"):
+        await vector("dog", prompt_name="title")
 
 
 async def test_answer_obeys_a_schema_whatever_the_weights_say(client: AsyncOpenAI) -> None:

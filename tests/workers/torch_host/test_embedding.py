@@ -14,7 +14,7 @@ MEAN = SentenceConfig()
 INPUTS = [prompt(length) for length in (9, 3, 30, 9, 17)]
 
 
-def embedded(batching: Batching, inputs: list[list[int]]) -> Vectors | Exception:
+def embedded(batching: Batching, inputs: list[list[int]], skipped: list[int] | None = None) -> Vectors | Exception:
     results: list[Vectors | Exception] = []
     done = threading.Event()
 
@@ -22,7 +22,7 @@ def embedded(batching: Batching, inputs: list[list[int]]) -> Vectors | Exception
         results.append(result)
         done.set()
 
-    batching.embed(inputs, on_done)
+    batching.embed(inputs, on_done, skipped)
     assert done.wait(WAIT_S)
     assert len(results) == 1
     return results[0]
@@ -50,6 +50,14 @@ def test_a_failure_reaches_whoever_asked_and_the_next_is_served() -> None:
         broken.remove()
         assert isinstance(embedded(batching, INPUTS), list)
         assert batching.in_flight == 0
+
+
+def test_a_prompt_that_is_all_of_an_input_leaves_its_last_token() -> None:
+    with performing(random_model("bert"), cache_tokens=0, sentence=SentenceConfig(pooling=("max",))) as batching:
+        vectors = embedded(batching, [prompt(5), prompt(3)], [9, 0])
+        last = embedded(batching, [prompt(5)], [4])
+    assert isinstance(vectors, list) and isinstance(last, list)
+    assert vectors[0] == pytest.approx(last[0], abs=1e-4)
 
 
 @pytest.mark.parametrize(("pads", "count"), [(True, 4), (False, 5)])

@@ -67,7 +67,9 @@ class Embedder:
         device = self._stage.device
         ids = torch.tensor([[*one, *[self._fill] * (width - len(one))] for one in inputs]).to(device)
         lengths = torch.tensor([len(one) for one in inputs]).to(device)
-        first = torch.tensor(list(skipped)).to(device)
+        # A prompt may run together with a text into fewer tokens than it has alone: something must be left to pool.
+        kept = [min(skip, len(one) - 1) for skip, one in zip(skipped, inputs, strict=True)]
+        first = torch.tensor(kept).to(device)
         at = torch.arange(width, device=device)[None, :]
         mask = at < lengths[:, None]
         masks = {"attention_mask": mask.long()} if self._takes_mask else {}

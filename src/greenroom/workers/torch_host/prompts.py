@@ -51,7 +51,7 @@ def _inputs(said: Any, name: str) -> list[Any]:
 async def _tokens(house: House, said: Any, name: str, before: str, truncates: bool) -> list[int]:
     context = house.performer.context
     if isinstance(said, str):
-        tokens = await house.text.encode(before + said if said else "", True, context, name, truncates=truncates)
+        tokens = await house.text.encode(before + said, True, context, name, truncates=truncates)
     elif isinstance(said, list):
         tokens = said[:context] if truncates else said
     else:
