@@ -18,6 +18,7 @@ from sentence_transformers.sentence_transformer.modules import Dense, Normalize,
 from tokenizers import processors
 from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, AutoTokenizer
 
+from greenroom.workers.torch_host.embedding import PADDED_MODELS
 from tests.workers.torch_host import tiny
 from tests.workers.torch_host.test_worker import rig_folder
 from tests.workers.torch_host.worker_rig import WorkerRig
@@ -99,10 +100,25 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     },
     "qwen3": {"model_type": "qwen3", **DECODER},
+    "qwen2": {"model_type": "qwen2", **SIZES, "num_key_value_heads": 2},
     "mistral": {"model_type": "mistral", **DECODER, "sliding_window": WINDOW},
-    # Convolutions look at neighbours whatever the mask says: its inputs are never padded.
+    "llama": {"model_type": "llama", **DECODER, "is_causal": False},
+    "camembert": {"model_type": "camembert", **SIZES, "type_vocab_size": 1},
+    "ernie": {"model_type": "ernie", **SIZES},
+    "gte": {"model_type": "gte", **SIZES},
+    "jina_embeddings_v3": {"model_type": "jina_embeddings_v3", **SIZES, "type_vocab_size": 1},
+    # These look at neighbours whatever the mask says: their inputs are never padded.
+    "mobilebert": {
+        "model_type": "mobilebert",
+        **SIZES,
+        "embedding_size": WIDTH,
+        "intra_bottleneck_size": WIDTH,
+        "true_hidden_size": WIDTH,
+    },
     "convbert": {"model_type": "convbert", **SIZES, "embedding_size": WIDTH, "head_ratio": 2, "conv_kernel_size": 3},
 }
+FAMILIES = {**FAMILIES, **{kind: {**FAMILIES["t5"], "model_type": kind} for kind in ("mt5", "umt5")}}
+DECODERS = ("qwen2", "qwen3", "mistral")
 LONG = "one two three four five six seven eight nine ten " * 3
 TEXTS = ["hi", "the lazy dog", "The capital of France is Paris.", LONG, "the lazy dog jumps", "Köln 你好", LONG[:90]]
 # Of a vector's length: some thousand additions in float32, in another order.
@@ -113,7 +129,7 @@ def make_base(folder: Path, family: str, *, seed: int = 1, side: str = "right", 
     """A model of Transformers as its hub has it, without any module of sentence-transformers."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**{**FAMILIES[family], **changes})
-    maker = AutoModelForTextEncoding if family == "t5" else AutoModel
+    maker = AutoModelForTextEncoding if family in ("t5", "mt5", "umt5") else AutoModel
     model = maker.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():
@@ -224,12 +240,17 @@ def assert_serves(served: Callable[..., Any], folder: Path, texts: Sequence[str]
             assert_same(ask(text, **how), wanted[number : number + 1])
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gemma", "qwen3", "mistral"}))
+def test_inputs_are_padded_only_for_families_that_are_compared_here() -> None:
+    assert {config["model_type"] for config in FAMILIES.values()} - PADDED_MODELS == {"convbert", "mobilebert"}
+    assert {config["model_type"] for config in FAMILIES.values()} >= PADDED_MODELS
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gemma", *DECODERS}))
 def test_encoders_answer_as_sentence_transformers_does(served: Any, tmp_path: Path, family: str) -> None:
     assert_serves(served, make_sentences(tmp_path / "model", family))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("family", DECODERS)
 def test_decoders_answer_with_their_last_token(served: Any, tmp_path: Path, family: str) -> None:
     folder = make_sentences(tmp_path / "model", family, Normalize(), pooling="lasttoken", side="left")
     assert_serves(served, folder)

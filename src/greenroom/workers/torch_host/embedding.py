@@ -23,17 +23,21 @@ from .sentence_head import HEAD
 
 # Tokens computed at once, fill included.
 TOKENS_MAX = 8192
-# These attend by code of their own, and that obeys the mask. Of other models only those that attend through
-# Transformers' common interface are known to.
-MASKED_MODELS: Final = frozenset({"mpnet", "deberta", "deberta-v2"})
+# In these no token sees what fills up an input; a test compares each of them. Not every model obeys its mask: some look
+# at the neighbours of a token by other ways than attention. Inputs of models that are not here are never padded.
+# fmt: off
+PADDED_MODELS: Final = frozenset({
+    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "eurobert", "gemma3_text",
+    "gte", "jina_embeddings_v3", "llama", "mistral", "modernbert", "mpnet", "mt5", "nomic_bert", "qwen2", "qwen3",
+    "roberta", "t5", "umt5", "xlm-roberta",
+})
+# fmt: on
 
 
 def can_pad(module: Any) -> bool:
     """Inputs of several lengths may be computed together: none of them sees what the others are filled up with."""
-    # Which factors it turns positions by follows from the longest input of a batch.
-    if LONGROPE in rope_kinds(module.config) or "attention_mask" not in inspect.signature(module.forward).parameters:
-        return False
-    return bool(getattr(module, "_supports_sdpa", False)) or module.config.model_type in MASKED_MODELS
+    # By which factors longrope turns positions follows from the longest input of a batch.
+    return module.config.model_type in PADDED_MODELS and LONGROPE not in rope_kinds(module.config)
 
 
 def grouped(inputs: Sequence[Sequence[int]], pads: bool = True) -> list[list[int]]:
