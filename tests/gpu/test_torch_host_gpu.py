@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import shutil
 import subprocess
 import sys
@@ -95,7 +96,7 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     fill(host.tensor)
     folding = Folding(memory, layout.bytes if request.param == "folded" else 0, [(0, layout.bytes)])
     folding.filled(0, layout.bytes)
-    host.seal(folding.finish())
+    host.seal(folding.finish(threading.Event()))
     assert any(chunk.fold for chunk in host.chunks) == (request.param == "folded")
     made = StageModel(module, host, GPU, 256 * 2**20, Wire())
     made.on_filled()

@@ -30,6 +30,9 @@ TOKENS = 1024
 WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
 
 
+# Before 5.21 Transformers asks the host which factors of longrope to take, which no graph may contain, and fails at the
+# second long sequence of a model that has them by kind of layer.
+ASKS_HOST = Version(transformers.__version__) < Version("5.21")
 # Rotary factors that change at a length within what these tests ask for.
 LONGROPE = {
     "max_position_embeddings": 512,
@@ -128,6 +131,8 @@ def test_positions_are_turned_by_the_kernel_as_by_hand(turned: int) -> None:
 
 @pytest.mark.parametrize("name", ["phi3", "phi4-mini", "llama", "cohere", "gemma3", "dynamic"])
 def test_captured_steps_turn_each_sequence_by_its_own_length(name: str) -> None:
+    if name == "gemma3" and ASKS_HOST:
+        pytest.skip("this Transformers fails at it by itself")
     model = built(name)
     plain, kv = copy.deepcopy(model), torch.empty(kv_bytes(model.config, "float32", TOKENS), dtype=torch.uint8)
     stage = replace(stage_of(model, 0), device=torch.device("cuda", 0), kv=Flat(kv.cuda()))
@@ -140,8 +145,7 @@ def test_captured_steps_turn_each_sequence_by_its_own_length(name: str) -> None:
             check(plain, one, answer, 1e-3)
     assert batching._runner is not None
     assert batching._runner._graphs is not None
-    # Transformers before 5.21 asks the host which factors to take, which no graph may contain.
-    assert batching._runner._graphs.is_able or Version(transformers.__version__) < Version("5.21")
+    assert batching._runner._graphs.is_able or ASKS_HOST
     batching.close()
 
 
