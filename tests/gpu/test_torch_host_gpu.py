@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
