@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,3 +38,12 @@ def hosted(path: Path, **keys: Any) -> dict[str, Any]:
     """A model on Transformers, hosted by a worker. One thread: on a busy machine more make it slower."""
     common = {"engine": "transformers", "python": torch_python(), "dtype": "float32", "threads": 1}
     return {"path": str(path), **common, "ctx_size": 512, "memory_mib": 100, **keys}
+
+
+def bring_own_attention(folder: Path) -> None:
+    """Let a Llama's folder be a model with code of its own, whose attention paged attention does not know."""
+    shutil.copy(Path(__file__).parent / "workers" / "torch_host" / "own_attention.py", folder)
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "own_attention.OwnConfig", "AutoModelForCausalLM": "own_attention.OwnForCausalLM"}
+    config |= {"model_type": "own_attention", "architectures": ["OwnForCausalLM"], "auto_map": names}
+    (folder / "config.json").write_text(json.dumps(config))

@@ -41,6 +41,7 @@ OTHER_VALUES: dict[str, Any] = {
     "isolate": True,
     "trust_remote_code": True,
     "allow_pickle": True,
+    "skip_check": True,
     "aliases": ("other",),
     "name": "a",
     "description": "a",

@@ -78,12 +78,15 @@ def test_keys_of_a_model_become_options(tmp_path: Path) -> None:
         "device": "auto",
         "trust_remote_code": False,
         "allow_pickle": False,
+        "skip_check": False,
         "threads": 2,
     }
-    open_handed = model(tmp_path, ctx_size=0, cache_tokens=77, trust_remote_code=True, allow_pickle=True)
+    open_handed = model(
+        tmp_path, ctx_size=0, cache_tokens=77, trust_remote_code=True, allow_pickle=True, skip_check=True
+    )
     said = ENGINE.options(open_handed, None)
     assert (said["context"], said["cache_tokens"], said["batch_max"]) == (None, 77, 32)
-    assert said["trust_remote_code"] is True and said["allow_pickle"] is True
+    assert said["trust_remote_code"] is said["allow_pickle"] is said["skip_check"] is True
 
 
 def test_what_is_on_the_host_is_told_so(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ TRANSFORMERS_KEYS = frozenset(
         "isolate",
         "trust_remote_code",
         "allow_pickle",
+        "skip_check",
     }
 )
 COMMAND_KEYS = frozenset({"cmd", "cmd_stop", "check_endpoint", "listener"})

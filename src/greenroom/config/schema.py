@@ -283,6 +283,8 @@ class Model(Section):
     """transformers: run Python code that lies in the model's folder. Only for folders you trust like a program."""
     allow_pickle: bool = False
     """transformers: load .bin files, which can run any code. Only for folders you trust like a program."""
+    skip_check: bool = False
+    """transformers: serve it without the comparison with plain Transformers, which refuses what answers otherwise."""
     aliases: tuple[ModelId, ...] = ()
     """Other ids this model answers to."""
     name: str | None = None

@@ -93,6 +93,7 @@ class TransformersEngine:
             "device": "cpu" if model.device == "cpu" or gpus == () else "auto",
             "trust_remote_code": model.trust_remote_code,
             "allow_pickle": model.allow_pickle,
+            "skip_check": model.skip_check,
             "threads": model.threads,
         }
 

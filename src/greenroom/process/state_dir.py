@@ -25,7 +25,7 @@ _PRIVATE = 0o700
 # What is in a state directory that was opened before. The temporary name of the id begins with a dot.
 _KEPT = ("learned", "needs", "leases")
 _OURS = frozenset(
-    {"lock", "id", "run", "leases.jsonl", *(f"{name}.{kind}" for name in _KEPT for kind in ("json", "new"))}
+    {"lock", "id", "run", "checked", "leases.jsonl", *(f"{name}.{kind}" for name in _KEPT for kind in ("json", "new"))}
 )
 # What a file system puts into its own top directory.
 _NOBODYS = frozenset({"lost+found"})

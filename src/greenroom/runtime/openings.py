@@ -108,7 +108,12 @@ class Openings:
         except LoadFailed as error:
             raise type(error)(f"{slot.entry.id} could not be loaded: {error.message}", details=error.details) from error
         memory = self._memory
-        return {**said, "arena_max_bytes": memory.host_max_bytes, "host_free_bytes": memory.host_free_bytes}
+        return {
+            **said,
+            "arena_max_bytes": memory.host_max_bytes,
+            "host_free_bytes": memory.host_free_bytes,
+            "checked": str(self._state_dir.path / "checked"),
+        }
 
     def _is_open(self, slot: HostedSlot, answer: Answer) -> None:
         if not slot.arena.is_filled:

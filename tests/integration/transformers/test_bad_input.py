@@ -23,7 +23,7 @@ from tests.integration.orders import order, pid_of, view
 from tests.integration.raw import Answer, chat
 from tests.integration.transformers.facts import held, memfds, says
 from tests.models import tiny_hf
-from tests.torch_python import hosted
+from tests.torch_python import bring_own_attention, hosted
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -154,6 +154,13 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
         bad.spoil(spoilt)
         # Nothing is declared: what it needs has to be found out from the folder too.
         models[name] = hosted(spoilt, memory_mib=None)
+    own = folder / "models" / "own-attention"
+    shutil.copytree(tiny_hf("good"), own)
+    bring_own_attention(own)
+    models |= {
+        "own-attention": hosted(own, trust_remote_code=True),
+        "unchecked": hosted(own, trust_remote_code=True, skip_check=True),
+    }
     async with gateway(folder, models, memory={"spare_worker": False}) as app:
         await says(app, "good")
         yield app
@@ -180,6 +187,17 @@ async def test_bad_folder_is_refused_and_nothing_is_left_of_it(app: App, name: s
     await says(app, "good")
     assert await pid_of(app, "good") == pid, "its worker did not mind"
     await at_rest(app)
+
+
+async def test_a_model_that_answers_otherwise_than_transformers_is_refused_unless_an_operator_wants_it(
+    app: App,
+) -> None:
+    memory, claims, pid = memfds(), held(app), await pid_of(app, "good")
+    await refused(app, await chat(app, "own-attention"), "own-attention", "answers otherwise", "skip_check")
+    assert (memfds(), held(app)) == (memory, claims)
+    assert (await chat(app, "unchecked")).status == 200
+    await says(app, "good")
+    assert await pid_of(app, "good") == pid, "its worker did not mind"
 
 
 async def test_prepare_of_a_bad_folder_is_refused_too(app: App) -> None:

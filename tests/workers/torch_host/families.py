@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from greenroom.workers.torch_host.asks import Sampling
 from greenroom.workers.torch_host.attention import IMPLEMENTATION, paged_attention
 from greenroom.workers.torch_host.failures import BadModel
+from greenroom.workers.torch_host.model_check import ModelCheck
 from greenroom.workers.torch_host.rows import Row
 from greenroom.workers.torch_host.runner import Piece, Runner
 from tests.workers.torch_host.performing import performing, said, stage_of
@@ -266,15 +267,16 @@ def cached_apart(model: Any) -> float:
 
 
 def tried(family: str) -> str:
-    """`served`, or why not. Raises AssertionError where it is served and Transformers says otherwise."""
+    """`served`, or why it is refused at load. Raises AssertionError if Transformers answers otherwise."""
     if family in NOT_TRIED:
         return f"not tried: {NOT_TRIED[family]}"
     model = tiny_model(family)
     try:
-        places = list(paged_logits(model))
+        with performing(model, cache_tokens=CACHE_TOKENS, check=ModelCheck(None)):
+            pass
     except BadModel as refusal:
         return _told(str(refusal))
-    plain = plain_logits(model)
+    places, plain = list(paged_logits(model)), plain_logits(model)
     assert float(plain[0].std()) > SPREAD_MIN, "the logits lie too close together to show anything"
     assert apart(places, plain) < TOLERANCE
     assert cached_apart(model) < TOLERANCE

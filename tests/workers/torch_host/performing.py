@@ -99,8 +99,8 @@ def performing(
         sentence=sentence,
         **options,
     )
-    batching.on_wake()
     try:
+        batching.on_wake()
         yield batching
     finally:
         batching.close()

@@ -22,6 +22,7 @@ from .embedding import Embedder, grouped
 from .ensemble import Ensemble
 from .failures import Failure, OnFatal, OutOfMemory, Stuck, is_fatal, told, translated
 from .limits import limits_of
+from .model_check import ModelCheck
 from .pages import BLOCK_TOKENS, item_bytes
 from .runner import Runner, Stage
 from .seats import Seats
@@ -59,11 +60,13 @@ class Batching:
         context: int,
         on_fatal: OnFatal,
         sentence: SentenceConfig | None = None,
+        check: ModelCheck | None = None,
         name: str = "model",
     ) -> None:
         """Raises BadModel for a model that cannot be decoded from paged KV memory.
 
-        With `sentence` it makes embeddings, and writes no text. `on_fatal` ends the process soon.
+        With `sentence` it makes embeddings, and writes no text. The first wake runs `check`, and fails if that does.
+        `on_fatal` ends the process soon.
         """
         self._stage = stage
         self._on_fatal = on_fatal
@@ -85,6 +88,8 @@ class Batching:
         self._jobs: deque[Job] = deque()
         self._in_flight = 0
         self._should_wake = self._is_awake = self._should_close = False
+        self._check = check
+        self._refused: Exception | None = None
         self._ended: BaseException | None = None
         self._thread = threading.Thread(target=self._perform, name=f"perform-{name}", daemon=True)
         self._thread.start()
@@ -155,7 +160,10 @@ class Batching:
     # --- what the host of the model calls ---------------------------------------------------------------------------
 
     def on_wake(self) -> None:
-        """Weights are on their way and KV memory is there: perform. Returns when the thread has begun."""
+        """Weights are on their way and KV memory is there: perform. Returns when the thread has begun.
+
+        Raises BadModel if the first wake's check does, and OutOfMemory; then nothing touches the device any more.
+        """
         self._order(awake=True)
 
     def on_sleep(self) -> None:
@@ -174,9 +182,14 @@ class Batching:
         with self._door:
             self._should_wake = awake
             self._door.notify_all()
-            obeyed = self._door.wait_for(lambda: self._is_awake == awake or self._ended is not None, OBEY_S)
+            obeyed = self._door.wait_for(
+                lambda: self._is_awake == awake or self._ended is not None or self._refused is not None, OBEY_S
+            )
+            refused, self._refused = self._refused, None
         if not obeyed:
             raise Stuck(f"the model's thread did not {'begin' if awake else 'stop'} within {OBEY_S:.0f} s")
+        if refused is not None:
+            raise translated(refused) from refused
         if awake and self._ended is not None:
             raise Failure(f"the model's thread has ended: {translated(self._ended)}") from self._ended
 
@@ -281,6 +294,8 @@ class Batching:
         if self._runner is not None and awake:
             self._seats.clear()
             self._runner.on_wake()
+            if not self._is_right(self._runner):
+                return
         if not awake:
             self._dismiss("The model went to sleep before the answer was complete.")
             if self._runner is not None:
@@ -290,6 +305,25 @@ class Batching:
         with self._door:
             self._is_awake = awake
             self._door.notify_all()
+
+    def _is_right(self, runner: Runner) -> bool:
+        """Run the check if it is due. A model that fails it sleeps on, and whoever woke it is told why."""
+        if self._check is None:
+            return True
+        try:
+            self._check.run(runner)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            runner.on_sleep()
+            if self._stage.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            with self._door:
+                self._refused, self._should_wake = error, False
+                self._door.notify_all()
+            return False
+        self._check = None
+        return True
 
     def _dismiss(self, why: str) -> None:
         """Everybody is told that nothing more comes."""

@@ -38,6 +38,9 @@ class Order:
     arena_max_bytes: int | None = None
     host_free_bytes: int | None = None
     threads: int | None = None
+    skip_check: bool = False
+    checked: Path | None = None
+    """The folder where it is remembered which files were found right."""
 
 
 def order_of(message: Mapping[str, Any]) -> Order:
@@ -65,6 +68,8 @@ def order_of(message: Mapping[str, Any]) -> Order:
         arena_max_bytes=_count(options, "arena_max_bytes"),
         host_free_bytes=_count(options, "host_free_bytes"),
         threads=_count(options, "threads"),
+        skip_check=_one(options, "skip_check", bool, False),
+        checked=Path(checked) if (checked := _one(options, "checked", str, "")) else None,
     )
 
 

@@ -22,6 +22,7 @@ from .driver import driver
 from .failures import OnFatal
 from .fallback import gguf_in
 from .loading import Circumstances, load
+from .model_check import ModelCheck, fingerprint
 from .numa import settle_near
 from .orders import CACHE_CONTEXTS, Order
 from .pages import kv_bytes, text_config
@@ -180,10 +181,21 @@ def _staged(
             on_fatal=around.on_fatal,
             sentence=sentence,
             name=order.model,
+            check=_check(order, arena, around.device, context),
         )
     except BaseException:
         stage.close()
         raise
+
+
+def _check(order: Order, arena: HostArena, device: torch.device, context: int) -> ModelCheck | None:
+    """The comparison with plain Transformers, if it is due: once for each set of files and what computes with them."""
+    if order.embedding or order.skip_check:
+        return None
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    passed = order.checked and order.checked / fingerprint(arena.identity, kind, torch.__version__, str(context))
+    check = ModelCheck(passed)
+    return check if check.is_due else None
 
 
 def _context(order: Order, config: Any) -> int:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -94,14 +95,32 @@ class _ByLength:
 
 def quicken_rope(model: torch.nn.Module, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Replace the function in the module that the model's attention is written in. Says whether it is replaced."""
-    homes = {type(module).__module__ for module in model.modules() if hasattr(module, "layer_idx")}
-    homes = {home for home in homes if callable(getattr(sys.modules.get(home), NAME, None))}
-    return bool(homes) and all(_replaced(sys.modules[home], head_dim, dtype, device) for home in sorted(homes))
+    homes = _homes(model)
+    return bool(homes) and all(_replaced(home, head_dim, dtype, device) for home in homes)
+
+
+@contextmanager
+def unquickened_rope(model: torch.nn.Module) -> Iterator[None]:
+    """In here the functions are those of the models' own code, which is right for all models of that kind."""
+    taken = [(home, quick) for home in _homes(model) if (quick := getattr(home, NAME)) and hasattr(quick, "plain")]
+    for home, quick in taken:
+        setattr(home, NAME, quick.plain)
+    try:
+        yield
+    finally:
+        for home, quick in taken:
+            setattr(home, NAME, quick)
+
+
+def _homes(model: torch.nn.Module) -> list[Any]:
+    """Where the model's attention is written, if the function is there."""
+    names = {type(module).__module__ for module in model.modules() if hasattr(module, "layer_idx")}
+    return [sys.modules[name] for name in sorted(names) if callable(getattr(sys.modules.get(name), NAME, None))]
 
 
 def _replaced(home: Any, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     plain = getattr(home, NAME)
-    if getattr(plain, "is_quick", False):
+    if hasattr(plain, "plain"):
         return True
     try:
         quick = _quick(plain)
@@ -113,7 +132,7 @@ def _replaced(home: Any, head_dim: int, dtype: torch.dtype, device: torch.device
     if not apart <= TOLERANCE:
         log.info("positions of %s are turned in a way of its own", home.__name__)
         return False
-    quick.is_quick = True
+    quick.plain = plain
     setattr(home, NAME, quick)
     return True
 

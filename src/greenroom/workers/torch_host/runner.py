@@ -8,7 +8,8 @@ next and never chooses a token (the ensemble and sampling do). Used by the model
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,6 +83,8 @@ class Runner:
         self.kernels = Kernels.tried(self.shapes[0], self.heads, stage.dtype, stage.device)
         self.rows = Rows(batch_max, blocks_for(self.context) + 1, stage.device)
         self._stores: tuple[Store, ...] = ()
+        self.windows: set[int | None] = set()
+        """How far layers looked back in the last pieces; None: to the beginning."""
         self._choices = limits_of(stage.module).choices
         self._keeps = "logits_to_keep" in inspect.signature(stage.module.forward).parameters
         self._batches = batch_sizes(batch_max)
@@ -110,6 +113,18 @@ class Runner:
     def on_sleep(self) -> None:
         self._stores = ()
 
+    @contextmanager
+    def aside(self, rows: int, tokens: int) -> Iterator[None]:
+        """Steps in here have rows and KV memory of their own, which are gone afterwards. None of them is captured."""
+        stage, kept = self.stage, (self.rows, self._stores, self._graphs)
+        memory = torch.zeros(kv_bytes(stage.config, stage.dtype, tokens), dtype=torch.uint8, device=stage.device)
+        self.rows = Rows(rows, blocks_for(tokens) + 1, stage.device)
+        self._stores, self._graphs = stores_in(memory, self.shapes, stage.dtype, tokens), None
+        try:
+            yield
+        finally:
+            self.rows, self._stores, self._graphs = kept
+
     def prefill(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Compute these pieces at once. Returns what may come next for each that is a last one, in order."""
         spans: list[Span] = []
@@ -129,6 +144,7 @@ class Runner:
         # Something must be kept even where nothing is wanted.
         (kept,) = self._upload([wanted or [0]])
         logits = self._forward(step, ids[None], places[None], kept)
+        self.windows = step.windows
         return logits[0, : len(wanted)]
 
     def decode(self, count: int, longest: int) -> torch.Tensor:

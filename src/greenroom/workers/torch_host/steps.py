@@ -65,6 +65,7 @@ class Prefill(_Paged):
         self._spans = spans
         self._write = write
         self._read = read
+        self.windows: set[int | None] = set()
         self._has_past = any(span.past for span in spans)
         self._lengths: Lengths | None = None
 
@@ -72,6 +73,7 @@ class Prefill(_Paged):
         self, layer: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
     ) -> torch.Tensor:
         store = self._store(layer, key, value)
+        self.windows.add(how.window)
         fresh_key, fresh_value = key[0].transpose(0, 1), value[0].transpose(0, 1)
         self._kernels.write(fresh_key, fresh_value, self._write, store)
         if self._has_past:
