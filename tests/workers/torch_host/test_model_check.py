@@ -106,6 +106,11 @@ def awake(model: Any, dtype: torch.dtype) -> Iterator[Batching]:
         made.close()
 
 
+def test_a_model_with_fewer_places_than_the_check_needs_is_served_without() -> None:
+    with performing(random_model("gpt2", n_positions=16), context=16, check=ModelCheck(None)) as batching:
+        assert len(said(batching, prompt(8), 4).ids) == 4
+
+
 # --- what happens around it -----------------------------------------------------------------------------------------
 
 
