@@ -16,7 +16,7 @@ from greenroom.proxy.client import ClientConnection
 from greenroom.proxy.edge import Exchange, Head
 
 from .conftest import Connect, Serve
-from .wires import DEADLINE_S, Client, echo, get, post, until
+from .wires import DEADLINE_S, Client, echo, get, leave, post, until
 
 CHUNKED = b"POST /c HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -598,17 +598,6 @@ async def test_client_that_leaves_is_told_once(how: str, started: bool, serve: S
     await until(lambda: server.edge.connections == 0)
     assert len(gone) == 1
     assert server.edge.stats.gone == 1
-
-
-def leave(client: Client, how: str) -> None:
-    if how == "fin":
-        client.writer.close()
-    elif how == "rst":
-        sock = client.writer.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
-        client.reset()
-    else:
-        client.writer.write_eof()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from greenroom.proxy.relay import Outcome
 from greenroom.proxy.tunnel import Tunnel
 
 from .conftest import Behind, Connect, Engines
-from .wires import DEADLINE_S, Call, Proxy, get, until
+from .wires import DEADLINE_S, Call, Proxy, get, leave, until
 
 ASK = get("/ws", "Connection: Upgrade\r\nUpgrade: echo\r\nSec-WebSocket-Key: k\r\n")
 AGREE = (
@@ -190,6 +190,34 @@ async def test_tunnel_waits_for_whoever_reads_slowly(engines: Engines, behind: B
     await until(lambda: tunnel.bytes_from_client == 65_536_000)
     await client.close()
     await asyncio.wait([draining])
+
+
+@pytest.mark.parametrize("how", ["fin", "rst", "half-close"])
+async def test_client_of_an_engine_that_reads_nothing_is_seen_to_leave(
+    how: str, engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    async def script(call: Call) -> None:
+        await call.say(AGREE)
+        await asyncio.Event().wait()
+
+    proxy = await behind(await engines(script), write_timeout_s=0.5)
+    client = await connect(proxy.server)
+    await client.send(ASK)
+    assert (await client.response()).status == 101
+    tunnel, sent = tunnel_of(proxy), 0
+    # Until one piece stays in the socket: the client is made to wait.
+    while tunnel.bytes_from_client == sent:
+        await client.send(b"y" * 65536)
+        sent += 65536
+        for _ in range(300):
+            if tunnel.bytes_from_client == sent:
+                break
+            await asyncio.sleep(0.001)
+    leave(client, how)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await tunnel.wait() is Outcome.COMPLETE
+    await until(lambda: proxy.server.edge.connections == 0)
+    await until(lambda: proxy.pool.open_count == 0)
 
 
 async def test_tunnel_is_cut_when_the_edge_is(engines: Engines, behind: Behind, connect: Connect) -> None:

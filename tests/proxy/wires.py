@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -186,6 +187,17 @@ def get(path: str = "/", extra: str = "") -> bytes:
 
 def post(body: bytes, path: str = "/", extra: str = "") -> bytes:
     return f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{extra}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def leave(client: Client, how: str) -> None:
+    if how == "fin":
+        client.writer.close()
+    elif how == "rst":
+        sock = client.writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+        client.reset()
+    else:
+        client.writer.write_eof()
 
 
 @dataclass

@@ -140,6 +140,7 @@ class ClientConnection(asyncio.Protocol):
         elif phase <= ANSWER:
             self._set_aside(data)
         elif phase == TUNNEL:
+            self._deadline = self.edge.now + self.edge.limits.write_timeout_s
             if self._receiver is not None:
                 self._receiver.client_data(data)
         elif phase == LINGER:
@@ -221,7 +222,7 @@ class ClientConnection(asyncio.Protocol):
                 self._check_body(now)
             elif now > self._deadline and not self._backlog:
                 self._head_overdue()
-        elif (self._phase == LINGER and now > self._deadline) or (self._reading_paused and self._has_hung_up()):
+        elif self._is_over(now):
             self.transport.abort()
             return
         waiting = self.transport.get_write_buffer_size()
@@ -355,6 +356,15 @@ class ClientConnection(asyncio.Protocol):
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.client_gone()
+
+    def _is_over(self, now: float) -> bool:
+        """True if the client has lingered long enough, or has left while its bytes are not read."""
+        if self._phase == LINGER:
+            return now > self._deadline
+        if self._phase == TUNNEL:
+            # The engine takes nothing. What the client sent before it left is the engine's, if it goes on soon.
+            return now > self._deadline and not self.transport.is_reading() and self._has_hung_up()
+        return self._reading_paused and self._has_hung_up()
 
     def _has_hung_up(self) -> bool:
         """Whether the client has left, seen without reading what it sent before."""

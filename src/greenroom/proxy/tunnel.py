@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
 
 from greenroom.proxy import wire
 from greenroom.proxy.engine_connection import Connection
@@ -15,6 +16,9 @@ from greenroom.proxy.exchange import Exchange
 from greenroom.proxy.head import Headers
 from greenroom.proxy.headers import response_headers
 from greenroom.proxy.relay import Outcome, Relay
+
+# An engine that does not read is given this long for the last bytes of a client.
+LAST_BYTES_S: Final = 1.0
 
 
 class Tunnel(Relay):
@@ -100,11 +104,13 @@ class Tunnel(Relay):
         return wire.render_head(101, kept, b"connection: upgrade\r\n", b"")
 
     def _end(self) -> None:
-        """Close both sides in order, so that what was already taken still arrives."""
+        """Close both sides in order, so that what was already taken still arrives, if it is read soon."""
         client, engine = self._client, self._engine_transport
         self._client = self._engine_transport = self._engine = self.upstream = None
         if client is not None:
             client.close()
         if engine is not None:
             engine.close()
+            if engine.get_write_buffer_size():
+                asyncio.get_running_loop().call_later(LAST_BYTES_S, engine.abort)
         self._settle(Outcome.COMPLETE)
