@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from greenroom.app import App
 from greenroom.core.model import ModelId
 from greenroom.server.management import make_management
 from greenroom.server.routes import MODEL_ROUTES
-from tests.harness import fake, gateway
+from tests.harness import fake, gateway, until, write_config
 from tests.integration.raw import Answer, Raw, http, request_bytes
 
 KEYS = [
@@ -22,11 +23,14 @@ KEYS = [
     {"name": "lease", "key": "lease-key", "leases": True},
     {"name": "other", "key": "other-key", "leases": True},
     {"name": "admin", "key": "admin-key", "admin": True},
+    {"name": "boss", "key": "boss-key", "tenant": "plain", "admin": True},
 ]
+PLAIN = {"Authorization": "Bearer plain-key"}
 MODELS = {
     "m": fake("m", routes=["/echo/open", "/echo/below/**", "/echo/*/one"]),
     "shy": fake("shy", unlisted=True),
     "cold": fake("cold", unlisted=True),
+    "broken": {"cmd": ["/nowhere/engine", "${PORT}"], "memory_mib": 10, "unlisted": True},
 }
 
 
@@ -190,7 +194,7 @@ async def test_listings_are_of_what_a_key_may_see(app: App) -> None:
     assert (await call(app, "GET", "/v1/models", "plain")).status == 200
     assert (await call(app, "POST", "/v1/chat/completions", "plain", {"model": "m", "messages": []})).status == 200
     plain, admin = [(await call(app, "GET", "/api/v1/models", key)).json()["models"] for key in ("plain", "admin")]
-    assert [model["id"] for model in plain] == ["m"] and {model["id"] for model in admin} == {"m", "shy", "cold"}
+    assert [model["id"] for model in plain] == ["m"] and {model["id"] for model in admin} == set(MODELS)
     assert plain[0]["pid"] is None and next(model["pid"] for model in admin if model["id"] == "m") > 0
     assert [slot["pid"] for slot in plain[0]["slots"]] == [None]
 
@@ -245,3 +249,48 @@ async def test_a_tenant_cannot_name_a_models_lease_or_an_admins(app: App) -> Non
     assert (await call(app, "GET", f"{LEASES}/ops", "admin")).status == 200
     assert all(one["kind"] == "program" for one in (await call(app, "GET", LEASES, "lease")).json()["leases"])
     assert (await call(app, "DELETE", f"{LEASES}/ops", "admin")).status == 204
+
+
+async def test_a_tenants_leases_are_called_as_it_called_them_in_errors_too(app: App) -> None:
+    assert (await call(app, "POST", LEASES, "lease", {"mib": 10, "id": "mine"})).status == 201
+    taken = (await call(app, "POST", LEASES, "lease", {"mib": 20, "id": "mine"})).error
+    assert taken["code"] == "lease_taken" and taken["message"].startswith("The lease mine is another one, of 10 MiB;")
+    for method, path, body in (("GET", "none", None), ("POST", "none/renew", {"token": 1})):
+        unknown = (await call(app, method, f"{LEASES}/{path}", "lease", body)).error
+        assert unknown["message"].startswith("There is no lease none.")
+    assert (await call(app, "DELETE", f"{LEASES}/mine", "lease")).status == 204
+
+
+# --- what others are shown ------------------------------------------------------------------------------------------
+
+
+async def test_figures_name_unlisted_models_to_admins_only(app: App) -> None:
+    assert (await call(app, "POST", "/v1/chat/completions", "admin", {"model": "shy", "messages": []})).status == 200
+    assert (await call(app, "POST", "/v1/chat/completions", "plain", {"model": "m", "messages": []})).status == 200
+    plain, admin = [(await call(app, "GET", "/metrics", key)).body.decode() for key in ("plain", "admin")]
+    assert 'model="m"' in plain and 'model="shy"' in admin
+    assert "shy" not in plain
+
+
+async def test_what_an_admin_was_told_is_not_told_to_its_tenants_other_keys(app: App) -> None:
+    asked = await call(app, "POST", "/v1/chat/completions", "boss", {"model": "broken", "messages": []})
+    assert asked.status == 503 and "/nowhere/engine" in asked.error["message"]
+    path = f"/api/v1/requests/{asked.headers['x-request-id']}"
+    assert "/nowhere/engine" in (await call(app, "GET", path, "boss")).json()["reason"]
+    shown = await call(app, "GET", path, "plain")
+    assert shown.status == 200 and "/nowhere" not in shown.body.decode()
+    assert "could not be started" in shown.json()["error_message"]
+
+
+async def test_a_path_that_is_closed_while_the_body_comes_is_not_reached(tmp_path: Path) -> None:
+    """An id that a reload takes away may leave one of which the rest of the path is another path."""
+    models = {"a/b": fake("a/b", routes=["/echo/**"]), "a": fake("a")}
+    async with gateway(tmp_path, models, server={"api_keys": KEYS}) as app:
+        async with await Raw.open(app) as raw:
+            raw.send(request_bytes("POST", "/upstream/a/b/echo/x", b"0123456789", PLAIN)[:-1])
+            await until(lambda: app.edge.bodies.memory_bytes == 9, "all but the last byte is here")
+            write_config(tmp_path, {"a": models["a"]}, server={"api_keys": KEYS})
+            assert (await call(app, "POST", "/api/v1/reload", "admin")).status == 200
+            raw.send(b"9")
+            assert (await raw.answer()).error["code"] == "not_allowed"
+        assert not app.loop.scheduler.state.slots_of(ModelId("a"))

@@ -387,7 +387,8 @@ def _check_same(entry: Entry, again: LeaseAsk) -> None:
         of = "another program" if first.holder is None else f"process {first.holder.pid} on {first.holder.host}"
         raise taken(again.id, f"that of {of}")
     if (first.mib, first.gpus) != (again.mib, again.gpus):
-        raise taken(again.id, f"another one, of {first.mib:,} MiB on {first.gpus}")
+        each = f" on each of {first.gpus} GPUs" if first.gpus > 1 else ""
+        raise taken(again.id, f"another one, of {first.mib:,} MiB{each}")
     is_there = set(entry.claim) <= set(again.devices) or not again.devices
     if not is_there if entry.claim else first.devices != again.devices:
         raise taken(again.id, f"another one, on {', '.join(sorted(entry.claim) or first.devices) or 'any GPU'}")

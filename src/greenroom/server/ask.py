@@ -138,6 +138,9 @@ class AskReader:
     def read_upstream(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
         """A pass-through: everything after the model's id goes to its engine as it is."""
         head = exchange.head
+        if not caller.admin:
+            # Again: the models may have changed while the body came.
+            self.check_open(head, caller)
         name, path = self._upstream(head)
         target = path + (b"?" + head.query if head.query else b"")
         return self._ask(exchange, route, caller, name, None, target=target, payload=lambda: exchange.body)

@@ -170,7 +170,7 @@ class Inference:
         record.status = _status(running.exchange, relay, error)
         if error is not None:
             record.error_code = error.code
-            record.error_message = render.words(error, record.id, to_operator=ask.to_operator).message
+            record.error_message = render.words(error, record.id, to_operator=False).message
             record.reason, record.details = render.words(error, record.id, to_operator=True)
         if ticket.granted_at:
             record.wait_s = ticket.granted_at - ticket.arrived

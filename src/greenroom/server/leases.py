@@ -8,8 +8,10 @@ heard of its lease has none.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
+from collections.abc import Iterator
 from ipaddress import ip_address
 from typing import Annotated, Literal, cast
 
@@ -58,7 +60,8 @@ class Leases:
         ask, count = self._ask(request, order), self._gateway.metrics.lease_asked
         own = _own(request)
         try:
-            lease = await self._while_listened_to(request, ask)
+            with _called_as_asked(own):
+                lease = await self._while_listened_to(request, ask)
         except _CallerLeft:
             count("given_up")
             raise
@@ -80,7 +83,8 @@ class Leases:
     async def show_lease(self, request: Request, lease_id: LeaseInPath) -> LeaseView:
         """One lease as it is now, also while it is waited for."""
         own = _own(request)
-        return shown(await self._gateway.leasing.find(own + lease_id), own)
+        with _called_as_asked(own):
+            return shown(await self._gateway.leasing.find(own + lease_id), own)
 
     async def release_lease(self, request: Request, lease_id: LeaseInPath, token: Token = None) -> None:
         """Give it back. Doing so again changes nothing, nor does a token that is not its own."""
@@ -89,7 +93,8 @@ class Leases:
     async def renew_lease(self, request: Request, lease_id: LeaseInPath, order: RenewOrder) -> LeaseView:
         """Say that the holder lives, and hear whether it is asked to leave."""
         own = _own(request)
-        return shown(await self._gateway.leasing.renew(own + lease_id, order.token), own)
+        with _called_as_asked(own):
+            return shown(await self._gateway.leasing.renew(own + lease_id, order.token), own)
 
     def _ask(self, request: Request, order: LeaseOrder) -> LeaseAsk:
         return LeaseAsk(
@@ -134,6 +139,17 @@ def _own(request: Request) -> str:
     if caller is None or caller.admin or caller.tenant is None:
         return ""
     return f"t{hashlib.sha256(caller.tenant.encode()).hexdigest()[:16]}."
+
+
+@contextlib.contextmanager
+def _called_as_asked(own: str) -> Iterator[None]:
+    """Errors name leases as their caller does, without what their ids begin with in the store."""
+    try:
+        yield
+    except GreenroomError as error:
+        if own:
+            error.message, error.public = error.message.replace(own, ""), error.public.replace(own, "")
+        raise
 
 
 def _priority(request: Request, order: LeaseOrder) -> int:

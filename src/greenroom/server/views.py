@@ -294,7 +294,7 @@ class RequestView(View):
     status: int | None
     error_code: str | None
     error_message: str | None
-    """What its caller was told."""
+    """What a key without `admin` is told of it."""
     reason: str | None
     """What went wrong, for admin keys only."""
     details: str | None

@@ -63,11 +63,14 @@ class Watching:
         return health
 
     async def metrics(self, request: Request) -> Response:
-        """Everything that is counted, in the text format of Prometheus; by tenant only for an admin's key."""
-        is_admin = asked_by_admin(request)
+        """Everything that is counted, in the text format of Prometheus; tenants and unlisted models for admins only."""
+        gateway = self._gateway
+        listed = (
+            None if asked_by_admin(request) else {entry.id for entry in gateway.catalog if not entry.config.unlisted}
+        )
         async with self._rendering:
-            now = gauges(self._gateway, self._uptime_s())
-            body, content_type = await asyncio.to_thread(self._gateway.metrics.render, now, by_tenant=is_admin)
+            now = gauges(gateway, self._uptime_s())
+            body, content_type = await asyncio.to_thread(gateway.metrics.render, now, only_models=listed)
         return Response(body, headers={"content-type": content_type})
 
     async def status(self) -> views.StatusView:

@@ -83,7 +83,7 @@ class Record:
         self.total_s: float | None = None
         self.status: int | None = None
         self.error_code: str | None = None
-        # What the caller was told; what an operator is, and the engine's lines that go with it.
+        # What callers are told; what an operator is, and the engine's lines that go with it.
         self.error_message: str | None = None
         self.reason: str | None = None
         self.details: str | None = None

@@ -7,7 +7,7 @@ are in `table.py`. Never measures anything itself: callers say what happened, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
@@ -192,14 +192,15 @@ class Metrics:
         """A program asked for memory and was answered, or left: granted, denied or given_up."""
         self._lease_asks.at(outcome).add()
 
-    def render(self, gauges: Gauges, *, by_tenant: bool = True) -> tuple[bytes, str]:
-        """Everything in the text format of Prometheus, and its content type. Who is not to know of tenants gets sums.
+    def render(self, gauges: Gauges, *, only_models: Collection[str] | None = None) -> tuple[bytes, str]:
+        """Everything in the text format of Prometheus, and its content type. With `only_models` the series of other
+        models are left out, and tenants are summed.
 
         May run in a thread beside the loop that counts, and should: with as many tenants as we keep apart it takes
         about half a second.
         """
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Everything(partial(self._families, gauges, by_tenant)))
+        registry.register(_Everything(partial(self._families, gauges, only_models)))
         return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
     # --- caps on labels ---------------------------------------------------------------------------------------------
@@ -258,7 +259,15 @@ class Metrics:
 
     # --- the exposition ---------------------------------------------------------------------------------------------
 
-    def _families(self, gauges: Gauges, by_tenant: bool) -> Iterator[Metric]:
+    def _families(self, gauges: Gauges, only_models: Collection[str] | None) -> Iterator[Metric]:
+        if only_models is None:
+            yield from self._whole_families(gauges, by_tenant=True)
+            return
+        for family in self._whole_families(gauges, by_tenant=False):
+            family.samples = [one for one in family.samples if _is_of(one.labels.get("model"), only_models)]
+            yield family
+
+    def _whole_families(self, gauges: Gauges, *, by_tenant: bool) -> Iterator[Metric]:
         for counted in (self._tenant_requests, self._tokens):
             yield counted.family() if by_tenant else counted.summed("tenant", ALL).family()
         for counted in (self._requests, self._lookups, self._moves):
@@ -309,6 +318,10 @@ def _gpu_families(gpus: Mapping[str, GpuFigures]) -> Iterator[Metric]:
     temperature = {(name,): gpu.temperature_c for name, gpu in gpus.items() if gpu.temperature_c is not None}
     yield gauge_family(table.GPU_UTILISATION, utilisation)
     yield gauge_family(table.GPU_TEMPERATURE, temperature)
+
+
+def _is_of(model: str | None, models: Collection[str]) -> bool:
+    return model is None or model == UNKNOWN_MODEL or model in models
 
 
 def _admit(values: set[_Label], value: _Label, most: int) -> bool:
