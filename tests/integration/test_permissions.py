@@ -294,3 +294,15 @@ async def test_a_path_that_is_closed_while_the_body_comes_is_not_reached(tmp_pat
             raw.send(b"9")
             assert (await raw.answer()).error["code"] == "not_allowed"
         assert not app.loop.scheduler.state.slots_of(ModelId("a"))
+
+
+async def test_a_program_with_a_key_may_name_any_page(app: App) -> None:
+    """No page knows a key, so what has one is refused for no `Referer`; what has none is refused for that."""
+    body = json.dumps({"model": "m", "messages": []}).encode()
+    for said in ({"Referer": "https://app.example/"}, {"Sec-Fetch-Site": "cross-site"}):
+        async with await Raw.open(app) as raw:
+            raw.send(request_bytes("POST", "/v1/chat/completions", body, {**PLAIN, **said}))
+            assert (await raw.answer()).status == 200
+        async with await Raw.open(app) as raw:
+            raw.send(request_bytes("GET", "/upstream/m/echo/open", None, said))
+            assert (await raw.answer()).status == 401
