@@ -168,6 +168,17 @@ def test_bodies_on_a_disk_do_not_count_as_memory(tmp_path: Path) -> None:
     body.close()
 
 
+def test_bodies_leave_room_on_the_disk_for_what_else_is_written_there(tmp_path: Path) -> None:
+    seen = os.statvfs(tmp_path)
+    bodies = budget(spool_dir=str(tmp_path), spool_leaves_bytes=2 * seen.f_frsize * seen.f_bavail)
+    body = Body(bodies)
+    body.append(b"a" * 100)
+    with pytest.raises(BodiesFull, match="disk is nearly full"):
+        body.append(b"b")
+    body.close()
+    assert (bodies.memory_bytes, bodies.spool_bytes) == (0, 0)
+
+
 @pytest.fixture
 def ram() -> Iterator[str]:
     """A folder in memory."""

@@ -97,8 +97,8 @@ class Server(Section):
     bodies_memory_mib: MibAboveZero = 512
     """Memory for all buffered bodies together; when it is full new bodies are refused with 503."""
     bodies_spool_mib: MibAboveZero = 8_192
-    """Disk for all spooled bodies together. Bodies above 256 KiB are spooled, to files without names in state_dir;
-    where that lies in memory (tmpfs) they count towards bodies_memory_mib too."""
+    """Disk for all spooled bodies together. Bodies above 256 KiB are spooled, to files without names in state_dir, of
+    whose disk 32 MiB stay free; where that lies in memory (tmpfs) they count towards bodies_memory_mib too."""
     heartbeat: Heartbeat = Heartbeat.COMMENT
     """What a waiting streaming caller hears: an SSE comment, an empty chunk, or nothing."""
     heartbeat_after_s: Seconds = 10

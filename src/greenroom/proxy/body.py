@@ -7,6 +7,7 @@ cache.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ class BodyBudget:
     """
 
     __slots__ = (
+        "_spool_leaves",
         "_spool_max",
         "body_in_memory_max",
         "memory_bytes",
@@ -58,12 +60,15 @@ class BodyBudget:
         self.spools_to_memory = _is_in_memory(self.spool_dir)
         self.memory_max = limits.bodies_total_max
         self._spool_max = limits.spool_total_max
+        self._spool_leaves = limits.spool_leaves_bytes
         self.body_in_memory_max = limits.body_in_memory_max
 
     def take_spool(self, length: int) -> None:
-        """Raises BodiesFull when all spooled bodies together would pass their limit."""
+        """Raises BodiesFull when all spooled bodies together would pass their limit, or fill the disk."""
         if self.spool_bytes + length > self._spool_max:
             raise BodiesFull("The spool for large request bodies is full; try again later.", retry_after_s=5.0)
+        if _free_bytes(self.spool_dir) - length < self._spool_leaves:
+            raise BodiesFull("A large request body cannot be spooled: the disk is nearly full.", retry_after_s=5.0)
         if self.spools_to_memory:
             self.take_memory(length)
         self.spool_bytes += length
@@ -193,6 +198,15 @@ def _open_and_unlink(directory: str) -> int:
     except OSError as error:
         raise BodiesFull(f"A large request body could not be spooled: {error.strerror}.", retry_after_s=5.0) from error
     return descriptor
+
+
+def _free_bytes(directory: str) -> float:
+    try:
+        seen = os.statvfs(directory)
+    except OSError:
+        # Writing there will say what is wrong.
+        return math.inf
+    return seen.f_frsize * seen.f_bavail
 
 
 def _is_in_memory(directory: str) -> bool:

@@ -46,6 +46,8 @@ class EdgeLimits:
     body_in_memory_max: int = 256 * KIB
     bodies_total_max: int = 512 * MIB
     spool_total_max: int = 8 * 1024 * MIB
+    # So much stays free on the disk of the spool, where leases and what was learned are written down too.
+    spool_leaves_bytes: int = 32 * MIB
 
     # Requests sent ahead wait as raw bytes: above this many we stop reading until the answers before them are done.
     pipelined_bytes_max: int = 64 * KIB
