@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from greenroom.workers.torch_host.asks import Sampling
 from greenroom.workers.torch_host.noise import chance
@@ -90,6 +91,36 @@ def test_repetition_weighs_the_prompt_too() -> None:
         int(chosen(torch.tensor([-1.0, -1.2]), Sampling(temperature=0.0, repetition_penalty=1.5), prompt=[0]).tokens)
         == 1
     )
+
+
+class Full(TorchDispatchMode):
+    """So many operations find memory, and the next does not."""
+
+    def __init__(self, operations: int) -> None:
+        super().__init__()
+        self.left = operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_choice_is_the_same_wherever_memory_ran_out_before() -> None:
+    wish = Sampling(temperature=0.0, repetition_penalty=3.0, frequency_penalty=0.5, logit_bias={4: 1.0}, logprobs=2)
+    wanted = chosen(LOGITS, wish, prompt=[0]).tokens
+    assert wanted.tolist() == [1]
+    for operations in range(200):
+        choosers = Choosers([Chooser(wish, [0], None)], CPU)
+        try:
+            with Full(operations):
+                choosers.choose(LOGITS[None], torch.tensor([5]))
+        except torch.OutOfMemoryError:
+            assert torch.equal(choosers.choose(LOGITS[None], torch.tensor([5])).tokens, wanted), operations
+        else:
+            return
+    pytest.fail("it never ends")
 
 
 def test_bias_moves_a_token_up_or_out() -> None:

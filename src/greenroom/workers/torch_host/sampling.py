@@ -68,11 +68,13 @@ class Chooser:
     def _penalise(self, scores: torch.Tensor) -> None:
         wish = self.sampling
         if self._counts is None or self._seen is None:
-            self._counts = torch.zeros(scores.shape, dtype=torch.int32, device=scores.device)
-            self._seen = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
             # A head may be narrower than the embedding: what it has no score for needs no penalty.
             prompt = [token for token in self._prompt if token < scores.shape[-1]]
-            self._seen[torch.tensor(prompt, dtype=torch.long, device=scores.device)] = True
+            seen = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
+            seen[torch.tensor(prompt, dtype=torch.long, device=scores.device)] = True
+            counts = torch.zeros(scores.shape, dtype=torch.int32, device=scores.device)
+            # Kept when whole: memory may have run out on the way, and then this is done again.
+            self._seen, self._counts = seen, counts
         said = self._counts > 0
         if wish.repetition_penalty != 1.0:
             hit = torch.where(scores > 0, scores / wish.repetition_penalty, scores * wish.repetition_penalty)
