@@ -45,6 +45,7 @@ def test_a_lost_device_ends_the_process(error: Exception) -> None:
     "error",
     [
         RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("shape '[2, 3]' is invalid for input of size 5"),
         DriverError("cuMemHostRegister", 712, "part or all of the requested memory range is already mapped"),
         DriverError("cuMemAddressReserve", 1, "invalid argument"),
@@ -59,6 +60,7 @@ def test_other_errors_do_not(error: Exception) -> None:
 
 def test_foreign_errors_get_one_of_our_kinds_and_one_short_line() -> None:
     assert translated(MemoryError("Cannot allocate memory")).kind == "out_of_memory"
+    assert translated(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")).kind == "out_of_memory"
     assert translated(KeyError("x")).kind == "failed"
     known = BadModel("broken")
     assert translated(known) is known

@@ -16,7 +16,8 @@ MESSAGE_MAX_CHARS = 600
 _POISON_WORDS = ("cuda error", "device-side assert", "cublas_status", "cudnn_status", "unspecified launch failure")
 # Codes of the driver after which its context is lost: a hardware fault, and everything a kernel can do wrong.
 _POISON_CODES = frozenset({214, 220, 226, 700, 702, 709, 710, *range(714, 720), 999})
-_MEMORY_WORDS = ("out of memory", "cannot allocate memory", "not enough memory")
+# A library that asks the driver itself says so in its own way: cuBLAS, for the first product of a new thread.
+_MEMORY_WORDS = ("out of memory", "cannot allocate memory", "not enough memory", "status_alloc_failed")
 _CHAIN_MAX = 8
 
 OnFatal = Callable[[BaseException, Callable[[], None]], None]
