@@ -27,7 +27,7 @@ KEYS = [
 ]
 PLAIN = {"Authorization": "Bearer plain-key"}
 MODELS = {
-    "m": fake("m", routes=["/echo/open", "/echo/below/**", "/echo/*/one"]),
+    "m": fake("m", routes=["/echo/open", "/echo/below/**", "/echo/*/one", "/ws"]),
     "shy": fake("shy", unlisted=True),
     "cold": fake("cold", unlisted=True),
     "broken": {"cmd": ["/nowhere/engine", "${PORT}"], "memory_mib": 10, "unlisted": True},
@@ -183,6 +183,16 @@ async def test_refusals_say_what_the_key_lacks(app: App) -> None:
     assert "leases: true" in leasing["message"]
     engine = (await call(app, "GET", "/upstream/m/slots", "plain")).error
     assert "/slots of m" in engine["message"] and "routes" in engine["message"]
+
+
+@pytest.mark.parametrize(("protocol", "plain"), [("websocket", 101), ("h2c", 404), ("websocket, h2c", 404)])
+async def test_an_open_path_leads_to_no_protocol_that_has_paths_of_its_own(app: App, protocol: str, plain: int) -> None:
+    wanted = {"plain": plain, "admin": 101}
+    for key, expected in wanted.items():
+        headers = {"Authorization": f"Bearer {key}-key", "Connection": "Upgrade", "Upgrade": protocol}
+        async with await Raw.open(app) as raw:
+            raw.send(request_bytes("GET", "/upstream/m/ws", None, headers))
+            assert (await raw.head())[0] == expected, key
 
 
 async def test_a_path_that_is_not_open_loads_nothing(app: App) -> None:

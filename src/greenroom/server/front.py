@@ -118,6 +118,9 @@ class FrontDoor:
             return
         if head.path.startswith(UPSTREAM_PREFIX):
             self._inference.check_open(head, caller)
+            if head.upgrade is not None and head.upgrade.lower() != b"websocket":
+                # HTTP/2 (h2c) would reach every path of the engine. A server need not take up what it is offered.
+                head.upgrade = None
             return
         needed = self._needs(head, routed_path(head))
         if not caller.may(needed):
