@@ -94,14 +94,14 @@ def test_repetition_weighs_the_prompt_too() -> None:
 
 
 class Full(TorchDispatchMode):
-    """So many operations find memory, and the next does not."""
+    """So many operations find memory, and the next does not. `has_room`: in tensors that are there already it works."""
 
-    def __init__(self, operations: int) -> None:
+    def __init__(self, operations: int, has_room: bool = False) -> None:
         super().__init__()
-        self.left = operations
+        self.left, self.has_room = operations, has_room
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.left -= 1
+        self.left -= not self.has_room or any(result.alias_info is None for result in func._schema.returns)
         if self.left < 0:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return func(*args, **(kwargs or {}))
@@ -121,6 +121,18 @@ def test_a_choice_is_the_same_wherever_memory_ran_out_before() -> None:
         else:
             return
     pytest.fail("it never ends")
+
+
+def test_a_choice_is_noted_without_new_memory() -> None:
+    """It would else be noted for some rows only when memory runs out, and twice for these when that is done again."""
+    wish = Sampling(temperature=0.0, frequency_penalty=0.5)
+    choosers = Choosers([Chooser(wish, [], None), Chooser(wish, [], None)], CPU)
+    for _ in range(3):
+        tokens = choosers.choose(LOGITS.repeat(2, 1), torch.tensor([5, 5])).tokens
+        with Full(0, has_room=True):
+            choosers.note(tokens)
+    assert tokens.tolist() == [0, 0]
+    assert choosers.choose(LOGITS.repeat(2, 1), torch.tensor([5, 5])).tokens.tolist() == [1, 1]
 
 
 def test_bias_moves_a_token_up_or_out() -> None:

@@ -34,6 +34,7 @@ class Chooser:
         self._prompt = prompt
         self._seen: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
+        self._one: torch.Tensor | None = None
         self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -55,8 +56,9 @@ class Chooser:
 
     def note(self, token: torch.Tensor) -> None:
         """This one was chosen; still on the device, nobody has looked at it."""
-        if self._counts is not None:
-            self._counts.index_add_(0, token.view(1), torch.ones_like(self._counts[:1]))
+        if self._counts is not None and self._one is not None:
+            # Takes no memory: it could run out after some rows of a batch, and those would be noted again.
+            self._counts.index_add_(0, token.view(1), self._one)
 
     def _bias_on(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._bias is None:
@@ -74,7 +76,7 @@ class Chooser:
             seen[torch.tensor(prompt, dtype=torch.long, device=scores.device)] = True
             counts = torch.zeros(scores.shape, dtype=torch.int32, device=scores.device)
             # Kept when whole: memory may have run out on the way, and then this is done again.
-            self._seen, self._counts = seen, counts
+            self._seen, self._counts, self._one = seen, counts, torch.ones_like(counts[:1])
         said = self._counts > 0
         if wish.repetition_penalty != 1.0:
             hit = torch.where(scores > 0, scores / wish.repetition_penalty, scores * wish.repetition_penalty)
