@@ -66,3 +66,16 @@ def test_a_link_that_leads_out_is_refused_for_the_folder_and_for_each_file(roots
 def test_a_root_that_is_a_link_itself_is_what_it_leads_to(roots: Path) -> None:
     (roots.parent / "alias").symlink_to(roots)
     check_roots(entry(path=str(folder(roots))), (str(roots.parent / "alias"),))
+
+
+def test_modules_of_an_embedding_model_lie_below_a_root_too(roots: Path) -> None:
+    model = folder(roots)
+    outside = roots.parent / "elsewhere" / "2_Dense"
+    outside.mkdir()
+    (outside / "model.safetensors").write_text("weights")
+    (model / "2_Dense").symlink_to(outside)
+    catalog = Catalog()
+    catalog.fill(Config(models={"m": Model(path=str(model), embedding=True)}))
+    (only,) = catalog
+    with pytest.raises(OutsideRoots, match="2_Dense"):
+        check_roots(only, (str(roots),))

@@ -49,6 +49,8 @@ GRAPHS_MIB: Final = 288
 # Where a header cannot be read, files are taken for their size; weights that are no safetensors have these endings.
 OTHER_ENDINGS: Final = ("*.bin", "*.pt", "*.gguf")
 FILES_MAX: Final = 1_000
+# Where the modules behind an embedding model lie. Workers read them from nowhere else.
+MODULE_FILES: Final = "[0-9]*_*/*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,8 @@ def _projection_files(path: Path) -> list[Path]:
     """Weights of the modules behind the pooling of an embedding model, which lie in folders such as `2_Dense`."""
     try:
         is_sentences = (path / "modules.json").is_file()
-        return sorted(path.glob("[0-9]*_*/model.safetensors"))[:FILES_MAX] if is_sentences else []
+        found = (one for one in path.glob(MODULE_FILES) if one.name == "model.safetensors")
+        return sorted(found)[:FILES_MAX] if is_sentences else []
     except (OSError, ValueError):
         return []
 

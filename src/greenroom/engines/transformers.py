@@ -20,6 +20,7 @@ from greenroom.engines.estimate import Estimate
 from greenroom.engines.estimate_transformers import (
     BATCH_DEFAULT,
     CONTEXTS_CACHED,
+    MODULE_FILES,
     HostedOptions,
     estimate_asleep,
     estimate_ready,
@@ -57,8 +58,11 @@ class TransformersEngine:
         return model.concurrency or BATCH_DEFAULT
 
     def files(self, model: Model) -> list[Path]:
+        """Those of its folder; of an embedding model those of its modules too, such as `1_Pooling`."""
+        folder = Path(model.path or "")
         try:
-            return sorted(one for one in Path(model.path or "").iterdir() if one.is_file())[:FILES_MAX]
+            below = folder.glob(MODULE_FILES) if model.embedding else ()
+            return sorted(one for one in (*folder.iterdir(), *below) if one.is_file())[:FILES_MAX]
         except (OSError, ValueError):
             return []
 

@@ -7,6 +7,7 @@ loaded. Never imports torch, nor anything that a file names. Read `read_sentence
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,8 @@ SETTINGS_FILES: Final = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
+# Only files in such folders are known to the gateway, which asks whether they may be read.
+MODULE_PATH: Final = re.compile(r"[0-9]+_[A-Za-z0-9]+")
 # Arguments for Transformers that change nothing of a vector but its rounding.
 # fmt: off
 HARMLESS_ARGUMENTS: Final = frozenset({
@@ -163,8 +166,8 @@ def _module_paths(folder: Path, modules: Any) -> list[tuple[str, Path]]:
         kind, path = one.get("type"), one.get("path")
         if not isinstance(kind, str) or not isinstance(path, str):
             raise BadModel(f"{file}: a module lacks its type or path.")
-        if path.startswith("/") or ".." in path.split("/") or "\0" in path:
-            raise BadModel(f"{file} names {path[:120]!r}, which is not inside the model's folder.")
+        if number and MODULE_PATH.fullmatch(path) is None:
+            raise BadModel(f"{file} names {path[:120]!r}; its modules lie in folders such as 1_Pooling beside it.")
         name = kind.rpartition(".")[2]
         wanted = (("Transformer",), ("Pooling",))[number] if number < 2 else ("Dense", "Normalize", "Dropout")
         if not kind.startswith(PACKAGE) or name not in wanted:
@@ -174,8 +177,8 @@ def _module_paths(folder: Path, modules: Any) -> list[tuple[str, Path]]:
         found.append((name, folder / path))
     if len(found) < 2:
         raise BadModel(f"{file} names no Pooling behind a Transformer.")
-    if found[0][1] != folder:
-        raise BadModel(f"{file}: its Transformer lies in {modules[0]['path']}. Move it to the folder itself.")
+    if modules[0]["path"]:
+        raise BadModel(f"{file}: its Transformer lies in {modules[0]['path'][:120]!r}. Move it to the folder itself.")
     return found
 
 
@@ -195,9 +198,11 @@ def _settings(folder: Path) -> dict[str, Any]:
         raise BadModel(f"{file} has processing_kwargs, which are not supported.")
     for owner in ("model", "tokenizer", "processor", "config"):
         for name in (f"{owner}_args", f"{owner}_kwargs"):
-            odd = sorted(set(said.get(name) or ()) - HARMLESS_ARGUMENTS)
-            if odd:
-                raise BadModel(f"{file}: {name} has {odd[0]}, which is not supported.")
+            arguments = said.get(name) or {}
+            if not isinstance(arguments, dict):
+                raise BadModel(f"{file}: its {name} are no arguments by name.")
+            if odd := sorted(set(arguments) - HARMLESS_ARGUMENTS):
+                raise BadModel(f"{file}: {name} has {odd[0][:80]}, which is not supported.")
     return said
 
 
@@ -212,7 +217,7 @@ def _prompts(folder: Path, said: Mapping[str, Any]) -> tuple[dict[str, str], str
     default = said.get("default_prompt_name")
     if default is None:
         return prompts, ""
-    if default not in prompts:
+    if not isinstance(default, str) or default not in prompts:
         raise BadModel(f"{file}: its default_prompt_name is {str(default)[:80]!r}, which is none of its prompts.")
     return prompts, prompts[default]
 
