@@ -42,8 +42,9 @@ class Worker:
         self.socket = socket
         self.key: HostKey | None = None
         self.slots: dict[SlotId, LogRing] = {}
-        # Every slot that ever lived here, those that have left included.
-        self._hosted: set[SlotId] = set()
+        # The slot that came last, and whether it was the only one ever.
+        self._latest: SlotId | None = None
+        self._was_shared = False
         # Those of them that it was asked to let go of, and has not yet.
         self._going: set[SlotId] = set()
         # Set when it has ended and everybody who lived in it knows.
@@ -65,7 +66,8 @@ class Worker:
 
     def let_in(self, slot: SlotId, log: LogRing) -> None:
         self.slots[slot] = log
-        self._hosted.add(slot)
+        self._was_shared = self._was_shared or self._latest not in (None, slot)
+        self._latest = slot
         self._tell_log()
 
     def let_out(self, slot: SlotId) -> None:
@@ -74,7 +76,7 @@ class Worker:
 
     def lines_of(self, slot: SlotId, count: int) -> list[str]:
         """The last lines that are this slot's. None where another ever lived here: no line says whose it is."""
-        return self.log.tail(count) if self._hosted <= {slot} else []
+        return self.log.tail(count) if not self._was_shared and self._latest in (None, slot) else []
 
     def _tell_log(self) -> None:
         # Slots of one model share its log, which is to have each line once.
