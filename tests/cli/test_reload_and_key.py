@@ -48,11 +48,11 @@ def test_a_bad_file_fails_with_its_lines(gateway: FakeGateway, capsys: pytest.Ca
 
 
 def test_a_new_key_opens_the_door_its_lines_describe(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["key", 'a "name": #1']) == 0
+    assert main(["key", 'a "name": #1 😀']) == 0
     out = capsys.readouterr().out
     key = out.splitlines()[0].removeprefix("key: ")
     config = Config.model_validate(yaml.safe_load(out[out.index("server:") :]))
-    assert Keys(config.server.api_keys).check(key.encode()).name == 'a "name": #1'
+    assert Keys(config.server.api_keys).check(key.encode()).name == 'a "name": #1 😀'
 
 
 @pytest.mark.parametrize(

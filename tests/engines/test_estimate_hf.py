@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from greenroom.core.model import Need
 from greenroom.engines import estimate_hf as module
 from greenroom.engines.estimate import Estimate, Part
 from greenroom.engines.estimate_hf import Facts, FolderOptions, estimate_folder, folder_cache, is_folder, weight_files
+from greenroom.engines.gguf_header import BadModelFile
 from greenroom.engines.kv_cache import LayerCache
 from tests.engines.test_safetensors_header import tensor, write
 
@@ -161,3 +163,9 @@ def test_folders_without_weights_say_nothing(tmp_path: Path) -> None:
     assert estimate_folder(tmp_path, FolderOptions(), 1) is None
     assert not is_folder(tmp_path) and not is_folder(Path("bad\0name"))
     assert weight_files(Path("bad\0name")) == []
+
+
+def test_a_pipe_in_place_of_the_configuration_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(BadModelFile, match="not a plain file"):
+        module.folder_config(tmp_path)

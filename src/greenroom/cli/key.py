@@ -31,7 +31,11 @@ def run(args: argparse.Namespace) -> int:
     screen.say(f"key: {key}")
     screen.say("\nFor the configuration, which never holds the key itself:\n")
     # JSON's quoting is YAML's, and a name may need it.
-    lines = [f"    - name: {json.dumps(args.name)}", f"sha256: {sha256}", *(f"{right}: true" for right in rights)]
+    lines = [
+        f"    - name: {json.dumps(args.name, ensure_ascii=False)}",
+        f"sha256: {sha256}",
+        *(f"{right}: true" for right in rights),
+    ]
     screen.say("server:\n  api_keys:\n" + "\n      ".join(lines))
     screen.hint(f"\nkeep the key now, it cannot be shown again: export {KEY_NAME}=…; then `greenroom reload`")
     return Exit.OK

@@ -122,8 +122,12 @@ def weight_files(path: Path) -> list[Path]:
 
 def folder_config(path: Path) -> dict[str, Any]:
     """Its config.json; empty where there is none. Raises BadModelFile if it is there and cannot be read."""
+    found = path / "config.json"
     try:
-        with (path / "config.json").open("rb") as file:
+        # A pipe would be waited for.
+        if found.exists() and not found.is_file():
+            raise BadModelFile(f"{found} is not a plain file.")
+        with found.open("rb") as file:
             said = msgspec.json.decode(file.read(CONFIG_MAX_BYTES))
     except FileNotFoundError:
         return {}

@@ -494,6 +494,7 @@ def modules(*kinds: str) -> list[dict[str, str]]:
         ("modules.json", [*modules("Transformer"), {**modules("Pooling")[0], "path": "other/1_Pooling"}], "other/1"),
         ("1_Pooling/config.json", {"pooling_mode": "median"}, "median"),
         ("1_Pooling/config.json", {"pooling_mode": [["mean"]]}, "mean"),
+        ("1_Pooling/config.json", {"pooling_mode": ["mean"] * 1000}, "1,000"),
         ("1_Pooling/config.json", None, "1_Pooling"),
         ("2_Dense/config.json", {"in_features": 32, "out_features": 16, "activation_function": "os.system"}, "os.sys"),
         ("2_Dense/config.json", {"in_features": 32, "out_features": 16, "use_residual": True}, "use_residual"),
@@ -529,3 +530,13 @@ def test_what_cannot_be_done_right_is_refused_by_name(
     else:
         (folder / file).write_text(said if isinstance(said, str) else json.dumps(said))
     assert why in refusal(worker, folder)
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(
+    worker: WorkerRig, whole: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(whole, folder)
+    (folder / "1_Pooling" / "config.json").unlink()
+    os.mkfifo(folder / "1_Pooling" / "config.json")
+    assert "not a plain file" in refusal(worker, folder)

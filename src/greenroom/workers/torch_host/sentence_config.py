@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +43,7 @@ SETTINGS_FILES: Final = tuple(
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 # Only files in such folders are known to the gateway, which asks whether they may be read.
-MODULE_PATH: Final = re.compile(r"[0-9]+_[A-Za-z0-9]+")
+MODULE_PATH: Final = re.compile(r"[0-9]{1,3}_[A-Za-z0-9]{1,64}")
 # Arguments for Transformers that change nothing of a vector but its rounding.
 # fmt: off
 HARMLESS_ARGUMENTS: Final = frozenset({
@@ -234,6 +235,8 @@ def _pooling(folder: Path) -> tuple[tuple[PoolingMode, ...], bool]:
     odd = [mode for mode in modes if mode not in POOLING_MODES] if isinstance(modes, list) and modes else [modes]
     if odd:
         raise BadModel(f"{file}: it pools by {str(odd[0])[:80]!r}; known: {', '.join(POOLING_MODES)}.")
+    if len(modes) > len(POOLING_MODES):
+        raise BadModel(f"{file}: it joins {len(modes):,} ways of pooling; there are {len(POOLING_MODES)}.")
     return tuple(modes), said.get("include_prompt", True) is not False
 
 
@@ -260,7 +263,9 @@ def _step(kind: str, folder: Path) -> Step:
 def _count(folder: Path, said: Mapping[str, Any], name: str) -> int | None:
     value = said.get(name)
     if value is not None and (type(value) is not int or not 0 < value < NUMBER_MAX):
-        raise BadModel(f"{folder}: {name} is {str(value)[:80]!r}, and should be a number above zero.")
+        raise BadModel(
+            f"{folder}: {name} is {str(value)[:80]!r}, and should be a whole number from 1 to {NUMBER_MAX - 1:,}."
+        )
     return value
 
 
@@ -274,8 +279,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> Any:
     try:
-        if path.stat().st_size > CONFIG_BYTES_MAX:
-            raise BadModel(f"{path} is longer than {CONFIG_BYTES_MAX:,} bytes.")
+        seen = path.stat()
+        if not stat.S_ISREG(seen.st_mode) or seen.st_size > CONFIG_BYTES_MAX:
+            raise BadModel(f"{path} is not a plain file of at most {CONFIG_BYTES_MAX:,} bytes.")
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
