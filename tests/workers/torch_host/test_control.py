@@ -59,9 +59,11 @@ class FakeDesk:
         return self._do(f"close {slot}")
 
     def lost(self, error: BaseException, say: Callable[[], None]) -> None:
-        if self.lost_to is None:
-            say()
+        is_first = self.lost_to is None
+        # Before the answer: who reads it may ask the next thing at once.
         self.lost_to = error
+        if is_first:
+            say()
 
     def _do(self, what: str) -> Mapping[str, Any]:
         self.begun.setdefault(what, threading.Event()).set()
