@@ -93,8 +93,8 @@ compiled:               ## the hot path as machine code, in $(COMPILED); again o
 # One test draws records from their annotations, which compiled classes do not keep.
 test-compiled: compiled torch ## the tests of the gateway, against the compiled build
 	@$(COMPILED)/bin/python -m pytest -m 'not soak and not gpu' --numprocesses $(JOBS) \
-	  --deselect tests/runtime/test_core_json.py::test_every_kind_of_record_comes_back_as_it_was \
-	  tests/proxy tests/server tests/runtime tests/telemetry tests/tenancy tests/integration \
+	  --deselect tests/runtime/record/test_core_json.py::test_every_kind_of_record_comes_back_as_it_was \
+	  tests/http tests/server tests/runtime tests/telemetry tests/tenancy tests/integration \
 	  $(foreach folder,$(ENGINE_TESTS),--ignore=$(folder))
 	@$(COMPILED)/bin/python -m pytest $(ENGINE_TESTS) --numprocesses $(TORCH_JOBS) --dist loadfile
 
@@ -108,7 +108,7 @@ soak: setup             ## long fault runs: 300 kills of the gateway under load;
 	@$(BIN)/python -m pytest -m soak --timeout 7200 --ignore=$(TORCH_TESTS)
 
 sim: setup              ## fault simulation on all cores: make sim SEEDS=1000 [FIRST=200]
-	@$(BIN)/python -m greenroom.sim.chaos --seeds $(SEEDS) --first $(FIRST)
+	@$(BIN)/python -m tests.chaos --seeds $(SEEDS) --first $(FIRST)
 
 sim-shared: setup       ## gateways that share GPUs, with faults, in virtual time: make sim-shared SEEDS=3000
 	@$(BIN)/python -m tests.sim.shared --seeds $(SEEDS) --first $(FIRST)

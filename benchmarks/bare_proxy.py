@@ -13,10 +13,10 @@ import json
 import uvloop
 
 from greenroom.errors import GreenroomError
-from greenroom.proxy.edge import Edge, Exchange, Head, Refusal
-from greenroom.proxy.headers import build_request
-from greenroom.proxy.relay import Outcome, Relay
-from greenroom.proxy.upstream import Address, Pool
+from greenroom.http.edge import Edge, Exchange, Head, Refusal
+from greenroom.http.headers import build_request
+from greenroom.http.relay import Outcome, Relay
+from greenroom.http.upstream import Address, Pool
 
 BODY_MAX = 16 * 1024 * 1024
 

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import rig
-from greenroom.core.company.matrix import ByMatrix, Matrix
 from greenroom.core.model import ModelId
+from greenroom.core.policy.coresidency.matrix import ByMatrix, Matrix
 
 GOALS = {"large_10_ready_us_max": 1000.0, "large_20_ready_us_max": 1000.0}
 LARGE, SMALL = (10, 6), (5, 6)

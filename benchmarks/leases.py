@@ -22,9 +22,9 @@ import redis.asyncio as aioredis
 import uvloop
 
 import rig
-from greenroom.memory.leases.records import LeaseAsk
-from greenroom.memory.leases.redis_store import RedisStore
-from greenroom.memory.leases.shared import SlotAsk
+from greenroom.leases.records import LeaseAsk
+from greenroom.leases.shared.redis_store import RedisStore
+from greenroom.leases.shared.store import SlotAsk
 
 LIVE = (10, 200)
 GOALS = {"pairs_per_s_min": 1_000.0, "load_p50_ms_max": 5.0}

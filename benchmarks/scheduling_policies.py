@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from greenroom.core.events import Limits
-from greenroom.core.fifo import FirstCome
 from greenroom.core.model import ModelId
-from greenroom.core.policies import BUILT_IN
-from greenroom.core.policy import Policies, Turn
+from greenroom.core.policy.base import Policies, Turn
+from greenroom.core.policy.fifo import FirstCome
+from greenroom.core.policy.registry import BUILT_IN
+from greenroom.core.policy.swapper import Resident, Swapper
+from greenroom.core.queue.waitlist import Queue
 from greenroom.core.scheduler import Scheduler
-from greenroom.core.swapper import Resident, Swapper
-from greenroom.core.waitlist import Queue
 from greenroom.sim.setting import SimConfig
 from greenroom.sim.world import World
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from greenroom.core.model import DeviceId, ModelId, SlotId, Tier
-from greenroom.core.policies import BUILT_IN
-from greenroom.core.policy import PolicyFactory
-from greenroom.core.swapper import Resident, Swapper, Target
+from greenroom.core.policy.base import PolicyFactory
+from greenroom.core.policy.registry import BUILT_IN
+from greenroom.core.policy.swapper import Resident, Swapper, Target
 from greenroom.sim.setting import SimConfig
 from greenroom.sim.world import World
 from tests.cli.test_guides import ROOT, blocks

@@ -6,14 +6,14 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from greenroom.leasing_client import lease as lease
+    from greenroom.leases.client import lease as lease
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     if name == "lease":
-        from greenroom.leasing_client import lease
+        from greenroom.leases.client import lease
 
         return lease
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,21 +17,21 @@ from greenroom.config.limits import limits_of
 from greenroom.config.named_tenants import is_named
 from greenroom.config.problems import open_door
 from greenroom.config.schema import Config, Server
-from greenroom.core import green_room
+from greenroom.core.decide import green_room
 from greenroom.core.events import ConfigChanged, ShutdownAsked
 from greenroom.core.model import ModelId
 from greenroom.errors import ConfigError
-from greenroom.memory.probe import Probe, Reading
 from greenroom.process import orphans
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime import build
-from greenroom.runtime.beside import beside
-from greenroom.runtime.catalog import Draft
-from greenroom.runtime.first_look import first_look
-from greenroom.runtime.learned import LearnedTimes
+from greenroom.runtime.catalogue import Draft
+from greenroom.runtime.detached import beside
+from greenroom.runtime.memory.first_look import first_look
+from greenroom.runtime.memory.probes.base import Probe, Reading
 from greenroom.runtime.operations import Operations
+from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.tickets import Desk
-from greenroom.server.settings import Settings
+from greenroom.server.inference.settings import Settings
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.logs import setup as setup_logs
 from greenroom.wiring.common import wire_common

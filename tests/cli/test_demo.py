@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.cli import demo
+from greenroom.cli.commands import demo
 from greenroom.cli.demo_models import DemoModel
 from greenroom.cli.main import main
 from greenroom.cli.overrides import Overrides
@@ -43,8 +43,8 @@ def test_two_demos_on_two_ports_do_not_share_a_state_directory() -> None:
 def test_without_llama_cpp_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("greenroom.cli.demo.shutil.which", lambda name: None)
-    monkeypatch.setattr("greenroom.cli.demo.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("greenroom.cli.commands.demo.shutil.which", lambda name: None)
+    monkeypatch.setattr("greenroom.cli.commands.demo.importlib.util.find_spec", lambda name: None)
     assert main(["demo"]) == 1
     assert capsys.readouterr().err == "greenroom: the demo needs llama.cpp: pip install 'greenroom[demo]'\n"
 
@@ -55,8 +55,8 @@ def test_a_second_demo_on_the_same_port_is_told_to_take_another(
     def busy(*_: object) -> int:
         raise StateDirBusy("/c/state-8210 is held by the gateway with pid 4711; stop it")
 
-    monkeypatch.setattr("greenroom.cli.demo._need_llama_cpp", lambda: None)
-    monkeypatch.setattr("greenroom.cli.demo._prepared", lambda: MODELS)
+    monkeypatch.setattr("greenroom.cli.commands.demo._need_llama_cpp", lambda: None)
+    monkeypatch.setattr("greenroom.cli.commands.demo._prepared", lambda: MODELS)
     monkeypatch.setattr("greenroom.cli.serving.serve", busy)
     assert main(["demo", "--port", "8210"]) == 1
     err = capsys.readouterr().err

@@ -20,7 +20,7 @@ import pytest
 
 from greenroom.cli import demo_models, minilm_gguf
 from greenroom.cli.demo_models import MINILM, SMOLLM2, DemoUnavailable, Package, prepare
-from greenroom.engines.gguf_header import read_header
+from greenroom.engines.estimates.gguf_header import read_header
 from tests.models import tiny
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "apple", "##s"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.cli.commands import parser
+from greenroom.cli.parser import parser
 from greenroom.config import loader
 
 ROOT = Path(__file__).parents[2]

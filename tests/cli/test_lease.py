@@ -21,9 +21,9 @@ import pytest
 from greenroom.app import App
 from greenroom.cli.main import main
 from greenroom.cli.program import Program
-from greenroom.memory.leases.holder import holder_of
-from greenroom.memory.leases.records import LeaseAsk
-from greenroom.memory.leases.redis_store import RedisStore
+from greenroom.leases.holder import holder_of
+from greenroom.leases.records import LeaseAsk
+from greenroom.leases.shared.redis_store import RedisStore
 from greenroom.process import proc, program_keeper
 from tests.cli.fake_gateway import FakeGateway, answer
 from tests.harness import fake, gateway, until, url

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from greenroom import __version__
-from greenroom.cli import interrupts, ps
+from greenroom.cli import interrupts
 from greenroom.cli import main as main_module
-from greenroom.cli.commands import COMMANDS, parser
+from greenroom.cli.commands import ps
 from greenroom.cli.failures import CommandFailed
 from greenroom.cli.main import main
+from greenroom.cli.parser import COMMANDS, parser
 from greenroom.errors import StateDirBusy
 from tests.cli.fake_gateway import FakeGateway, answer, error
 
@@ -40,7 +41,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 
 
 def test_help_loads_nothing_heavy() -> None:
-    program = "import sys, greenroom.cli.commands as m; m.parser().format_help(); print(*sys.modules)"
+    program = "import sys, greenroom.cli.parser as m; m.parser().format_help(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert HEAVY.isdisjoint(done.stdout.split())
 
@@ -137,7 +138,9 @@ sys.exit(main(["serve", "--config", {file!r}, "--port", "0"]))
 """
 
 
-@pytest.mark.parametrize("module", ["argparse", "greenroom.cli.chat", "pydantic_core", "datetime", "yaml", "uvloop"])
+@pytest.mark.parametrize(
+    "module", ["argparse", "greenroom.cli.commands.chat", "pydantic_core", "datetime", "yaml", "uvloop"]
+)
 def test_an_interrupt_while_a_command_begins_ends_it_without_a_word(tmp_path: Path, module: str) -> None:
     file = tmp_path / "greenroom.yaml"
     file.write_text(f"models: {{}}\nstate_dir: {tmp_path}/state\n")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from greenroom.cli.commands import parser
 from greenroom.cli.overrides import Overrides
+from greenroom.cli.parser import parser
 from greenroom.config.schema import Config, LogLevel, Server
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli import ps
+from greenroom.cli.commands import ps
 from greenroom.cli.main import main
 from tests.cli.fake_gateway import FakeGateway, answer
 
@@ -137,7 +137,7 @@ def test_watching_goes_on_until_interrupted(
         if len(naps) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("greenroom.cli.ps.time.sleep", nap)
+    monkeypatch.setattr("greenroom.cli.commands.ps.time.sleep", nap)
     gateway.on("GET", "/api/v1/status", answer(status(READY)))
     assert main(["ps", "--watch", *(["--json"] if as_json else [])]) == 130
     out = capsys.readouterr().out

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.cli import explain
-from greenroom.cli.commands import parser
+from greenroom.cli.commands import explain
 from greenroom.cli.main import main
+from greenroom.cli.parser import parser
 from tests.cli.test_guides import ROOT, blocks
 
 CONFIG = """

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from greenroom.config.company_rules import rules_of
+from greenroom.config.coresidency import rules_of
 from greenroom.config.problems import problems
-from greenroom.core.company import families
-from greenroom.core.company.groups import Group
-from greenroom.core.company.matrix import Matrix
 from greenroom.core.model import ModelId
+from greenroom.core.policy.coresidency import families
+from greenroom.core.policy.coresidency.groups import Group
+from greenroom.core.policy.coresidency.matrix import Matrix
 
 from .conftest import Complaints, Loads
 

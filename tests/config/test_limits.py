@@ -8,9 +8,9 @@ import pytest
 
 from greenroom.config.limits import limits_of
 from greenroom.config.schema import Config, Scheduler
-from greenroom.core.company.groups import Group
 from greenroom.core.events import Limits
 from greenroom.core.model import ModelId, TenantId
+from greenroom.core.policy.coresidency.groups import Group
 
 from .conftest import Loads
 

@@ -8,18 +8,18 @@ import pytest
 
 from greenroom.config import plugins
 from greenroom.config.plugins import Named
-from greenroom.core.default import ByCost
 from greenroom.core.events import ConfigChanged, Limits
-from greenroom.core.fifo import FirstCome
-from greenroom.core.policies import BUILT_IN, SWAPPERS, SwapperFactory
-from greenroom.core.policy import PolicyFactory
+from greenroom.core.policy.base import PolicyFactory
+from greenroom.core.policy.default import ByCost
+from greenroom.core.policy.fifo import FirstCome
+from greenroom.core.policy.registry import BUILT_IN, SWAPPERS, SwapperFactory
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import ConfigError
 from tests.core.world import Recorder
 
 GOOD = """
-from greenroom.core.fifo import FirstCome
-from greenroom.core.swapper import ByMemory
+from greenroom.core.policy.fifo import FirstCome
+from greenroom.core.policy.swapper import ByMemory
 
 class Mine(FirstCome):
     pass

@@ -16,10 +16,10 @@ from pathlib import Path
 from greenroom.app import App
 from greenroom.cli.address import parse
 from greenroom.cli.client import Client
-from greenroom.memory.leases.http_store import HttpStore
-from greenroom.memory.leases.records import LeaseStore
-from greenroom.memory.leases.redis_store import RedisStore
-from greenroom.memory.leases.shared import SharedStore, SlotAsk
+from greenroom.leases.http_store import HttpStore
+from greenroom.leases.records import LeaseStore
+from greenroom.leases.shared.redis_store import RedisStore
+from greenroom.leases.shared.store import SharedStore, SlotAsk
 from tests.harness import fake, gateway, url
 from tests.integration.sharing_rig import HOST, grown_up
 from tests.redis_server import redis_server

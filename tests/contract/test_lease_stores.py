@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, LeaseUnknown
-from greenroom.memory.leases.holder import holder_of
-from greenroom.memory.leases.records import Holder, Lease, LeaseAsk, LeaseStore
+from greenroom.leases.holder import holder_of
+from greenroom.leases.records import Holder, Lease, LeaseAsk, LeaseStore
 from tests.contract.lease_stores import GPU_MIB, GPUS, SLOT_MIB, STAGES, Stage
 
 PATIENCE_S = 30.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from greenroom.core.company.groups import Group
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, ModelId, MoveKind, Need
+from greenroom.core.policy.coresidency.groups import Group
 
 from .test_memory import victims
 from .test_order import ready

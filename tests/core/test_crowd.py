@@ -6,7 +6,7 @@ import pytest
 
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, Tier
-from greenroom.core.rounds import ASKED_IN_CROWD, ASKED_MAX, CROWD_ROUND_S, RANKED_IN_CROWD, RANKED_MANY
+from greenroom.core.queue.rounds import ASKED_IN_CROWD, ASKED_MAX, CROWD_ROUND_S, RANKED_IN_CROWD, RANKED_MANY
 
 from .world import Fate, World, gpu, model
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.core.decide import Swap
-from greenroom.core.default import ByCost
+from greenroom.core.decide.decision import Swap
 from greenroom.core.events import Limits
 from greenroom.core.model import ModelId, RequestId, SlotId, TenantId, Tier
-from greenroom.core.swapper import ByMemory, Resident
-from greenroom.core.waitlist import Queue, Waiter, WaiterKind
+from greenroom.core.policy.default import ByCost
+from greenroom.core.policy.swapper import ByMemory, Resident
+from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
 
 from .test_order import ready
 from .world import World, model

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from greenroom.core.decide import Join, Plan, Refuse, Serve, Swap, Wait
+from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.events import Limits, Timer, TimerKind
 from greenroom.core.explain import Explanation
 from greenroom.core.model import ModelId, MoveKind, Need, Tier

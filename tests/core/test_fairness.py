@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.core import fairness
 from greenroom.core.events import Limits
-from greenroom.core.fairness import WEIGHT_MIN, Accounts
 from greenroom.core.model import TenantId
+from greenroom.core.queue import fairness
+from greenroom.core.queue.fairness import WEIGHT_MIN, Accounts
 
 from .test_order import ready
 from .world import Fate, World, model

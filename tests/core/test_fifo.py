@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from greenroom.core.events import Limits
 from greenroom.core.model import ModelId, RequestId, Tier
-from greenroom.core.policies import make_policy
-from greenroom.core.waitlist import Waiter, WaiterKind
+from greenroom.core.policy.registry import make_policy
+from greenroom.core.queue.waitlist import Waiter, WaiterKind
 
 from .test_order import ready
 from .test_switching import stream

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from greenroom.core import green_room
+from greenroom.core.decide import green_room
+from greenroom.core.decide.green_room import Shortfall
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Limits
-from greenroom.core.green_room import Shortfall
 from greenroom.core.model import DeviceId, ModelId, ModelSpec, MoveKind, Need, Outcome, Tier
 
 from .test_order import ready

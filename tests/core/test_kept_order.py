@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.core.kept_order import KeptOrder, Least
+from greenroom.core.queue.kept_order import KeptOrder, Least
 
 KEYS = st.sampled_from("abcdefghij")
 NUMBERS = st.integers(0, 5).map(float)

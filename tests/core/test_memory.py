@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from greenroom.core import events as ev
-from greenroom.core.default import ByCost
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits
 from greenroom.core.model import Device, DeviceId, ModelSpec, MoveKind, Need, Tier
-from greenroom.core.swapper import Eviction, Resident, Target
+from greenroom.core.policy.default import ByCost
+from greenroom.core.policy.swapper import Eviction, Resident, Target
 
 from .test_order import ready
 from .world import HOST, Engine, Fate, World, gpu, host, model

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from greenroom.core import events as ev
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits, Timer, TimerKind
-from greenroom.core.fifo import FirstCome
 from greenroom.core.model import DeviceId, RequestId, Tier
-from greenroom.core.policies import BUILT_IN, SWAPPERS
-from greenroom.core.policy import Turn
-from greenroom.core.swapper import ByMemory, Eviction, Resident, Target
-from greenroom.core.waitlist import Waiter
+from greenroom.core.policy.base import Turn
+from greenroom.core.policy.fifo import FirstCome
+from greenroom.core.policy.registry import BUILT_IN, SWAPPERS
+from greenroom.core.policy.swapper import ByMemory, Eviction, Resident, Target
+from greenroom.core.queue.waitlist import Waiter
 
 from .world import Engine, Fate, World, gpu, host, model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from greenroom.core import events as ev
-from greenroom.core.decide import Wait
+from greenroom.core.decide.decision import Wait
 from greenroom.core.effects import OpOutcome, RejectCode, Rejection
 from greenroom.core.events import Limits, Timer, TimerKind
 from greenroom.core.ledger import Holding

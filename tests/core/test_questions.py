@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from greenroom.core.decide import Join, Plan, Refuse, Serve, Swap, Wait
+from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits
 from greenroom.core.model import MoveKind, Need, Outcome, RequestId

@@ -14,10 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from greenroom.core import events as ev
-from greenroom.core.company import Rules
-from greenroom.core.company.groups import Group
-from greenroom.core.company.matrix import Matrix
-from greenroom.core.decide import Refuse, Serve
+from greenroom.core.decide.decision import Refuse, Serve
 from greenroom.core.events import Limits, Timer, TimerKind
 from greenroom.core.model import (
     Device,
@@ -33,7 +30,10 @@ from greenroom.core.model import (
     TenantId,
     Tier,
 )
-from greenroom.core.waitlist import WaiterKind
+from greenroom.core.policy.coresidency import Rules
+from greenroom.core.policy.coresidency.groups import Group
+from greenroom.core.policy.coresidency.matrix import Matrix
+from greenroom.core.queue.waitlist import WaiterKind
 
 from .world import HOST, Call, Fate, World, gpu, host, model, picture
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.core.company import company_under
-from greenroom.core.company.groups import Group
-from greenroom.core.company.matrix import Matrix
 from greenroom.core.events import Limits
 from greenroom.core.model import Claim, DeviceId, ModelId, Need, SlotId, Tier
-from greenroom.core.swapper import EXACT_MAX, ByMemory, Eviction, Resident, Target
+from greenroom.core.policy.coresidency import company_under
+from greenroom.core.policy.coresidency.groups import Group
+from greenroom.core.policy.coresidency.matrix import Matrix
+from greenroom.core.policy.swapper import EXACT_MAX, ByMemory, Eviction, Resident, Target
 
 from .test_order import ready
 from .world import HOST, Fate, World, gpu, host, model

@@ -10,10 +10,10 @@ from itertools import pairwise
 
 import pytest
 
-from greenroom.core.decide import Wait
+from greenroom.core.decide.decision import Wait
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, ModelId, MoveKind, TenantId, Tier
-from greenroom.core.rounds import RANKED_MANY
+from greenroom.core.queue.rounds import RANKED_MANY
 
 from .test_order import ready
 from .world import Call, Engine, Fate, World, gpu, model

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.core.default import ByCost
 from greenroom.core.events import Limits
 from greenroom.core.model import ModelId, MoveKind, RequestId, TenantId
-from greenroom.core.swapper import ByMemory
-from greenroom.core.waitlist import (
+from greenroom.core.policy.default import ByCost
+from greenroom.core.policy.swapper import ByMemory
+from greenroom.core.queue.waitlist import (
     LANES_FEW,
     LANES_LOOKED_AT,
     LANES_MANY,

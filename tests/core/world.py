@@ -39,10 +39,10 @@ from greenroom.core.model import (
     TenantId,
     Tier,
 )
-from greenroom.core.policies import BUILT_IN, SWAPPERS, Swappers
-from greenroom.core.policy import Policies
+from greenroom.core.policy.base import Policies
+from greenroom.core.policy.registry import BUILT_IN, SWAPPERS, Swappers
+from greenroom.core.queue.waitlist import Queue
 from greenroom.core.scheduler import Scheduler
-from greenroom.core.waitlist import Queue
 
 HOST = DeviceId("host")
 # Effects that reject, cut or answer come from one event; what follows from them takes the world this long.

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from greenroom.config.schema import Model
-from greenroom.engines.estimate_command import estimate_command, files_of_command, folder_options
-from greenroom.engines.estimate_hf import FolderOptions
+from greenroom.engines.estimates.command import estimate_command, files_of_command, folder_options
+from greenroom.engines.estimates.hf_folder import FolderOptions
+from greenroom.engines.estimates.name_size import bits_of, estimate_by_name, parameters_billion
 from greenroom.engines.identity import arguments_identity, embedded_identity
-from greenroom.engines.name_size import bits_of, estimate_by_name, parameters_billion
 from greenroom.engines.registry import engine_for
 from tests.engines.test_estimate_hf import folder
 from tests.models import tiny

@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 
 from greenroom.core.model import Need
-from greenroom.engines import estimate_hf as module
-from greenroom.engines.estimate import Estimate, Part
-from greenroom.engines.estimate_hf import Facts, FolderOptions, estimate_folder, folder_cache, is_folder, weight_files
-from greenroom.engines.gguf_header import BadModelFile
-from greenroom.engines.kv_cache import LayerCache
+from greenroom.engines.estimates import hf_folder as module
+from greenroom.engines.estimates.estimate import Estimate, Part
+from greenroom.engines.estimates.gguf_header import BadModelFile
+from greenroom.engines.estimates.hf_folder import (
+    Facts,
+    FolderOptions,
+    estimate_folder,
+    folder_cache,
+    is_folder,
+    weight_files,
+)
+from greenroom.engines.estimates.kv_cache import LayerCache
 from tests.engines.test_safetensors_header import tensor, write
 
 MIB = 2**20

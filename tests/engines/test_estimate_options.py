@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greenroom.config.schema import Model
-from greenroom.engines.llama_options import ALL, LlamaOptions, of_model, read
+from greenroom.engines.estimates.llama_options import ALL, LlamaOptions, of_model, read
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from greenroom.core.model import Need
-from greenroom.engines import estimate_transformers as module
-from greenroom.engines.estimate import Estimate
-from greenroom.engines.estimate_transformers import HostedOptions, estimate_asleep, estimate_ready
-from greenroom.workers.torch_host.pages import kv_bytes
+from greenroom.engines.estimates import hosted as module
+from greenroom.engines.estimates.estimate import Estimate
+from greenroom.engines.estimates.hosted import HostedOptions, estimate_asleep, estimate_ready
+from greenroom.workers.torch_host.engine.pages import kv_bytes
 from tests.engines.test_estimate_hf import LLAMA, MIB, folder
 
 ARENA = 64 + module.ARENA_ROUNDING_MIB

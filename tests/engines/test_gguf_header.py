@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from greenroom.engines import gguf_header, gguf_tensors
-from greenroom.engines.gguf_header import BadModelFile, GgufHeader, is_gguf, read_header, shards
+from greenroom.engines.estimates import gguf_header, gguf_tensors
+from greenroom.engines.estimates.gguf_header import BadModelFile, GgufHeader, is_gguf, read_header, shards
 from greenroom.errors import EngineFault
 from tests.models import tiny, tiny_embedding, tiny_reranker
 

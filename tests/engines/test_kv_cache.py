@@ -7,9 +7,17 @@ from typing import get_args
 import pytest
 
 from greenroom.config.schema import CacheType
-from greenroom.engines.gguf_header import GgufHeader
-from greenroom.engines.gguf_tensors import Weights
-from greenroom.engines.kv_cache import TYPE_BYTES, Cells, LayerCache, attention_bytes, gguf_cache, padded, state_bytes
+from greenroom.engines.estimates.gguf_header import GgufHeader
+from greenroom.engines.estimates.gguf_tensors import Weights
+from greenroom.engines.estimates.kv_cache import (
+    TYPE_BYTES,
+    Cells,
+    LayerCache,
+    attention_bytes,
+    gguf_cache,
+    padded,
+    state_bytes,
+)
 
 
 def header(architecture: str, **numbers: int | tuple[int, ...]) -> GgufHeader:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from greenroom.engines import safetensors_header
-from greenroom.engines.gguf_header import BadModelFile
-from greenroom.engines.safetensors_header import read_all, read_safetensors
+from greenroom.engines.estimates import safetensors_header
+from greenroom.engines.estimates.gguf_header import BadModelFile
+from greenroom.engines.estimates.safetensors_header import read_all, read_safetensors
 
 # The file is written anew for each example, so it may be shared by them.
 HOSTILE = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.engines.gguf_header import read_header
+from greenroom.engines.estimates.gguf_header import read_header
 from tests import models, tiny_llm
 
 from .llamacpp_worker import worker

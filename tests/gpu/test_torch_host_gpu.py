@@ -21,17 +21,17 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.workers.torch_host import skeleton
-from greenroom.workers.torch_host.arena import HostArena, lay_out
-from greenroom.workers.torch_host.device_memory import CudaArena
-from greenroom.workers.torch_host.driver import driver
 from greenroom.workers.torch_host.failures import OutOfMemory
-from greenroom.workers.torch_host.fold import CHUNK_BYTES
-from greenroom.workers.torch_host.folding import Folding
-from greenroom.workers.torch_host.registering import Registration
-from greenroom.workers.torch_host.skeleton import Wish
-from greenroom.workers.torch_host.stage import StageModel, Wire
-from greenroom.workers.torch_host.unfolding import unfold_plainly, unfolder
+from greenroom.workers.torch_host.weights import skeleton
+from greenroom.workers.torch_host.weights.arena import HostArena, lay_out
+from greenroom.workers.torch_host.weights.device_memory import CudaArena
+from greenroom.workers.torch_host.weights.device_weights import StageModel, Wire
+from greenroom.workers.torch_host.weights.driver import driver
+from greenroom.workers.torch_host.weights.fold.fold import CHUNK_BYTES
+from greenroom.workers.torch_host.weights.fold.folding import Folding
+from greenroom.workers.torch_host.weights.fold.unfolding import unfold_plainly, unfolder
+from greenroom.workers.torch_host.weights.registering import Registration
+from greenroom.workers.torch_host.weights.skeleton import Wish
 from tests.workers.torch_host import tiny
 from tests.workers.torch_host.worker_rig import WorkerRig
 

@@ -13,7 +13,7 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind, Tier
 from greenroom.engines import transformers
-from greenroom.runtime import hosts
+from greenroom.runtime.workers import hosts
 from tests.harness import until
 
 FAKE_WORKER = Path(__file__).parent.parent / "fake_worker.py"

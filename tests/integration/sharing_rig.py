@@ -10,8 +10,8 @@ from typing import Any
 
 from greenroom.app import App
 from greenroom.core.model import ModelId
-from greenroom.memory.leases import scripts
-from greenroom.memory.leases.records import Lease
+from greenroom.leases.records import Lease
+from greenroom.leases.shared import scripts
 from tests import fake_gpu
 from tests.harness import fake, gateway
 from tests.redis_server import RedisServer

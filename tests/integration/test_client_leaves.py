@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
-from greenroom.proxy.limits import EdgeLimits
+from greenroom.http.limits import EdgeLimits
 from tests.harness import fake, gateway, until
 from tests.integration.facts import Journal, at_rest, counters, is_loading, is_ready, pids
 from tests.integration.raw import CHAT, Raw, asking, chat, request_bytes

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from greenroom.app import App
-from greenroom.proxy.limits import KIB, MIB
+from greenroom.http.limits import KIB, MIB
 from tests.harness import PATIENCE_S, fake, gateway, until
 from tests.integration.facts import at_rest
 from tests.integration.faults import loaded

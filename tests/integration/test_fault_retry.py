@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from greenroom.errors import EngineLost
-from greenroom.proxy.upstream import Address, Pool
-from tests.proxy.wires import SlowLoop
+from greenroom.http.upstream import Address, Pool
+from tests.http.wires import SlowLoop
 
 
 class Listener:

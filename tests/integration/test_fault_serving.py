@@ -15,8 +15,8 @@ import pytest
 
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
+from greenroom.http.limits import MIB
 from greenroom.process import proc
-from greenroom.proxy.limits import MIB
 from tests.harness import PATIENCE_S, fake, gateway, tiny, until
 from tests.integration.facts import Journal, at_rest, is_ready, pids
 from tests.integration.faults import ENDLESS, assert_ended_by, first_events, loaded, rest_of, stop

@@ -22,16 +22,7 @@ from typing import Any
 import pytest
 
 from greenroom.process.proc import IDENTITY_VARIABLE
-from tests.harness import (
-    PATIENCE_S,
-    GatewayProcess,
-    fake,
-    gateway,
-    gateway_process,
-    left_behind,
-    tiny,
-    write_config,
-)
+from tests.harness import PATIENCE_S, GatewayProcess, fake, gateway, gateway_process, left_behind, tiny, write_config
 from tests.integration.facts import Journal
 from tests.integration.faults import ENDLESS, assert_ended_by, dial, first_events, is_alive, rest_of
 from tests.integration.raw import Answer, asking, chat

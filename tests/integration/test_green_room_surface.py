@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.runtime import prefetch
+from greenroom.runtime.moves import prefetch
 from tests.harness import fake, gateway, until
 from tests.integration.raw import Raw, asking, chat, http
 

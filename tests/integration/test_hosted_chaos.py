@@ -16,7 +16,7 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import MoveKind, Tier
 from greenroom.errors import GreenroomError
-from greenroom.runtime import hosted_moves, openings
+from greenroom.runtime.moves import hosted_moves, openings
 from tests.harness import gateway, until
 from tests.integration.facts import at_rest
 from tests.integration.hosted_rig import Folder, arenas, fake_workers, move

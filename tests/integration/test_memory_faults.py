@@ -19,8 +19,8 @@ import pytest
 
 from greenroom.app import App
 from greenroom.core.model import DeviceId, ModelId, MoveKind, Need
-from greenroom.memory.book import FILE_NAME as NEEDS_FILE
-from greenroom.runtime import slot_memory
+from greenroom.runtime.memory import slot_memory
+from greenroom.runtime.memory.book import FILE_NAME as NEEDS_FILE
 from tests import fake_gpu
 from tests.harness import FAKE_ENGINE, fake, gateway, gateway_process, tiny, until
 from tests.integration.facts import Journal, at_rest, is_loading, is_ready, pids

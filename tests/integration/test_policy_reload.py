@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from greenroom.core.default import ByCost
-from greenroom.core.fifo import FirstCome
+from greenroom.core.policy.default import ByCost
+from greenroom.core.policy.fifo import FirstCome
 from tests.harness import fake, gateway
 from tests.integration.facts import pids
 from tests.integration.raw import chat, http

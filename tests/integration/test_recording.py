@@ -12,7 +12,7 @@ import pytest
 from greenroom.app import App
 from greenroom.core.events import RequestArrived
 from greenroom.core.model import ModelId, MoveKind
-from greenroom.runtime.recording import read_events
+from greenroom.runtime.record.recording import read_events
 from tests.harness import fake, gateway
 from tests.integration.facts import at_rest
 from tests.integration.raw import chat, http

@@ -17,8 +17,8 @@ from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind, Need
 from greenroom.errors import ConfigError
 from greenroom.process import proc
-from greenroom.runtime.catalog import Entry
-from greenroom.runtime.needs import Described
+from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.memory.needs import Described
 from tests.harness import fake, gateway, until
 from tests.integration.facts import Journal, at_rest, counters, is_loading, pids
 from tests.integration.raw import Answer, Raw, asking, chat, http
@@ -233,7 +233,7 @@ async def test_reload_that_breaks_half_way_changes_nothing(tmp_path: Path, monke
         edit(tmp_path, put("two", fake("two")))
         edit(tmp_path, lambda said: said["server"].update(wait_max_s=60))
         with monkeypatch.context() as patch:
-            patch.setattr("greenroom.runtime.catalog.engine_for", broken)
+            patch.setattr("greenroom.runtime.catalogue.engine_for", broken)
             with pytest.raises(OSError, match="the disk is gone"):
                 await app.reload()
         assert list(app.config.models) == ["one"]

@@ -19,7 +19,7 @@ from greenroom.core.effects import Effects
 from greenroom.core.events import ConfigChanged, Event, MoveDone
 from greenroom.core.model import MoveId, MoveKind, Outcome
 from greenroom.core.scheduler import Scheduler
-from greenroom.runtime.recording import Asked, Recording, WatchedEffects, read
+from greenroom.runtime.record.recording import Asked, Recording, WatchedEffects, read
 from greenroom.sim.run import simulate
 from greenroom.sim.setting import Manners, SimConfig, SimModel
 from greenroom.sim.traces import read_trace

@@ -66,8 +66,8 @@ def trainer(
 
 def main() -> None:
     import greenroom
-    from greenroom.leasing_client import stores
-    from greenroom.memory.leases.redis_store import RedisStore
+    from greenroom.leases import stores
+    from greenroom.leases.shared.redis_store import RedisStore
     from tests import fake_gpu
 
     url, _, mib, ttl_s, gpus, priority = sys.argv[1:]

@@ -10,7 +10,7 @@ from greenroom.core.model import ModelId, SlotId
 from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Exit
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.catalog import Catalog, Entry
+from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.failures import Failures
 
 M = ModelId("qwen")

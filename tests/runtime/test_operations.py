@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
+from greenroom.core.decide.green_room import Shortfall
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Event, MoveAsked
-from greenroom.core.green_room import Shortfall
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.errors import GreenroomError, LeaseStoreUnavailable, LoadFailed, NoPlace, TooLarge, Unsupported
 from greenroom.runtime.effects import AsyncEffects
-from greenroom.runtime.mover import Mover
+from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.operations import Operations
 
 QWEN = ModelId("qwen")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest_asyncio
 
-from greenroom.proxy.edge import EdgeLimits, Exchange
+from greenroom.http.edge import EdgeLimits, Exchange
 from greenroom.server.asgi import AsgiBridge, Message
-from tests.proxy.wires import QUICK, Client, Server, echo, until
+from tests.http.wires import QUICK, Client, Server, echo, until
 
 A_TURN = EdgeLimits().pipelined_per_turn_max
 

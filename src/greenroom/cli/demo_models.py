@@ -24,7 +24,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Final, Literal, Protocol
 
-from greenroom.engines.gguf_header import BadModelFile, read_header
+from greenroom.engines.estimates.gguf_header import BadModelFile, read_header
 from greenroom.errors import GreenroomError
 
 # pip itself gives up on a silent index after a minute or two; this is for one that trickles.

@@ -23,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with interrupts.end_at_once():
         # All that takes its time, now that an interrupt ends it without a word.
         from greenroom.cli import screen
-        from greenroom.cli.commands import parser
         from greenroom.cli.failures import CommandFailed, Exit
+        from greenroom.cli.parser import parser
         from greenroom.errors import GreenroomError
 
         _open_closed_streams()

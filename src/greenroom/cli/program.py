@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from greenroom.cli import screen
 from greenroom.cli.failures import CommandFailed
-from greenroom.leasing_client import LeaseHandle
+from greenroom.leases.client import LeaseHandle
 from greenroom.process import keeper, program_keeper
 
 # The lease is looked at this often while the program runs.

@@ -17,8 +17,8 @@ from greenroom.config.schema import PRIORITY_NAMES, Config, Model
 from greenroom.config.warmth import ttl_s_of
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need
 from greenroom.engines.registry import engine_for
-from greenroom.memory.devices import devices
-from greenroom.runtime.needs import Needs, Subject
+from greenroom.runtime.memory.devices import devices
+from greenroom.runtime.memory.needs import Needs, Subject
 from greenroom.sim.setting import Manners, SimConfig, SimModel
 from greenroom.sim.traces import Known, trace_of
 from greenroom.sim.workloads import ARRIVALS_MAX, SPAN_MAX_S, Agents, Bursty, Mix, Poisson, Recorded, zipf

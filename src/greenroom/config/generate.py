@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from greenroom.config.example import example
-from greenroom.config.reference import json_schema, tables
+from greenroom.config.published.example import example
+from greenroom.config.published.reference import json_schema, tables
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = "docs/configuration.md"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from greenroom.config.company_rules import rules_of
+from greenroom.config.coresidency import rules_of
 from greenroom.config.schema import Config
 from greenroom.core.events import Limits
 from greenroom.core.model import TenantId

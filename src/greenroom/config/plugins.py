@@ -10,8 +10,8 @@ from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
 from greenroom.core.events import Limits
-from greenroom.core.policies import BUILT_IN, SWAPPERS, SwapperFactory, make_policy
-from greenroom.core.policy import PolicyFactory
+from greenroom.core.policy.base import PolicyFactory
+from greenroom.core.policy.registry import BUILT_IN, SWAPPERS, SwapperFactory, make_policy
 from greenroom.errors import ConfigError
 
 Factory = TypeVar("Factory")

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from greenroom.config.commands import words
-from greenroom.config.company_rules import rules_of
+from greenroom.config.coresidency import rules_of
 from greenroom.config.report import Problem
 from greenroom.config.schema import Config, Model, Server
-from greenroom.core.company import company_under
 from greenroom.core.model import ModelId
+from greenroom.core.policy.coresidency import company_under
 
 
 def problems(config: Config) -> list[str]:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from greenroom.config import company_rules, names, store_address
+from greenroom.config import coresidency, names, store_address
 from greenroom.config.commands import words
 from greenroom.config.fields import KEYS_OF_ENGINES
 from greenroom.config.report import Problem
@@ -100,7 +100,7 @@ def _company(config: Config) -> Iterator[Problem]:
     company = config.scheduler.company
     if company is not None:
         aliases_of = {name: model.aliases for name, model in config.models.items()}
-        for problem in company_rules.of_models(company, aliases_of):
+        for problem in coresidency.of_models(company, aliases_of):
             yield Problem(("scheduler", "company", *problem.where), problem.message)
 
 

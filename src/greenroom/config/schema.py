@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from greenroom.config import company_rules, rules
+from greenroom.config import coresidency, rules
 from greenroom.config.kinds import (
     COUNT_MAX,
     Count,
@@ -92,7 +92,7 @@ class Company(Section):
 
     @model_validator(mode="after")
     def _obeys_rules(self) -> Self:
-        break_on(company_rules.of_company(self))
+        break_on(coresidency.of_company(self))
         return self
 
 

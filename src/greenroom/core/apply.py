@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from greenroom.core.decide import Join, Plan, Refuse, Serve, Swap, Wait
+from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, Rejection, because
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import LeaseId, ModelId, Move, OpId, RequestId, Slot, SlotId
-from greenroom.core.stage import Stage
+from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
+from greenroom.core.slots import Stage
 from greenroom.core.state import Grant, State, learn
-from greenroom.core.waitlist import Queue, Waiter, WaiterKind
 
 # Preloads wait behind everybody.
 PRELOAD_PRIORITY = 1_000_000

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import deque
 
 from greenroom.core.apply import Actions, wish_for
-from greenroom.core.decide import Refuse
+from greenroom.core.decide.decision import Refuse
 from greenroom.core.effects import RejectCode, because
 from greenroom.core.events import ConfigChanged, Limits, Timer, TimerKind
 from greenroom.core.model import ModelId, ModelSpec, Need, Tier
-from greenroom.core.policies import Swappers, make_policy
-from greenroom.core.policy import Policies
-from greenroom.core.stage import Stage
+from greenroom.core.policy.base import Policies
+from greenroom.core.policy.registry import Swappers, make_policy
+from greenroom.core.slots import Stage
 from greenroom.core.state import ModelRecord, State
 
 

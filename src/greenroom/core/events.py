@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from greenroom.core.company import Rules
 from greenroom.core.model import (
     NO_TENANT,
     Claim,
@@ -29,6 +28,7 @@ from greenroom.core.model import (
     TenantId,
     Tier,
 )
+from greenroom.core.policy.coresidency import Rules
 
 
 class TimerKind(Enum):

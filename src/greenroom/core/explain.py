@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from greenroom.core.decide import Plan, Refuse, Serve, Swap, Wait
+from greenroom.core.decide.decision import Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.model import DeviceId, ModelId, OtherLease, SlotId, Tier
-from greenroom.core.outlook import eta_s
+from greenroom.core.policy.swapper import Resident
+from greenroom.core.queue.outlook import eta_s
+from greenroom.core.queue.waitlist import Waiter
 from greenroom.core.state import State
-from greenroom.core.swapper import Resident
-from greenroom.core.waitlist import Waiter
 
 
 @dataclass(frozen=True, slots=True)

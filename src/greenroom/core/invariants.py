@@ -5,15 +5,15 @@ Raises AssertionError naming the property. Used by tests and by the simulator; c
 
 from __future__ import annotations
 
-from greenroom.core import green_room
-from greenroom.core.cast import Cast
-from greenroom.core.decide import Join, Refuse, Swap, Wait, decide
+from greenroom.core.decide import green_room
+from greenroom.core.decide.decision import Join, Refuse, Swap, Wait, decide
+from greenroom.core.decide.residents import Cast
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import LEGAL_MOVES, MoveKind, RequestId, Slot, Tier
-from greenroom.core.rounds import ASKED_MAX
+from greenroom.core.queue.rounds import ASKED_MAX
+from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.state import State
-from greenroom.core.waitlist import Waiter, WaiterKind
 
 
 def check(scheduler: Scheduler, now: float | None = None) -> None:

@@ -6,11 +6,11 @@ Owns the two lease events. Planning, eviction and recall are those of every othe
 from __future__ import annotations
 
 from greenroom.core.apply import Actions
-from greenroom.core.decide import decide
+from greenroom.core.decide.decision import decide
 from greenroom.core.events import LeaseAsked, LeaseGone
 from greenroom.core.model import LeaseId, ModelId, ModelSpec
+from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.state import ModelRecord, State
-from greenroom.core.waitlist import Waiter, WaiterKind
 
 
 def model_of(lease: LeaseId) -> ModelId:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from math import inf
 
 from greenroom.core.apply import Actions
-from greenroom.core.cast import drain_s
-from greenroom.core.decide import Refuse, decide, refusal
+from greenroom.core.decide.decision import Refuse, decide, refusal
+from greenroom.core.decide.placement import bounded
+from greenroom.core.decide.residents import drain_s
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, because
 from greenroom.core.events import MoveAsked, MoveDone, SlotsLost, Timer, TimerKind
 from greenroom.core.model import (
@@ -24,10 +25,9 @@ from greenroom.core.model import (
     Slot,
     Tier,
 )
-from greenroom.core.placement import bounded
-from greenroom.core.stage import Stage
+from greenroom.core.queue.waitlist import Waiter, WaiterKind
+from greenroom.core.slots import Stage
 from greenroom.core.state import LeavingOp, ModelRecord, State, learn
-from greenroom.core.waitlist import Waiter, WaiterKind
 
 # 5 s · 2ⁿ would overflow for a model that fails for weeks; the cap is reached long before this exponent.
 BACKOFF_EXPONENT_MAX = 30

@@ -12,20 +12,20 @@ from typing import Any
 from greenroom.core import events as ev
 from greenroom.core.apply import Actions
 from greenroom.core.configuration import Configuration
-from greenroom.core.decide import Join, Plan, Refuse, Serve, Swap, Wait, decide
+from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait, decide
 from greenroom.core.effects import Effects, RejectCode, because
 from greenroom.core.explain import Explanation, explanation
 from greenroom.core.leases import Leases
 from greenroom.core.model import ModelId, Need, RequestId, Slot, Tier
 from greenroom.core.moves import Moves
-from greenroom.core.outlook import Outlook, eta_s, outlook
-from greenroom.core.policies import BUILT_IN, SWAPPERS, Swappers, make_policy
-from greenroom.core.policy import Policies
-from greenroom.core.rounds import LOOK_SOON_S, RANKED_MANY, Rounds
-from greenroom.core.stage import Stage
+from greenroom.core.policy.base import Policies
+from greenroom.core.policy.registry import BUILT_IN, SWAPPERS, Swappers, make_policy
+from greenroom.core.queue.outlook import Outlook, eta_s, outlook
+from greenroom.core.queue.rounds import LOOK_SOON_S, RANKED_MANY, Rounds
+from greenroom.core.queue.waitlist import Waiter, WaiterKind
+from greenroom.core.slots import Stage
 from greenroom.core.state import Grant, State, learn
 from greenroom.core.timers import Timers
-from greenroom.core.waitlist import Waiter, WaiterKind
 
 _OF_REQUESTS = frozenset({ev.RequestArrived, ev.RequestGone, ev.ServeDone})
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import exp, inf
 
-from greenroom.core import placement
+from greenroom.core.decide import placement
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Limits, Timer
-from greenroom.core.fairness import Accounts
 from greenroom.core.ledger import Ledger
 from greenroom.core.model import (
     NO_CLAIM,
@@ -27,8 +26,9 @@ from greenroom.core.model import (
     SlotId,
     Tier,
 )
-from greenroom.core.policy import Policy
-from greenroom.core.waitlist import Queue, Waiter, Waitlist
+from greenroom.core.policy.base import Policy
+from greenroom.core.queue.fairness import Accounts
+from greenroom.core.queue.waitlist import Queue, Waiter, Waitlist
 
 # How long a load is taken to last before one was seen: a start, and a GiB a second.
 GUESS_START_S = 2.0

@@ -8,12 +8,12 @@ from __future__ import annotations
 from math import inf
 
 from greenroom.core.apply import Actions
-from greenroom.core.decide import Refuse, refusal
+from greenroom.core.decide.decision import Refuse, refusal
 from greenroom.core.effects import RejectCode, because
 from greenroom.core.events import TimerFired, TimerKind
 from greenroom.core.model import ModelId, RequestId, Slot, SlotId, Tier
-from greenroom.core.outlook import eta_s
-from greenroom.core.stage import Stage
+from greenroom.core.queue.outlook import eta_s
+from greenroom.core.slots import Stage
 from greenroom.core.state import State
 
 

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 from greenroom.config.gpu_names import cuda_name
 from greenroom.config.schema import Model
 from greenroom.core.model import Claim, DeviceId
-from greenroom.engines.estimate import Estimate
+from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.usage import Usage
 from greenroom.process.spawn import Command
 

@@ -10,8 +10,8 @@ from greenroom.config.commands import words
 from greenroom.config.fields import GPU_HOLES
 from greenroom.config.schema import Model
 from greenroom.engines.base import Ability, Launch, Listens, Place, UsageSource, environment
-from greenroom.engines.estimate import Estimate
-from greenroom.engines.estimate_command import estimate_command, files_of_command
+from greenroom.engines.estimates.command import estimate_command, files_of_command
+from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.identity import file_identity, program_identity
 from greenroom.engines.usage import Usage, from_usage
 from greenroom.process.spawn import Command

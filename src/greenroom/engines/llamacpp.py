@@ -15,10 +15,10 @@ from typing import Literal
 
 from greenroom.config.schema import Model
 from greenroom.engines.base import Ability, Launch, Listens, Place, UsageSource, environment
-from greenroom.engines.estimate import Estimate
-from greenroom.engines.estimate_gguf import estimate_gguf, files_of
+from greenroom.engines.estimates.estimate import Estimate
+from greenroom.engines.estimates.gguf import estimate_gguf, files_of
+from greenroom.engines.estimates.llama_options import of_model
 from greenroom.engines.identity import embedded_identity, file_identity, program_identity
-from greenroom.engines.llama_options import of_model
 from greenroom.engines.usage import Usage, from_timings, from_usage
 from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command

@@ -16,8 +16,8 @@ from typing import Final, Literal
 from greenroom.config.schema import Model
 from greenroom.core.model import DeviceId
 from greenroom.engines.base import Ability, HostKey, UsageSource, worker_environment
-from greenroom.engines.estimate import Estimate
-from greenroom.engines.estimate_transformers import (
+from greenroom.engines.estimates.estimate import Estimate
+from greenroom.engines.estimates.hosted import (
     BATCH_DEFAULT,
     CONTEXTS_CACHED,
     MODULE_FILES,

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from greenroom.proxy import edge
+from greenroom.http import edge
 
 NAME: Final = "pure" if edge.__file__.endswith(".py") else "compiled"

@@ -13,7 +13,7 @@ from typing import Protocol
 from greenroom.core.effects import OpOutcome, Reason, Rejection
 from greenroom.core.events import Event, Timer, TimerFired
 from greenroom.core.model import LeaseId, Move, MoveId, OpId, RequestId, SlotId
-from greenroom.runtime.mover import Mover
+from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.rejections import Rejections
 from greenroom.runtime.slots import Slots

@@ -12,7 +12,7 @@ from greenroom.core.model import ModelId, SlotId
 from greenroom.errors import GreenroomError, LoadFailed
 from greenroom.process.spawn import Exit
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.catalog import Catalog, Entry
+from greenroom.runtime.catalogue import Catalog, Entry
 
 # Lines of the process that go with the error.
 LAST_LINES: Final = 20

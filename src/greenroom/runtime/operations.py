@@ -9,9 +9,9 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
+from greenroom.core.decide.green_room import Shortfall
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Event, MoveAsked
-from greenroom.core.green_room import Shortfall
 from greenroom.core.model import ModelId, MoveKind, OpId
 from greenroom.errors import (
     GreenroomError,
@@ -24,7 +24,7 @@ from greenroom.errors import (
     Unsupported,
 )
 from greenroom.runtime.effects import AsyncEffects
-from greenroom.runtime.mover import Mover
+from greenroom.runtime.moves.mover import Mover
 
 # As for callers. The store is asked more often than this whether it is back.
 RETRY_AFTER_S = 1.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from greenroom.core.model import ModelId, SlotId
+from greenroom.http.upstream import Pool
 from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Child
-from greenroom.proxy.upstream import Pool
-from greenroom.runtime.catalog import Entry
+from greenroom.runtime.catalogue import Entry
 
 # A connection that breaks is often the first sign of a dead process; its exit follows within this, or it lives.
 EXIT_FOLLOWS_S = 0.5

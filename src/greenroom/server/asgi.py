@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 
 from greenroom.errors import GatewayBug
-from greenroom.proxy.edge import Exchange, Head
+from greenroom.http.edge import Exchange, Head
 from greenroom.server import render
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Caller

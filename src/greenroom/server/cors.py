@@ -1,11 +1,11 @@
 """What a browser must hear before a page of an allowed origin may use an answer.
 
-Owns the words only. Which origins are allowed is decided by `proxy/hosts.py`, before this is asked.
+Owns the words only. Which origins are allowed is decided by `http/hosts.py`, before this is asked.
 """
 
 from __future__ import annotations
 
-from greenroom.proxy.head import Head, Headers
+from greenroom.http.head import Head, Headers
 
 # What a page may read of an answer besides its body.
 EXPOSED = b"x-request-id, x-queue-wait-ms, retry-after"

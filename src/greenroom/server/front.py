@@ -11,14 +11,14 @@ from typing import Final
 from urllib.parse import unquote_to_bytes
 
 from greenroom.errors import BadRequest, GreenroomError, NotAllowed
-from greenroom.proxy.edge import Exchange, Head
-from greenroom.proxy.head import Headers
-from greenroom.proxy.hosts import HostRule
+from greenroom.http.edge import Exchange, Head
+from greenroom.http.head import Headers
+from greenroom.http.hosts import HostRule
 from greenroom.server import cors, render
 from greenroom.server.asgi import AsgiBridge
-from greenroom.server.inference import Inference
-from greenroom.server.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX
-from greenroom.server.settings import Settings
+from greenroom.server.inference.requests import Inference
+from greenroom.server.inference.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX
+from greenroom.server.inference.settings import Settings
 from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, presented_key
 
 # Answered to anyone: load balancers and orchestrators ask it and hold no key.

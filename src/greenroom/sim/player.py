@@ -13,6 +13,7 @@ from random import Random
 from typing import NoReturn
 
 from greenroom.core import events as ev
+from greenroom.core.decide.placement import asleep
 from greenroom.core.effects import OpOutcome, Reason, Rejection
 from greenroom.core.events import Timer
 from greenroom.core.model import (
@@ -29,13 +30,12 @@ from greenroom.core.model import (
     SlotId,
     Tier,
 )
-from greenroom.core.placement import asleep
 from greenroom.sim.clock import Clock
 from greenroom.sim.faults import Ending, Faults, MoveFate, NoFaults, ServeFate
-from greenroom.sim.house import House
 from greenroom.sim.records import NO_MODEL, Call, Fate, Place, Violation
 from greenroom.sim.setting import DEFAULT_MANNERS, Manners, SimConfig, SimModel, scheduler_for
 from greenroom.sim.trace import Watcher
+from greenroom.sim.truth import House
 
 # What follows from being cut, aborted or crashed takes this long.
 SOON_S = 0.01

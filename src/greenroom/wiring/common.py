@@ -15,13 +15,13 @@ from greenroom.core.events import Event
 from greenroom.core.scheduler import Scheduler
 from greenroom.core.state import State
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.catalog import Catalog
+from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.effects import AsyncEffects
-from greenroom.runtime.hosted_slots import HostedSlots
 from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.observer import Observer
-from greenroom.runtime.recording import EventRecorder
+from greenroom.runtime.record.recording import EventRecorder
 from greenroom.runtime.slots import Slots
+from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics

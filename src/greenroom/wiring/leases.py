@@ -9,15 +9,15 @@ import os
 from dataclasses import dataclass
 
 from greenroom.config.schema import Config
-from greenroom.memory.leases.holder import holder_of
-from greenroom.memory.leases.opening import open_store
-from greenroom.runtime.grants import Alone, Grants
-from greenroom.runtime.lease_devices import leasable_mib, most_leasable_mib
-from greenroom.runtime.lease_log import LeaseLog
-from greenroom.runtime.leasing import Leasing
-from greenroom.runtime.making_room import MakingRoom
-from greenroom.runtime.shared_leasing import SharedLeasing
-from greenroom.runtime.sharing import Sharing
+from greenroom.leases.holder import holder_of
+from greenroom.leases.shared.opening import open_store
+from greenroom.runtime.leases.devices import leasable_mib, most_leasable_mib
+from greenroom.runtime.leases.local import Leasing
+from greenroom.runtime.leases.log import LeaseLog
+from greenroom.runtime.leases.making_room import MakingRoom
+from greenroom.runtime.leases.shared_leasing import SharedLeasing
+from greenroom.runtime.leases.sharing import Sharing
+from greenroom.runtime.memory.grants import Alone, Grants
 from greenroom.wiring.common import Common
 from greenroom.wiring.memory import Memory
 

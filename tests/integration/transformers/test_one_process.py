@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from greenroom.app import App
-from greenroom.runtime import openings
+from greenroom.runtime.moves import openings
 from tests.harness import gateway, until
 from tests.integration.facts import at_rest
 from tests.integration.faults import assert_ended_by, first_events, is_alive, rest_of

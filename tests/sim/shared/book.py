@@ -13,8 +13,8 @@ from typing import Any
 
 from lupa import lua51
 
-from greenroom.memory.leases import scripts
-from greenroom.memory.leases.redis_store import RedisStore
+from greenroom.leases.shared import scripts
+from greenroom.leases.shared.redis_store import RedisStore
 
 _US = 1_000_000
 # JSON as the scripts know it. In Lua, because there tables need not cross over; what was encoded is known when it is

@@ -43,10 +43,10 @@ from greenroom.core.model import (
 )
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import StoreDown
-from greenroom.memory.leases.shared import SharedStore
-from greenroom.runtime.grants import Grants, NoGrant
+from greenroom.leases.shared.store import SharedStore
+from greenroom.runtime.leases.sharing import Sharing
 from greenroom.runtime.loop import SchedulerLoop
-from greenroom.runtime.sharing import Sharing
+from greenroom.runtime.memory.grants import Grants, NoGrant
 from tests.sim.shared.stage import Gpus
 
 LOOK_EVERY_S = 1.0

@@ -18,10 +18,10 @@ from unittest import mock
 from greenroom.core.effects import RejectCode
 from greenroom.core.model import DeviceId, ModelId, ModelSpec, Need, RequestId
 from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, StoreDown
-from greenroom.memory.leases.records import Holder, Lease, LeaseAsk
-from greenroom.memory.leases.shared import SharedStore, SlotAsk
-from greenroom.runtime import sharing
-from greenroom.runtime.grants import Grants
+from greenroom.leases.records import Holder, Lease, LeaseAsk
+from greenroom.leases.shared.store import SharedStore, SlotAsk
+from greenroom.runtime.leases import sharing
+from greenroom.runtime.memory.grants import Grants
 from greenroom.telemetry.logs import setup as setup_logs
 from tests.sim.shared.book import Book, BookStore, at_once
 from tests.sim.shared.gateway import Gateway

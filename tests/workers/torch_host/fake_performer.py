@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from greenroom.workers.torch_host.asks import Ask, End, Token, TooLong, Vectors
+from greenroom.workers.torch_host.engine.asks import Ask, End, Token, TooLong, Vectors
+from greenroom.workers.torch_host.engine.limits import Limits
 from greenroom.workers.torch_host.failures import Failure
-from greenroom.workers.torch_host.limits import Limits
 
 WAIT_S = 30.0
 

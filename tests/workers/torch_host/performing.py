@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from greenroom.workers.torch_host.asks import Ask, Constraint, End, Sampling, Token
-from greenroom.workers.torch_host.attention import IMPLEMENTATION, register
-from greenroom.workers.torch_host.batching import Batching
+from greenroom.workers.torch_host.engine.asks import Ask, Constraint, End, Sampling, Token
+from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.engine.pages import kv_bytes
+from greenroom.workers.torch_host.engine.sentence_head import attach
 from greenroom.workers.torch_host.failures import OnFatal
-from greenroom.workers.torch_host.pages import kv_bytes
-from greenroom.workers.torch_host.sentence_config import SentenceConfig
-from greenroom.workers.torch_host.sentence_head import attach
+from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, register
+from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host.tiny import _SHARED, CONTEXT, ENCODERS, KINDS, VOCABULARY
 
 WAIT_S = 90.0

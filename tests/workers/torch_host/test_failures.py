@@ -8,8 +8,9 @@ import time
 
 import pytest
 
-from greenroom.workers.torch_host import desk
-from greenroom.workers.torch_host.desk import Slots
+from greenroom.workers.torch_host.control import slots as slots_module
+from greenroom.workers.torch_host.control.hosted_slot import Shared
+from greenroom.workers.torch_host.control.slots import Slots
 from greenroom.workers.torch_host.failures import (
     MESSAGE_MAX_CHARS,
     BadModel,
@@ -19,7 +20,6 @@ from greenroom.workers.torch_host.failures import (
     is_fatal,
     translated,
 )
-from greenroom.workers.torch_host.hosted import Shared
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -77,15 +77,15 @@ def test_a_worker_whose_device_is_lost_exits_with_seventy(monkeypatch: pytest.Mo
         codes.append(code)
         ended.set()
 
-    monkeypatch.setattr(desk.os, "_exit", exit_with)
+    monkeypatch.setattr(slots_module.os, "_exit", exit_with)
     loop = asyncio.new_event_loop()
     slots = Slots(Shared(loop, on_fatal=lambda error, say: say()))
     said: list[str] = []
-    monkeypatch.setattr(desk, "SAYING_S", 60.0)
+    monkeypatch.setattr(slots_module, "SAYING_S", 60.0)
 
     def say() -> None:
         # Longer than it may take to be heard.
-        time.sleep(2 * desk.LAST_WORDS_S)
+        time.sleep(2 * slots_module.LAST_WORDS_S)
         said.append("first" if not codes else "too late")
 
     slots.lost(RuntimeError("CUDA error"), say)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from greenroom.workers.torch_host.attention import How, attend_plainly, paged_attention
+from greenroom.workers.torch_host.kernels.attention import How, attend_plainly, paged_attention
 from tests.workers.torch_host.families import (
     DOCUMENT,
     FAMILIES,

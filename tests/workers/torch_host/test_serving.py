@@ -13,11 +13,11 @@ import openai
 import pytest
 import torch
 
-from greenroom.workers.torch_host.api import serve_text
-from greenroom.workers.torch_host.batching import Batching
-from greenroom.workers.torch_host.schema_trials import SchemaTrials
-from greenroom.workers.torch_host.scribes import Scribes
-from greenroom.workers.torch_host.text import Text
+from greenroom.workers.torch_host.api.routes import serve_text
+from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.sandbox.schema_trials import SchemaTrials
+from greenroom.workers.torch_host.sandbox.template_runner import Scribes
+from greenroom.workers.torch_host.text.tokens import Text
 from tests.workers.torch_host.performing import performing, random_model
 from tests.workers.torch_host.tiny import save_tokenizer
 from tests.workers.torch_host.waiting import until

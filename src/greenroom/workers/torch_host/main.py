@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from .control import Control, bound, listen
+from .control.line import Control, bound, listen
 
 NOT_INSTALLED: Final = 3
 # Threads that compute hand the interpreter over after this long: a wake must not wait for another model's steps.
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for name in FIRST_IMPORTS:
             importlib.import_module(name)
-        importlib.import_module(".desk", __package__)
+        importlib.import_module(".control.slots", __package__)
     except ImportError as reason:
         os.unlink(asked.control)
         if _is_ours(reason.name):
@@ -89,8 +89,8 @@ async def _serve(listener: socket.socket) -> None:
 
 
 def _control(listener: socket.socket, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
-    from .desk import Slots
-    from .hosted import Shared
+    from .control.hosted_slot import Shared
+    from .control.slots import Slots
 
     try:
         connection, _ = listener.accept()

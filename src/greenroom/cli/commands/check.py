@@ -1,0 +1,187 @@
+"""`greenroom check`: what is wrong with a configuration, and what it would serve. Starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from greenroom.cli import screen
+from greenroom.cli.failures import Exit
+from greenroom.errors import ConfigError
+
+if TYPE_CHECKING:
+    from greenroom.config.loader import Loaded
+    from greenroom.config.schema import Config, Model
+    from greenroom.runtime.memory.needs import Needs
+    from greenroom.runtime.memory.probes.base import Reading
+
+NAME = "check"
+HELP = "Say everything that is wrong with a configuration file, and what it would serve."
+TITLES = ("model", "engine", "memory MiB", "note")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="?", help="the file (default: as for serve)")
+    parser.add_argument("-c", "--config", metavar="FILE", help="the same")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of configuration files and stop")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.schema:
+        from greenroom.config.published.reference import json_schema
+
+        screen.say_json(json_schema())
+        return Exit.OK
+    from greenroom.config import loader, plugins
+    from greenroom.config.limits import limits_of
+
+    try:
+        loaded = loader.load(loader.find(args.file or args.config))
+        plugins.require(limits_of(loaded.config))
+    except ConfigError as error:
+        if not args.json:
+            raise
+        screen.say_json({"ok": False, "problems": error.message.splitlines()})
+        return Exit.FAILED
+    _say(summary(loaded), args.json)
+    return Exit.OK
+
+
+def summary(loaded: Loaded) -> dict[str, Any]:
+    """What the file would serve, and on what."""
+    from greenroom.core.model import DeviceId
+    from greenroom.runtime.memory.devices import devices
+    from greenroom.runtime.memory.needs import Needs
+
+    seen, blind = _look(loaded.config)
+    needs = Needs(gpus={DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus})
+    models = [_model(name, model, needs) for name, model in loaded.config.models.items()]
+    return {
+        "ok": True,
+        "file": str(loaded.path),
+        "warnings": [
+            *loaded.warnings,
+            *blind,
+            *_too_large(models, loaded.config),
+            *_no_store_client(loaded.config),
+            *_no_packages(loaded.config),
+        ],
+        "models": models,
+        "keys": [
+            {"name": key.name, "tenant": key.tenant or key.name, "admin": key.admin, "leases": key.admin or key.leases}
+            for key in loaded.config.server.api_keys
+        ],
+        "devices": [
+            {"id": device.id, "capacity_mib": device.capacity_mib, "margin_mib": device.margin_mib}
+            for device in devices(loaded.config, seen)
+        ],
+    }
+
+
+def _look(config: Config) -> tuple[Reading, list[str]]:
+    """The GPUs there are; and what to say if they cannot be seen, with which `serve` would not start."""
+    from greenroom.errors import ProbeFailed
+    from greenroom.runtime.memory.probes.choice import open_probe
+    from greenroom.runtime.memory.probes.simulated import NoProbe
+
+    try:
+        probe, seen = open_probe(config)
+    except ProbeFailed as error:
+        return NoProbe().look(), [f"memory.probe: {config.memory.probe} does not work here. {error.message}"]
+    probe.close()
+    return seen, []
+
+
+def _too_large(models: Sequence[Mapping[str, Any]], config: Config) -> list[str]:
+    """Models whose files or names say that they can never fit; needs that are given were compared by the loader."""
+    from greenroom.config.problems import budget_mib
+
+    budget = budget_mib(config)
+    return [
+        f"models.{model['id']}: its {_origin(model)} says about {model['memory_mib']:,} MiB, which can never fit into "
+        f"the budget of {budget:,} MiB; give memory_mib if it needs less"
+        for model in models
+        if budget is not None and model["estimated"] and model["memory_mib"] > budget
+    ]
+
+
+def _no_store_client(config: Config) -> list[str]:
+    """The start would be refused."""
+    if config.leases.store is None or importlib.util.find_spec("redis") is not None:
+        return []
+    install = f"{sys.executable} -m pip install 'greenroom[redis]'"
+    return [f"leases.store: the Python client of Redis is not installed here; type: {install}"]
+
+
+def _no_packages(config: Config) -> list[str]:
+    """Hosted models whose Python lacks what they need; each Python is asked once, without running any of it."""
+    from greenroom.cli.commands.engines import looked_at
+    from greenroom.engines.registry import engine_for
+
+    hosted = {name: model for name, model in config.models.items() if engine_for(model).name == "transformers"}
+    rows = looked_at(config.model_copy(update={"models": hosted})) if hosted else []
+    return [f"models.{', '.join(row['models'])}: {text}" for row in rows if row["models"] and (text := _lacks(row))]
+
+
+def _lacks(row: Mapping[str, Any]) -> str | None:
+    if row["why"] is not None:
+        # That there is no such program was said with the other missing files.
+        return f"python: {row['why']}" if shutil.which(row["where"]) else None
+    needed = [one["package"] for one in row["missing"] if not one["optional"]]
+    if not needed:
+        return None
+    return f"{row['where']} lacks {', '.join(needed)} or has too old a version; type: {row['install']}"
+
+
+def _model(name: str, model: Model, needs: Needs) -> dict[str, Any]:
+    from greenroom.core.model import ModelId
+    from greenroom.engines.registry import engine_for
+    from greenroom.runtime.memory.needs import Subject
+
+    engine = engine_for(model)
+    need, source = needs.need_of(Subject(ModelId(name), model, engine))
+    return {
+        "id": name,
+        "engine": engine.name,
+        "memory_mib": need.gpu_mib + need.host_mib,
+        "estimated": model.memory_mib is None,
+        "source": source,
+        "pinned": model.pinned,
+        "preload": model.preload,
+    }
+
+
+def _say(result: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        screen.say_json(result)
+        return
+    screen.say_table(TITLES, [_row(model) for model in result["models"]])
+    budget = ", ".join(f"{device['id']} {device['capacity_mib']:,} MiB" for device in result["devices"])
+    screen.say(f"budget: {budget}")
+    if result["keys"]:
+        screen.say(f"keys: {', '.join(_key(key) for key in result['keys'])}")
+    for warning in result["warnings"]:
+        screen.say(f"warning: {warning}")
+    screen.say(f"{result['file']} is right" + (", but see above" if result["warnings"] else ""))
+    screen.hint(f"serve it: greenroom serve --config {result['file']}")
+
+
+def _key(key: Mapping[str, Any]) -> str:
+    """Its name, and what it may do besides asking models."""
+    return f"{key['name']} (admin)" if key["admin"] else f"{key['name']} (leases)" if key["leases"] else key["name"]
+
+
+def _origin(model: Mapping[str, Any]) -> str:
+    return "name" if model["source"] == "name" else "file"
+
+
+def _row(model: Mapping[str, Any]) -> Sequence[str]:
+    notes = [f"estimated from its {_origin(model)}"] if model["estimated"] and model["memory_mib"] else []
+    notes += [word for word in ("pinned", "preload") if model[word]]
+    memory = str(model["memory_mib"]) if model["memory_mib"] else "-"
+    return (model["id"], model["engine"], memory, ", ".join(notes) or "-")

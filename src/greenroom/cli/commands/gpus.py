@@ -1,0 +1,176 @@
+"""`greenroom gpus`: every GPU with what is used of it, by which models and leases, and by which strangers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from greenroom.cli import address, screen
+from greenroom.cli.failures import Exit, NoGateway
+
+NAME = "gpus"
+HELP = "Show every GPU: how much of its memory is used, by which models and leases, and by whom else."
+TITLES: Final = ("gpu", "used MiB", "total MiB", "free MiB", "busy", "temp", "name", "who")
+WATCH_EVERY_S: Final = 1.0
+
+Seen = Mapping[str, Any]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-w", "--watch", action="store_true", help=f"show it anew every {WATCH_EVERY_S:g} s")
+    parser.add_argument("--local", action="store_true", help="look at this machine's GPUs directly, without a gateway")
+    parser.add_argument("-c", "--config", metavar="FILE", help="with --local: the configuration whose probe is used")
+    address.add_options(parser, json_help="print everything that is known as JSON (one line each with --watch)")
+
+
+def run(args: argparse.Namespace) -> int:
+    look = _local(args.config) if args.local else _remote(args)
+    if not args.watch:
+        _show(look(), args.json)
+        return Exit.OK
+    if sys.stdout.isatty() and not args.json:
+        _watch_live(look)
+    while True:
+        if args.json:
+            screen.say_json(look(), on_one_line=True)
+        else:
+            _show_again(look())
+        time.sleep(WATCH_EVERY_S)
+
+
+def _show(seen: Seen, as_json: bool) -> None:
+    if as_json:
+        screen.say_json(seen)
+        return
+    if seen["gpus"]:
+        screen.say_table(TITLES, rows(seen))
+    for line in trouble(seen):
+        screen.note(line)
+    for line in summary(seen):
+        screen.hint(line)
+
+
+def _show_again(seen: Seen) -> None:
+    screen.say(screen.plain_table(TITLES, rows(seen)) + "\n")
+    for line in trouble(seen):
+        screen.note(line)
+
+
+# --- where it is looked ---------------------------------------------------------------------------------------------
+
+
+def _remote(args: argparse.Namespace) -> Callable[[], Seen]:
+    from greenroom.cli.client import Client
+
+    client = Client(address.address_of(args))
+
+    def look() -> Seen:
+        try:
+            seen: Seen = client.get("/api/v1/gpus")
+        except NoGateway as error:
+            raise NoGateway(f"{error.message}; --local looks at this machine without one") from None
+        return seen
+
+    return look
+
+
+def _local(config_file: str | None) -> Callable[[], Seen]:
+    """The same shape as a gateway's answer, without what only a gateway knows."""
+    from greenroom.config import loader
+    from greenroom.config.schema import Config
+    from greenroom.runtime.memory.probes.choice import make_probe
+    from greenroom.runtime.memory.probes.simulated import NoProbe
+
+    config = Config() if config_file is None else loader.load(loader.find(config_file)).config
+    probe = make_probe(config)
+    why = probe.why if isinstance(probe, NoProbe) else None
+    return lambda: _seen(probe.kind, probe.look(), why)
+
+
+def _seen(kind: str, reading: Any, why: str | None) -> Seen:
+    from dataclasses import asdict
+
+    from greenroom.process.ownership import name_of
+
+    gpus = []
+    for gpu in reading.gpus:
+        figures = asdict(gpu)
+        by_pid = sorted((figures.pop("processes") or {}).items(), key=lambda use: -use[1])
+        figures["id"] = figures.pop("uuid")
+        figures["free_mib"] = gpu.total_mib - gpu.used_mib
+        figures["holders"] = []
+        figures["strangers"] = [{"pid": pid, "name": name_of(pid), "used_mib": mib} for pid, mib in by_pid]
+        gpus.append(figures)
+    visible = all(gpu.processes is not None for gpu in reading.gpus)
+    probe = {"kind": kind, "why": why, "looked_s_ago": 0.0, "failure": None, "pids_visible": visible}
+    return {"probe": probe, "gpus": gpus, "host": asdict(reading.host)}
+
+
+# --- how it is shown ------------------------------------------------------------------------------------------------
+
+
+def rows(seen: Seen) -> list[tuple[str, ...]]:
+    return [_row(gpu) for gpu in seen["gpus"]]
+
+
+def _row(gpu: Seen) -> tuple[str, ...]:
+    busy, temperature_c = gpu["utilisation"], gpu["temperature_c"]
+    return (
+        f"gpu{gpu['index']}",
+        str(gpu["used_mib"]),
+        str(gpu["total_mib"]),
+        str(gpu["free_mib"]),
+        "-" if busy is None else f"{busy}%",
+        "-" if temperature_c is None else f"{temperature_c}C",
+        str(gpu["name"]).replace(" ", "_"),
+        "; ".join(_who(gpu)) or "-",
+    )
+
+
+def _who(gpu: Seen) -> list[str]:
+    """Models and leases by name, strangers by their process."""
+    holders = [
+        f"{holder['model'] or 'lease ' + str(holder['lease'])} {max(holder['claim_mib'], holder['seen_mib'] or 0)}"
+        for holder in gpu["holders"]
+    ]
+    strangers = [f"{who['name'] or '?'} (pid {who['pid']}) {who['used_mib']}" for who in gpu["strangers"]]
+    return [*holders, *strangers]
+
+
+def trouble(seen: Seen) -> list[str]:
+    """Without which the table would be misread, so that it is said in a pipe too: nothing is there, or it is old."""
+    probe = seen["probe"]
+    # Only who looks by himself knows why there are none.
+    why = f": {str(probe['why']).rstrip('.')}" if probe.get("why") else ""
+    lines = [] if seen["gpus"] else [f"no GPUs are used here (probe: {probe['kind']}){why}"]
+    if probe["failure"]:
+        lines.append(f"these figures are {screen.seconds(probe['looked_s_ago'])} old: {probe['failure']}")
+    return lines
+
+
+def summary(seen: Seen) -> list[str]:
+    host = seen["host"]
+    lines = [f"host: {host['available_mib']:,} of {host['total_mib']:,} MiB available"]
+    if not seen["probe"]["pids_visible"]:
+        lines.append("processes cannot be seen here: what is used beyond all claims counts as somebody else's")
+    return lines
+
+
+def _watch_live(look: Callable[[], Seen]) -> None:
+    """Until interrupted."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    def drawn() -> Group:
+        seen = look()
+        said = Text(screen.harmless("\n".join([*trouble(seen), *summary(seen)])), style="dim")
+        return Group(screen.drawn_table(TITLES, rows(seen)), said)
+
+    with Live(drawn(), auto_refresh=False) as live:
+        while True:
+            time.sleep(WATCH_EVERY_S)
+            live.update(drawn(), refresh=True)

@@ -1,0 +1,1 @@
+"""What is generated from the schema: the example file, the JSON schema, the reference tables."""

@@ -1,0 +1,297 @@
+"""One decision tree: what should happen to this waiter now. Pure; used by arrivals, drains and `explain` alike.
+
+The answer is a Plan. `apply.py` turns it into state changes and effects; nothing here changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from greenroom.core.decide import green_room, placement
+from greenroom.core.decide.placement import Way, way_to
+from greenroom.core.decide.residents import Cast
+from greenroom.core.effects import RejectCode
+from greenroom.core.model import Claim, DeviceId, ModelId, ModelSpec, MoveKind, Need, Outcome, Slot, SlotId
+from greenroom.core.policy.swapper import Eviction, Resident, Target
+from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
+from greenroom.core.state import ModelRecord, State
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Ready and free: use this slot now."""
+
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Somebody already caused the load: wait for it, in the queue of that model."""
+
+    slot: SlotId
+    model: ModelId
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing can be done now. `until` is when asking again may help; `on` where it waits for memory."""
+
+    why: str
+    model: ModelId
+    until: float = inf
+    on: frozenset[DeviceId] = frozenset()
+    behind: tuple[ModelId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Start the move that brings the model, after the moves that make room. `claim` is its own when it is ready."""
+
+    model: ModelId
+    kind: MoveKind
+    claim: Claim
+    evict: tuple[Resident, ...]
+    wakes: SlotId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """This can only be answered by an error."""
+
+    code: RejectCode
+    retry_after_s: float | None = None
+    needs_mib: int = 0
+    free_mib: int = 0
+    capacity_mib: int = 0
+    held_by: tuple[str, ...] = ()
+
+
+Plan = Serve | Join | Wait | Swap | Refuse
+
+
+def decide(state: State, waiter: Waiter, now: float, cast: Cast | None = None) -> Plan:
+    """The plan for this waiter: its own queue's model first, another candidate if that can serve at once.
+
+    Another candidate is also turned to when its own model can only be refused. `cast` is who is on stage, if the caller
+    knows that nothing has changed since it was made.
+    """
+    own = _decide_for(state, waiter, waiter.model, cast, now)
+    if isinstance(own, Serve) or len(waiter.candidates) == 1:
+        return own
+    others = [_decide_for(state, waiter, model, cast, now) for model in waiter.candidates if model != waiter.model]
+    for plan in others:
+        if isinstance(plan, Serve):
+            return plan
+    if isinstance(own, Refuse):
+        return next((plan for plan in others if not isinstance(plan, Refuse)), own)
+    return own
+
+
+def _decide_for(state: State, waiter: Waiter, model: ModelId, cast: Cast | None, now: float) -> Plan:
+    if state.shutting_down:
+        return Refuse(RejectCode.SHUTTING_DOWN)
+    record = state.models.get(model)
+    if record is None or record.is_lease != (waiter.kind is WaiterKind.LEASE):
+        return Refuse(RejectCode.UNKNOWN_MODEL)
+    slots = [slot for slot in state.slots_of(model) if slot.spec.revision == record.spec.revision and not slot.lost]
+    # 1. Ready: serve, unless it is full.
+    if slots and (serving := [slot for slot in slots if slot.is_serving]):
+        return _decide_ready(waiter, model, serving)
+    # 2. On its way: join.
+    for slot in slots:
+        if slot.is_arriving:
+            return Join(slot.id, model)
+    # 3. Failing or pausing: refuse or wait.
+    if pause := _decide_pause(state, waiter, record, now):
+        return pause
+    # 4. On its way out, or to the green room: wait until it is there, then come back here.
+    if any(slot.is_going or slot.move is not None or slot.planned is not None for slot in slots):
+        return Wait("leaving", model)
+    # 5. Cold or asleep: bring it.
+    asleep = slots[0] if slots else None
+    if waiter.wants is MoveKind.PREPARE and asleep is not None:
+        return Serve(asleep.id)
+    return _decide_swap(state, waiter, record, asleep, cast or Cast(state, now), now)
+
+
+def _decide_ready(waiter: Waiter, model: ModelId, serving: list[Slot]) -> Plan:
+    # An operator's load asks only that the model be there.
+    if waiter.kind in (WaiterKind.OP, WaiterKind.PRELOAD):
+        return Serve(serving[0].id)
+    free = [slot for slot in serving if slot.has_room]
+    return Serve(min(free, key=_load).id) if free else Wait("busy", model)
+
+
+def _load(slot: Slot) -> int:
+    return len(slot.in_flight)
+
+
+def _decide_pause(state: State, waiter: Waiter, record: ModelRecord, now: float) -> Plan | None:
+    if now >= record.retry_at:
+        return None
+    retry_after_s = record.retry_at - now
+    if record.pausing is None:
+        return Refuse(RejectCode.LOAD_FAILED, retry_after_s)
+    if record.pausing is Outcome.STORE_DOWN and waiter.id not in state.waitlist:
+        return Refuse(RejectCode.STORE_DOWN, retry_after_s)
+    return Wait(record.pausing.value, record.spec.id)
+
+
+def _decide_swap(
+    state: State, waiter: Waiter, record: ModelRecord, asleep: Slot | None, cast: Cast, now: float
+) -> Plan:
+    spec, most = record.spec, cast.most_mib if asleep is None else state.most_mib(asleep)
+    kind = _kind(waiter, spec, asleep)
+    ways = _ways(state, record, kind, asleep, cast, most)
+    if not ways and asleep is not None:
+        # It can never wake where it sleeps: bring it elsewhere, as if it were cold.
+        return _decide_swap(state, waiter, record, None, cast, now)
+    if not ways:
+        if kind is MoveKind.PREPARE and spec.need_asleep is not None:
+            within = green_room.within(state, most)
+            return refusal(state, RejectCode.TOO_LARGE, None, spec, spec.need_asleep, within)
+        return refusal(state, RejectCode.TOO_LARGE, None, spec, record.need, most)
+    if state.store_is_down and all(way.on for way in ways):
+        # Who waits already may wait on; others can ask somebody else.
+        waits = waiter.id in state.waitlist
+        return Wait("store_down", spec.id) if waits else Refuse(RejectCode.STORE_DOWN, state.limits.replan_s)
+    open_ways = [way for way in ways if not state.keepers(way.on, spec.id)]
+    if not open_ways:
+        return Wait("kept_for_others", spec.id, behind=state.keepers(ways[0].on, spec.id))
+    if kind is MoveKind.PREPARE and not green_room.can_take(state, open_ways[0].wants):
+        return Wait("green_room", spec.id)
+    on_stage = kind is not MoveKind.PREPARE and not record.is_lease
+    queue = _queue(state, waiter, spec.id)
+    urgency = _urgency(waiter, queue)
+    target = Target(spec.id, tuple(way.wants for way in open_ways), urgency.priority, on_stage)
+    eviction, until = _eviction(state, queue, urgency, target, asleep, cast, now)
+    if eviction is None:
+        return Wait("no_room", spec.id, until, frozenset().union(*(way.on for way in open_ways)))
+    way = open_ways[target.options.index(eviction.claim)]
+    return Swap(spec.id, kind, way.claim, eviction.victims, asleep.id if asleep is not None else None)
+
+
+def refusal(
+    state: State,
+    code: RejectCode,
+    retry_after_s: float | None,
+    spec: ModelSpec,
+    need: Need,
+    mib: Mapping[DeviceId, int],
+) -> Refuse:
+    """A refusal for want of memory, with the numbers: what is needed, what there is of it, and who else holds some."""
+    figures = placement.shortfall(spec, need, state.devices, mib)
+    return Refuse(code, retry_after_s, *figures, held_by=state.holders(spec.devices))
+
+
+def _kind(waiter: Waiter, spec: ModelSpec, asleep: Slot | None) -> MoveKind:
+    if asleep is not None:
+        return MoveKind.WAKE
+    can_prepare = waiter.wants is MoveKind.PREPARE and spec.need_asleep is not None
+    return MoveKind.PREPARE if can_prepare else MoveKind.LOAD
+
+
+def _ways(
+    state: State,
+    record: ModelRecord,
+    kind: MoveKind,
+    asleep: Slot | None,
+    cast: Cast,
+    most: Mapping[DeviceId, int],
+) -> list[Way]:
+    """Every place where it can ever be; none if it is too large."""
+    if asleep is not None:
+        during = asleep.needs_for(kind)
+        held = state.ledger.held_by(asleep.id)
+        return [way_to(asleep.claim, _less(during, held))] if _fits(during, most) else []
+    ways = cast.ways(record)
+    if kind is MoveKind.LOAD:
+        return ways
+    ways = [way_to(way.claim, state.asleep_at(record.spec, way.claim)) for way in ways]
+    within = green_room.within(state, most)
+    return [way for way in ways if _fits(way.wants, within)]
+
+
+def _fits(claim: Claim, most: Mapping[DeviceId, int]) -> bool:
+    return all(mib <= most.get(device, 0) for device, mib in claim.items())
+
+
+def _less(claim: Claim, held: Claim) -> Claim:
+    return {device: mib - held.get(device, 0) for device, mib in claim.items()}
+
+
+class Urgency(NamedTuple):
+    """Whose words count when others are asked to leave."""
+
+    kind: WaiterKind
+    priority: int
+
+
+def _urgency(waiter: Waiter, queue: Queue) -> Urgency:
+    """A model is as urgent as the most urgent of those who wait for it, or who is late would hold up who may do more.
+
+    Who wants it asleep, and a wish, speak for themselves alone.
+    """
+    if waiter.wants is MoveKind.PREPARE or waiter.kind in (WaiterKind.PRELOAD, WaiterKind.LEASE):
+        return Urgency(waiter.kind, waiter.priority)
+    return Urgency(WaiterKind.OP if queue.operators else WaiterKind.REQUEST, queue.priorities.first)
+
+
+def _eviction(
+    state: State, queue: Queue, urgency: Urgency, target: Target, but: Slot | None, cast: Cast, now: float
+) -> tuple[Eviction | None, float]:
+    """Let residents sleep if that makes enough room, else let them go cold; and when more of them may be asked to."""
+    swapper, room = state.policy.swapper, cast.room_mib
+    asleep = cast.residents(may_sleep=True, but=but)
+    until = _fix(state, urgency, queue, asleep, now)
+    found = swapper.eviction_for(target, asleep, room)
+    if (found is not None and not found.is_blocked) or not cast.may_fall_asleep:
+        return found, until
+    cold = cast.residents(may_sleep=False, but=but)
+    until_cold = _fix(state, urgency, queue, cold, now)
+    colder = swapper.eviction_for(target, cold, room)
+    use_colder = colder is not None and (found is None or not colder.is_blocked)
+    return colder if use_colder else found, min(until, until_cold)
+
+
+def _queue(state: State, waiter: Waiter, model: ModelId) -> Queue:
+    """The model's queue as it stands with this waiter in it."""
+    queue = state.waitlist.queues.get(model)
+    if queue is not None and waiter.id in state.waitlist and waiter.model == model:
+        return queue
+    joined = (queue or Queue(model, state.policy.standing)).joined_by(waiter)
+    state.price(joined)
+    return joined
+
+
+def _fix(state: State, urgency: Urgency, queue: Queue, there: list[Resident], now: float) -> float:
+    """Fix those who may not be asked to leave for this queue; return when the next of them may be."""
+    until, takes_at = inf, state.policy.takes_at
+    by_policy = urgency.kind is WaiterKind.REQUEST
+    for resident in there:
+        if resident.cannot_leave:
+            at = inf
+        elif by_policy and resident.on_stage:
+            at = takes_at(queue, resident, now)
+        else:
+            at = _askable_at(state, urgency, queue, resident, now)
+        resident.is_fixed = at > now
+        if now < at < until:
+            until = at
+    return until
+
+
+def _askable_at(state: State, urgency: Urgency, queue: Queue, resident: Resident, now: float) -> float:
+    slot = state.slots[resident.slot]
+    if slot.lease is not None:
+        # A holder of a lease leaves only for somebody more urgent.
+        return now if slot.last_priority > urgency.priority else inf
+    if urgency.kind is WaiterKind.PRELOAD:
+        # A wish makes nobody leave, unless it is for a model that is to stay for good.
+        return now if state.models[queue.model].spec.pinned and not resident.is_busy else inf
+    if urgency.kind is WaiterKind.OP and not resident.is_busy:
+        return now
+    return state.policy.takes_at(queue, resident, now)

@@ -1,0 +1,158 @@
+"""Who is on stage, as a policy and a swapper see it: residents with what leaving would give and cost.
+
+Owns the translation from slots to residents, and where a model could come. Made anew for each decision, because
+everything in it may change.
+"""
+
+from __future__ import annotations
+
+from math import inf, log
+
+from greenroom.core.decide import green_room, placement
+from greenroom.core.decide.placement import Way, way_to
+from greenroom.core.model import Claim, DeviceId, MoveKind, Slot, SlotId, Tier
+from greenroom.core.policy.swapper import Resident
+from greenroom.core.state import ModelRecord, State
+
+
+class Cast:
+    """Residents and free memory at one moment. Only for as long as nothing changes."""
+
+    def __init__(self, state: State, now: float) -> None:
+        self._state = state
+        self._now = now
+        self._made: dict[bool, list[Resident]] = {}
+        self._room_mib: dict[DeviceId, int] | None = None
+        self._most_mib: dict[DeviceId, int] | None = None
+        self._may_fall_asleep: bool | None = None
+        self._ways: dict[placement.Shape, list[Way]] = {}
+        # Those who would go cold, who are the same for everybody.
+        self._cold: dict[SlotId, Resident] = {}
+
+    def after_swap(self) -> Cast:
+        """The cast after a swap was ordered at this moment: whom it does not concern is as before."""
+        after, slots = Cast(self._state, self._now), self._state.slots
+        after._cold = {slot: one for slot, one in self._cold.items() if not (one.cannot_leave or slots[slot].can_sleep)}
+        return after
+
+    @property
+    def room_mib(self) -> dict[DeviceId, int]:
+        if self._room_mib is None:
+            self._room_mib = self._state.room_mib()
+        return self._room_mib
+
+    @property
+    def most_mib(self) -> dict[DeviceId, int]:
+        if self._most_mib is None:
+            self._most_mib = self._state.most_mib(None)
+        return self._most_mib
+
+    def ways(self, record: ModelRecord) -> list[Way]:
+        """Every place where a model that is cold can ever be; none if it is too large. Many models are alike."""
+        shape = placement.shape(record.spec, record.need)
+        if shape not in self._ways:
+            by_free = record.spec.can_split or record.spec.gpus > 1
+            self._ways[shape] = self._ways_now(record) if by_free else self._ways_known(record, shape)
+        return self._ways[shape]
+
+    def _ways_known(self, record: ModelRecord, shape: placement.Shape) -> list[Way]:
+        """Where free memory does not decide, this changes seldom, and the model remembers it."""
+        known, devices = record.ways, self._state.ledger.devices
+        if known is None or known.shape != shape or known.devices is not devices or known.most_mib != self.most_mib:
+            known = record.ways = placement.Ways(shape, devices, self.most_mib, self._ways_now(record))
+        return known.there
+
+    def _ways_now(self, record: ModelRecord) -> list[Way]:
+        state, most = self._state, self.most_mib
+        likely = state.likely_mib(most) if record.spec.can_split else most
+        claims = placement.options(record.spec, record.need, state.devices, self.room_mib, most, likely)
+        return [way_to(claim, claim) for claim in claims]
+
+    def residents(self, may_sleep: bool, but: Slot | None) -> list[Resident]:
+        """Everybody but one, who is to wake, who holds memory, or will, and is not about to give it back."""
+        if may_sleep and but is not None and self._state.limits.green_room_mib is not None:
+            # In the green room there will be the place of the one who wakes: this differs from one to the other.
+            return [self._resident(slot, may_sleep, but) for slot in self._stay() if slot is not but]
+        if may_sleep not in self._made:
+            self._made[may_sleep] = [self._resident(slot, may_sleep, None) for slot in self._stay()]
+        made = self._made[may_sleep]
+        return made if but is None else [resident for resident in made if resident.slot != but.id]
+
+    def _stay(self) -> list[Slot]:
+        return [slot for slot in self._state.slots.values() if slot.leaving_to is None and not slot.lost]
+
+    @property
+    def may_fall_asleep(self) -> bool:
+        """Whether anybody would leave to the green room."""
+        if self._may_fall_asleep is None:
+            self._may_fall_asleep = any(one.leaves_to is Tier.ASLEEP for one in self.residents(True, None))
+        return self._may_fall_asleep
+
+    def _resident(self, slot: Slot, may_sleep: bool, wakes: Slot | None) -> Resident:
+        known = self._cold.get(slot.id)
+        if known is not None and not (may_sleep and slot.can_sleep):
+            return known
+        made = _resident(self._state, slot, self._now, may_sleep, wakes)
+        if made.leaves_to is Tier.COLD:
+            self._cold[slot.id] = made
+        return made
+
+
+def drain_s(record: ModelRecord, answers: int) -> float:
+    """How long until the last of so many answers may have ended: that of one, and a little more for each doubling."""
+    return record.typical_s if answers <= 1 else record.typical_s * (1.0 + log(answers))
+
+
+def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot | None) -> Resident:
+    # A round does little else than this: by place and not by name, and with few calls.
+    tier, spec, lease, in_flight = slot.tier, slot.spec, slot.lease, slot.in_flight
+    model, held = spec.id, state.ledger.held_by(slot.id)
+    # The holder of a lease is asked rather than waited for.
+    is_busy = lease is None and bool(in_flight)
+    on_stage = lease is None and (tier is Tier.READY or slot.is_arriving)
+    if spec.pinned or slot.move is not None or slot.planned is not None:
+        # Nobody asks what its leaving would cost. In a crowd these are most.
+        return Resident(
+            slot.id, model, held, Tier.COLD, slot.last_priority, slot.last_used, is_busy, True, True, on_stage
+        )
+    # As it will be when it leaves: only where the green room has room for it.
+    could_sleep = may_sleep and tier is Tier.READY and slot.can_sleep
+    fits = could_sleep and state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
+    sleeps = fits and green_room.has_place(state, slot, now, wakes)
+    # Whose model is configured no longer has been told to leave, and is not asked.
+    record = state.models[model]
+    resident = Resident(
+        slot.id,
+        model,
+        _given(held, slot.claim_asleep) if sleeps else held,
+        Tier.ASLEEP if sleeps else Tier.COLD,
+        slot.last_priority,
+        slot.last_used,
+        is_busy,
+        False,
+        False,
+        on_stage,
+        slot.ready_since,
+        slot.stays_until,
+        slot.batch_until,
+        state.waitlist.queues.get(model),
+        record.rate(state.limits.recency_s, now),
+        record.move_s(MoveKind.WAKE if sleeps else MoveKind.LOAD),
+        drain_s(record, len(in_flight)),
+        _passed_since(slot),
+        tier is Tier.ASLEEP,
+    )
+    resident.loss = state.policy.loss(resident, now)
+    return resident
+
+
+def _passed_since(slot: Slot) -> float:
+    recent = slot.recent_grants
+    if not recent.maxlen:
+        return inf
+    return recent[0] if len(recent) == recent.maxlen else -inf
+
+
+def _given(held: Claim, kept: Claim) -> Claim:
+    """What comes back per device; less than nothing on the host where a sleeping copy is put."""
+    return {device: held.get(device, 0) - kept.get(device, 0) for device in sorted({*held, *kept})}

@@ -1,0 +1,110 @@
+"""The matrix: sets of models that may be on stage together, and what sending each model away costs.
+
+A company is allowed if some set has one that holds it whole. For a newcomer the allowed company is chosen that holds it
+and those who cannot leave, and that sends the least cost away. Between sets that cost the same the first one written
+wins, within a set the models written first stay. A model in no set comes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from greenroom.core.model import ModelId
+from greenroom.core.policy.coresidency.families import COMPANIES_MAX, Weights, families_of
+from greenroom.core.policy.coresidency.language import Mistake, Name, in_order, leaves, parse
+
+COST_DEFAULT = 1
+# The same few questions are asked over and over while requests wait; when this many are known all are forgotten.
+REMEMBERED_MAX = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """The rules as written. A name in `vars` stands for its model, every other one for the model of that id."""
+
+    sets: tuple[tuple[str, str], ...]
+    costs: Mapping[str, int] = field(default_factory=dict)
+    vars: Mapping[str, ModelId] = field(default_factory=dict)
+
+    def model(self, name: str) -> ModelId:
+        return self.vars.get(name, ModelId(name))
+
+
+class ByMatrix:
+    def __init__(self, spec: Matrix, companies_max: int = COMPANIES_MAX) -> None:
+        """Raises Mistake if a set cannot be read, is defined twice, or refers to one that is not there or to itself."""
+        definitions = {}
+        for name, text in spec.sets:
+            if name in definitions:
+                raise Mistake(name, 1, "is defined twice")
+            definitions[name] = parse(name, text)
+        order = in_order(definitions)
+        names = [leaf.text for each in definitions.values() for leaf in leaves(each) if isinstance(leaf, Name)]
+        models = dict.fromkeys(spec.model(name) for name in names)
+        # Models written earlier have lower bits.
+        self._bit_of = {model: 1 << place for place, model in enumerate(models)}
+        self._cost_of = {spec.model(name): cost for name, cost in spec.costs.items()}
+        bit_of_name = {name: self._bit_of[spec.model(name)] for name in names}
+        self._families = tuple(families_of(definitions, order, bit_of_name, companies_max).values())
+        self._remembered: dict[tuple[ModelId, frozenset[ModelId], frozenset[ModelId]], frozenset[ModelId] | None] = {}
+
+    def leavers(
+        self, newcomer: ModelId, present: Sequence[ModelId], staying: frozenset[ModelId]
+    ) -> frozenset[ModelId] | None:
+        others = frozenset(present) - {newcomer}
+        question = (newcomer, others, others & staying)
+        if question not in self._remembered:
+            if len(self._remembered) >= REMEMBERED_MAX:
+                self._remembered.clear()
+            self._remembered[question] = self._found(*question)
+        return self._remembered[question]
+
+    def _found(
+        self, newcomer: ModelId, others: frozenset[ModelId], held: frozenset[ModelId]
+    ) -> frozenset[ModelId] | None:
+        if newcomer not in self._bit_of:
+            return None if held else others
+        if not held <= self._bit_of.keys():
+            return None
+        company = self._best_company(newcomer, others, held)
+        if company is None:
+            return None
+        return frozenset(model for model in others if not self._bit_of.get(model, 0) & company)
+
+    def _best_company(self, newcomer: ModelId, others: frozenset[ModelId], held: frozenset[ModelId]) -> int | None:
+        relevant, needed = self._mask({newcomer, *others}), self._mask({newcomer, *held})
+        weights = self._weights({newcomer, *others}, needed)
+        # The last part of a weight only says who was written first, which does not count between sets.
+        order_bits = relevant.bit_count()
+        best: int | None = None
+        for family in self._families:
+            if needed & ~family.support:
+                continue
+            found = family.heaviest(relevant, weights)
+            is_better = best is None or weights[found] >> order_bits > weights[best] >> order_bits
+            if found & needed == needed and is_better:
+                best = found
+        return best
+
+    def _mask(self, models: Iterable[ModelId]) -> int:
+        mask = 0
+        for model in models:
+            mask |= self._bit_of.get(model, 0)
+        return mask
+
+    def _weights(self, models: Iterable[ModelId], needed: int) -> Weights:
+        """Each model weighs what sending it away costs; one that is needed outweighs all who are not.
+
+        Companies that cost the same are told apart by a last part of each weight, which halves from model to model as
+        they are written. So no two companies weigh the same, and nothing depends on the order of anything else.
+        """
+        costs = {
+            self._bit_of[model]: self._cost_of.get(model, COST_DEFAULT) for model in models if model in self._bit_of
+        }
+        above_all = sum(costs.values()) + 1
+        weights = Weights()
+        for place, bit in enumerate(sorted(costs)):
+            cost = above_all if bit & needed else costs[bit]
+            weights[bit] = cost << len(costs) | 1 << (len(costs) - 1 - place)
+        return weights

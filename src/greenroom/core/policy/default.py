@@ -1,0 +1,146 @@
+"""The default policy: decides by cost, is fair between tenants, and keeps a promise about waiting.
+
+Owns the rules of `docs/design/scheduling.md`: classes that age, rent-or-buy switching, minimum residency, the gated
+batch, lingering, and what a resident is worth. Numbers come from `Limits`.
+"""
+
+from __future__ import annotations
+
+from math import ceil, exp, inf, log
+
+from greenroom.core.events import Limits
+from greenroom.core.policy.base import Turn
+from greenroom.core.policy.swapper import Resident, Swapper
+from greenroom.core.queue.waitlist import Queue, Standing, Waiter, WaiterKind
+
+# A class weighs twice the next lower one.
+WEIGHTS = (2.0, 1.0, 0.5)
+# Who has waited this many of its deadlines is late: it goes strictly by age, before all who are not. The urgent are at
+# once.
+LATE_DEADLINES = (1.0, 2.0, 2.0)
+# With fewer requests than this in the time its answers take to end, a model falls idle by itself soon enough: keeping
+# newcomers out would hardly be quicker, and would cost a batch of its own later.
+RESTS_BELOW = 0.7
+# Keeps divisions harmless where nothing takes time.
+_MOMENT_S = 1e-3
+
+
+class ByCost:
+    def __init__(self, limits: Limits, swapper: Swapper) -> None:
+        self._limits = limits
+        self.swapper = swapper
+        self._standings = tuple(
+            Standing(weight, deadline_s, late * deadline_s, limits.lift_s)
+            for weight, late, deadline_s in zip(WEIGHTS, LATE_DEADLINES, limits.deadlines_s, strict=True)
+        )
+
+    def standing(self, priority: int) -> Standing:
+        return self._standings[priority if 0 <= priority <= 2 else 0 if priority < 0 else 2]
+
+    # --- order ----------------------------------------------------------------------------------------------------
+
+    def turn(self, waiter: Waiter, served_s: float, now: float) -> Turn:
+        """The late by age, whatever their class; then by class, by fair share, by arrival."""
+        lift_s = self._limits.lift_s
+        # A wish is never late: it comes when there is room, and must not stand before those who can make some.
+        is_wish = waiter.kind is WaiterKind.PRELOAD
+        if not is_wish and waiter.aged_from + self.standing(waiter.priority).late_s <= now:
+            return (0.0, waiter.aged_from, 0.0, waiter.sequence)
+        return (1.0, _class(waiter.aged_from + waiter.priority * lift_s, lift_s, now), served_s, waiter.sequence)
+
+    def rank(self, queue: Queue, now: float) -> Turn:
+        """The late by age; then by class; then the longest wait of all together for the time it takes to end it.
+
+        Serving many at once takes hardly longer than serving one, as when one broadcast answers everybody who asked for
+        it: there the longest total wait first is known to keep the mean low without forgetting anybody.
+        """
+        if queue.late_at <= now:
+            return (0.0, queue.late_at, 0.0, queue.oldest)
+        visit_s = queue.swap_s + queue.service_s * (1.0 + log(max(1, queue.waiting))) + _MOMENT_S
+        return (1.0, _class(queue.lift_at, self._limits.lift_s, now), -queue.waited_s(now) / visit_s, queue.oldest)
+
+    # --- switching ------------------------------------------------------------------------------------------------
+
+    def takes_at(self, queue: Queue, resident: Resident, now: float) -> float:
+        if resident.is_busy and resident.stays_until > now:
+            return resident.stays_until
+        rests_at = resident.last_used + self._linger_s(resident)
+        is_higher = resident.priority < _class(queue.lift_at, self._limits.lift_s, now)
+        if not resident.is_busy and rests_at <= now and not is_higher:
+            return now
+        due_at = min(queue.deadline_at, self._pays_at(queue, resident, now))
+        if resident.is_busy:
+            return max(
+                resident.stays_until, min(_ends_at(max(due_at, now), queue, resident), _passed_at(queue, resident, now))
+            )
+        free_at = min(due_at, rests_at)
+        return max(resident.stays_until, free_at) if is_higher else free_at
+
+    def _pays_at(self, queue: Queue, resident: Resident, now: float) -> float:
+        """Rent or buy: when those whom the switch would serve will have waited as long as it costs all together.
+
+        It costs the way in, and the way out and back of the resident for everybody it leaves behind. Waiting counts
+        from when the resident came: what was waited before has been paid for by its own coming.
+        """
+        if not queue.weight:
+            return inf
+        away_s = queue.swap_s + resident.reload_s + (resident.drain_s if resident.is_busy else 0.0)
+        if resident.queue is None:
+            served, left = queue.weight, resident.rate * away_s
+        else:
+            served, left = _counted(queue, resident.queue)
+        since = max(resident.ready_since, queue.middle)
+        return max(now, since + away_s * (1.0 + left) / min(served, queue.at_once))
+
+    def _linger_s(self, resident: Resident) -> float:
+        """Stay where one is more likely than not to be asked again within the time that bringing it back takes."""
+        likely = 1.0 - exp(-resident.rate * resident.reload_s)
+        return resident.reload_s * max(0.0, 2.0 * likely - 1.0)
+
+    # --- worth ----------------------------------------------------------------------------------------------------
+
+    def loss(self, resident: Resident, now: float) -> float:
+        """Seconds of loading a second that its absence will cost: per MiB this is the classic greedy-dual score.
+
+        Of busy ones that one goes whose answers will have ended first.
+        """
+        return resident.rate * resident.reload_s + (resident.drain_s if resident.is_busy else 0.0)
+
+
+def _counted(queue: Queue, own: Queue) -> tuple[float, float]:
+    """How many the switch would serve, and how many it would leave behind.
+
+    Of a tenant who waits in both every request counts, here and there. Another tenant counts as one, and its people do
+    not stand in the way: between tenants it is turns that are shared, not the lengths of their queues.
+    """
+    served, left = float(len(queue.tenants)), 0.0
+    few, many = (queue.tenants, own.tenants) if len(queue.tenants) <= len(own.tenants) else (own.tenants, queue.tenants)
+    for tenant in few:
+        if tenant in many:
+            served += queue.tenants[tenant] - 1
+            left += own.tenants[tenant]
+    return served, left
+
+
+def _ends_at(due_at: float, queue: Queue, resident: Resident) -> float:
+    """When somebody busy has to stop for a queue that is due. Who is late is not put off by hopes."""
+    own = resident.queue
+    if own is None:
+        # With few requests in the time its answers take it falls idle by itself almost as soon.
+        rests_soon = resident.rate * resident.drain_s < RESTS_BELOW
+        return queue.late_at if rests_soon else due_at
+    # Where the same tenants' people there are past their deadline too, each model gets a whole batch in turn.
+    in_turn = own.deadline_at <= due_at and not own.tenants.keys().isdisjoint(queue.tenants)
+    return max(due_at, resident.batch_until) if in_turn else due_at
+
+
+def _passed_at(queue: Queue, resident: Resident, now: float) -> float:
+    """When the batch is over and this queue was overtaken as often as may be."""
+    if resident.passed_since == inf:
+        return resident.batch_until
+    return now if resident.passed_since >= max(resident.batch_until, queue.oldest) else inf
+
+
+def _class(lift_at: float, lift_s: float, now: float) -> int:
+    """The class by age: one less for every `lift_s` waited."""
+    return ceil((lift_at - now) / lift_s) if lift_at != inf else 1_000_000

@@ -1,0 +1,38 @@
+"""First come, first served, as simple routers do it: a ready model serves its own queue, an idle one gives way.
+
+Each model may have its own priority (lower goes first); within it arrival decides. Nothing busy is ever asked to leave,
+so a model in constant use keeps the others out: `default.py` is for those who mind.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from greenroom.core.events import Limits
+from greenroom.core.policy.base import Turn
+from greenroom.core.policy.swapper import Resident, Swapper
+from greenroom.core.queue.waitlist import Queue, Standing, Waiter
+
+# Far enough apart that a class is never made up for by age.
+_CLASS_S = 1e9
+
+
+class FirstCome:
+    def __init__(self, limits: Limits, swapper: Swapper) -> None:
+        self.swapper = swapper
+
+    def standing(self, priority: int) -> Standing:
+        return Standing(weight=1.0, deadline_s=inf, late_s=inf, lift_s=_CLASS_S)
+
+    def turn(self, waiter: Waiter, served_s: float, now: float) -> Turn:
+        return (waiter.priority, waiter.sequence)
+
+    def rank(self, queue: Queue, now: float) -> Turn:
+        return (queue.lift_at,)
+
+    def takes_at(self, queue: Queue, resident: Resident, now: float) -> float:
+        return inf if resident.is_busy else now
+
+    def loss(self, resident: Resident, now: float) -> float:
+        """The least recently used goes first, whatever it costs to bring back."""
+        return 1.0 / (1.0 + max(0.0, now - resident.last_used))

@@ -1,0 +1,65 @@
+"""What a waiting caller can be told: its place, and how long it may take if that is known. Changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from greenroom.core.model import ModelId, MoveKind, RequestId, Tier
+from greenroom.core.queue.waitlist import Waiter
+from greenroom.core.state import State
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    position: int
+    eta_s: float | None
+
+
+def outlook(state: State, request: RequestId, now: float) -> Outlook | None:
+    """Place and estimate of a waiting request; None if it does not wait."""
+    waiter = state.waitlist.get(request)
+    if waiter is None:
+        return None
+    return Outlook(state.waitlist.position(waiter), eta_s(state, waiter, waiter.model, now))
+
+
+def eta_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float | None:
+    """The model's own move, the moves of those who wait before it, and the answers before it in its own queue."""
+    own = _move_left_s(state, model, now)
+    if own is None:
+        return None
+    own += _queue_s(state, waiter, model)
+    if any(slot.is_arriving or slot.is_serving for slot in state.slots_of(model)):
+        return own
+    return own + _others_s(state, waiter)
+
+
+def _others_s(state: State, waiter: Waiter) -> float:
+    """Swaps of those before it: no more than there are callers ahead, nor than there are other models waited for."""
+    ahead = min(state.waitlist.position(waiter) - 1, len(state.waitlist.queues) - 1)
+    at_once = max(1, len(state.ledger.devices) - 1)
+    return max(0, ahead) * (state.avg_swap_s or 0.0) / at_once
+
+
+def _queue_s(state: State, waiter: Waiter, model: ModelId) -> float:
+    """Rounds of answers before its own, each as long as answers of this model usually take."""
+    record, waitlist = state.models[model], state.waitlist
+    queue = waitlist.queues.get(model)
+    queued = 0 if queue is None else queue.ahead_of(waiter)
+    serving = [slot for slot in state.slots_of(model) if slot.is_serving]
+    running = sum(len(slot.in_flight) for slot in serving)
+    at_once = sum(slot.concurrency for slot in serving) or record.spec.concurrency or 1
+    return (record.service_s or 0.0) * ((queued + running) // at_once)
+
+
+def _move_left_s(state: State, model: ModelId, now: float) -> float | None:
+    """How long until this model is ready once its turn has come; None if nothing was learned yet."""
+    record = state.models[model]
+    for slot in state.slots_of(model):
+        if slot.is_serving:
+            return 0.0
+        if slot.is_arriving and slot.move is not None:
+            learned = record.learned_s.get(slot.move.kind)
+            return None if learned is None else max(0.0, learned - (now - slot.move.started))
+    asleep = any(slot.tier is Tier.ASLEEP for slot in state.slots_of(model))
+    return record.learned_s.get(MoveKind.WAKE if asleep else MoveKind.LOAD)

@@ -1,0 +1,195 @@
+"""Rounds: which of the models that are waited for and not ready may come now, asked in the order of their rank.
+
+Owns that order, the timer for the next look, and the devices kept for those who have waited too long. What happens to
+each is decided in `decide.py` and done in `apply.py`.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from math import inf
+
+from greenroom.core import events as ev
+from greenroom.core.apply import Actions
+from greenroom.core.decide.decision import Plan, Swap, Wait, decide
+from greenroom.core.decide.residents import Cast
+from greenroom.core.effects import because
+from greenroom.core.model import DeviceId, ModelId
+from greenroom.core.queue.kept_order import KeptOrder
+from greenroom.core.queue.waitlist import Queue, Waiter
+from greenroom.core.slots import Stage
+from greenroom.core.state import State
+
+# How many models that are not ready are looked at in one round, the first in rank. Others wait for their turn there.
+ASKED_MAX = 16
+# With more waiting models than this there is a crowd: their order is kept, and only a part of it is made anew in each
+# round, because that takes some microseconds for each of them; fewer are asked for in a round; and one more request for
+# a model that is waited for already is looked at a little later, together with others.
+RANKED_MANY = 64
+ASKED_IN_CROWD = 4
+RANKED_IN_CROWD = 16
+# With more than these waiting the next deadline of anybody is looked at, because not everybody may be asked for.
+INSIST_MANY = 4
+LOOK_SOON_S = 0.1
+# In a crowd there is a round at least this often, so that no part of the order grows old.
+CROWD_ROUND_S = 0.5
+_SWITCH = ev.Timer(ev.TimerKind.SWITCH, "")
+# The rank of those who need not be brought.
+_LAST = (inf,)
+
+
+class Rounds:
+    def __init__(self, state: State, stage: Stage, act: Actions) -> None:
+        self._state = state
+        self._stage = stage
+        self._act = act
+        self._crowd: KeptOrder[ModelId] = KeptOrder()
+
+    def rest(self, now: float) -> None:
+        """Nobody waits: nothing is to be looked at later."""
+        state = self._state
+        state.ask_again, state.oldest_cold = False, inf
+        state.kept.clear()
+        self.look_again_at(inf, now)
+
+    def bring(self, now: float) -> None:
+        """Ask for each waiting model that is not ready, the first in rank first, whether it may come now.
+
+        The first few are asked for in any case. Further down only those may fare better who want less than anybody that
+        had to wait for the same devices, or want others: so nobody is hidden behind those who wait for a busy device.
+        """
+        state = self._state
+        state.ask_again = False
+        state.kept.clear()
+        is_crowd = len(state.waitlist.queues) > RANKED_MANY
+        ranking, until = self._ranked_in_crowd(now) if is_crowd else self._ranked(now)
+        cast, asked, few = Cast(state, now), 0, ASKED_IN_CROWD if is_crowd else ASKED_MAX
+        least: dict[tuple[DeviceId, ...], int] = {}
+        for model in ranking:
+            queue = state.waitlist.queues.get(model)
+            if queue is None or not self.is_away(model, now):
+                continue
+            record = state.models[model]
+            devices, mib = record.spec.devices, record.need.gpu_mib + record.need.host_mib
+            if asked >= few and mib >= least.get(devices, inf):
+                continue
+            if asked >= few + ASKED_MAX:
+                break
+            asked += 1
+            until_this, then = self._ask_for(queue, cast, now)
+            until = min(until, until_this)
+            if then is cast:
+                least[devices] = min(mib, least.get(devices, mib))
+            cast = then
+        self.look_again_at(until, now)
+
+    def _ranked(self, now: float) -> tuple[list[ModelId], float]:
+        """Those who are away, in the order in which they may come, and when to look again in any case."""
+        state, policy = self._state, self._state.policy
+        if self._crowd:
+            # The crowd has dispersed. Where another one gathers, everybody is looked at anew.
+            self._crowd.clear()
+            state.waitlist.altered.update(dict.fromkeys(state.waitlist.queues))
+        cold = [queue for queue in state.waitlist.queues.values() if self.is_away(queue.model, now)]
+        cold.sort(key=lambda queue: policy.rank(queue, now))
+        state.oldest_cold = min((queue.oldest for queue in cold), default=inf)
+        deadlines = (queue.deadline_at for queue in cold if queue.deadline_at > now)
+        until = min(deadlines, default=inf) if len(cold) > INSIST_MANY else inf
+        return [queue.model for queue in cold], until
+
+    def _ranked_in_crowd(self, now: float) -> tuple[list[ModelId], float]:
+        """The first few of those who are away, and then some others, each of whom is among these in turn."""
+        crowd, altered = self._crowd, self._state.waitlist.altered
+        for model in list(islice(altered, RANKED_IN_CROWD)):
+            del altered[model]
+            self._rank(model, now)
+        others = crowd.longest_unseen(RANKED_IN_CROWD)
+        for model in others:
+            self._rank(model, now)
+        # Who has left since it was ranked is dropped when it comes to light.
+        queues = self._state.waitlist.queues
+        away = (model for model in crowd if model in queues and self.is_away(model, now))
+        firsts = list(islice(away, ASKED_IN_CROWD))
+        rest = sorted((model for model in others if model in crowd and model not in firsts), key=crowd.turn)
+        return [*firsts, *rest], now + CROWD_ROUND_S
+
+    def _rank(self, model: ModelId, now: float) -> None:
+        """See where in the crowd this one stands now."""
+        queue = self._state.waitlist.queues.get(model)
+        if queue is None:
+            self._crowd.drop(model)
+        else:
+            self._crowd.put(model, self._state.policy.rank(queue, now) if self.is_away(model, now) else _LAST)
+
+    def is_away(self, model: ModelId, now: float) -> bool:
+        """Neither ready nor on its way in or out, nor pausing."""
+        record, slots = self._state.models[model], self._state.slots_by_model.get(model)
+        if record.pausing is not None and now < record.retry_at:
+            return False
+        for slot in slots or ():
+            is_somewhere = slot.move is not None or slot.planned is not None or slot.is_serving or slot.is_going
+            if is_somewhere and slot.spec.revision == record.spec.revision and not slot.lost:
+                return False
+        return True
+
+    def _ask_for(self, queue: Queue, cast: Cast, now: float) -> tuple[float, Cast]:
+        """Decide on the first of this queue, and on the next if that one left; and on those who want it asleep.
+
+        Returns when to ask again, and the cast as it is then: the same if nothing has changed.
+        """
+        if self._is_kept_out(queue, cast, now):
+            return inf, cast
+        until, first = inf, self._act.first_of(queue, now)
+        while first is not None:
+            plan, cast = self._decide_on(first, cast, now)
+            stays = first.id in self._state.waitlist and first.model == queue.model
+            if stays and isinstance(plan, Wait):
+                self._keep_devices(queue, plan, now)
+                until = plan.until
+            first = None if stays else self._act.first_of(queue, now)
+        for waiter in list(queue.preparing.values()):
+            plan, cast = self._decide_on(waiter, cast, now)
+            until = min(until, plan.until) if isinstance(plan, Wait) else until
+        return until, cast
+
+    def _is_kept_out(self, queue: Queue, cast: Cast, now: float) -> bool:
+        """Whether all it could hear is that what it could use is kept for others. That changes nothing.
+
+        Nothing is kept for itself yet: each is asked for once in a round.
+        """
+        state, record = self._state, self._state.models[queue.model]
+        if not state.kept or queue.preparing or state.waitlist.choosy or record.retry_at > now:
+            return False
+        if queue.model in state.slots_by_model:
+            return False
+        ways, kept = cast.ways(record), frozenset[DeviceId]().union(*state.kept.values())
+        return bool(ways) and not any(kept.isdisjoint(way.on) for way in ways)
+
+    def _decide_on(self, waiter: Waiter, cast: Cast, now: float) -> tuple[Plan, Cast]:
+        plan = decide(self._state, waiter, now, cast)
+        self._act.carry_out(waiter, plan, now)
+        if isinstance(plan, Wait):
+            return plan, cast
+        return plan, cast.after_swap() if isinstance(plan, Swap) else Cast(self._state, now)
+
+    def _keep_devices(self, queue: Queue, plan: Wait, now: float) -> None:
+        """Who has been late for as long again, and only needs time or the end of a move, has its devices kept.
+
+        Not before: what is kept serves nobody, and smaller models could have been fitted in.
+        """
+        if 2 * queue.late_at - queue.oldest <= now and (plan.until < inf or self._state.moves):
+            self._state.kept[queue.model] = plan.on
+
+    @property
+    def looks_at(self) -> float:
+        """When the next round is due without anything happening."""
+        return self._state.timers.get(_SWITCH, inf)
+
+    def look_again_at(self, at: float, now: float) -> None:
+        """Have a round then; infinity: only when something happens."""
+        if at == self.looks_at:
+            return
+        if at == inf:
+            self._stage.forget_timer(_SWITCH)
+        else:
+            self._stage.set_timer(_SWITCH, max(at, now), because("switch"))

@@ -1,0 +1,396 @@
+"""Who waits: requests, operators' loads, preloads and leases, by model.
+
+Owns the queues and their sums. Never decides who goes: it says who stands first in each lane, how long a queue has
+waited altogether, and how many stand before whom. Adding, removing and finding a position cost O(log n) comparisons.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from math import inf
+
+from greenroom.core.model import ModelId, MoveKind, TenantId
+from greenroom.core.queue.kept_order import KeptOrder, Least
+from greenroom.core.queue.waiter import ASKING, Priorities
+from greenroom.core.queue.waiter import Standing as Standing
+from greenroom.core.queue.waiter import Waiter as Waiter
+from greenroom.core.queue.waiter import WaiterKind as WaiterKind
+
+# The kind's word, not the kind: lanes are compared where turns are equal.
+Lane = tuple[str, int, TenantId]
+
+# With more lanes than these their order is kept; with fewer it is as quick to look at each.
+LANES_FEW = 8
+# What is remembered of firsts that have left is forgotten when there is so much of it.
+FIRSTS_PER_LANE = 4
+# How long an order of lanes is good enough: age lifts by the minute.
+TURNS_FRESH_S = 1.0
+# Then all of them are looked at again; with more than these only so many at each turn, until all have been.
+LANES_MANY = 64
+LANES_LOOKED_AT = 8
+
+
+class Queue:
+    """Everybody who waits for one model. A lane holds those of one kind, priority and tenant in the order they came."""
+
+    __slots__ = (
+        "_ages",
+        "_ages_from",
+        "_arrivals",
+        "_deadline_at",
+        "_late_at",
+        "_lift_at",
+        "_oldest",
+        "_standing",
+        "_unseen",
+        "askers",
+        "at_once",
+        "changed",
+        "lanes",
+        "model",
+        "operators",
+        "preparing",
+        "priorities",
+        "service_s",
+        "stale",
+        "swap_s",
+        "tenants",
+        "turns",
+        "turns_at",
+        "turns_left",
+        "waiting",
+        "weight",
+    )
+
+    def __init__(self, model: ModelId, standing: Callable[[int], Standing]) -> None:
+        self.model = model
+        self._standing = standing
+        self.lanes: dict[Lane, list[Waiter]] = {}
+        # Operators who want it asleep stand apart: they hold up nobody, and nobody holds them up.
+        self.preparing: dict[str, Waiter] = {}
+        # The order of the lanes as far as it is known, since when, how many have yet to be looked at again, and lanes
+        # whose first has changed since.
+        self.turns: KeptOrder[Lane] = KeptOrder()
+        self.turns_at = -inf
+        self.turns_left = 0
+        self.changed: dict[Lane, None] = {}
+        self.askers = 0
+        # Whether the first of a lane has left since the times below were seen. With many lanes: when their firsts came
+        # and since when they age, by priority, and the lanes whose first is not among them yet.
+        self.stale = False
+        self._arrivals: Least[Lane] | None = None
+        self._ages_from: Least[Lane] | None = None
+        self._unseen: dict[Lane, None] = {}
+        self.tenants: dict[TenantId, int] = {}
+        # A model is as urgent as the most urgent of those who wait for it, and an operator's wish speaks for all.
+        self.priorities = Priorities()
+        self.operators = 0
+        self.waiting = 0
+        self.weight = 0.0
+        self._ages = 0.0
+        self._deadline_at = inf
+        self._late_at = inf
+        self._oldest = inf
+        self._lift_at = inf
+        # How long its model takes to be ready from where it is, and to answer, and how many it answers at once; kept by
+        # the scheduler.
+        self.swap_s = 0.0
+        self.service_s = 0.0
+        self.at_once = 1
+
+    @property
+    def deadline_at(self) -> float:
+        """When the first of them insists."""
+        if self.stale:
+            self._look()
+        return self._deadline_at
+
+    @property
+    def late_at(self) -> float:
+        """When the first of them is late."""
+        if self.stale:
+            self._look()
+        return self._late_at
+
+    @property
+    def oldest(self) -> float:
+        """The first arrival."""
+        if self.stale:
+            self._look()
+        return self._oldest
+
+    @property
+    def lift_at(self) -> float:
+        """When somebody here stands in class 0 by age alone."""
+        if self.stale:
+            self._look()
+        return self._lift_at
+
+    def waited_s(self, now: float) -> float:
+        """Seconds waited by all together, each with the weight of its class."""
+        return max(0.0, self.weight * now - self._ages)
+
+    @property
+    def middle(self) -> float:
+        """When they came, on average."""
+        return self._ages / self.weight
+
+    def joined_by(self, waiter: Waiter) -> Queue:
+        """The sums as they would be with this one in the queue. Lanes are left out."""
+        copy = Queue(self.model, self._standing)
+        copy.waiting, copy.weight, copy._ages, copy.tenants = self.waiting, self.weight, self._ages, {**self.tenants}
+        copy.priorities, copy.operators = self.priorities.copied(), self.operators
+        copy._deadline_at, copy._late_at = self.deadline_at, self.late_at
+        copy._oldest, copy._lift_at = self.oldest, self.lift_at
+        copy._count(waiter, +1)
+        copy._lead(waiter)
+        return copy
+
+    def add(self, waiter: Waiter) -> None:
+        if waiter.wants is MoveKind.PREPARE:
+            self.preparing[waiter.id] = waiter
+            self.waiting += 1
+            self.askers += 1
+            return
+        key = _lane(waiter)
+        lane = self.lanes.setdefault(key, [])
+        if lane and lane[-1].sequence > waiter.sequence:
+            insort(lane, waiter, key=_sequence)
+        else:
+            lane.append(waiter)
+        self._count(waiter, +1)
+        if lane[0] is waiter:
+            self._lead(waiter)
+            self.changed[key] = self._unseen[key] = None
+
+    def remove(self, waiter: Waiter, served_at: float | None) -> None:
+        if self.preparing.pop(waiter.id, None) is not None:
+            self.waiting -= 1
+            self.askers -= 1
+            return
+        key = _lane(waiter)
+        lane = self.lanes[key]
+        place = 0 if lane[0] is waiter else bisect_left(lane, waiter.sequence, key=_sequence)
+        del lane[place]
+        if lane and served_at is not None:
+            # A lane that is served does not starve, however long it is: only its turn comes by age, not its length.
+            lane[0].aged_from = max(lane[0].aged_from, served_at)
+        self._count(waiter, -1)
+        if place == 0:
+            self.stale = True
+            self.changed[key] = self._unseen[key] = None
+        if not lane:
+            del self.lanes[key], self.changed[key], self._unseen[key]
+
+    def _count(self, waiter: Waiter, sign: int) -> None:
+        self.waiting += sign
+        if waiter.kind in ASKING:
+            self.askers += sign
+        count = self.tenants.get(waiter.tenant, 0) + sign
+        if count:
+            self.tenants[waiter.tenant] = count
+        else:
+            del self.tenants[waiter.tenant]
+        if waiter.kind is not WaiterKind.PRELOAD:
+            weight = sign * self._standing(waiter.priority).weight
+            self.weight += weight
+            self._ages += weight * waiter.arrived
+            self.priorities.count(waiter.priority, sign)
+            self.operators += sign if waiter.kind is WaiterKind.OP else 0
+
+    def _lead(self, waiter: Waiter) -> None:
+        """Take the first of a lane into account. Those behind it came later and change nothing."""
+        if waiter.kind is WaiterKind.PRELOAD:
+            return
+        standing = self._standing(waiter.priority)
+        self._deadline_at = min(self._deadline_at, waiter.arrived + standing.deadline_s)
+        self._late_at = min(self._late_at, waiter.arrived + standing.late_s)
+        self._oldest = min(self._oldest, waiter.arrived)
+        self._lift_at = min(self._lift_at, waiter.aged_from + waiter.priority * standing.lift_s)
+
+    def _look(self) -> None:
+        """See the first of every lane again, after one of them has left; with many lanes only what has changed."""
+        self.stale = False
+        self._deadline_at = self._late_at = self._oldest = self._lift_at = inf
+        if len(self.lanes) <= LANES_FEW:
+            self._arrivals = self._ages_from = None
+            for lane in self.lanes.values():
+                self._lead(lane[0])
+            return
+        arrivals, ages_from = self._seen_firsts()
+        lanes = self.lanes
+        for priority, arrived in arrivals.of_groups(lambda at, key: key in lanes and lanes[key][0].arrived == at):
+            standing = self._standing(priority)
+            self._deadline_at = min(self._deadline_at, arrived + standing.deadline_s)
+            self._late_at = min(self._late_at, arrived + standing.late_s)
+            self._oldest = min(self._oldest, arrived)
+        for priority, aged_from in ages_from.of_groups(lambda at, key: key in lanes and lanes[key][0].aged_from == at):
+            self._lift_at = min(self._lift_at, aged_from + priority * self._standing(priority).lift_s)
+
+    def _seen_firsts(self) -> tuple[Least[Lane], Least[Lane]]:
+        """When the first of each lane came and since when it ages, as of now."""
+        arrivals, ages_from, changed = self._arrivals, self._ages_from, self._unseen
+        if arrivals is None or ages_from is None or len(arrivals) > FIRSTS_PER_LANE * len(self.lanes):
+            arrivals, ages_from, changed = Least(), Least(), dict.fromkeys(self.lanes)
+            self._arrivals, self._ages_from = arrivals, ages_from
+        for key in changed:
+            first = self.lanes[key][0]
+            if first.kind is not WaiterKind.PRELOAD:
+                arrivals.put(first.priority, first.arrived, key)
+                ages_from.put(first.priority, first.aged_from, key)
+        self._unseen.clear()
+        return arrivals, ages_from
+
+    def ahead_of(self, waiter: Waiter) -> int:
+        """How many are likely to go before this one: those before it in its lane, and as many in each other lane."""
+        own = _lane(waiter)
+        before = bisect_left(self.lanes.get(own, []), waiter.sequence, key=_sequence)
+        others = (min(before + 1, len(lane)) for key, lane in self.lanes.items() if key != own and key[1] <= own[1])
+        return before + sum(others)
+
+    def heads(self) -> list[Waiter]:
+        """The first of every lane, and those who stand apart."""
+        return [*(lane[0] for lane in self.lanes.values()), *self.preparing.values()]
+
+    def asking(self) -> list[Waiter]:
+        """Operators and wishes, who ask only that the model be there."""
+        if not self.askers:
+            return []
+        lanes = [lane for lane in self.lanes.values() if lane[0].kind in ASKING]
+        return [*self.preparing.values(), *(waiter for lane in lanes for waiter in lane)]
+
+    def first(self, turn: Callable[[Waiter], tuple[float, ...]], now: float) -> Waiter | None:
+        """Whose turn it is; None if only those wait who stand apart."""
+        if not self.lanes:
+            return None
+        if len(self.lanes) <= LANES_FEW:
+            self.turns.clear()
+            self.changed.clear()
+            firsts = [lane[0] for lane in self.lanes.values()]
+            return min(firsts, key=turn) if len(firsts) > 1 else firsts[0]
+        self._arrange(turn, now)
+        while True:
+            known, key = self.turns.first
+            lane = self.lanes.get(key)
+            if lane is None:
+                self.turns.drop(key)
+            elif (current := turn(lane[0])) > known:
+                self.turns.put(key, current)
+            else:
+                return lane[0]
+
+    def _arrange(self, turn: Callable[[Waiter], tuple[float, ...]], now: float) -> None:
+        """See what has changed; after a while all of them again, some at a time, because turns also come by age."""
+        lanes, turns = self.lanes, self.turns
+        if not turns:
+            self.turns_at, self.turns_left, self.changed = now, 0, dict.fromkeys(lanes)
+        for key in self.changed:
+            turns.put(key, turn(lanes[key][0]))
+        self.changed.clear()
+        if not self.turns_left and not 0.0 <= now - self.turns_at < TURNS_FRESH_S:
+            self.turns_at, self.turns_left = now, len(turns)
+        some = self.turns_left if len(turns) <= LANES_MANY else min(self.turns_left, LANES_LOOKED_AT)
+        self.turns_left -= some
+        for key in turns.longest_unseen(some):
+            if key in lanes:
+                turns.put(key, turn(lanes[key][0]))
+            else:
+                turns.drop(key)
+
+    def __iter__(self) -> Iterator[Waiter]:
+        """In the order they came."""
+        waiters = [waiter for lane in self.lanes.values() for waiter in lane]
+        return iter(sorted([*waiters, *self.preparing.values()], key=_sequence))
+
+
+class Waitlist:
+    def __init__(self, standing: Callable[[int], Standing]) -> None:
+        self.standing = standing
+        self._waiters: dict[str, Waiter] = {}
+        self.queues: dict[ModelId, Queue] = {}
+        # Models whose queues have changed, or what bringing them takes, since somebody ranked them.
+        self.altered: dict[ModelId, None] = {}
+        # Those who named several models: they are few, and looked at whenever one of these has room.
+        self.choosy: dict[str, Waiter] = {}
+        # Callers only: operators and preloads are not counted as queue depth and are not given positions.
+        self._callers: list[tuple[int, int]] = []
+
+    def __contains__(self, waiter_id: str) -> bool:
+        return waiter_id in self._waiters
+
+    def __iter__(self) -> Iterator[Waiter]:
+        return iter(sorted(self._waiters.values(), key=_place))
+
+    def __bool__(self) -> bool:
+        return bool(self._waiters)
+
+    @property
+    def depth(self) -> int:
+        return len(self._callers)
+
+    def __getitem__(self, waiter_id: str) -> Waiter:
+        return self._waiters[waiter_id]
+
+    def get(self, waiter_id: str) -> Waiter | None:
+        return self._waiters.get(waiter_id)
+
+    def add(self, waiter: Waiter) -> None:
+        assert waiter.id not in self._waiters, f"{waiter.id} waits already"
+        self._waiters[waiter.id] = waiter
+        queue = self.queues.get(waiter.model)
+        if queue is None:
+            queue = self.queues[waiter.model] = Queue(waiter.model, self.standing)
+        queue.add(waiter)
+        self.altered[waiter.model] = None
+        if len(waiter.candidates) > 1:
+            self.choosy[waiter.id] = waiter
+        if waiter.kind is WaiterKind.REQUEST:
+            insort(self._callers, _place(waiter))
+
+    def remove(self, waiter_id: str, served_at: float | None = None) -> Waiter | None:
+        waiter = self._waiters.pop(waiter_id, None)
+        if waiter is None:
+            return None
+        queue = self.queues[waiter.model]
+        queue.remove(waiter, served_at)
+        if not queue.waiting:
+            del self.queues[waiter.model]
+            self.altered.pop(waiter.model, None)
+        self.choosy.pop(waiter_id, None)
+        if waiter.kind is WaiterKind.REQUEST:
+            del self._callers[bisect_left(self._callers, _place(waiter))]
+        return waiter
+
+    def restand(self, standing: Callable[[int], Standing]) -> None:
+        """Another policy judges priorities in another way."""
+        self.standing = standing
+        waiters, self._waiters = self._waiters, {}
+        self.queues, self.altered, self.choosy, self._callers = {}, {}, {}, []
+        for waiter in waiters.values():
+            self.add(waiter)
+
+    def of(self, model: ModelId) -> list[Waiter]:
+        queue = self.queues.get(model)
+        return list(queue) if queue is not None else []
+
+    def count(self, model: ModelId) -> int:
+        queue = self.queues.get(model)
+        return 0 if queue is None else queue.waiting
+
+    def position(self, waiter: Waiter) -> int:
+        """1 for the next; callers only, by priority and arrival."""
+        return bisect_left(self._callers, _place(waiter)) + 1
+
+
+def _lane(waiter: Waiter) -> Lane:
+    # What `value` says, without the property that it is: every coming and going asks for this.
+    return (waiter.kind._value_, waiter.priority, waiter.tenant)
+
+
+def _sequence(waiter: Waiter) -> int:
+    return waiter.sequence
+
+
+def _place(waiter: Waiter) -> tuple[int, int]:
+    return (waiter.priority, waiter.sequence)

@@ -1,0 +1,266 @@
+"""What llama.cpp will take for a GGUF file with these options, from the file's headers.
+
+Owns where each part lies: layers are put on the GPU from the last one back, the output first; the table of embeddings
+stays on the host; the cache goes with its layer. Weights and cache are exact, buffers are bounded from above, and what
+a process takes besides is a constant. Headers are kept for as long as their file does not change.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from greenroom.engines.estimates.estimate import FILE_SIZE, GGUF, MIB, Estimate, Part, known, part
+from greenroom.engines.estimates.gguf_header import (
+    ENCODERS,
+    BadModelFile,
+    GgufHeader,
+    read_header,
+    read_weights,
+    shards,
+)
+from greenroom.engines.estimates.gguf_tensors import Weights
+from greenroom.engines.estimates.kv_cache import Cells, LayerCache, attention_bytes, gguf_cache, padded, state_bytes
+from greenroom.engines.estimates.llama_options import LlamaOptions
+
+# What a CUDA process takes on each GPU before it has allocated anything: context, kernels, cuBLAS. 0.3 to 0.6 GiB by
+# GPU and driver: the README of llama.cpp's fit-params shows 254 MiB beyond what its dry run counts; Ollama reserves
+# 457. Not measured here with llama.cpp.
+CONTEXT_MIB: Final = 400
+# The process itself, libraries and vocabulary: 30 to 40 MiB were measured for the embedded build on a CPU, with
+# vocabularies of up to 49,000 tokens. CUDA's libraries come on top; that figure is an allowance, not a measurement.
+PROCESS_MIB: Final = 60
+PROCESS_CUDA_MIB: Final = 300
+# Weights as they lie in the file, plus cache and buffers, where the headers cannot be read.
+FILE_SIZE_FACTOR: Final = 1.1
+# Numbers a token takes in the widest step of the graph, beside two rows of the feed-forward part: up to 7.7 rows of
+# the model's width were measured with the embedded build.
+ROWS: Final = 8
+# Masks are kept at half precision for flash attention, at full precision without it.
+MASK_BYTES, MASK_BYTES_PLAIN = 2, 4
+_F32: Final = 4
+# Headers kept; each is some kilobytes.
+HEADERS_MAX: Final = 512
+# A model whose own context is taken but not stated.
+CONTEXT_DEFAULT: Final = 4_096
+# A projector computes an image at once, in buffers of its own: an allowance, not a measurement.
+PROJECTOR_FACTOR: Final = 1.3
+_SPLIT: Final = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+# Files of one model that are looked for.
+SPLIT_MAX: Final = 1_000
+
+
+def estimate_gguf(options: LlamaOptions, gpus: int, *, logits_all: bool) -> Estimate | None:
+    """The parts; by the file's size where its headers are not readable; None where there is no file.
+
+    `logits_all`: whether room for the logits of a whole batch is kept (as llama-server did for long), or only for as
+    many as are sampled.
+    """
+    path = Path(options.model or "")
+    try:
+        return Estimate(_parts(options, _Model.of(path), 0 if options.no_gpu else gpus, logits_all), GGUF)
+    except BadModelFile:
+        return _by_size(path, options, gpus)
+
+
+def files_of(options: LlamaOptions) -> list[Path]:
+    """All files that are read for it, whether they are there or not."""
+    first = Path(options.model or "")
+    try:
+        parts = list(shards(first, _header(*_stamp(first))))
+    except (BadModelFile, OSError, ValueError):
+        parts = [first]
+    beside = (*options.projectors, *options.adapters, *filter(None, (options.draft,)))
+    return [*parts, *map(Path, beside)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A file's header, with the weights of all files it is split over."""
+
+    header: GgufHeader
+    weights: Weights
+
+    @staticmethod
+    def of(path: Path) -> _Model:
+        """Raises BadModelFile."""
+        try:
+            header = _header(*_stamp(path))
+            files = shards(path, header)
+            weights = header.weights if len(files) == 1 else _weights(*(_stamp(file) for file in files))
+        except (OSError, ValueError) as reason:
+            raise BadModelFile(f"{path} cannot be looked at: {reason}") from reason
+        return _Model(header, weights)
+
+
+def _stamp(path: Path) -> tuple[str, int, int]:
+    seen = os.stat(path)
+    return str(path), seen.st_size, seen.st_mtime_ns
+
+
+@functools.lru_cache(maxsize=HEADERS_MAX)
+def _header(path: str, size: int, changed_ns: int) -> GgufHeader:
+    return read_header(path)
+
+
+@functools.lru_cache(maxsize=HEADERS_MAX)
+def _weights(*stamps: tuple[str, int, int]) -> Weights:
+    return read_weights(Path(path) for path, _, _ in stamps)
+
+
+# --- the parts ------------------------------------------------------------------------------------------------------
+
+
+def _parts(options: LlamaOptions, model: _Model, gpus: int, logits_all: bool) -> tuple[Part, ...]:
+    header, cache = model.header, gguf_cache(model.header)
+    on_gpu = _layers_on_gpu(options.gpu_layers, len(cache)) if gpus else range(0)
+    cells = _cells(options, header)
+    parts = [
+        _weights_part(options, model.weights, on_gpu, len(cache)),
+        _cache_part(options, cache, cells, on_gpu),
+        _state_part(options, cache, on_gpu),
+        _compute_part(options, model, cache, cells, bool(on_gpu), logits_all),
+        *_projectors(options, bool(gpus)),
+        *_adapters(options, bool(on_gpu)),
+        *_draft(options, gpus, logits_all),
+        Part("context", CONTEXT_MIB * gpus if on_gpu else 0, 0),
+        Part("process", 0, PROCESS_CUDA_MIB if on_gpu else PROCESS_MIB),
+    ]
+    return known(parts)
+
+
+def _layers_on_gpu(gpu_layers: int, count: int) -> range:
+    """Numbers of the layers there; the output is the one after the last, and goes first."""
+    most = count + 1
+    return range(max(0, most - (most if gpu_layers < 0 else gpu_layers)), most)
+
+
+def _cells(options: LlamaOptions, header: GgufHeader) -> Cells:
+    context = options.context or header.context_length or CONTEXT_DEFAULT
+    batch = min(options.ubatch, options.batch, padded(context)) or options.batch
+    return Cells(context, options.sequences, options.unified, batch, options.windows_whole)
+
+
+def _weights_part(options: LlamaOptions, weights: Weights, on_gpu: range, count: int) -> Part:
+    gpu = host = 0
+    for number, (dense, experts) in enumerate(weights.layers):
+        is_there = number in on_gpu
+        stay = experts if number < options.cpu_experts else 0
+        gpu += dense + experts - stay if is_there else 0
+        host += stay if is_there else dense + experts
+    # A table that is the head as well lies on the host for the input and once more on the GPU for the output.
+    head = weights.output_bytes + (0 if weights.has_head else weights.embedding_bytes)
+    if count in on_gpu:
+        return part("weights", gpu + head + weights.other_bytes, host + weights.input_bytes)
+    return part("weights", gpu, host + weights.input_bytes + weights.output_bytes + weights.other_bytes)
+
+
+def _cache_part(options: LlamaOptions, cache: Sequence[LayerCache], cells: Cells, on_gpu: range) -> Part:
+    sizes = [attention_bytes(layer, cells, options.type_k, options.type_v) for layer in cache]
+    return _shared_out("KV cache", sizes, on_gpu if options.kv_offload else range(0))
+
+
+def _state_part(options: LlamaOptions, cache: Sequence[LayerCache], on_gpu: range) -> Part:
+    sizes = [state_bytes(layer, options.sequences) for layer in cache]
+    return _shared_out("recurrent state", sizes, on_gpu if options.kv_offload else range(0))
+
+
+def _shared_out(what: str, sizes: Sequence[int], on_gpu: range) -> Part:
+    gpu = sum(size for number, size in enumerate(sizes) if number in on_gpu)
+    return part(what, gpu, sum(sizes) - gpu)
+
+
+def _compute_part(
+    options: LlamaOptions, model: _Model, cache: Sequence[LayerCache], cells: Cells, on_gpu: bool, logits_all: bool
+) -> Part:
+    """An upper bound of the graph's widest step, the masks, and without flash attention the scores of one layer."""
+    header, tokens = model.header, cells.batch
+    looked_at = _looked_at(header, cache, cells)
+    masks = tokens * sum(looked_at) * (MASK_BYTES if options.flash else MASK_BYTES_PLAIN)
+    scores = 0 if options.flash else tokens * max(looked_at) * header.number("attention.head_count") * _F32
+    width, logits = header.number("embedding_length"), model.weights.vocabulary * _F32
+    rows = tokens if logits_all and not options.embedding else min(tokens, cells.sequences)
+    widest = max(tokens * (2 * _feed_forward(header) + ROWS * width) * _F32, rows * logits + tokens * width * _F32)
+    total = masks + scores + widest
+    if not on_gpu:
+        return part("compute buffers", 0, total)
+    # Inputs are put together on the host: masks and one row a token.
+    return part("compute buffers", total, masks + tokens * width * _F32 + cells.sequences * logits)
+
+
+def _looked_at(header: GgufHeader, cache: Sequence[LayerCache], cells: Cells) -> list[int]:
+    """How many tokens one token looks at, once for each length of window: each has a mask of its own."""
+    if ENCODERS.search(header.architecture):
+        return [cells.batch]
+    streams = 1 if cells.unified else cells.sequences
+    return [cells.of(window) // streams for window in {layer.window for layer in cache if layer.keys}] or [0]
+
+
+def _feed_forward(header: GgufHeader) -> int:
+    """Numbers of the feed-forward part of one token: of all experts that work at once, where there are experts."""
+    experts = header.number("expert_used_count") * header.number("expert_feed_forward_length")
+    return max(header.number("feed_forward_length"), experts + header.number("expert_shared_feed_forward_length"))
+
+
+def _projectors(options: LlamaOptions, has_gpu: bool) -> list[Part]:
+    size = sum(_file_bytes(path) for path in options.projectors) * PROJECTOR_FACTOR
+    return [_whole("projector", size, has_gpu and options.projector_offload)]
+
+
+def _adapters(options: LlamaOptions, on_gpu: bool) -> list[Part]:
+    return [_whole("adapters", sum(_file_bytes(path) for path in options.adapters), on_gpu)]
+
+
+def _draft(options: LlamaOptions, gpus: int, logits_all: bool) -> list[Part]:
+    """A small model that guesses ahead has weights and a cache of its own, in the same process."""
+    if options.draft is None:
+        return []
+    own = LlamaOptions(
+        model=options.draft,
+        context=options.draft_context or options.context,
+        gpu_layers=options.draft_gpu_layers,
+        parallel=options.parallel,
+        flash=options.flash,
+    )
+    found = estimate_gguf(own, gpus, logits_all=logits_all)
+    parts = () if found is None else found.parts
+    return [
+        Part(f"draft {one.what}", one.gpu_mib, one.host_mib) for one in parts if one.what not in ("context", "process")
+    ]
+
+
+def _whole(what: str, size: float, on_gpu: bool) -> Part:
+    return part(what, size if on_gpu else 0, 0 if on_gpu else size)
+
+
+def _file_bytes(path: str | Path) -> int:
+    """A file that is missing or may not be looked at has none: its own load will say so."""
+    try:
+        return os.path.getsize(path) if os.path.isfile(path) else 0
+    except (OSError, ValueError):
+        return 0
+
+
+def _by_size(path: Path, options: LlamaOptions, gpus: int) -> Estimate | None:
+    """All parts of a split file together."""
+    size = sum(_file_bytes(one) for one in split_names(path))
+    on_gpu = bool(gpus) and options.gpu_layers != 0 and not options.no_gpu
+    # Rounded up beyond doubt, so that no file counts as nothing.
+    whole = int(size * FILE_SIZE_FACTOR / MIB) + 1
+    return Estimate((Part("file", whole if on_gpu else 0, 0 if on_gpu else whole),), FILE_SIZE) if size else None
+
+
+def split_names(path: Path) -> list[Path]:
+    """The names of all files of a model that is split over several, by the name of one."""
+    match = _SPLIT.search(path.name)
+    if match is None:
+        return [path]
+    stem, count = path.name[: match.start()], int(match[2])
+    return [
+        path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, min(count, SPLIT_MAX) + 1)
+    ]

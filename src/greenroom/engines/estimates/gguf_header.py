@@ -1,0 +1,338 @@
+"""What a GGUF file says about itself: the few facts the gateway plans with.
+
+Owns the reading of GGUF headers (versions 2 and 3), which come from strangers: every count and length in them is taken
+for a lie until it fits the bytes that are there. Never reads weights, never maps the file, never allocates by a number
+found in it, and knows one error only, `BadModelFile`. Read `read_header` first; `Cursor` is the bounds.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from greenroom.engines.estimates.gguf_tensors import LAYERS_MAX, Weights, WeightsSum, tensor_bytes
+from greenroom.errors import LoadFailed
+
+MAGIC: Final = b"GGUF"
+VERSIONS: Final = (2, 3)
+
+# The longest headers in use hold vocabularies of 260,000 tokens with their merges: about 12 MiB.
+HEADER_MAX_BYTES: Final = 32 * 2**20
+# Keys and tensors; the largest models have a few thousand tensors.
+ENTRIES_MAX: Final = 65_536
+# Strings in all arrays together; each costs a step of the loop that skips it. A vocabulary and its merges: 700,000.
+STRINGS_MAX: Final = 2_000_000
+# Names are for people and keys for us: longer texts (chat templates, licences) are skipped, not kept.
+TEXT_MAX_BYTES: Final = 1_024
+DIMENSIONS_MAX: Final = 4
+ALIGNMENT_DEFAULT: Final = 32
+ALIGNMENT_MAX: Final = 65_536
+# Tensors beyond this are no model's; it keeps the arithmetic in the size of real numbers.
+TENSOR_BYTES_MAX: Final = 2**50
+# What models say of themselves; numbers beyond it are no guide, and keep the arithmetic small.
+NUMBER_MAX: Final = 2**40
+
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_SCALARS: Final = {number: struct.Struct("<" + code) for number, code in enumerate("BbHhIif?")} | {
+    number: struct.Struct("<" + code) for number, code in zip((10, 11, 12), "Qqd", strict=True)
+}
+_STRING, _ARRAY = 8, 9
+
+# Architectures that only ever give vectors. Others do when their file names a pooling.
+ENCODERS: Final = re.compile(r"bert|embed|t5encoder")
+_POOLING_NONE, _POOLING_RANK = 0, 4
+_SHARD: Final = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+Value = int | float | str | tuple[int, ...]
+
+
+class BadModelFile(LoadFailed):
+    """The file is not a model that can be loaded: not GGUF, cut short, corrupt, or not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """The facts. Numbers a file does not state are 0."""
+
+    architecture: str
+    name: str
+    context_length: int
+    file_type: int | None
+    # Where the last tensor ends, counted from the first: the weights' size. Of this file alone if there are several.
+    tensor_bytes: int
+    shard_count: int
+    is_embedding: bool
+    is_reranking: bool
+    # The same by place: layers, input, output. Of this file alone if there are several.
+    weights: Weights
+    # All whole numbers it states of its architecture, by key without that prefix; several where they are per layer.
+    numbers: Mapping[str, int | tuple[int, ...]]
+
+    def number(self, key: str, default: int = 0) -> int:
+        """A whole number that is not negative; the largest of several."""
+        return _number(self.numbers, key) if key in self.numbers else default
+
+    def per_layer(self, key: str, layers: int, default: int = 0) -> tuple[int, ...]:
+        """A number for each layer, whether the file states one for all or a list; what a list lacks is 0."""
+        value = self.numbers.get(key, default)
+        if isinstance(value, int):
+            return (_bounded(value),) * layers
+        return tuple(_bounded(number) for number in (*value, *(0,) * layers)[:layers])
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether this is a file that begins like a GGUF. Never raises."""
+    try:
+        with _regular_file(Path(path)) as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except (OSError, ValueError):
+        return False
+
+
+def read_header(path: str | Path) -> GgufHeader:
+    """The header's facts. Raises BadModelFile for everything that is not a complete GGUF file.
+
+    Reads as little as it can and at most HEADER_MAX_BYTES: 2 ms for a small model, a tenth of a second for a large
+    vocabulary. Blocks while it reads.
+    """
+    path = Path(path)
+    try:
+        with _regular_file(path) as file:
+            return _facts(Cursor(file.fileno(), path), os.fstat(file.fileno()).st_size)
+    except (OSError, ValueError) as reason:
+        raise BadModelFile(f"{path} cannot be read: {getattr(reason, 'strerror', None) or reason}.") from reason
+
+
+def read_weights(paths: Iterable[Path]) -> Weights:
+    """The weights of all files of one model together. Raises BadModelFile if one is missing or not complete."""
+    total = WeightsSum()
+    for path in paths:
+        try:
+            with _regular_file(path) as file:
+                cursor = Cursor(file.fileno(), path)
+                _walk(cursor, os.fstat(file.fileno()).st_size, total)
+        except (OSError, ValueError) as reason:
+            raise BadModelFile(f"{path} cannot be read: {getattr(reason, 'strerror', None) or reason}.") from reason
+    return total.take()
+
+
+def shards(path: Path, header: GgufHeader) -> tuple[Path, ...]:
+    """All files of a model split over several, in order; just this one when it is not."""
+    match = _SHARD.search(path.name)
+    if header.shard_count < 2 or match is None or int(match[2]) != header.shard_count:
+        return (path,)
+    stem = path.name[: match.start()]
+    return tuple(path.with_name(f"{stem}-{k:05}-of-{match[2]}.gguf") for k in range(1, header.shard_count + 1))
+
+
+class Cursor:
+    """Walks the header. The bounds live here: whatever is asked for, only bytes that exist are read, and few."""
+
+    __slots__ = ("_buffer", "_descriptor", "_path", "_strings_left", "at")
+
+    CHUNK_BYTES: Final = 256 * 1024
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor = descriptor
+        self._path = path
+        self._buffer = bytearray()
+        self._strings_left = STRINGS_MAX
+        self.at = 0
+
+    def bad(self, what: str) -> BadModelFile:
+        return BadModelFile(f"{self._path} is not a usable GGUF file: {what}.")
+
+    def reach(self, end: int) -> None:
+        """Have the bytes up to `end` in memory, so that they can be looked at."""
+        if end > HEADER_MAX_BYTES:
+            raise self.bad(f"its header is longer than {HEADER_MAX_BYTES >> 20} MiB, so it is probably corrupt")
+        while len(self._buffer) < end:
+            more = os.read(self._descriptor, self.CHUNK_BYTES)
+            if not more:
+                raise self.bad(
+                    f"it ends at byte {len(self._buffer):,}, inside its header; perhaps the copy was cut short"
+                )
+            self._buffer += more
+
+    def skip(self, size: int) -> None:
+        self.reach(self.at + size)
+        self.at += size
+
+    def take(self, size: int) -> bytes:
+        self.skip(size)
+        return bytes(self._buffer[self.at - size : self.at])
+
+    def u32(self) -> int:
+        self.skip(4)
+        return int(_U32.unpack_from(self._buffer, self.at - 4)[0])
+
+    def u64(self) -> int:
+        self.skip(8)
+        return int(_U64.unpack_from(self._buffer, self.at - 8)[0])
+
+    def text(self) -> str:
+        """A string; empty when it is too long to be one of those we need."""
+        size = self.u64()
+        if size > TEXT_MAX_BYTES:
+            self.skip(size)
+            return ""
+        return self.take(size).decode("utf-8", "replace")
+
+    def value(self) -> Value | None:
+        """The next value, or None where it is of no use to us."""
+        kind = self.u32()
+        if kind == _STRING:
+            return self.text()
+        if kind == _ARRAY:
+            return self._array()
+        return self._scalar(kind)
+
+    def _scalar(self, kind: int) -> int | float:
+        form = self._form(kind)
+        number: int | float = form.unpack(self.take(form.size))[0]
+        return number
+
+    def _form(self, kind: int) -> struct.Struct:
+        if kind not in _SCALARS:
+            raise self.bad(f"there is no type {kind} of values")
+        return _SCALARS[kind]
+
+    def _array(self) -> tuple[int, ...] | None:
+        kind, count = self.u32(), self.u64()
+        if kind == _STRING:
+            self._skip_strings(count)
+            return None
+        form = self._form(kind)
+        self.skip(count * form.size)
+        # Numbers per layer are kept, tables as long as the vocabulary are not.
+        if count > LAYERS_MAX or form.format[-1] in "fd":
+            return None
+        raw = memoryview(self._buffer)[self.at - count * form.size : self.at]
+        return tuple(int(number) for (number,) in form.iter_unpack(raw.tobytes()))
+
+    def _skip_strings(self, count: int) -> None:
+        self._strings_left -= count
+        if self._strings_left < 0:
+            raise self.bad(f"it lists more than {STRINGS_MAX:,} strings")
+        # The one hot loop: a vocabulary is some hundred thousand strings whose lengths must be walked one by one.
+        buffer, at, length_at = self._buffer, self.at, _U64.unpack_from
+        for _ in range(count):
+            if at + 8 > len(buffer):
+                self.reach(at + 8)
+            at += 8 + length_at(buffer, at)[0]
+            if at > HEADER_MAX_BYTES:
+                break
+        self.reach(at)
+        self.at = at
+
+
+def _facts(cursor: Cursor, file_bytes: int) -> GgufHeader:
+    total = WeightsSum()
+    values, end = _walk(cursor, file_bytes, total)
+    return _header(cursor, values, end, total.take())
+
+
+def _walk(cursor: Cursor, file_bytes: int, total: WeightsSum) -> tuple[dict[str, Value], int]:
+    """The values, and where the last tensor ends, counted from the first; what tensors there are is added up."""
+    tensor_count, key_count = _preamble(cursor)
+    values = dict(_key_values(cursor, key_count))
+    end = _add_tensors(cursor, tensor_count, total)
+    alignment = _number(values, "general.alignment") or ALIGNMENT_DEFAULT
+    if alignment > ALIGNMENT_MAX or alignment & (alignment - 1):
+        raise cursor.bad(f"its alignment is {alignment}")
+    needed = -(-cursor.at // alignment) * alignment + end
+    if tensor_count and file_bytes < needed:
+        raise cursor.bad(f"it has {file_bytes:,} bytes of {needed:,}; perhaps the copy or download was cut short")
+    return values, end
+
+
+def _preamble(cursor: Cursor) -> tuple[int, int]:
+    if cursor.take(len(MAGIC)) != MAGIC:
+        raise cursor.bad("it does not begin with GGUF")
+    version = cursor.u32()
+    if version not in VERSIONS:
+        raise cursor.bad(f"its version is {version}, known are {VERSIONS[0]} and {VERSIONS[1]}")
+    tensor_count, key_count = cursor.u64(), cursor.u64()
+    if max(tensor_count, key_count) > ENTRIES_MAX:
+        raise cursor.bad(f"it says it has {key_count:,} keys and {tensor_count:,} tensors")
+    return tensor_count, key_count
+
+
+def _key_values(cursor: Cursor, count: int) -> Iterator[tuple[str, Value]]:
+    for _ in range(count):
+        key, value = cursor.text(), cursor.value()
+        if value is not None:
+            yield key, value
+
+
+def _add_tensors(cursor: Cursor, count: int, total: WeightsSum) -> int:
+    """Where the last tensor ends, counted from the first."""
+    end = 0
+    for _ in range(count):
+        name, dimensions = cursor.text(), cursor.u32()
+        if dimensions > DIMENSIONS_MAX:
+            raise cursor.bad(f"a tensor has {dimensions} dimensions")
+        shape = [cursor.u64() for _ in range(dimensions)]
+        size = tensor_bytes(math.prod(shape), cursor.u32())
+        end = max(end, cursor.u64() + size)
+        if end > TENSOR_BYTES_MAX:
+            raise cursor.bad("a tensor lies beyond any file's end")
+        total.add(name, shape, size)
+    return end
+
+
+def _header(cursor: Cursor, values: Mapping[str, Value], end: int, weights: Weights) -> GgufHeader:
+    architecture = values.get("general.architecture")
+    if not isinstance(architecture, str) or not architecture:
+        raise cursor.bad("it does not say its architecture")
+    name, pooling = values.get("general.name"), values.get(f"{architecture}.pooling_type")
+    file_type = values.get("general.file_type")
+    return GgufHeader(
+        architecture=architecture,
+        name=name if isinstance(name, str) else "",
+        context_length=_number(values, f"{architecture}.context_length"),
+        file_type=file_type if isinstance(file_type, int) else None,
+        tensor_bytes=end,
+        shard_count=max(1, _number(values, "split.count")),
+        is_embedding=pooling != _POOLING_RANK
+        and (pooling not in (None, _POOLING_NONE) or ENCODERS.search(architecture) is not None),
+        is_reranking=pooling == _POOLING_RANK,
+        weights=weights,
+        numbers=dict(_numbers(values, architecture)),
+    )
+
+
+def _numbers(values: Mapping[str, Value], architecture: str) -> Iterator[tuple[str, int | tuple[int, ...]]]:
+    prefix = architecture + "."
+    for key, value in values.items():
+        if key.startswith(prefix) and isinstance(value, int | tuple):
+            yield key.removeprefix(prefix), value
+
+
+def _number(values: Mapping[str, int | tuple[int, ...]] | Mapping[str, Value], key: str) -> int:
+    """A whole number that is not negative; the largest of several; 0 for anything else."""
+    value = values.get(key, 0)
+    if isinstance(value, tuple):
+        value = max(value, default=0)
+    return _bounded(value) if isinstance(value, int) else 0
+
+
+def _bounded(number: int) -> int:
+    return number if 0 < number <= NUMBER_MAX else 0
+
+
+def _regular_file(path: Path) -> io.FileIO:
+    """Open without being held up: a FIFO or a device put in a model's place must not hang the gateway."""
+    file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise ValueError("it is not a file")

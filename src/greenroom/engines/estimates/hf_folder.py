@@ -1,0 +1,240 @@
+"""What a Transformers-style folder will take: config.json for the shapes, safetensors headers for the weights.
+
+Owns the reading of such folders (and of diffusers' folders of folders). Weights are exact; the cache follows the same
+formulas as elsewhere; activations are bounded from above. Everything in a folder comes from strangers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from greenroom.engines.estimates.estimate import FILE_SIZE, MIB, SAFETENSORS, Estimate, Part, known, part
+from greenroom.engines.estimates.gguf_header import BadModelFile
+from greenroom.engines.estimates.gguf_tensors import LAYERS_MAX
+from greenroom.engines.estimates.kv_cache import LayerCache
+from greenroom.engines.estimates.safetensors_header import FILES_MAX, SafetensorsHeader, read_all
+
+# --- constants that measurements correct ----------------------------------------------------------------------------
+# What a PyTorch process takes on each GPU beside its tensors: the CUDA context and the kernels of cuBLAS and attention,
+# which are loaded when first used. Measured on an H200 with PyTorch 2.11: 518 MiB for the context alone, 742 with the
+# kernels for 32-bit numbers and 758 with those for 16-bit ones.
+CONTEXT_MIB: Final = 758
+# The workspace of cuBLAS, allocated at the first use; 32 MiB on Hopper.
+WORKSPACE_MIB: Final = 32
+# PyTorch takes memory from the driver in pieces and rounds each up; this share of weights and cache is never used.
+CACHING_SHARE: Final = 0.002
+# Where heads share keys and values, attention copies those of one layer for all heads while it runs; with what the
+# allocator cannot use again in time, so many copies of the keys alone are held at once.
+WIDENED_COPIES: Final = 3
+# The process itself, with torch and CUDA's own libraries: an allowance, not a measurement.
+PROCESS_MIB: Final = 1_500
+# Tokens computed at once while a prompt is read, if the context is longer.
+TOKENS_AT_ONCE: Final = 2_048
+# --------------------------------------------------------------------------------------------------------------------
+
+# Weights as they lie in the files, plus cache and activations, where a header cannot be read.
+FILE_SIZE_FACTOR: Final = 1.3
+CONFIG_MAX_BYTES: Final = 4 * 2**20
+CONTEXT_DEFAULT: Final = 4_096
+NUMBER_MAX: Final = 2**31
+# Bytes of a number, by how configurations and options call it.
+# fmt: off
+DTYPE_BYTES: Final[Mapping[str, float]] = {
+    "float64": 8, "float32": 4, "float": 4, "fp32": 4, "F32": 4, "F64": 8, "bfloat16": 2, "bf16": 2, "BF16": 2,
+    "float16": 2, "half": 2, "fp16": 2, "F16": 2, "fp8": 1, "float8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "int8": 1, "I8": 1,
+}
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class FolderOptions:
+    """How it is run: how long a text, how many at once, in which kind of numbers (None: as the files say)."""
+
+    context: int | None = None
+    sequences: int = 1
+    dtype: str | None = None
+
+
+class Facts:
+    """A configuration of unknown shape: every question has an answer, and numbers are bounded."""
+
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        # Models that see or hear keep the shape of their language part inside.
+        inner = said.get("text_config") or said.get("llm_config")
+        self._said = {**said, **inner} if isinstance(inner, Mapping) else said
+
+    def number(self, *names: str, default: int = 0) -> int:
+        for name in names:
+            value = self._said.get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= NUMBER_MAX:
+                return value
+        return default
+
+    def text(self, *names: str) -> str:
+        return next((value for name in names if isinstance(value := self._said.get(name), str)), "")
+
+    def words(self, name: str) -> tuple[str, ...]:
+        value = self._said.get(name)
+        return tuple(map(str, value[:LAYERS_MAX])) if isinstance(value, Sequence) and not isinstance(value, str) else ()
+
+    def is_on(self, name: str) -> bool:
+        return self._said.get(name) is True
+
+
+def is_folder(path: Path) -> bool:
+    """Whether this is a folder of a model of this kind. Never raises."""
+    try:
+        return (path / "config.json").is_file() or (path / "model_index.json").is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def estimate_folder(path: Path, options: FolderOptions, gpus: int) -> Estimate | None:
+    """The parts; by the files' size where a header is bad; None where there are no weights."""
+    files = weight_files(path)
+    if not files:
+        return None
+    try:
+        weights, facts = read_all(files), Facts(folder_config(path))
+    except BadModelFile:
+        return _by_size(files, gpus)
+    return Estimate(known(_parts(weights, facts, options, gpus)), SAFETENSORS)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors of a folder, or of the components of a pipeline that lie in folders below it."""
+    try:
+        is_pipeline = (path / "model_index.json").is_file()
+        found = sorted(path.glob("*/*.safetensors" if is_pipeline else "*.safetensors"))[:FILES_MAX]
+    except (OSError, ValueError):
+        return []
+    # The same weights in one file beside the parts of a split, as some hubs keep them, are loaded once.
+    split = [one for one in found if "-of-" in one.name]
+    folders = {one.parent for one in split}
+    return [one for one in found if one in split or one.parent not in folders]
+
+
+def folder_config(path: Path) -> dict[str, Any]:
+    """Its config.json; empty where there is none. Raises BadModelFile if it is there and cannot be read."""
+    found = path / "config.json"
+    try:
+        # A pipe would be waited for.
+        if found.exists() and not found.is_file():
+            raise BadModelFile(f"{found} is not a plain file.")
+        with found.open("rb") as file:
+            said = msgspec.json.decode(file.read(CONFIG_MAX_BYTES))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as reason:
+        raise BadModelFile(f"{path}/config.json cannot be read: {reason}.") from reason
+    return said if isinstance(said, dict) else {}
+
+
+def _by_size(files: Sequence[Path], gpus: int) -> Estimate | None:
+    size = 0
+    for file in files:
+        try:
+            size += os.path.getsize(file)
+        except OSError:
+            continue
+    whole = int(size * FILE_SIZE_FACTOR / MIB) + 1
+    return Estimate((Part("files", whole if gpus else 0, 0 if gpus else whole),), FILE_SIZE) if size else None
+
+
+# --- the parts ------------------------------------------------------------------------------------------------------
+
+
+def _parts(weights: SafetensorsHeader, facts: Facts, options: FolderOptions, gpus: int) -> list[Part]:
+    number_bytes = DTYPE_BYTES.get(options.dtype or facts.text("torch_dtype", "dtype") or weights.dtype, 2)
+    context = options.context or facts.number("max_position_embeddings", "n_positions", default=CONTEXT_DEFAULT)
+    in_memory = weight_bytes(weights, options)
+    layers = folder_cache(facts)
+    cache_bytes = sum(_layer_bytes(layer, context, options.sequences) for layer in layers) * max(number_bytes, 1)
+    parts = [
+        _placed("weights", in_memory, gpus),
+        _placed("KV cache", cache_bytes, gpus),
+        _placed("compute buffers", _activation_bytes(facts, layers, context, max(number_bytes, 2)), gpus),
+    ]
+    if not gpus:
+        return [*parts, Part("process", 0, PROCESS_MIB)]
+    rounding = (in_memory + cache_bytes) * CACHING_SHARE
+    return [
+        *parts,
+        part("allocator", rounding),
+        Part("context", (CONTEXT_MIB + WORKSPACE_MIB) * gpus, PROCESS_MIB),
+    ]
+
+
+def _placed(what: str, size: float, gpus: int) -> Part:
+    return part(what, size if gpus else 0, 0 if gpus else size)
+
+
+def weight_bytes(weights: SafetensorsHeader, options: FolderOptions) -> float:
+    """As they lie in the files, unless they are loaded in numbers of another size. Packed ones stay packed."""
+    wanted = DTYPE_BYTES.get(options.dtype or "")
+    if wanted is None:
+        return weights.tensor_bytes
+    kinds = weights.by_dtype.items()
+    return sum(
+        size * wanted / DTYPE_BYTES[kind] if kind in ("F64", "F32", "F16", "BF16") else size for kind, size in kinds
+    )
+
+
+def folder_cache(facts: Facts) -> tuple[LayerCache, ...]:
+    """Each layer's part, as Transformers keeps it: keys and values of every KV head, windows cut to their length."""
+    count = min(facts.number("num_hidden_layers", "n_layer", "num_layers"), LAYERS_MAX)
+    heads = facts.number("num_attention_heads", "n_head")
+    kv_heads = facts.number("num_key_value_heads", default=heads)
+    size = facts.number("head_dim", default=facts.number("hidden_size", "n_embd") // heads if heads else 0)
+    keys = kv_heads * (facts.number("qk_nope_head_dim") + facts.number("qk_rope_head_dim") or size)
+    values = kv_heads * facts.number("v_head_dim", default=size)
+    windows = _windows(facts, count)
+    kinds = facts.words("layer_types") or ("full_attention",) * count
+    return tuple(
+        LayerCache(keys, values, windows[number]) if "attention" in kind and "linear" not in kind else LayerCache()
+        for number, kind in zip(range(count), kinds, strict=False)
+    )
+
+
+def _windows(facts: Facts, count: int) -> list[int]:
+    window, kinds = facts.number("sliding_window", "attention_chunk_size"), facts.words("layer_types")
+    if kinds:
+        return [window if "full" not in kind else 0 for kind in (*kinds, *("full",) * count)[:count]]
+    if pattern := facts.number("sliding_window_pattern"):
+        return [window if (number + 1) % pattern else 0 for number in range(count)]
+    # Qwen states a window that it uses only when it says so; Mistral states one that it uses.
+    return [window if facts.text("model_type") == "mistral" or facts.is_on("use_sliding_window") else 0] * count
+
+
+def _layer_bytes(layer: LayerCache, context: int, sequences: int) -> int:
+    """Numbers, rather: how many are kept for a text of this length."""
+    tokens = min(context, layer.window) if layer.window else context
+    return (layer.keys + layer.values) * tokens * max(1, sequences)
+
+
+def _activation_bytes(facts: Facts, layers: Sequence[LayerCache], context: int, number_bytes: float) -> float:
+    """While a prompt is read: the feed-forward part, some rows, widened keys and values; the logits of one token."""
+    tokens = min(context, TOKENS_AT_ONCE)
+    width, vocabulary = facts.number("hidden_size", "n_embd", "d_model"), facts.number("vocab_size")
+    feed = facts.number("intermediate_size", "ffn_dim", "n_inner", default=4 * width)
+    experts = facts.number("num_experts_per_tok") * facts.number("moe_intermediate_size")
+    numbers = tokens * (3 * max(feed, experts) + 6 * width) + _widened(facts, layers, context)
+    return numbers * number_bytes + vocabulary * 4
+
+
+def _widened(facts: Facts, layers: Sequence[LayerCache], context: int) -> int:
+    """Numbers in the copies of a layer's keys for all heads, where heads share them; the longest layer counts."""
+    heads = facts.number("num_attention_heads", "n_head")
+    kv_heads = facts.number("num_key_value_heads", default=heads)
+    if not kv_heads or kv_heads >= heads:
+        return 0
+    longest = max(
+        (layer.keys * (min(context, layer.window) if layer.window else context) for layer in layers), default=0
+    )
+    return WIDENED_COPIES * longest * heads // kv_heads

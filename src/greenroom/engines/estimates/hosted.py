@@ -1,0 +1,198 @@
+"""What a folder takes that our own worker hosts: on stage, and asleep in the green room.
+
+Owns the arithmetic of hosted slots: weights lie once in an arena on the host, ready ones have a copy on the device, KV
+memory is paged and of a fixed size. The worker process itself (its context on the GPU, its libraries on the host) hosts
+many slots and is in nobody's estimate. Shapes and weights are read by `estimate_hf.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from greenroom.engines.estimates.estimate import FILE_SIZE, SAFETENSORS, Estimate, Part, known, mib
+from greenroom.engines.estimates.gguf_header import BadModelFile
+from greenroom.engines.estimates.gguf_tensors import LAYERS_MAX
+from greenroom.engines.estimates.hf_folder import (
+    CONTEXT_DEFAULT,
+    DTYPE_BYTES,
+    TOKENS_AT_ONCE,
+    Facts,
+    FolderOptions,
+    folder_config,
+    weight_bytes,
+    weight_files,
+)
+from greenroom.engines.estimates.safetensors_header import read_all
+
+# --- as the worker lays it out --------------------------------------------------------------------------------------
+# Tokens of a block of KV memory; one block more is kept that belongs to nobody. Each store begins at such a multiple.
+BLOCK_TOKENS: Final = 16
+STORE_ALIGN: Final = 512
+# Rounding of the arena to large pages, and what it says of itself at its end.
+ARENA_ROUNDING_MIB: Final = 4
+# KV memory holds so many texts of full length where nobody says otherwise.
+CONTEXTS_CACHED: Final = 4
+BATCH_DEFAULT: Final = 32
+# --- constants that measurements correct ----------------------------------------------------------------------------
+# Keys and values of a layer are gathered before attention looks at them; so many copies are held at once.
+GATHERED_COPIES: Final = 2
+# Logits of a batch at full precision: as computed, as penalised and masked, and sorted.
+LOGITS_COPIES: Final = 3
+# Captured graphs of the usual sizes of a batch, and the workspace of cuBLAS: an allowance until it was measured.
+GRAPHS_MIB: Final = 288
+# --------------------------------------------------------------------------------------------------------------------
+
+# Where a header cannot be read, files are taken for their size; weights that are no safetensors have these endings.
+OTHER_ENDINGS: Final = ("*.bin", "*.pt", "*.gguf")
+FILES_MAX: Final = 1_000
+# Where the modules behind an embedding model lie. Workers read them from nowhere else.
+MODULE_FILES: Final = "[0-9]*_*/*"
+
+
+@dataclass(frozen=True, slots=True)
+class HostedOptions:
+    """How it is run; None: as the model's configuration says. `dtype` may be `auto`, which is the same."""
+
+    context: int | None = None
+    cache_tokens: int | None = None
+    batch_max: int = BATCH_DEFAULT
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """What was read of it."""
+
+    arena_mib: int
+    number_bytes: float
+    facts: Facts
+    source: str
+
+
+def estimate_ready(path: Path, options: HostedOptions, gpus: int) -> Estimate | None:
+    """On stage on a GPU, or on the host with `gpus` 0; None where there are no weights. Never raises."""
+    folder = _read(path, options)
+    if folder is None:
+        return None
+    arena = Part("weights in the green room", 0, folder.arena_mib)
+    kv_mib, work_mib = mib(_kv_bytes(folder, options)), mib(_work_bytes(folder, options))
+    if not gpus:
+        parts: Sequence[Part] = (arena, Part("KV memory", 0, kv_mib), Part("work", 0, work_mib))
+    else:
+        on_gpu = (Part("weights", folder.arena_mib, 0), Part("KV memory", kv_mib, 0), Part("work", work_mib, 0))
+        parts = (*on_gpu, Part("graphs", GRAPHS_MIB, 0), arena)
+    return Estimate(known(parts), folder.source)
+
+
+def estimate_asleep(path: Path, options: HostedOptions) -> Estimate | None:
+    """In the green room: the arena on the host, and nothing anywhere else. Never raises."""
+    folder = _read(path, options)
+    return None if folder is None else Estimate((Part("weights", 0, folder.arena_mib),), folder.source)
+
+
+# --- what is read ---------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path, options: HostedOptions) -> _Folder | None:
+    files, facts = [*weight_files(path), *_projection_files(path)], _facts(path)
+    dtype = _dtype(facts, options)
+    try:
+        weights = read_all(files)
+    except BadModelFile:
+        weights = None
+    if not files or weights is None:
+        size, number_bytes = sum(map(_size, files or _other_files(path))), _number_bytes(dtype)
+        return _Folder(mib(size) + ARENA_ROUNDING_MIB, number_bytes, facts, FILE_SIZE) if size else None
+    arena_bytes = weight_bytes(weights, FolderOptions(dtype=dtype))
+    return _Folder(mib(arena_bytes) + ARENA_ROUNDING_MIB, _number_bytes(dtype or weights.dtype), facts, SAFETENSORS)
+
+
+def _projection_files(path: Path) -> list[Path]:
+    """Weights of the modules behind the pooling of an embedding model, which lie in folders such as `2_Dense`."""
+    try:
+        is_sentences = (path / "modules.json").is_file()
+        found = (one for one in path.glob(MODULE_FILES) if one.name == "model.safetensors")
+        return sorted(found)[:FILES_MAX] if is_sentences else []
+    except (OSError, ValueError):
+        return []
+
+
+def _facts(path: Path) -> Facts:
+    """A configuration that cannot be read fails its own load; until then only the weights count."""
+    try:
+        return Facts(folder_config(path))
+    except BadModelFile:
+        return Facts({})
+
+
+def _other_files(path: Path) -> list[Path]:
+    try:
+        return sorted(file for ending in OTHER_ENDINGS for file in path.glob(ending))[:FILES_MAX]
+    except (OSError, ValueError):
+        return []
+
+
+def _size(file: Path) -> int:
+    try:
+        return os.path.getsize(file)
+    except OSError:
+        return 0
+
+
+def _dtype(facts: Facts, options: HostedOptions) -> str | None:
+    """The kind of number it is kept in: what the operator says, else what the model says; None: what the files hold."""
+    if options.dtype is not None and options.dtype != "auto":
+        return options.dtype
+    return facts.text("dtype", "torch_dtype") or None
+
+
+def _number_bytes(dtype: str | None) -> float:
+    """Of what is computed: numbers packed smaller than two bytes are unpacked for that."""
+    return max(2, DTYPE_BYTES.get(dtype or "", 2))
+
+
+# --- the parts ------------------------------------------------------------------------------------------------------
+
+
+def _context(folder: _Folder, options: HostedOptions) -> int:
+    return options.context or folder.facts.number("max_position_embeddings", "n_positions", default=CONTEXT_DEFAULT)
+
+
+def _cache_tokens(folder: _Folder, options: HostedOptions) -> int:
+    return options.cache_tokens or CONTEXTS_CACHED * _context(folder, options)
+
+
+def _kv_bytes(folder: _Folder, options: HostedOptions) -> int:
+    """Exactly what the worker takes: a store of keys and one of values for each layer, windows as long as the rest."""
+    layers = min(folder.facts.number("num_hidden_layers", "n_layer", "num_layers"), LAYERS_MAX)
+    slots = (-(-_cache_tokens(folder, options) // BLOCK_TOKENS) + 1) * BLOCK_TOKENS
+    stores = (-(-int(slots * numbers * folder.number_bytes) // STORE_ALIGN) for numbers in _numbers(folder.facts))
+    return layers * sum(stores) * STORE_ALIGN
+
+
+def _numbers(facts: Facts) -> tuple[int, int]:
+    """How many numbers of keys and of values one token leaves in one layer."""
+    heads = facts.number("num_attention_heads", "n_head")
+    if facts.number("kv_lora_rank") and facts.number("qk_nope_head_dim"):
+        keys = facts.number("qk_nope_head_dim") + facts.number("qk_rope_head_dim")
+        return heads * keys, heads * facts.number("v_head_dim")
+    kv_heads = 1 if facts.is_on("multi_query") else facts.number("num_key_value_heads", default=heads)
+    size = facts.number("head_dim", default=facts.number("hidden_size", "n_embd") // heads if heads else 0)
+    return kv_heads * size, kv_heads * size
+
+
+def _work_bytes(folder: _Folder, options: HostedOptions) -> float:
+    """While a piece of a prompt is read beside a full batch: activations, gathered keys and values, logits."""
+    facts, number_bytes = folder.facts, folder.number_bytes
+    width, vocabulary = facts.number("hidden_size", "n_embd", "d_model"), facts.number("vocab_size")
+    feed = facts.number("intermediate_size", "ffn_dim", "n_inner", default=4 * width)
+    experts = facts.number("num_experts_per_tok") * facts.number("moe_intermediate_size")
+    tokens = min(_context(folder, options), TOKENS_AT_ONCE)
+    activations = tokens * (3 * max(feed, experts) + 6 * width)
+    gathered = GATHERED_COPIES * _cache_tokens(folder, options) * sum(_numbers(facts))
+    logits = LOGITS_COPIES * options.batch_max * vocabulary
+    return (activations + gathered) * number_bytes + logits * 4

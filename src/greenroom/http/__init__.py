@@ -1,0 +1,1 @@
+"""HTTP/1.1 to clients and to engines, and the bytes between them."""

@@ -1,0 +1,401 @@
+"""One client's connection: bytes in, one exchange at a time out.
+
+Owns the transport, the phase the connection is in, its deadlines and how it ends. Requests sent ahead wait as raw bytes
+until the answer before them is done, so answers keep their order and nothing is executed early. Never interprets bytes:
+`reader.py` reads requests and `exchange.py` writes answers.
+
+    READ ─▶ ANSWER ─▶ READ …      TUNNEL: left HTTP      LINGER: refused, draining so that the answer gets read
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import select
+import socket
+import struct
+from typing import TYPE_CHECKING, Final, cast
+
+from greenroom.errors import GatewayBug, GreenroomError, TooSlow
+from greenroom.http import wire
+from greenroom.http.exchange import Exchange, RawReceiver
+from greenroom.http.head import Head
+from greenroom.http.reader import RequestReader
+
+if TYPE_CHECKING:
+    from greenroom.http.edge import Edge
+
+log = logging.getLogger("greenroom.http")
+
+# In the order a connection goes through them: plain numbers because they are compared for every read.
+READ: Final = 0
+ANSWER: Final = 1
+TUNNEL: Final = 2
+LINGER: Final = 3
+CLOSED: Final = 4
+
+# The other side sends nothing more, or is gone. Where the system does not know the first, only the second.
+_HUNG_UP: Final[int] = getattr(select, "POLLRDHUP", select.POLLHUP)
+_RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
+
+
+class ClientConnection(asyncio.Protocol):
+    __slots__ = (
+        "_advancing",
+        "_backlog",
+        "_body_since",
+        "_deadline",
+        "_exchange",
+        "_idle",
+        "_linger_left",
+        "_phase",
+        "_reader",
+        "_reading_paused",
+        "_receiver",
+        "_stall_mark",
+        "_stall_since",
+        "_writing_paused",
+        "edge",
+        "peer_ip",
+        "sent",
+        "transport",
+        "write",
+    )
+
+    transport: asyncio.Transport
+
+    def __init__(self, edge: Edge) -> None:
+        self.edge = edge
+        self.peer_ip = ""
+        self._phase = READ
+        self._reader = RequestReader(edge.admit, edge.bodies, edge.limits)
+        self._exchange: Exchange | None = None
+        self._receiver: RawReceiver | None = None
+        self._backlog = b""
+        self._advancing = False
+        self._reading_paused = False
+        # The client does not read its answers, so it gets no new ones.
+        self._writing_paused = False
+        # Between requests, so that the next one's deadline starts with its first byte.
+        self._idle = False
+        self._deadline = 0.0
+        # When the body began to be awaited; negative while it is not.
+        self._body_since = -1.0
+        self._linger_left = 0
+        # Bytes given to the transport since the start.
+        self.sent = 0
+        self._stall_mark = -1
+        self._stall_since = 0.0
+
+    # --- what the transport says ------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.write = self.transport.write
+        high = self.edge.limits.write_buffer_bytes_max
+        self.transport.set_write_buffer_limits(high=high, low=high // 4)
+        peer = transport.get_extra_info("peername")
+        # A Unix socket has no address of its own; its file's permissions are its limit.
+        self.peer_ip = self._reader.peer_ip = peer[0] if isinstance(peer, tuple) else ""
+        self._deadline = self.edge.now + self.edge.limits.header_timeout_s
+        self.edge.joined(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._phase = CLOSED
+        self.edge.left(self)
+        self._client_left()
+
+    def eof_received(self) -> bool:
+        # A client that closes its sending side has left: one that only half-closes cannot be told from it.
+        # What it sent ahead is not begun any more: nobody would be there for the answer.
+        unanswered = self._exchange is not None
+        self._phase = CLOSED
+        self._backlog = b""
+        self._client_left()
+        if unanswered:
+            self.transport.abort()
+        return False
+
+    def pause_writing(self) -> None:
+        self._writing_paused = True
+        if self._exchange is not None:
+            self._exchange.pause()
+        elif self._receiver is not None:
+            self._receiver.client_paused()
+
+    def resume_writing(self) -> None:
+        self._writing_paused = False
+        if self._exchange is not None:
+            self._exchange.resume()
+        elif self._receiver is not None:
+            self._receiver.client_resumed()
+        elif self._backlog and not self._advancing:
+            self._take_backlog()
+
+    def data_received(self, data: bytes) -> None:
+        phase = self._phase
+        if phase == READ and not self._backlog and not self._writing_paused:
+            self._advance(data)
+        elif phase <= ANSWER:
+            self._set_aside(data)
+        elif phase == TUNNEL:
+            self._deadline = self.edge.now + self.edge.limits.write_timeout_s
+            if self._receiver is not None:
+                self._receiver.client_data(data)
+        elif phase == LINGER:
+            self._linger_left -= len(data)
+            if self._linger_left < 0:
+                self.transport.abort()
+
+    # --- what the exchange asks for ---------------------------------------------------------------------------------
+
+    def send(self, data: bytes) -> None:
+        """What the exchange does itself for each piece, to save a call."""
+        self.sent += len(data)
+        self.write(data)
+
+    def exchange_over(self, keep_alive: bool) -> None:
+        """The answer is complete: take the next request, or close."""
+        self._exchange = None
+        if not keep_alive or self.edge.draining:
+            self._close_politely()
+            return
+        self._phase = READ
+        self._idle = True
+        self._deadline = self.edge.now + self.edge.limits.keepalive_s
+        if self._backlog and not self._advancing:
+            self._take_backlog()
+
+    def cut(self, *, hard: bool) -> None:
+        """Close without a word: in order, or by a reset where an orderly close would look like the answer's end."""
+        self._exchange = None
+        self._phase = CLOSED
+        if not hard:
+            self.transport.close()
+            return
+        sock = self.transport.get_extra_info("socket")
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        self.transport.abort()
+
+    def take_over(self, receiver: RawReceiver) -> asyncio.Transport:
+        """Leave HTTP: hand what was sent ahead, then every later byte, to `receiver`."""
+        self._exchange = None
+        self._phase = TUNNEL
+        self._receiver = receiver
+        self._resume_reading()
+        ahead, self._backlog = self._backlog, b""
+        if ahead:
+            receiver.client_data(ahead)
+        return self.transport
+
+    # --- what the edge asks -----------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Between requests, with nothing of the next one here."""
+        return self._phase == READ and not self._backlog and not self._reader.has_begun
+
+    def close_idle(self) -> None:
+        self._phase = CLOSED
+        self.transport.close()
+
+    def turn_away(self, error: GreenroomError, *, linger: bool = True) -> None:
+        """Answer an error and close, whatever else the client sends."""
+        self.edge.stats.refused += 1
+        head = self._reader.head
+        status, headers, body = self.edge.refusal(None, head, error)
+        rendered = wire.render_head(
+            status, headers, b"content-length: %d\r\n%b" % (len(body), wire.CLOSE), self.edge.date
+        )
+        self.send(rendered if head is not None and head.method == b"HEAD" else rendered + body)
+        if linger:
+            self._linger()
+        else:
+            self.close_idle()
+
+    def sweep(self, now: float) -> None:
+        """End this connection if one of its deadlines has passed. An answer has none, only the reading of it."""
+        if self._phase == READ:
+            if self._body_since >= 0:
+                self._check_body(now)
+            elif now > self._deadline and not self._backlog:
+                self._head_overdue()
+        elif self._is_over(now):
+            self.transport.abort()
+            return
+        waiting = self.transport.get_write_buffer_size()
+        if waiting:
+            self._check_stall(now, self.sent - waiting)
+        else:
+            self._stall_mark = -1
+
+    # --- reading requests -------------------------------------------------------------------------------------------
+
+    def _advance(self, data: bytes) -> None:
+        """Take requests out of these bytes until they are used up or an answer has to come first."""
+        reader = self._reader
+        requests_left = self.edge.limits.pipelined_per_turn_max
+        self._advancing = True
+        try:
+            while data and self._phase == READ and not self._writing_paused:
+                data = reader.feed(data)
+                if reader.is_complete:
+                    self._dispatch(reader)
+                    requests_left -= 1
+                    if not requests_left:
+                        break
+                elif not data:
+                    self._await_rest(reader.head)
+        except GreenroomError as error:
+            self.turn_away(error)
+            return
+        except Exception:
+            log.exception("reading a request failed")
+            self.edge.stats.bugs += 1
+            self.turn_away(GatewayBug("The request could not be admitted."))
+            return
+        finally:
+            self._advancing = False
+        if not data:
+            return
+        if self._phase == TUNNEL:
+            # Sent ahead of an upgrade that was taken at once.
+            self.data_received(data)
+        elif self._phase <= ANSWER:
+            self._set_aside(data)
+            if self._phase == READ and not self._writing_paused:
+                # Other connections get their turn before the rest.
+                self.edge.loop.call_soon(self._take_backlog)
+
+    def _await_rest(self, head: Head | None) -> None:
+        """Part of a request is here: start the deadline for the rest of it."""
+        if head is not None:
+            if self._body_since < 0:
+                self._body_since = self.edge.now
+                if head.expects_continue:
+                    self.send(wire.CONTINUE)
+        elif self._idle:
+            # The first request's deadline has been running since accept.
+            self._idle = False
+            self._deadline = self.edge.now + self.edge.limits.header_timeout_s
+
+    def _take_backlog(self) -> None:
+        if self._phase == READ and not self._writing_paused:
+            data, self._backlog = self._backlog, b""
+            self._resume_reading()
+            self._advance(data)
+
+    def _set_aside(self, data: bytes) -> None:
+        """Keep bytes sent ahead. Beyond a bound the client has to wait; then only the sweep sees it leave."""
+        self._backlog += data
+        if len(self._backlog) > self.edge.limits.pipelined_bytes_max and not self._reading_paused:
+            self._reading_paused = True
+            self.transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        if self._reading_paused:
+            self._reading_paused = False
+            self.transport.resume_reading()
+
+    def _dispatch(self, reader: RequestReader) -> None:
+        refusal = reader.refusal
+        head, body = reader.take()
+        self._phase = ANSWER
+        self._body_since = -1.0
+        self._exchange = exchange = Exchange(self, head, body)
+        try:
+            if refusal is not None:
+                self.edge.stats.refused += 1
+                raise refusal
+            self.edge.stats.requests += 1
+            self.edge.handle(exchange)
+        except GreenroomError as error:
+            self._answer_error(exchange, error)
+        except Exception:
+            log.exception("handling a request failed")
+            self.edge.stats.bugs += 1
+            self._answer_error(exchange, GatewayBug("The request could not be handled."))
+
+    def _answer_error(self, exchange: Exchange, error: GreenroomError) -> None:
+        if exchange.started:
+            exchange.cut()
+        else:
+            exchange.respond(*self.edge.refusal(exchange, exchange.head, error))
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+
+    def _linger(self) -> None:
+        """Say that nothing more comes, then read and drop a bounded rest.
+
+        A close with bytes still unread would destroy the answer on its way to the client.
+        """
+        self._phase = LINGER
+        self._reader.drop()
+        self._backlog = b""
+        self._linger_left = self.edge.limits.linger_bytes_max
+        self._deadline = self.edge.now + self.edge.limits.linger_s
+        self._resume_reading()
+        with contextlib.suppress(OSError, RuntimeError):
+            self.transport.write_eof()
+
+    def _close_politely(self) -> None:
+        if self._backlog:
+            self._linger()
+            return
+        self._phase = CLOSED
+        self.transport.close()
+
+    def _client_left(self) -> None:
+        self._reader.drop()
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            self.edge.stats.gone += 1
+            exchange.leave()
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.client_gone()
+
+    def _is_over(self, now: float) -> bool:
+        """True if the client has lingered long enough, or has left while its bytes are not read."""
+        if self._phase == LINGER:
+            return now > self._deadline
+        if self._phase == TUNNEL:
+            # The engine takes nothing. What the client sent before it left is the engine's, if it goes on soon.
+            return now > self._deadline and not self.transport.is_reading() and self._has_hung_up()
+        return self._reading_paused and self._has_hung_up()
+
+    def _has_hung_up(self) -> bool:
+        """Whether the client has left, seen without reading what it sent before."""
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), _HUNG_UP)
+        return bool(poll.poll(0))
+
+    # --- deadlines --------------------------------------------------------------------------------------------------
+
+    def _head_overdue(self) -> None:
+        if self._idle:
+            self.edge.stats.idle_closed += 1
+        else:
+            self.edge.stats.header_timeouts += 1
+        if self._reader.has_begun:
+            self.turn_away(TooSlow("The headers did not arrive in time."))
+        else:
+            # Nothing was asked, so nothing is answered.
+            self.close_idle()
+
+    def _check_body(self, now: float) -> None:
+        limits = self.edge.limits
+        allowed_s = max(limits.body_timeout_s, self._reader.received_bytes / limits.body_rate_min_bytes_s)
+        if now - self._body_since > allowed_s:
+            self.edge.stats.body_timeouts += 1
+            self.turn_away(TooSlow("The body did not arrive in time."))
+
+    def _check_stall(self, now: float, accepted: int) -> None:
+        if accepted != self._stall_mark:
+            self._stall_mark = accepted
+            self._stall_since = now
+        elif now - self._stall_since > self.edge.limits.write_timeout_s:
+            self.edge.stats.write_timeouts += 1
+            self.transport.abort()

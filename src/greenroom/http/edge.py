@@ -1,0 +1,207 @@
+"""The listening side: sockets, the connections on them, and the one sweep that watches their deadlines.
+
+Owns who may connect and how long clients may take. Never knows routes, tenants or models: it asks `admit` at the end
+of a request's headers, hands complete requests to `handle`, and has `refuse` render what it must answer itself. All
+three are called on the loop and must not block. Why this is ours: docs/adr/0002-own-http-edge.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+from greenroom.errors import GreenroomError, Overload
+from greenroom.http import wire
+from greenroom.http.body import Body, BodyBudget
+from greenroom.http.client import ClientConnection
+from greenroom.http.exchange import Exchange, RawReceiver
+from greenroom.http.head import Head, Headers
+from greenroom.http.limits import EdgeLimits, EdgeStats
+
+__all__ = ["Body", "Edge", "EdgeLimits", "EdgeStats", "Exchange", "Head", "Headers", "RawReceiver", "Refusal"]
+
+log = logging.getLogger("greenroom.http")
+
+# Status, headers and body of an answer.
+Refusal = tuple[int, Headers, bytes]
+_LAST_RESORT: Final[Refusal] = (
+    500,
+    [(b"content-type", b"application/json")],
+    b'{"error":{"message":"internal error"}}',
+)
+
+
+class Edge:
+    """Accepts connections and turns their bytes into exchanges.
+
+    `admit(head)` gives the most bytes its body may have, or raises the error to answer with. `handle(exchange)` is
+    called when head and body are complete. `refuse(exchange, head, error)` renders an error; both may be missing.
+    """
+
+    def __init__(
+        self,
+        *,
+        admit: Callable[[Head], int],
+        handle: Callable[[Exchange], None],
+        refuse: Callable[[Exchange | None, Head | None, GreenroomError], Refusal],
+        limits: EdgeLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        spool_dir: str | None = None,
+    ) -> None:
+        self.handle = handle
+        self.limits = limits or EdgeLimits()
+        self.stats = EdgeStats()
+        self.bodies = BodyBudget(self.limits, spool_dir)
+        self.draining = False
+        self.addresses: list[str] = []
+        # Read for every request, so kept here and renewed by the sweep.
+        self.now = clock()
+        self.date = wire.date_line(time.time())
+        self.loop: asyncio.AbstractEventLoop
+        self.admit = admit
+        self._refuse = refuse
+        self._clock = clock
+        self._connections: set[ClientConnection] = set()
+        self._per_ip: Counter[str] = Counter()
+        self._servers: list[asyncio.AbstractServer] = []
+        self._socket_paths: list[str] = []
+        self._next_sweep: asyncio.TimerHandle | None = None
+
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
+
+    async def listen(self, *, host: str | None = None, port: int | None = None, path: str | None = None) -> None:
+        """Accept on a TCP port (0: any free one) or on a Unix socket. Raises OSError. May be called more than once."""
+        self.loop = asyncio.get_running_loop()
+        if path is not None:
+            server: asyncio.AbstractServer = await self._listen_unix(path)
+        else:
+            # Any, because uvloop's server is not asyncio's: its sockets come as a list.
+            tcp: Any = await self.loop.create_server(self._accept, host, port or 0, backlog=self.limits.backlog)
+            self.addresses += [_spell(sock.getsockname()) for sock in tcp.sockets]
+            server = tcp
+        self._servers.append(server)
+        if self._next_sweep is None:
+            self._sweep()
+
+    async def close(self) -> None:
+        """Stop accepting and close idle connections. Running answers go on; their connections close after them."""
+        self.draining = True
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+        for path in self._socket_paths:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        self._socket_paths.clear()
+        for connection in list(self._connections):
+            if connection.is_idle:
+                connection.close_idle()
+
+    def abort(self) -> None:
+        """Cut every connection now and end the sweep. The edge is done after this."""
+        if self._next_sweep is not None:
+            self._next_sweep.cancel()
+            self._next_sweep = None
+        for connection in list(self._connections):
+            connection.transport.abort()
+
+    def refusal(self, exchange: Exchange | None, head: Head | None, error: GreenroomError) -> Refusal:
+        """What to answer for this error. Never raises: a renderer that fails is itself answered with 500."""
+        try:
+            return self._refuse(exchange, head, error)
+        except Exception:
+            log.exception("rendering an error failed")
+            self.stats.bugs += 1
+            return _LAST_RESORT
+
+    # --- what connections say ---------------------------------------------------------------------------------------
+
+    def joined(self, connection: ClientConnection) -> None:
+        self._connections.add(connection)
+        self.stats.accepted += 1
+        ip = connection.peer_ip
+        self._per_ip[ip] += 1
+        crowded = self._per_ip[ip] > self.limits.connections_per_ip_max and not _is_loopback(ip)
+        if crowded or len(self._connections) > self.limits.connections_max or self.draining:
+            self.stats.over_limit += 1
+            crowd = Overload("Too many connections; try again in a moment.", retry_after_s=1.0)
+            connection.turn_away(crowd, linger=False)
+
+    def left(self, connection: ClientConnection) -> None:
+        self._connections.discard(connection)
+        ip = connection.peer_ip
+        self._per_ip[ip] -= 1
+        if self._per_ip[ip] <= 0:
+            del self._per_ip[ip]
+
+    def _accept(self) -> ClientConnection:
+        return ClientConnection(self)
+
+    async def _listen_unix(self, path: str) -> asyncio.AbstractServer:
+        _remove_stale_socket(path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(path)
+            # Only our own user, and before anyone can connect: the file's mode is this listener's only lock.
+            os.chmod(path, 0o600)
+            server = await self.loop.create_unix_server(self._accept, sock=sock, backlog=self.limits.backlog)
+        except BaseException:
+            sock.close()
+            raise
+        self._socket_paths.append(path)
+        self.addresses.append(f"unix:{path}")
+        return server
+
+    def _sweep(self) -> None:
+        self.now = self._clock()
+        self.date = wire.date_line(time.time())
+        for connection in list(self._connections):
+            try:
+                connection.sweep(self.now)
+            except Exception:
+                log.exception("sweeping a connection failed")
+                self.stats.bugs += 1
+                connection.transport.abort()
+        self._next_sweep = self.loop.call_later(self.limits.sweep_s, self._sweep)
+
+
+def _is_loopback(ip: str) -> bool:
+    # A Unix socket has no address; whoever may open its file is as near as loopback.
+    if not ip:
+        return True
+    address = ipaddress.ip_address(ip.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _spell(name: tuple[object, ...]) -> str:
+    host, port = str(name[0]), name[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _remove_stale_socket(path: str) -> None:
+    """Remove a socket a dead process left. One that still answers is left alone, and bind then says why."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:
+            return
+        except OSError:
+            os.unlink(path)

@@ -1,0 +1,199 @@
+"""One request and its one answer, as the upper layers see them.
+
+Owns the framing of the answer: length, chunks or close, HEAD, keep-alive. Never reads from the connection and never
+waits: a slow client shows as `paused`, a lost one as `gone`, both by callback.
+
+    respond                  one write, done
+    start → write… → finish  a streamed answer
+    cut                      at any time: the client sees that the answer is incomplete
+    take_over                the connection leaves HTTP (Upgrade)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol
+
+from greenroom.errors import GatewayBug
+from greenroom.http import wire
+from greenroom.http.body import Body
+from greenroom.http.head import Head, Headers
+
+if TYPE_CHECKING:
+    from greenroom.http.client import ClientConnection
+
+_BODILESS: Final = frozenset((204, 304))
+
+
+class RawReceiver(Protocol):
+    """Who gets a connection's bytes once it has left HTTP."""
+
+    def client_data(self, data: bytes) -> None: ...
+    def client_gone(self) -> None: ...
+    def client_paused(self) -> None: ...
+    def client_resumed(self) -> None: ...
+
+
+class Exchange:
+    """`on_gone` is called once if the client leaves before the answer is complete, and never after that."""
+
+    __slots__ = (
+        "_chunked",
+        "_connection",
+        "_keep_alive",
+        "_left",
+        "_silent",
+        "body",
+        "finished",
+        "gone",
+        "head",
+        "on_gone",
+        "on_pause",
+        "on_resume",
+        "paused",
+        "started",
+    )
+
+    def __init__(self, connection: ClientConnection, head: Head, body: Body) -> None:
+        self._connection = connection
+        self.head = head
+        self.body = body
+        self.started = False
+        self.finished = False
+        self.gone = False
+        self.paused = False
+        self.on_gone: Callable[[], None] | None = None
+        self.on_pause: Callable[[], None] | None = None
+        self.on_resume: Callable[[], None] | None = None
+        self._keep_alive = head.keep_alive
+        # Pieces go out as chunks; false again when nothing more may go out.
+        self._chunked = False
+        # Bytes still owed when a length was promised; -1 when none was.
+        self._left = -1
+        # No byte of a body goes out: HEAD, 204, 304.
+        self._silent = False
+
+    def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        """The whole answer in one write. Does nothing when the client is gone."""
+        data = self._render(status, headers, len(body))
+        if self.gone:
+            return
+        if not self._silent:
+            data += body
+        connection = self._connection
+        connection.sent += len(data)
+        connection.write(data)
+        self.finished = True
+        self.body.close()
+        connection.exchange_over(self._keep_alive)
+
+    def start(self, status: int, headers: Headers, length: int | None) -> None:
+        """Send the head. Without a length the body is chunked, or ended by close for HTTP/1.0."""
+        head = self._render(status, headers, length)
+        self._left = -1 if length is None or self._silent else length
+        if not self.gone:
+            self._connection.send(head)
+
+    def write(self, data: bytes) -> None:
+        """Send a piece of the body. Does nothing when the client is gone or takes no body."""
+        if self._chunked and data:
+            connection = self._connection
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+            connection.sent += len(data)
+            connection.write(data)
+            return
+        if self._silent or self.gone or self.finished or not data:
+            return
+        if self._left >= 0:
+            if len(data) > self._left:
+                self.cut()
+                raise GatewayBug("More bytes were written than the length that was promised.")
+            self._left -= len(data)
+        self._connection.send(data)
+
+    def finish(self) -> None:
+        """End the answer. One that is shorter than promised is cut, so that the client sees it."""
+        if self.gone or self.finished:
+            return
+        if self._left > 0:
+            self.cut()
+            return
+        if self._chunked:
+            self._connection.send(wire.LAST_CHUNK)
+        self._over()
+
+    def cut(self) -> None:
+        """Close the connection without the final chunk: the client sees a truncated answer."""
+        if self.gone or self.finished:
+            return
+        # Where only the close marks the end, an orderly one would look like a complete answer.
+        hard = self.started and not self._chunked and self._left < 0
+        self.finished = True
+        self._chunked = False
+        self.body.close()
+        self._connection.cut(hard=hard)
+
+    def take_over(self, receiver: RawReceiver) -> asyncio.Transport:
+        """Leave HTTP: from now on the client's bytes go to `receiver`, first those it sent ahead."""
+        if self.gone or self.finished or self.started:
+            raise GatewayBug("Only a connection with a request still unanswered can be taken over.")
+        self.finished = True
+        self.body.close()
+        return self._connection.take_over(receiver)
+
+    def leave(self) -> None:
+        """The connection's word that the client left. Not for upper layers."""
+        if self.gone or self.finished:
+            return
+        self.gone = True
+        self._chunked = False
+        self.body.close()
+        callback, self.on_gone = self.on_gone, None
+        if callback is not None:
+            callback()
+
+    def pause(self) -> None:
+        """The connection's word that the client reads too slowly. Not for upper layers."""
+        self.paused = True
+        if self.on_pause is not None:
+            self.on_pause()
+
+    def resume(self) -> None:
+        """The connection's word that the client reads again. Not for upper layers."""
+        self.paused = False
+        if self.on_resume is not None:
+            self.on_resume()
+
+    def _render(self, status: int, headers: Headers, length: int | None) -> bytes:
+        if self.started or self.finished:
+            raise GatewayBug("An answer was started twice.")
+        connection = self._connection
+        head = self.head
+        old = head.http_version == "1.0"
+        self._keep_alive = self._keep_alive and not connection.edge.draining and not (old and length is None)
+        self._silent = head.method == b"HEAD" or status in _BODILESS
+        if status in _BODILESS:
+            framing = b""
+        elif length is not None:
+            framing = b"content-length: %d\r\n" % length
+        elif old:
+            framing = b""
+        else:
+            framing = wire.CHUNKED
+            self._chunked = not self._silent
+        if not self._keep_alive:
+            framing += wire.CLOSE
+        elif old:
+            framing += wire.KEEP_ALIVE
+        if head.answer_headers is not None:
+            headers = headers + head.answer_headers
+        rendered = wire.render_head(status, headers, framing, connection.edge.date)
+        self.started = True
+        return rendered
+
+    def _over(self) -> None:
+        self.finished = True
+        self._chunked = False
+        self.body.close()
+        self._connection.exchange_over(self._keep_alive)

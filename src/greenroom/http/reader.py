@@ -1,0 +1,266 @@
+"""Reads one request after the other out of a client's bytes.
+
+Owns the parser, the head being read and the body being collected. Never parses beyond the end of a request: every
+head and every chunked body ends in CRLF CRLF, every other body after a counted number of bytes, so the parser is fed up
+to there and no further, and its callbacks only take notes. Never touches the socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import httptools
+
+from greenroom.errors import BadFraming, BodyTooLarge, GreenroomError, HeadersTooLarge
+from greenroom.http.body import Body, BodyBudget
+from greenroom.http.head import FORBIDDEN_IN_TRAILERS, Head, Headers, read_head
+from greenroom.http.limits import EdgeLimits
+
+_END: Final = b"\r\n\r\n"
+
+
+class RequestReader:
+    """`feed` until `is_complete`, then `take` the request and feed on.
+
+    `head` is there from the end of the headers until `take`; `admit` was asked about it.
+    """
+
+    __slots__ = (
+        "_admit",
+        "_body_limit",
+        "_budget",
+        "_chunk_bytes",
+        "_chunk_idle_bytes",
+        "_head_done",
+        "_headers",
+        "_keep_alive",
+        "_last",
+        "_limits",
+        "_parser",
+        "_pieces",
+        "_raw",
+        "_skipped_line",
+        "_trailer_refused",
+        "body",
+        "head",
+        "is_complete",
+        "peer_ip",
+        "refusal",
+    )
+
+    def __init__(self, admit: Callable[[Head], int], budget: BodyBudget, limits: EdgeLimits) -> None:
+        self._admit = admit
+        self._budget = budget
+        self._limits = limits
+        self.peer_ip = ""
+        self.head: Head | None = None
+        self.body: Body | None = None
+        self.is_complete = False
+        # Why a request that is complete must not be served.
+        self.refusal: GreenroomError | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        # What has come of a head that is still incomplete.
+        self._raw = bytearray()
+        self._headers: Headers = []
+        self._head_done = False
+        self._keep_alive = False
+        self._skipped_line = False
+        self._body_limit = 0
+        self._pieces: list[bytes] = []
+        self._last = b""
+        self._chunk_bytes = 0
+        self._chunk_idle_bytes = 0
+        self._trailer_refused = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Some bytes of a request are here, but not all."""
+        return bool(self._raw) or self.head is not None
+
+    @property
+    def received_bytes(self) -> int:
+        """How much of the body has come, as it was sent."""
+        return self._chunk_bytes or (0 if self.body is None else self.body.length)
+
+    def feed(self, data: bytes) -> bytes:
+        """Read on. Gives back the bytes that are not part of this request.
+
+        Raises the GreenroomError to refuse it with when the rest of the connection's bytes cannot be trusted or are not
+        wanted.
+        """
+        try:
+            return self._take_head(data) if self.head is None else self._take_body(data)
+        except httptools.HttpParserError as error:
+            raise BadFraming(f"The request is not valid HTTP/1.1: {error}.") from error
+
+    def take(self) -> tuple[Head, Body]:
+        """The request that is complete. The next one may follow."""
+        head, body = self.head, self.body
+        assert head is not None
+        self.head = self.body = self.refusal = None
+        self.is_complete = False
+        if body is None:
+            return head, Body(self._budget)
+        if self._chunk_bytes:
+            self._last = b""
+            self._chunk_bytes = self._chunk_idle_bytes = 0
+        return head, body
+
+    def drop(self) -> None:
+        """Forget the request being read and give its budget back."""
+        self._raw.clear()
+        self.head = None
+        if self.body is not None:
+            self.body.close()
+            self.body = None
+
+    # --- head -------------------------------------------------------------------------------------------------------
+
+    def _take_head(self, data: bytes) -> bytes:
+        raw = self._raw
+        if not raw:
+            if data[0] == 0x0D and data[:2] == b"\r\n" and not self._skipped_line:
+                # One empty line before a request is forgiven, as the standard asks.
+                self._skipped_line = True
+                return data[2:]
+            end = data.find(_END) + 4
+            if end == 3:
+                return self._take_part_of_head(data)
+            piece = whole = data[:end]
+        else:
+            # The mark may have begun in the bytes before these.
+            end = (raw[-3:] + data).find(_END) + 4
+            if end == 3:
+                return self._take_part_of_head(data)
+            end -= min(3, len(raw))
+            piece = data[:end]
+            whole = bytes(raw) + piece
+            raw.clear()
+        self._end_head(piece, whole)
+        rest = data[end:]
+        if self.is_complete or not rest:
+            return rest
+        return self._take_body(rest)
+
+    def _take_part_of_head(self, data: bytes) -> bytes:
+        limits, raw = self._limits, self._raw
+        raw += data
+        if len(raw) > limits.header_bytes_max:
+            raise self._too_large()
+        if len(raw) > limits.request_line_max and raw.find(b"\r\n", 0, limits.request_line_max + 2) < 0:
+            raise HeadersTooLarge(f"The request line has more than {limits.request_line_max} bytes.")
+        # Fed now rather than when complete, so that nonsense is refused at once.
+        self._parser.feed_data(data)
+        return b""
+
+    def _too_large(self) -> HeadersTooLarge:
+        return HeadersTooLarge(f"The headers have more than {self._limits.header_bytes_max} bytes.")
+
+    def _end_head(self, piece: bytes, whole: bytes) -> None:
+        if len(whole) > self._limits.header_bytes_max:
+            raise self._too_large()
+        upgrading = False
+        parser = self._parser
+        try:
+            parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:
+            # The parser stops for good at an upgrade; whether it happens is for the upper layers to say.
+            upgrading = True
+            self._parser = httptools.HttpRequestParser(self)
+        if not self._head_done:
+            raise BadFraming("The request ends before its headers do.")
+        headers, self._headers = self._headers, []
+        self._head_done = self._skipped_line = False
+        head = read_head(whole, parser.get_method(), headers, self.peer_ip, self._keep_alive, self._limits)
+        if upgrading and head.chunked:
+            raise BadFraming("A request to upgrade must not have a chunked body.")
+        if not upgrading or head.content_length:
+            # Without the Connection header, or with a body, it is an ordinary request.
+            head.upgrade = None
+        self.head = head
+        self.is_complete = not (head.content_length or head.chunked)
+        try:
+            limit = self._admit(head)
+        except GreenroomError as error:
+            if not self.is_complete or head.upgrade is not None:
+                raise
+            # Nothing more of this request comes, so the next one's place in the bytes is known: only say no.
+            self.refusal = error
+            return
+        if head.content_length > limit:
+            raise BodyTooLarge(f"The body has {head.content_length} bytes; at most {limit} are accepted here.")
+        if not self.is_complete:
+            self._body_limit = limit
+            self.body = Body(self._budget)
+
+    # --- body -------------------------------------------------------------------------------------------------------
+
+    def _take_body(self, data: bytes) -> bytes:
+        head, body = self.head, self.body
+        assert head is not None and body is not None
+        if head.chunked:
+            return self._take_chunked(data, body)
+        # The parser need not see bytes that are only counted.
+        left = head.content_length - body.length
+        body.append(data[:left])
+        if body.length == head.content_length:
+            self._parser = httptools.HttpRequestParser(self)
+            self.is_complete = True
+        return data[left:]
+
+    def _take_chunked(self, data: bytes, body: Body) -> bytes:
+        """Feed up to each CRLF CRLF: a chunked body can end nowhere else, and bytes after its end are not for it."""
+        crossing = (self._last + data[:3]).find(_END)
+        end = crossing + 4 - len(self._last) if crossing >= 0 else 0
+        start = 0
+        while start < len(data) and not self.is_complete:
+            if end <= start:
+                end = data.find(_END, start) + 4
+                if end == 3:
+                    end = len(data)
+            self._feed_chunked(data[start:end], body)
+            start = end
+        self._last = (self._last + data[-3:])[-3:]
+        return data[start:]
+
+    def _feed_chunked(self, piece: bytes, body: Body) -> None:
+        self._parser.feed_data(piece)
+        if self._trailer_refused:
+            raise BadFraming("A trailer must not carry framing headers.")
+        self._chunk_bytes += len(piece)
+        self._chunk_idle_bytes = 0 if self._pieces else self._chunk_idle_bytes + len(piece)
+        if self._pieces:
+            self._keep_chunks(body)
+        overhead_max = self._limits.chunk_overhead_bytes_max
+        if self._chunk_bytes > 2 * body.length + overhead_max or self._chunk_idle_bytes > overhead_max:
+            raise BadFraming("The chunks of the body hold hardly any content.")
+
+    def _keep_chunks(self, body: Body) -> None:
+        data = b"".join(self._pieces)
+        self._pieces.clear()
+        if body.length + len(data) > self._body_limit:
+            raise BodyTooLarge(f"The body has more than {self._body_limit} bytes; no more are accepted here.")
+        body.append(data)
+
+    # --- the parser's notes -----------------------------------------------------------------------------------------
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if self.head is None:
+            self._headers.append((name, value))
+        elif name in FORBIDDEN_IN_TRAILERS:
+            self._trailer_refused = True
+
+    def on_headers_complete(self) -> None:
+        self._head_done = True
+        # The parser knows the answer only now; after the end of the message it says no.
+        self._keep_alive = self._parser.should_keep_alive()
+
+    def on_body(self, data: bytes) -> None:
+        self._pieces.append(data)
+
+    def on_message_complete(self) -> None:
+        # The end of a request without a body is seen at its head; this is the end of a chunked one.
+        if self.head is not None:
+            self.is_complete = True

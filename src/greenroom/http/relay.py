@@ -1,0 +1,312 @@
+"""Copies an engine's answer to a client.
+
+Owns the joint between one exchange and one connection to an engine: back-pressure, a client that leaves, an engine that
+is lost. Never decodes a body; what is read from it is read from the last 8 KiB, once, by whoever needs it.
+
+    fresh:      the engine's status and headers go to the client
+    committed:  heartbeats have already sent 200 and SSE headers: the engine must answer just that, anything else is bad
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import Callable
+from typing import Final
+
+from greenroom.errors import EngineLost
+from greenroom.http.engine_connection import Connection
+from greenroom.http.exchange import Exchange
+from greenroom.http.head import Headers
+from greenroom.http.headers import response_headers
+from greenroom.http.sse import EventCounter, UsageFilter
+
+BAD_BODY_BYTES_MAX: Final = 64 * 1024
+TAIL_BYTES: Final = 8 * 1024
+# Pieces are looked at together once they are this many bytes, which costs far less than one by one.
+UNREAD_BYTES_MAX: Final = 16 * 1024
+
+# Status, headers and the first bytes of an answer that cannot be passed on.
+OnBadHead = Callable[[int, Headers, bytes], None]
+
+
+class Outcome(enum.Enum):
+    COMPLETE = "complete"
+    CLIENT_GONE = "client_gone"
+    ENGINE_LOST = "engine_lost"
+    # The head was already sent and the engine's answer does not fit it.
+    BAD_HEAD = "bad_head"
+    STOPPED = "stopped"
+
+
+class Relay:
+    """A Sink. Ends in exactly one outcome: await `wait()`, or be told by `on_done`.
+
+    On COMPLETE the answer is finished; on ENGINE_LOST and BAD_HEAD it is the caller's to end, by `fail` once started.
+    """
+
+    __slots__ = (
+        "_bad_body",
+        "_clock",
+        "_counter",
+        "_defaults",
+        "_extra",
+        "_filter",
+        "_on_bad_head",
+        "_on_done",
+        "_read_bytes",
+        "_tail",
+        "_unread",
+        "_unread_bytes",
+        "_waiter",
+        "before_first_byte",
+        "committed",
+        "error",
+        "exchange",
+        "first_data_at",
+        "headers",
+        "outcome",
+        "status",
+        "upstream",
+    )
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        extra_headers: Headers | None = None,
+        default_headers: Headers | None = None,
+        committed: bool = False,
+        drop_usage_event: bool = False,
+        on_bad_head: OnBadHead | None = None,
+        on_done: Callable[[Relay], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.exchange = exchange
+        self.committed = committed
+        self.upstream: Connection | None = None
+        self.outcome: Outcome | None = None
+        self.error: EngineLost | None = None
+        # Whether an engine that was lost had not answered a single byte.
+        self.before_first_byte = True
+        self.status = 0
+        self.headers: Headers = []
+        self.first_data_at: float | None = None
+        # What has passed and was looked at: its length and its last 8 KiB. Then what has passed since.
+        self._read_bytes = 0
+        self._tail = b""
+        self._unread: list[bytes] = []
+        self._unread_bytes = 0
+        self._counter: EventCounter | None = None
+        self._filter = UsageFilter() if drop_usage_event else None
+        self._extra = extra_headers or []
+        self._defaults = default_headers
+        self._bad_body: bytearray | None = None
+        self._on_bad_head = on_bad_head
+        self._on_done = on_done
+        self._clock = clock
+        self._waiter: asyncio.Future[None] | None = None
+        exchange.on_gone = self._client_gone
+        exchange.on_pause = self._pause
+        exchange.on_resume = self._resume
+        if exchange.gone:
+            self._settle(Outcome.CLIENT_GONE)
+
+    # --- what the upper layers ask ----------------------------------------------------------------------------------
+
+    @property
+    def wanted(self) -> bool:
+        return self.outcome is None
+
+    @property
+    def events(self) -> int:
+        self._read()
+        return 0 if self._counter is None else self._counter.events
+
+    @property
+    def total_bytes(self) -> int:
+        """The length of the engine's answer so far."""
+        return self._read_bytes + self._unread_bytes
+
+    @property
+    def at_boundary(self) -> bool:
+        """Between two events of what the client has been sent, so that another event may be inserted."""
+        if self._filter is not None and self._filter.at_boundary:
+            return True
+        if self._counter is not None:
+            self._read()
+            return self._counter.at_boundary
+        # Only heartbeats have gone out, and they are whole events; any other answer has no events at all.
+        return self.committed
+
+    def tail(self) -> bytes:
+        """The last 8 KiB of the engine's answer, from which usage, timings or an error can be read."""
+        self._read()
+        return self._tail
+
+    async def wait(self) -> Outcome:
+        """Wait for the outcome. Being cancelled changes nothing: call `stop` to end the relay."""
+        if self.outcome is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        assert self.outcome is not None
+        return self.outcome
+
+    def stop(self) -> None:
+        """End the engine's work on this answer. The exchange is left as it is."""
+        self._drop_upstream()
+        self._settle(Outcome.STOPPED)
+
+    def fail(self, error_event: bytes) -> None:
+        """End a started answer with an error: as one more event where one may stand, else by cutting it short."""
+        self._drop_upstream()
+        if self.at_boundary:
+            self.exchange.write(error_event)
+            self.exchange.finish()
+        else:
+            self.exchange.cut()
+        self._settle(Outcome.STOPPED)
+
+    # --- what the engine says ---------------------------------------------------------------------------------------
+
+    def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        length = self._note_head(status, headers)
+        if self.committed or self._counter is not None:
+            self._pass_head(length)
+            if body:
+                self.body(body)
+            self.complete()
+            return
+        self.upstream = None
+        self._read_bytes = len(body)
+        self._tail = body[-TAIL_BYTES:]
+        self.exchange.respond(status, response_headers(headers, self._extra, self._defaults), body)
+        self._settle(Outcome.COMPLETE)
+
+    def head(self, status: int, headers: Headers) -> None:
+        self._pass_head(self._note_head(status, headers))
+
+    def body(self, data: bytes) -> None:
+        if self._bad_body is not None:
+            self._keep_bad_body(data)
+            return
+        self._unread.append(data)
+        self._unread_bytes += len(data)
+        if self._unread_bytes > UNREAD_BYTES_MAX or (self.first_data_at is None and self._counter is not None):
+            self._read()
+        if self._filter is not None:
+            data = self._filter.feed(data)
+        self.exchange.write(data)
+
+    def complete(self) -> None:
+        self.upstream = None
+        if self._bad_body is not None:
+            self._tell_bad_head()
+            return
+        if self._filter is not None:
+            self.exchange.write(self._filter.flush())
+        self.exchange.finish()
+        self._settle(Outcome.COMPLETE)
+
+    def upgraded(self, headers: Headers, rest: bytes) -> None:
+        """Nobody asked the engine to leave HTTP."""
+        if self.upstream is not None:
+            self.upstream.lose("switched protocols unasked")
+
+    def lost(self, error: EngineLost, before_first_byte: bool) -> None:
+        if self.outcome is not None:
+            return
+        self.upstream = None
+        self.error = error
+        self.before_first_byte = before_first_byte
+        if self._bad_body is not None:
+            self._tell_bad_head()
+        else:
+            self._settle(Outcome.ENGINE_LOST)
+
+    def _note_head(self, status: int, headers: Headers) -> int | None:
+        """Remember the head. Gives back the length it promises."""
+        self.before_first_byte = False
+        self.status = status
+        self.headers = headers
+        length = None
+        for name, value in headers:
+            if name == b"content-length":
+                length = int(value)
+            elif name == b"content-type" and value[:17].lower() == b"text/event-stream":
+                self._counter = EventCounter()
+        return length
+
+    def _pass_head(self, length: int | None) -> None:
+        if self._counter is None or length is not None:
+            # Without events, or with a promised length, nothing may be left out.
+            self._filter = None
+        if not self.committed:
+            kept = response_headers(self.headers, self._extra, self._defaults)
+            self.exchange.start(self.status, kept, length)
+        elif self.status != 200 or self._counter is None:
+            self._bad_body = bytearray()
+        if self.exchange.paused:
+            self._pause()
+
+    def _read(self) -> None:
+        """Look at what has passed since the last time."""
+        if not self._unread:
+            return
+        data = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
+        self._unread.clear()
+        self._read_bytes += len(data)
+        self._unread_bytes = 0
+        self._tail = (self._tail + data[-TAIL_BYTES:])[-TAIL_BYTES:]
+        counter = self._counter
+        if counter is not None:
+            counter.feed(data)
+            if self.first_data_at is None and counter.has_data:
+                self.first_data_at = self._clock()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _keep_bad_body(self, data: bytes) -> None:
+        assert self._bad_body is not None
+        self._bad_body += data[: BAD_BODY_BYTES_MAX - len(self._bad_body)]
+        if len(self._bad_body) >= BAD_BODY_BYTES_MAX:
+            self._drop_upstream()
+            self._tell_bad_head()
+
+    def _tell_bad_head(self) -> None:
+        body, self._bad_body = bytes(self._bad_body or b""), None
+        if self._on_bad_head is not None:
+            self._on_bad_head(self.status, self.headers, body)
+        self._settle(Outcome.BAD_HEAD)
+
+    def _client_gone(self) -> None:
+        self._drop_upstream()
+        self._settle(Outcome.CLIENT_GONE)
+
+    def _pause(self) -> None:
+        if self.upstream is not None:
+            self.upstream.pause_reading()
+
+    def _resume(self) -> None:
+        if self.upstream is not None:
+            self.upstream.resume_reading()
+
+    def _drop_upstream(self) -> None:
+        upstream, self.upstream = self.upstream, None
+        if upstream is not None:
+            upstream.abort()
+
+    def _settle(self, outcome: Outcome) -> None:
+        if self.outcome is not None:
+            return
+        self.outcome = outcome
+        exchange = self.exchange
+        exchange.on_gone = exchange.on_pause = exchange.on_resume = None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        on_done, self._on_done = self._on_done, None
+        # Whoever listens holds this relay; letting go of it here leaves no cycle for the collector.
+        self._on_bad_head = None
+        if on_done is not None:
+            on_done(self)

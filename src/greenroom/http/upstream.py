@@ -1,0 +1,186 @@
+"""Connections to one engine: who gets which, and what happens when there is none.
+
+Owns the pool and its idle connections. Never interprets an answer: `engine_connection.py` reads it and tells a `Sink`.
+How many are open at once is bounded by how many exchanges there are; only idle ones need a bound of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from greenroom.errors import EngineLost
+from greenroom.http.body import Payload
+from greenroom.http.engine_connection import Connection
+from greenroom.http.head import Headers
+
+# Engines listen on this machine or one nearby: a connection that takes longer will not come.
+CONNECT_TIMEOUT_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where an engine listens: host and port, or the path of a Unix socket."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Sink(Protocol):
+    """Who hears an engine's answer: `head`, any number of `body`, then `complete`; `lost` may end it at any time.
+
+    `answer` is all of it at once, for one that came in a single read.
+    `upstream` is set when a connection has taken the request, and again when it was retried on another one. `wanted`
+    turns false when nobody waits for the answer any more.
+    """
+
+    upstream: Connection | None
+
+    @property
+    def wanted(self) -> bool: ...
+    def answer(self, status: int, headers: Headers, body: bytes) -> None: ...
+    def head(self, status: int, headers: Headers) -> None: ...
+    def body(self, data: bytes) -> None: ...
+    def complete(self) -> None: ...
+    def upgraded(self, headers: Headers, rest: bytes) -> None: ...
+    def lost(self, error: EngineLost, before_first_byte: bool) -> None: ...
+
+
+class Pool:
+    """Connections to one address. `idle_s` must be shorter than the engine's own keep-alive time.
+
+    Callers know the engine by `name`: where it listens is nobody's business.
+    """
+
+    def __init__(self, address: Address, *, name: str = "The engine", idle_max: int = 32, idle_s: float = 4.0) -> None:
+        self.address = address
+        self.name = name
+        self.connects = 0
+        self.reuses = 0
+        self.retries = 0
+        self._idle_max = idle_max
+        self._idle_s = idle_s
+        self._idle: list[Connection] = []
+        self._open: set[Connection] = set()
+        self._retrying: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._loop = asyncio.get_running_loop()
+
+    def lost(self, what: str) -> EngineLost:
+        """The error of an engine that did this instead of answering."""
+        return EngineLost(f"{self.name} {what}. Ask again: if it has ended, it is brought back.")
+
+    @property
+    def open_count(self) -> int:
+        return len(self._open)
+
+    @property
+    def idle_count(self) -> int:
+        return len(self._idle)
+
+    async def send(self, head: bytes, body: Payload, sink: Sink) -> None:
+        """Send a request; `sink` hears the rest, a failure to connect included. Waits only if it has to connect."""
+        if not self.send_now(head, body, sink):
+            await self._send_fresh(head, body, sink)
+
+    def send_now(self, head: bytes, body: Payload, sink: Sink) -> bool:
+        """Send a request on an idle connection. False if there is none."""
+        idle = self._idle
+        oldest = self._loop.time() - self._idle_s
+        while idle:
+            connection = idle.pop()
+            if connection.idle_since > oldest and not connection.transport.is_closing():
+                self.reuses += 1
+                connection.begin(head, body, sink)
+                return True
+            connection.abort()
+        return False
+
+    def close(self) -> None:
+        """Cut every connection, idle or busy. Each busy sink hears `lost`. Later requests are lost at once."""
+        self._closed = True
+        self._idle.clear()
+        for task in list(self._retrying):
+            task.cancel()
+        for connection in list(self._open):
+            connection.lose("was stopped")
+
+    # --- what connections say ---------------------------------------------------------------------------------------
+
+    def opened(self, connection: Connection) -> None:
+        self._open.add(connection)
+
+    def released(self, connection: Connection) -> None:
+        """An answer is complete and the connection can be used again."""
+        if self._closed or len(self._idle) >= self._idle_max:
+            connection.abort()
+            return
+        connection.idle_since = self._loop.time()
+        self._idle.append(connection)
+        # The list is in order of age, so one look at its start keeps it free of what nobody will use.
+        if self._idle[0].idle_since < connection.idle_since - self._idle_s:
+            self._idle.pop(0).abort()
+
+    def ended(self, connection: Connection) -> None:
+        self._open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def retry(self, head: bytes, body: Payload, sink: Sink) -> None:
+        """An idle connection turned out to be closed: send once more, on a fresh one."""
+        self.retries += 1
+        task = self._loop.create_task(self._send_fresh(head, body, sink), name=f"retry to {self.address}")
+        self._retrying.add(task)
+        # By callback: a task cancelled before its first step never enters its body, and `sink` would wait for ever.
+        task.add_done_callback(lambda task: self._retried(task, sink))
+
+    def _retried(self, task: asyncio.Task[None], sink: Sink) -> None:
+        self._retrying.discard(task)
+        if task.cancelled() and sink.wanted:
+            sink.lost(self.lost("was stopped"), True)
+
+    # --- connecting -------------------------------------------------------------------------------------------------
+
+    async def _send_fresh(self, head: bytes, body: Payload, sink: Sink) -> None:
+        try:
+            connection = await self._connect()
+        except (OSError, TimeoutError) as error:
+            sink.lost(self.lost(f"cannot be reached: {_reason(error)}"), True)
+            return
+        if sink.wanted:
+            connection.begin(head, body, sink)
+        else:
+            self.released(connection)
+
+    async def _connect(self) -> Connection:
+        if self._closed:
+            raise ConnectionRefusedError(0, "it was stopped")
+        self.connects += 1
+        address = self.address
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            if address.path:
+                _, connection = await self._loop.create_unix_connection(self._new_connection, address.path)
+            else:
+                _, connection = await self._loop.create_connection(self._new_connection, address.host, address.port)
+        if self._closed:
+            connection.abort()
+            raise ConnectionAbortedError(0, "it was stopped")
+        return connection
+
+    def _new_connection(self) -> Connection:
+        return Connection(self)
+
+
+def _reason(error: OSError) -> str:
+    """In the system's words: asyncio's own add the address."""
+    if error.errno:
+        return os.strerror(error.errno)
+    return error.strerror or "no connection in time"

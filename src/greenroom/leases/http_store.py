@@ -1,0 +1,207 @@
+"""Leases of a gateway, over HTTP: the client's side of its API.
+
+Owns the calls and the translation of what comes back. Made of the standard library alone, so that a training program
+can use it. Each call has a connection and a thread of its own; one that is cancelled cuts its connection, by which the
+gateway knows that nobody waits any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, Final, TypeVar
+from urllib.parse import quote, urlsplit
+
+from greenroom.errors import (
+    BadRequest,
+    GreenroomError,
+    InvalidKey,
+    LeaseDenied,
+    LeaseLost,
+    LeaseTaken,
+    LeaseTooLarge,
+    LeaseUnknown,
+    NotAllowed,
+    StoreDown,
+)
+from greenroom.leases.records import Holder, Lease, LeaseAsk, is_program_id
+
+PATH: Final = "/api/v1/leases"
+CONNECT_MAX_S: Final = 5.0
+# Beyond what the gateway was asked to wait: it decides at once and writes one line to a disk.
+ANSWER_MAX_S: Final = 30.0
+ANSWER_BYTES_MAX: Final = 16 * 1024 * 1024
+_BY_CODE: Final = {one.code: one for one in (LeaseDenied, LeaseLost, LeaseTaken, LeaseUnknown)}
+_BY_STATUS: Final = {401: InvalidKey, 403: NotAllowed, 408: StoreDown, 429: StoreDown}
+
+Result = TypeVar("Result")
+# Method, target, body and headers; status, headers and body.
+Request = tuple[str, str, bytes | None, dict[str, str]]
+Answer = tuple[int, Mapping[str, str], bytes]
+
+
+class HttpStore:
+    def __init__(self, url: str, key: str | None = None, *, answer_max_s: float = ANSWER_MAX_S) -> None:
+        """Raises BadRequest for what is no address. Nothing is connected yet."""
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._key = key
+        self._answer_max_s = answer_max_s
+        try:
+            parts = urlsplit(self._url)
+            self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:
+            raise BadRequest(f"{url} is no address: {error}.") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+            raise BadRequest(f"{url} is no address of a gateway; write it like http://127.0.0.1:8210.")
+        self._is_tls, self._host, self._prefix = parts.scheme == "https", parts.hostname, parts.path
+
+    async def acquire(self, ask: LeaseAsk) -> Lease:
+        body = asdict(ask)
+        # Only gateways ask for these, and not of each other.
+        del body["shares"]
+        return await self._call("POST", PATH, body, _lease, ask.wait_s + self._answer_max_s)
+
+    async def renew(self, id: str, token: int) -> Lease:
+        if not is_program_id(id):
+            raise LeaseUnknown(f"There is no lease {id!r}: no program's lease is called so.")
+        return await self._call("POST", f"{_path(id)}/renew", {"token": token}, _lease)
+
+    async def release(self, id: str, token: int | None = None) -> None:
+        query = "" if token is None else f"?token={token}"
+        if is_program_id(id):
+            await self._call("DELETE", _path(id) + query, None, lambda nothing: None)
+
+    async def leases(self) -> list[Lease]:
+        return await self._call("GET", PATH, None, lambda value: [_lease(one) for one in value["leases"]])
+
+    async def close(self) -> None:
+        """Nothing is kept open between calls."""
+
+    async def _call(
+        self, method: str, path: str, body: object, read: Callable[[Any], Result], answer_max_s: float | None = None
+    ) -> Result:
+        request = (method, self._prefix + path, None if body is None else json.dumps(body).encode(), self._headers())
+        call = _Call(self._connection(), request, answer_max_s or self._answer_max_s)
+        try:
+            status, headers, content = await call.answer()
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+            raise StoreDown(f"The gateway at {self._url} does not answer ({why}).", retry_after_s=1.0) from None
+        try:
+            value: Any = json.loads(content) if content else None
+            if status < 300:
+                return read(value)
+            raise _error(status, headers, value["error"])
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise StoreDown(f"What answers at {self._url} is no gateway (status {status}).") from None
+
+    def _connection(self) -> http.client.HTTPConnection:
+        make = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
+        return make(self._host, self._port, timeout=CONNECT_MAX_S)
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Accept": "application/json", "Connection": "close", "Content-Type": "application/json"}
+        return headers if self._key is None else {**headers, "Authorization": f"Bearer {self._key}"}
+
+
+class _Call:
+    """One request and its answer, made by a thread that can be cut off."""
+
+    def __init__(self, connection: http.client.HTTPConnection, request: Request, answer_max_s: float) -> None:
+        self._connection = connection
+        self._request = request
+        self._answer_max_s = answer_max_s
+        self._is_cut = False
+
+    async def answer(self) -> Answer:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Answer] = loop.create_future()
+
+        def run() -> None:
+            try:
+                answer = self._made()
+            except Exception as error:
+                _tell(loop, done, error)
+            else:
+                _tell(loop, done, answer)
+
+        threading.Thread(target=run, name="greenroom lease call", daemon=True).start()
+        try:
+            return await done
+        finally:
+            if not done.done() or done.cancelled():
+                self._cut()
+
+    def _made(self) -> Answer:
+        with contextlib.closing(self._connection) as connection:
+            connection.connect()
+            if self._is_cut:
+                raise OSError("was cut off")
+            connection.sock.settimeout(self._answer_max_s)
+            connection.request(*self._request)
+            response = connection.getresponse()
+            content = response.read(ANSWER_BYTES_MAX)
+            return response.status, {name.lower(): value for name, value in response.headers.items()}, content
+
+    def _cut(self) -> None:
+        self._is_cut = True
+        # The thread may be connecting still, or be done already.
+        with contextlib.suppress(OSError, AttributeError):
+            self._connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any], said: Any) -> None:
+    def tell() -> None:
+        if done.done():
+            return
+        if isinstance(said, Exception):
+            done.set_exception(said)
+        else:
+            done.set_result(said)
+
+    # A loop that has been closed meanwhile refuses this; then nobody is left to hear it.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(tell)
+
+
+def _path(lease: str) -> str:
+    return f"{PATH}/{quote(lease, safe='')}"
+
+
+def _lease(value: Mapping[str, Any]) -> Lease:
+    holder = value["holder"]
+    return Lease(
+        id=value["id"],
+        name=value["name"],
+        token=int(value["token"]),
+        claim={str(device): int(mib) for device, mib in value["claim"].items()},
+        priority=int(value["priority"]),
+        preemptible=bool(value["preemptible"]),
+        state=value["state"],
+        ttl_s=float(value["ttl_s"]),
+        expires_in_s=float(value["expires_in_s"]),
+        recall_in_s=value["recall_in_s"],
+        holder=None if holder is None else Holder(**holder),
+        kind=value["kind"],
+    )
+
+
+def _error(status: int, headers: Mapping[str, str], said: Mapping[str, Any]) -> GreenroomError:
+    """The error the gateway meant, with its words and numbers."""
+    message, code = str(said["message"]), str(said["code"])
+    beside = {name: value for name, value in said.items() if name not in _SHOWN}
+    kind = _BY_CODE.get(code) or _BY_STATUS.get(status) or (StoreDown if status >= 500 else BadRequest)
+    if kind is LeaseDenied and headers.get("x-should-retry") == "false":
+        kind = LeaseTooLarge
+    retry_after = headers.get("retry-after", "")
+    retry_after_s = float(retry_after) if retry_after.isdigit() else None
+    return kind(message, param=said.get("param"), retry_after_s=retry_after_s, beside=beside)
+
+
+_SHOWN: Final = frozenset({"message", "type", "code", "param", "details"})

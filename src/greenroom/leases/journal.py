@@ -1,0 +1,242 @@
+"""The journal of leases: what must still be known of them after the gateway was killed.
+
+Owns one file that grows by lines of JSON and is written anew when it has grown too long. A change is on the disk when
+`append` returns. A last line that was cut off by a crash counts as never written. Blocks, so it is called beside the
+loop; never logs, its callers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from greenroom.leases.records import Holder
+
+# Written anew beyond this: some thousand grants and ends.
+BYTES_MAX = 1024 * 1024
+# Nothing of ours is longer; a larger file is not read.
+READ_BYTES_MAX = 64 * 1024 * 1024
+# What nothing of ours exceeds: a year, and what databases call a number.
+SECONDS_MAX = 31_536_000
+NUMBER_MAX = 2**63 - 1
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+_CLOSED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A lease that was granted and has not ended."""
+
+    id: str
+    name: str
+    token: int
+    claim: Mapping[str, int]
+    priority: int
+    preemptible: bool
+    grace_s: float
+    ttl_s: float
+    holder: Holder | None = None
+    # When its holder was heard of, by the wall clock; None in what an older version wrote.
+    heard_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Its holder was heard of. Not every time: who writes it says how often."""
+
+    id: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    id: str
+
+
+Change = Kept | Heard | Ended
+
+
+class Journal:
+    def __init__(self, path: Path, bytes_max: int = BYTES_MAX) -> None:
+        self._path = path
+        self._bytes_max = bytes_max
+        self._fd = _CLOSED
+        self._size = 0
+        # Where it is written anew next; later if that could not be done.
+        self._compact_at = bytes_max
+        self.live: dict[str, Kept] = {}
+        self.last_token = 0
+        # Lines of an earlier run that could not be understood.
+        self.spoiled = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._fd != _CLOSED
+
+    def open(self) -> None:
+        """Read what an earlier run left, and go on from there. Raises OSError."""
+        fd = os.open(self._path, _FLAGS, 0o600)
+        self.live, self.last_token, self.spoiled = {}, 0, 0
+        try:
+            self._size = self._read(fd)
+            # Half a line would spoil the next one.
+            os.ftruncate(fd, self._size)
+        except OSError:
+            os.close(fd)
+            raise
+        self._fd = fd
+        self._compact()
+
+    def append(self, changes: Sequence[Change]) -> None:
+        """Write these down for good. Raises OSError, and then none of them is written."""
+        if not self.is_open:
+            self.open()
+        self._write("".join(map(_line, changes)).encode())
+        for change in changes:
+            self._take(change)
+        if self._size > self._compact_at:
+            self._compact()
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, _CLOSED
+        if fd != _CLOSED:
+            os.close(fd)
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def _read(self, fd: int) -> int:
+        """Take in every whole line. Returns where the last of them ends."""
+        content = os.pread(fd, READ_BYTES_MAX, 0)
+        end = content.rfind(b"\n") + 1
+        for line in content[:end].splitlines():
+            try:
+                self._take(_change(json.loads(line)))
+            except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
+                self.spoiled += 1
+        return end
+
+    def _take(self, change: Change | int) -> None:
+        if isinstance(change, int):
+            self.last_token = max(self.last_token, change)
+        elif isinstance(change, Kept):
+            self.last_token = max(self.last_token, change.token)
+            self.live[change.id] = change
+        elif isinstance(change, Heard):
+            if change.id in self.live:
+                self.live[change.id] = replace(self.live[change.id], heard_at=change.at)
+        else:
+            self.live.pop(change.id, None)
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def _write(self, content: bytes) -> None:
+        written = 0
+        try:
+            while written < len(content):
+                written += os.write(self._fd, content[written:])
+            os.fsync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, self._size)
+            raise
+        self._size += written
+
+    def _compact(self) -> None:
+        """Write it anew with what still counts. Where that cannot be done, the old one goes on growing for a while."""
+        fresh = self._path.with_suffix(".new")
+        try:
+            fd, size = _written(fresh, self._path, _whole(self.live.values(), self.last_token))
+        except OSError:
+            self._compact_at = 2 * max(self._size, self._bytes_max)
+            return
+        self.close()
+        self._fd, self._size = fd, size
+        self._compact_at = max(2 * size, self._bytes_max)
+
+
+def _whole(live: Iterable[Kept], last_token: int) -> bytes:
+    return "".join([_encoded({"last_token": last_token}), *map(_line, live)]).encode()
+
+
+def _written(fresh: Path, path: Path, content: bytes) -> tuple[int, int]:
+    """A new file in the place of the old that holds this, open to go on. Raises OSError: then the old one stays."""
+    fd = os.open(fresh, _FLAGS | os.O_TRUNC, 0o600)
+    try:
+        written = 0
+        while written < len(content):
+            written += os.write(fd, content[written:])
+        os.fsync(fd)
+        os.replace(fresh, path)
+    except OSError:
+        os.close(fd)
+        fresh.unlink(missing_ok=True)
+        raise
+    # From here on the new one counts, whether or not its name is on the disk already.
+    with contextlib.suppress(OSError):
+        _sync_folder(path.parent)
+    return fd, len(content)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _line(change: Change) -> str:
+    if isinstance(change, Kept):
+        return _encoded({"granted": asdict(change)})
+    return _encoded({"ended": change.id} if isinstance(change, Ended) else {"heard": change.id, "at": change.at})
+
+
+def _encoded(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":")) + "\n"
+
+
+def _change(value: Mapping[str, Any]) -> Change | int:
+    """What a line says: a grant, a sign of life, an end, or the last token of an earlier file. Raises for anything
+    else."""
+    if "ended" in value:
+        return Ended(str(value["ended"]))
+    if "heard" in value:
+        return Heard(str(value["heard"]), _moment(value["at"]))
+    if "last_token" in value:
+        return _whole_number(value["last_token"])
+    said = dict(value["granted"])
+    holder = said.pop("holder", None)
+    claim = {str(device): _whole_number(mib) for device, mib in said.pop("claim").items()}
+    return _checked(Kept(**said, claim=claim, holder=None if holder is None else Holder(**holder)))
+
+
+def _checked(kept: Kept) -> Kept:
+    """As it is. Raises ValueError if it cannot be ours: a disk gives back what it likes, and all of it is used."""
+    texts = [kept.id, kept.name, *([] if kept.holder is None else [kept.holder.host])]
+    if not kept.claim or not isinstance(kept.preemptible, bool) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("it is no lease")
+    _whole_number(kept.token)
+    _whole_number(abs(kept.priority))
+    for number in () if kept.holder is None else (kept.holder.pid, kept.holder.start_ticks, kept.holder.pid_ns):
+        _whole_number(number)
+    if not (0 <= kept.grace_s <= SECONDS_MAX and 0 < kept.ttl_s <= SECONDS_MAX):
+        raise ValueError("a time is out of range")
+    if kept.heard_at is not None:
+        _moment(kept.heard_at)
+    return kept
+
+
+def _moment(said: object) -> float:
+    if isinstance(said, bool) or not isinstance(said, int | float) or not 0 <= said <= NUMBER_MAX:
+        raise ValueError(f"{said!r} is no time")
+    return float(said)
+
+
+def _whole_number(said: object) -> int:
+    if isinstance(said, bool) or not isinstance(said, int) or not 0 <= said <= NUMBER_MAX:
+        raise ValueError(f"{said!r} is no whole number")
+    return said

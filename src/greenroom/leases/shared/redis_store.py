@@ -1,0 +1,247 @@
+"""Leases in Redis or Valkey, for gateways, hosts and programs that share GPUs.
+
+Owns the connection and the waiting. Decisions are made by the scripts, in one step each, by Redis' own clock; this file
+never reads a lease in order to write it. Every operation may be repeated: an answer that was lost on the way is asked
+for again with the same id. Only imported where such a store is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from redis import asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+
+from greenroom.config import store_address
+from greenroom.errors import BadRequest, ConfigError, GatewayBug, LeaseLost, LeaseUnknown, StoreDown
+from greenroom.leases.records import PROGRAM_ID_MAX, Lease, LeaseAsk, is_program_id
+from greenroom.leases.refusals import TAKEN, program_refusal, refusal, taken
+from greenroom.leases.shared import scripts, stored
+from greenroom.leases.shared.cancels import cancels_heard
+from greenroom.leases.shared.outages import shown, translated
+from greenroom.leases.shared.store import Orders, SlotAsk
+from greenroom.leases.shared.stored import Reply, Stored
+
+CONNECT_TIMEOUT_S = 1.0
+READ_TIMEOUT_S = 1.0
+# Operations at once; further ones wait for a connection as long as for an answer.
+CONNECTIONS_MAX = 16
+# The scripts take a waiter that is silent for 3 s for gone.
+POLL_FIRST_S = 0.02
+POLL_MAX_S = 0.5
+LEASES_MAX = 4_096
+# Time that passes without any operation counts up to this share of the TTL, and as much longer than its holder the
+# store waits before it gives up a lease: see the clock in book.lua.
+STEP_SHARE = 1 / 3
+_MS = 1_000
+
+
+class RedisStore:
+    """The leases on one host's GPUs. `ttl_s` is the longest TTL it gives, and how long a new store grants nothing."""
+
+    def __init__(
+        self,
+        url: str,
+        host: str,
+        *,
+        ttl_s: float = 30.0,
+        grace_s: float | None = None,
+        offers: Mapping[str, int] | None = None,
+    ) -> None:
+        self.host = host
+        self._url = url
+        self._ttl_s = ttl_s
+        self._grace_s = ttl_s * (1 + STEP_SHARE) if grace_s is None else grace_s
+        self._offers = dict(offers or {})
+        self._keys = scripts.keys(host)
+        self._client = _connected(url)
+        self._scripts = {name: self._client.register_script(scripts.source(name)) for name in scripts.OPERATIONS}
+        # What is held through this object, so that a store that lost it can be told again.
+        self._held: dict[str, Stored] = {}
+        # The highest token heard of: a store that lost its data, and whose clock went back, learns it from us.
+        self._highest = 0
+
+    async def acquire(self, ask: LeaseAsk, asker: str = "", kind: str = "program") -> Lease:
+        if kind == "program" and not is_program_id(ask.id):
+            raise BadRequest(
+                f"{ask.id!r} cannot be the id of a lease: up to {PROGRAM_ID_MAX} letters, digits and ._:@+- can.",
+                param="id",
+            )
+        record, call = stored.of_ask(ask, self._ttl(ask.ttl_s), kind), asker or secrets.token_hex(8)
+        wait_ends_at = asyncio.get_running_loop().time() + ask.wait_s
+        try:
+            reply = await self._wait_in_line(record, call, wait_ends_at)
+        except asyncio.CancelledError:
+            await self._leave(record, call)
+            raise
+        if reply.lease is None:
+            raise program_refusal(ask, reply)
+        return self._keep(reply.lease, reply.now)
+
+    async def unheard(self, id: str, asker: str) -> None:
+        await self._give_up({"id": id, "asker": asker})
+
+    async def renew(self, id: str, token: int) -> Lease:
+        reply = await self._renew(((id, token),), "program")
+        if id in reply.renewed:
+            return stored.lease_of(reply.renewed[id], reply.now)
+        if self._held.pop(id, None) is None:
+            raise LeaseUnknown(f"nothing is known of a lease {id} with this token")
+        raise LeaseLost(f"lease {id} is lost: it was not renewed in time, or is held under another token")
+
+    async def renew_all(self, held: Iterable[tuple[str, int]]) -> dict[str, bool]:
+        reply = await self._renew(tuple(held), "slot")
+        for id in reply.lost:
+            self._held.pop(id, None)
+        return {**dict.fromkeys(reply.renewed, True), **dict.fromkeys(reply.lost, False)}
+
+    async def release(self, id: str, token: int | None = None, into: str | None = None, kind: str = "program") -> None:
+        arguments = {"id": id, "token": None if token is None else str(token), "into": into, "kind": kind}
+        await self._run("release", {key: value for key, value in arguments.items() if value is not None})
+        mine = self._held.get(id)
+        # One that an operator released is kept, so that its holder hears that it is lost rather than unknown.
+        if mine is not None and mine.kind == kind and (token == int(mine.token) or (kind == "slot" and token is None)):
+            del self._held[id]
+
+    async def leases(self) -> list[Lease]:
+        reply = await self._run("leases", {})
+        return [stored.lease_of(reply.leases[id], reply.now) for id in sorted(reply.leases)]
+
+    async def publish(self, gateway: str, devices: Mapping[str, int], prices: Mapping[str, float]) -> Orders:
+        reply = await self._run("publish", {"gateway": gateway, "devices": devices, "prices": prices})
+        return stored.orders_of(reply)
+
+    async def pend(self, ask: SlotAsk, victims: Sequence[str], *, gateway: str, pending_s: float) -> None:
+        record = stored.of_slot(ask, gateway, self._ttl(ask.ttl_s))
+        arguments = {"lease": record, "victims": victims, "pending_ms": int(pending_s * _MS)}
+        reply = await self._run("pend", arguments)
+        if reply.lease is None:
+            raise self._slot_refusal(ask, reply)
+
+    async def hold(self, ask: SlotAsk, *, gateway: str, into: str | None = None) -> Lease:
+        record = stored.of_slot(ask, gateway, self._ttl(ask.ttl_s))
+        arguments: dict[str, Any] = {"lease": record} if into is None else {"lease": record, "into": into}
+        reply = await self._run("hold", arguments)
+        if reply.lease is None:
+            raise self._slot_refusal(ask, reply)
+        return self._keep(reply.lease, reply.now)
+
+    async def recall(self, id: str) -> None:
+        await self._run("recall", {"id": id})
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    # --- how -------------------------------------------------------------------------------------------------------
+
+    def _ttl(self, wanted_s: float) -> float:
+        """Never longer than the grace of a new store, or its holder could be late when the store has lost it."""
+        return min(wanted_s, self._ttl_s)
+
+    def _keep(self, record: Stored, now: float) -> Lease:
+        self._held[record.id] = record
+        if len(self._held) > LEASES_MAX:
+            # Its holder is not heard of any more, or it would have been given back or found lost.
+            del self._held[next(iter(self._held))]
+        return stored.lease_of(record, now)
+
+    def _slot_refusal(self, ask: SlotAsk, reply: Reply) -> Exception:
+        if reply.denied == TAKEN:
+            return taken(ask.id, "a program's or another gateway's")
+        wanted = ", ".join(f"{mib:,} MiB on {device}" for device, mib in sorted(ask.claim.items()))
+        return refusal(ask.name, wanted, reply, {"needed_mib": dict(ask.claim)})
+
+    async def _wait_in_line(self, record: Stored, asker: str, wait_ends_at: float) -> Reply:
+        """Ask until it is granted or the wait is over. A store that is down meanwhile may come back in time."""
+        pause_s = POLL_FIRST_S
+        while True:
+            left_s = wait_ends_at - asyncio.get_running_loop().time()
+            try:
+                said = {"lease": record, "asker": asker, "is_last": left_s <= 0, "offers": self._offers}
+                reply = await self._run("acquire", said)
+            except StoreDown:
+                if left_s <= 0:
+                    raise
+            else:
+                is_settled = reply.lease or reply.denied == TAKEN or left_s <= 0
+                if not reply.waiting and is_settled:
+                    return reply
+                # A store that forgets us meanwhile gives us our place again.
+                record.arrival = reply.arrival or record.arrival
+            await asyncio.sleep(max(0.0, min(pause_s * random.uniform(0.75, 1.0), left_s)))
+            pause_s = min(POLL_MAX_S, pause_s * 2)
+
+    async def _leave(self, record: Stored, asker: str) -> None:
+        """Whoever stops waiting frees its place at once; where that fails, its silence does so a little later."""
+        try:
+            await asyncio.shield(self._give_up({"id": record.id, "asker": asker, "lease": record}))
+        except (StoreDown, GatewayBug):
+            return
+
+    async def _give_up(self, arguments: Mapping[str, Any]) -> None:
+        reply = await self._run("release", arguments)
+        if reply.released:
+            self._held.pop(arguments["id"], None)
+
+    async def _renew(self, held: Sequence[tuple[str, int]], kind: str) -> Reply:
+        known = [self._renewal(id, token) for id, token in held]
+        reply = await self._run("renew", {"leases": known, "kind": kind})
+        for id, record in reply.renewed.items():
+            self._held[id] = record
+        return reply
+
+    def _renewal(self, id: str, token: int) -> dict[str, Any]:
+        record = self._held.get(id)
+        if record is None or int(record.token) != token:
+            return {"id": id, "token": str(token)}
+        return {"id": id, "token": str(token), "record": record}
+
+    async def _run(self, operation: str, arguments: Mapping[str, Any]) -> Reply:
+        step_ms = int(self._ttl_s * STEP_SHARE * _MS)
+        frame = {
+            "step_ms": step_ms,
+            "birth_grace_ms": int(self._grace_s * _MS),
+            "floor": str(self._highest),
+            "leases_max": LEASES_MAX,
+        }
+        reply = stored.decode(await self._answer(operation, stored.encode({**frame, **arguments})))
+        self._highest = max(self._highest, int(reply.last))
+        return reply
+
+    async def _answer(self, operation: str, arguments: bytes) -> bytes:
+        """What the script says. The one place where anybody is asked. Raises StoreDown or GatewayBug."""
+        with cancels_heard():
+            try:
+                said: bytes = await self._scripts[operation](keys=self._keys, args=[arguments])
+            except (RedisError, OSError) as error:
+                raise translated(error, self._url) from None
+            return said
+
+
+def _connected(url: str) -> aioredis.Redis:
+    """A client that connects when it is first used. One retry: a kept connection may have died unnoticed."""
+    if why := store_address.problem(url):
+        raise ConfigError(f"the address of the lease store {why}")
+    retry = Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,))
+    try:
+        pool = aioredis.BlockingConnectionPool.from_url(
+            url,
+            max_connections=CONNECTIONS_MAX,
+            timeout=READ_TIMEOUT_S,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            socket_timeout=READ_TIMEOUT_S,
+            retry=retry,
+        )
+        # One that is never opened: what options are called is only looked at here.
+        pool.connection_class(**pool.connection_kwargs)
+    except (TypeError, ValueError, RedisError):
+        # Of what the client refuses only this is left: its port, its host and how it begins were looked at.
+        raise ConfigError(f"the lease store {shown(url)} has an option behind ? that is not known or read") from None
+    return aioredis.Redis.from_pool(pool)

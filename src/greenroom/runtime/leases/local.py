@@ -1,0 +1,403 @@
+"""Leases for other programs, kept by the gateway itself: the store that is there when no other is named.
+
+Owns what the scheduler does not know of a lease: its token, its holder, how long it was not heard of, and the journal.
+Who gets memory, and who must leave for it, the scheduler decides; it is told by `LeaseAsked` and `LeaseGone`, and says
+so by `granted`, `rejected` and `recalled`. Never ends a stranger's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+
+from greenroom.core.effects import Rejection
+from greenroom.core.events import Event, LeaseAsked, LeaseGone
+from greenroom.core.model import Claim, DeviceId, LeaseId, Need, SlotId
+from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, LeaseLost, LeaseUnknown
+from greenroom.leases import holder as holders
+from greenroom.leases.records import Lease, LeaseAsk
+from greenroom.leases.refusals import taken
+from greenroom.runtime.leases.devices import DeviceNamed, devices_meant
+from greenroom.runtime.leases.entry import SEVERAL, Entry, ask_again, core_id
+from greenroom.runtime.leases.holders import Holders
+from greenroom.runtime.leases.lifetime import is_to_be_written, lasts_s
+from greenroom.runtime.leases.line import is_behind, may_ask
+from greenroom.runtime.leases.log import LeaseLog
+from greenroom.runtime.leases.refusals import never_free, not_free, not_written, refusal
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("leases")
+
+# Leases that are held or waited for at once; each is a line in the journal and a claim to plan around.
+LEASES_MAX = 1_000
+# Lost ones that are remembered, so that their holders hear why.
+LOST_MAX = 1_000
+# Between the grant and the answer there is a look at the memory and one write to the disk.
+HAND_OVER_MAX_S = 30.0
+# A look that comes so much too late shows that this process stood still: holders could not be heard.
+STOOD_STILL_S = 1.0
+
+Tell = Callable[[str, Mapping[str, object]], None]
+
+
+class Leasing:
+    """`free_mib` tells what is free on each GPU now, and `most_mib` what could ever be; `claim_of` what the scheduler
+    gave a slot; `device_named` which device people mean by a name; `room_for` waits until memory is really free and
+    tells what is missing then."""
+
+    lists_slots = False
+
+    def __init__(
+        self,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+        log: LeaseLog,
+        *,
+        wait_max_s: float,
+        claim_of: Callable[[SlotId], Claim],
+        free_mib: Callable[[], Mapping[str, int]],
+        most_mib: Callable[[], Mapping[str, int]],
+        device_named: DeviceNamed,
+        room_for: Callable[[Claim, float], Awaitable[Claim]],
+        tell: Tell,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._post = post
+        self._clock = clock
+        self._journal = log
+        self._wait_max_s = wait_max_s
+        self._claim_of = claim_of
+        self._free_mib = free_mib
+        self._most_mib = most_mib
+        self._device_named = device_named
+        self._room_for = room_for
+        self._tell = tell
+        self._wall = wall
+        self._holders = Holders()
+        self._entries: dict[str, Entry] = {}
+        self._by_core_id: dict[LeaseId, Entry] = {}
+        self._lost: OrderedDict[str, str] = OrderedDict()
+        self._handing_over: set[asyncio.Task[None]] = set()
+
+    # --- what holders ask -------------------------------------------------------------------------------------------
+
+    async def acquire(self, ask: LeaseAsk, asker: str = SEVERAL) -> Lease:
+        """Ask for memory and wait for it up to `wait_s`. One that is cancelled meanwhile gives up.
+
+        `asker` is this call's name, by which it can say later that it was `unheard`.
+        """
+        ask = replace(ask, wait_s=min(ask.wait_s, self._wait_max_s), devices=devices_meant(ask, self._device_named))
+        entry = self._entries.get(ask.id) or self._begin(ask)
+        _check_same(entry, ask)
+        entry.askers += 1
+        try:
+            await self._settled(entry, ask)
+            entry.told_to = asker if entry.told_to in (None, asker) else SEVERAL
+        finally:
+            entry.askers -= 1
+            self._end_if_unheard_of(entry)
+        return self._heard(entry)
+
+    async def unheard(self, id: str, asker: str) -> None:
+        """Who made this call had left before it was answered. Gives the lease back, unless another was told of it."""
+        entry = self._entries.get(id)
+        if entry is not None and asker != SEVERAL and entry.told_to == asker:
+            entry.told_to = None
+            self._end_if_unheard_of(entry)
+
+    def _end_if_unheard_of(self, entry: Entry) -> None:
+        if not entry.askers and entry.told_to is None:
+            self._end(entry, "given up")
+
+    async def _settled(self, entry: Entry, ask: LeaseAsk) -> None:
+        """Wait until it is held. Raises why it is not."""
+        await asyncio.wait((entry.settled,), timeout=ask.wait_s)
+        if not entry.is_waiting:
+            await asyncio.wait((entry.settled,), timeout=HAND_OVER_MAX_S)
+        if not entry.settled.done():
+            raise not_free(ask, self._free_mib())
+        entry.settled.result()
+
+    async def renew(self, id: str, token: int) -> Lease:
+        """The holder lives. Raises LeaseLost or LeaseUnknown."""
+        entry = self._entries.get(id)
+        if entry is None or not entry.is_held:
+            raise self._not_held(id)
+        if token != entry.token:
+            raise LeaseLost(f"The lease {id} was granted anew since; this token is an old one.")
+        return self._heard(entry)
+
+    async def release(self, id: str, token: int | None = None) -> None:
+        """Give it back, or wait for it no longer. What is not there, or not under this token, stays as it is."""
+        entry = self._entries.get(id)
+        if entry is None or token not in (None, entry.token):
+            return
+        if token is None:
+            # Not by its holder, who could show a token, and must not take it for forgotten and ask anew.
+            self._remember_lost(id, "it was released by an operator")
+        self._end(entry, "released", LeaseDenied(f"The lease {id} was withdrawn while it was waited for."))
+
+    async def leases(self) -> list[Lease]:
+        return self.known()
+
+    def known(self) -> list[Lease]:
+        now = self._clock()
+        return [entry.shown(now) for entry in self._entries.values()]
+
+    async def find(self, id: str) -> Lease:
+        """This lease as it is now. Raises LeaseLost or LeaseUnknown."""
+        entry = self._entries.get(id)
+        if entry is None:
+            raise self._not_held(id)
+        return entry.shown(self._clock())
+
+    def owners(self) -> dict[SlotId, int]:
+        """The processes of this machine that hold leases, by the slot the scheduler keeps for each."""
+        held = [entry for entry in self._entries.values() if entry.is_held and entry.slot is not None]
+        return {
+            entry.slot: entry.ask.holder.pid
+            for entry in held
+            if entry.slot is not None and entry.ask.holder is not None and holders.is_here(entry.ask.holder)
+        }
+
+    def _begin(self, ask: LeaseAsk) -> Entry:
+        if len(self._entries) >= LEASES_MAX:
+            raise LeaseDenied(f"{LEASES_MAX:,} leases are held or waited for already.", retry_after_s=30.0)
+        if ask.holder is not None and holders.is_here(ask.holder) and not holders.is_alive(ask.holder):
+            raise BadRequest(f"There is no process {ask.holder.pid} that began when it is said to have.", param="pid")
+        now = self._clock()
+        entry = Entry(ask, asyncio.get_running_loop().create_future(), give_up_at=now + ask.wait_s)
+        # Who does not wait must neither make others leave for nothing nor go before who waits.
+        waits = is_behind(entry, self._entries.values())
+        if not ask.wait_s and (waits or not self._is_free_now(ask)):
+            free = self._free_mib()
+            raise never_free(ask, self._most_mib(), free) or not_free(ask, free)
+        self._lost.pop(ask.id, None)
+        self._put(entry)
+        if not waits:
+            self._ask_scheduler(entry)
+        return entry
+
+    def _move_up(self) -> None:
+        """One that waited waits no longer: those who stood behind it may ask."""
+        for entry in may_ask(self._entries.values()):
+            # Asking for one can end another.
+            if self._is_known(entry) and not entry.is_asked:
+                self._ask_scheduler(entry)
+
+    def _is_free_now(self, ask: LeaseAsk) -> bool:
+        free = self._free_mib()
+        usable = [mib for device, mib in free.items() if not ask.devices or device in ask.devices]
+        return sum(mib >= ask.mib for mib in usable) >= ask.gpus
+
+    def _put(self, entry: Entry) -> None:
+        self._entries[entry.id] = self._by_core_id[core_id(entry.id)] = entry
+        # Nobody may be left to hear of an error.
+        entry.settled.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def _ask_scheduler(self, entry: Entry) -> None:
+        ask = entry.ask
+        entry.is_asked = True
+        devices = tuple(DeviceId(device) for device in ask.devices)
+        self._post(
+            LeaseAsked(
+                self._clock(),
+                core_id(ask.id),
+                Need(ask.mib),
+                ask.priority,
+                devices,
+                ask.preemptible,
+                ask.grace_s,
+                entry.give_up_at,
+                ask.gpus,
+            )
+        )
+
+    def _heard(self, entry: Entry) -> Lease:
+        now = self._clock()
+        entry.expires_at = now + entry.ask.ttl_s
+        if is_to_be_written(entry.ask.ttl_s, now - entry.written_at):
+            entry.written_at = now
+            self._journal.heard(entry.id, self._wall())
+        return entry.shown(now)
+
+    def _not_held(self, id: str) -> LeaseLost:
+        if (why := self._lost.get(id)) is not None:
+            return LeaseLost(f"The lease {id} is lost: {why}.")
+        return LeaseUnknown(f"There is no lease {id}. GET /api/v1/leases lists those there are.")
+
+    # --- told by the scheduler's effects ----------------------------------------------------------------------------
+
+    def granted(self, lease: LeaseId, slot: SlotId) -> None:
+        entry = self._by_core_id[lease]
+        entry.slot = slot
+        entry.claim = {str(device): mib for device, mib in self._claim_of(slot).items()}
+        self._move_up()
+        if entry.token:
+            # Of an earlier run, and written down there.
+            self._hold(entry)
+            return
+        entry.token = self._journal.next_token(self._wall())
+        task = asyncio.get_running_loop().create_task(self._hand_over(entry), name=f"lease {entry.id}")
+        self._handing_over.add(task)
+        task.add_done_callback(self._handing_over.discard)
+
+    def rejected(self, lease: LeaseId, rejection: Rejection) -> None:
+        entry = self._by_core_id[lease]
+        self._forget(entry)
+        if entry.token:
+            self._journal.ended(entry.id)
+        _settle(entry, refusal(entry.ask, rejection, self._free_mib()))
+        self._move_up()
+
+    def recalled(self, lease: LeaseId, deadline: float) -> None:
+        """Ask the holder to leave: it hears of it when it renews or looks."""
+        entry = self._by_core_id[lease]
+        entry.recall_at = deadline
+        entry.overdue = asyncio.get_running_loop().call_at(deadline, self._report_overdue, entry)
+        _log.info("lease recalled", lease=entry.id, name=entry.ask.name, grace_s=round(deadline - self._clock(), 3))
+
+    def _report_overdue(self, entry: Entry) -> None:
+        _log.warning("lease is overdue: its holder was asked to leave and stays", lease=entry.id, name=entry.ask.name)
+        self._tell("lease_overdue", {"lease": entry.id, "name": entry.ask.name})
+
+    async def _hand_over(self, entry: Entry) -> None:
+        """What was granted is held once it is really free and written down."""
+        error = await self._not_there(entry) or await self._not_written(entry)
+        if not self._is_known(entry):
+            return
+        if error is None:
+            self._hold(entry)
+        else:
+            self._end(entry, "not held", error)
+
+    async def _not_there(self, entry: Entry) -> GreenroomError | None:
+        """Who lost the memory, or gave it back on paper, may still use it."""
+        left_s = 0.0 if entry.give_up_at is None else max(0.0, entry.give_up_at - self._clock())
+        claim = {DeviceId(device): mib for device, mib in entry.claim.items()}
+        return not_free(entry.ask, self._free_mib()) if await self._room_for(claim, left_s) else None
+
+    async def _not_written(self, entry: Entry) -> GreenroomError | None:
+        try:
+            await self._journal.granted(entry.kept(self._wall()))
+        except OSError as error:
+            return not_written(entry.ask, error)
+        return None
+
+    # --- held -------------------------------------------------------------------------------------------------------
+
+    def _hold(self, entry: Entry) -> None:
+        now = self._clock()
+        entry.is_held = True
+        entry.expires_at = now + (entry.ask.ttl_s if entry.lasts_s is None else entry.lasts_s)
+        # One of an earlier run was written down then, and its first renewal is to be.
+        entry.written_at = now if entry.lasts_s is None else -math.inf
+        self._look_later(entry)
+        if entry.ask.holder is not None:
+            self._holders.watch(entry.id, entry.ask.holder, lambda: self._on_holder_ended(entry))
+        _settle(entry, None)
+        shown = {"lease": entry.id, "name": entry.ask.name, "claim": dict(entry.claim)}
+        _log.info("lease held", **shown)
+        self._tell("lease", shown)
+
+    def _on_holder_ended(self, entry: Entry) -> None:
+        if self._is_known(entry):
+            self._lose(entry, "its holder has ended")
+
+    def _look_later(self, entry: Entry) -> None:
+        entry.watch = asyncio.get_running_loop().call_at(entry.expires_at, self._look, entry, entry.expires_at)
+
+    def _look(self, entry: Entry, due: float) -> None:
+        """Whether it was heard of in time. Loops round to milliseconds and may be early."""
+        now = max(self._clock(), due)
+        if entry.expires_at > now:
+            self._look_later(entry)
+        elif now - due > STOOD_STILL_S:
+            entry.expires_at = now + entry.ask.ttl_s
+            self._look_later(entry)
+        else:
+            self._lose(entry, f"its holder was not heard of for {entry.ask.ttl_s:g} s")
+
+    def _lose(self, entry: Entry, why: str) -> None:
+        _log.warning("lease lost", lease=entry.id, name=entry.ask.name, why=why)
+        self._remember_lost(entry.id, why)
+        self._end(entry, why)
+
+    def _remember_lost(self, id: str, why: str) -> None:
+        self._lost[id] = why
+        while len(self._lost) > LOST_MAX:
+            self._lost.popitem(last=False)
+
+    # --- over -------------------------------------------------------------------------------------------------------
+
+    def _end(self, entry: Entry, why: str, error: GreenroomError | None = None) -> None:
+        """Nothing is left of it, whether it was held or waited for."""
+        if not self._is_known(entry):
+            return
+        self._forget(entry)
+        if entry.token:
+            self._journal.ended(entry.id)
+        if entry.is_asked:
+            self._post(LeaseGone(self._clock(), core_id(entry.id)))
+        self._move_up()
+        _settle(entry, error or LeaseDenied(f"The lease {entry.id} was given up."))
+        self._tell("lease_gone", {"lease": entry.id, "name": entry.ask.name, "why": why})
+
+    def _is_known(self, entry: Entry) -> bool:
+        return self._entries.get(entry.id) is entry
+
+    def _forget(self, entry: Entry) -> None:
+        del self._entries[entry.id], self._by_core_id[core_id(entry.id)]
+        entry.forget_timers()
+        self._holders.forget(entry.id)
+
+    # --- start and end ----------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Enter the leases of an earlier run again, before anything else is planned. Those of the dead are over."""
+        for kept in self._journal.open():
+            entry = ask_again(kept, asyncio.get_running_loop().create_future(), lasts_s(kept, self._wall()))
+            self._put(entry)
+            if kept.holder is not None and holders.is_here(kept.holder) and not holders.is_alive(kept.holder):
+                self._lose(entry, "its holder has ended")
+                continue
+            self._ask_scheduler(entry)
+            if not entry.is_held:
+                self._lose(entry, "its memory could not be had again after a restart")
+
+    async def close(self) -> None:
+        """Leave what is held to the next run."""
+        for entry in self._entries.values():
+            entry.forget_timers()
+        for task in self._handing_over:
+            task.cancel()
+        self._holders.close()
+        await self._journal.close()
+
+
+def _check_same(entry: Entry, again: LeaseAsk) -> None:
+    """The same holder may ask again for the same. Raises LeaseTaken: two programs that believe in one lease would use
+    its memory twice."""
+    first = entry.ask
+    if first.holder != again.holder:
+        of = "another program" if first.holder is None else f"process {first.holder.pid} on {first.holder.host}"
+        raise taken(again.id, f"that of {of}")
+    if (first.mib, first.gpus) != (again.mib, again.gpus):
+        each = f" on each of {first.gpus} GPUs" if first.gpus > 1 else ""
+        raise taken(again.id, f"another one, of {first.mib:,} MiB{each}")
+    is_there = set(entry.claim) <= set(again.devices) or not again.devices
+    if not is_there if entry.claim else first.devices != again.devices:
+        raise taken(again.id, f"another one, on {', '.join(sorted(entry.claim) or first.devices) or 'any GPU'}")
+
+
+def _settle(entry: Entry, error: GreenroomError | None) -> None:
+    if entry.settled.done():
+        return
+    if error is None:
+        entry.settled.set_result(None)
+    else:
+        entry.settled.set_exception(error)

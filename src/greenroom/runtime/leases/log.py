@@ -1,0 +1,118 @@
+"""Leases written down beside the loop: who asks for one is told only when it is on the disk.
+
+Owns the order of changes and the one thread that writes them; what comes while it writes shares the next write. A disk
+that is full or broken costs new leases, never the gateway: what is held goes on, and ends are written when they can be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from greenroom.leases.journal import Change, Ended, Heard, Journal, Kept
+from greenroom.runtime.detached import beside
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("leases")
+
+FILE_NAME = "leases.jsonl"
+# The end of the gateway does not wait longer than this for a disk that hangs.
+CLOSE_MAX_S = 5.0
+
+_Pending = tuple[Change, asyncio.Future[None] | None]
+
+
+class LeaseLog:
+    def __init__(self, folder: Path) -> None:
+        self._journal = Journal(folder / FILE_NAME)
+        self._pending: list[_Pending] = []
+        self._writing: asyncio.Task[None] | None = None
+        self._warned = False
+        self._last_token = 0
+
+    def next_token(self, wall_s: float) -> int:
+        """Greater than every one before, also where the clock was set back or the journal is gone."""
+        self._last_token = max(self._last_token + 1, self._journal.last_token + 1, int(wall_s * 1_000_000))
+        return self._last_token
+
+    def open(self) -> list[Kept]:
+        """What an earlier run left, oldest first. A file that cannot be read is said so and counts as empty."""
+        try:
+            self._journal.open()
+        except OSError as error:
+            self._warn(error)
+        if self._journal.spoiled:
+            _log.warning("lines of the journal of leases make no sense", lines=self._journal.spoiled)
+        return list(self._journal.live.values())
+
+    async def granted(self, kept: Kept) -> None:
+        """Write this down; it is on the disk when this returns. Raises OSError."""
+        done = asyncio.get_running_loop().create_future()
+        self._put(kept, done)
+        await done
+
+    def heard(self, lease: str, at: float) -> None:
+        """Write this down soon; where that fails, the next sign of life is written instead."""
+        self._put(Heard(lease, at), None)
+
+    def ended(self, lease: str) -> None:
+        """Write this down soon."""
+        self._put(Ended(lease), None)
+
+    async def close(self) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_MAX_S):
+                if self._writing is not None:
+                    await asyncio.wait((self._writing,))
+        except TimeoutError:
+            # A thread still has the file; the process ends soon enough.
+            return
+        self._journal.close()
+
+    def _put(self, change: Change, done: asyncio.Future[None] | None) -> None:
+        self._pending.append((change, done))
+        if self._writing is None:
+            self._writing = asyncio.get_running_loop().create_task(self._write_all(), name="write leases")
+
+    async def _write_all(self) -> None:
+        try:
+            while self._pending:
+                batch, self._pending = self._pending, []
+                if not await self._write(batch):
+                    return
+        finally:
+            self._writing = None
+
+    async def _write(self, batch: list[_Pending]) -> bool:
+        changes = [change for change, _ in batch]
+        try:
+            await beside(lambda: self._journal.append(changes), "write leases")
+        except OSError as error:
+            self._warn(error)
+            self._pending = self._still_to_write(changes) + self._pending
+            _tell([done for _, done in batch], error)
+            return any(done is not None for _, done in self._pending)
+        self._warned = False
+        _tell([done for _, done in batch], None)
+        return True
+
+    def _still_to_write(self, changes: list[Change]) -> list[_Pending]:
+        """Ends, which nobody waits for, are tried again with the next change; once each, and only of what was written:
+        while a disk is full, leases that were never held come to an end too, for as long as anybody asks for them."""
+        ends = {change.id: change for change in changes if isinstance(change, Ended)}
+        return [(change, None) for id, change in ends.items() if id in self._journal.live]
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning("the journal of leases cannot be written", error=error.strerror or str(error))
+
+
+def _tell(waiting: list[asyncio.Future[None] | None], error: OSError | None) -> None:
+    for done in waiting:
+        if done is None or done.done():
+            continue
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)

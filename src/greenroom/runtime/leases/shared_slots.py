@@ -1,0 +1,262 @@
+"""The leases of this gateway's slots in a store that others use too.
+
+Owns which slot holds which lease, from before its engine starts until after its memory is back; and the pending claims
+of those for whom others leave. A store that does not answer takes nothing away: what is held is renewed, or entered
+again, when it is back, and what has ended meanwhile is given back then. Never decides who moves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from greenroom.core.model import Claim, Move, MoveKind, Slot, SlotId, larger
+from greenroom.core.state import State
+from greenroom.errors import LeaseDenied, StoreDown
+from greenroom.leases.records import Holder, Lease
+from greenroom.leases.shared.store import SharedStore, SlotAsk
+from greenroom.runtime.memory.grants import NoGrant
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("sharing")
+
+# A swap that was entered and is not heard of for so long is taken to be given up; it is entered again at each beat.
+PENDING_S: Final = 15.0
+# Leases are renewed so often in their time.
+RENEWALS: Final = 3
+# What an engine is seen to use moves a little all the time; only so much more or less is worth telling others.
+STEP_MIB: Final = 64
+
+
+@dataclass(slots=True, eq=False)
+class Entered:
+    """One slot's lease. Without a token it is pending, or the answer to its asking has not come."""
+
+    ask: SlotAsk
+    token: int = 0
+    heard_at: float = 0.0
+    is_lost: bool = False
+    # One question at a time: a pending claim that arrived after it was held would be pending again.
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def id(self) -> str:
+        return self.ask.id
+
+
+class SharedSlots:
+    """`into` tells for which waiting lease a slot leaves; `adopted` gives a lease that was stood in line for."""
+
+    def __init__(
+        self,
+        store: SharedStore,
+        gateway: str,
+        state: State,
+        clock: Callable[[], float],
+        *,
+        ttl_s: float,
+        holder: Holder | None,
+        into: Callable[[Slot], str | None],
+        adopted: Callable[[Move], Lease | None],
+        on_refusal: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._gateway = gateway
+        self._state = state
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._holder = holder
+        self._into_of = into
+        self._adopted = adopted
+        self._on_refusal = on_refusal
+        self._entered: dict[SlotId, Entered] = {}
+        # For whom those leave who leave for a lease that waits in the store.
+        self._into: dict[SlotId, str] = {}
+        # What is over and could not be told yet, with whom its memory is for.
+        self._owed: dict[str, str | None] = {}
+        self._renewed_at = 0.0
+
+    # --- asked by who moves -----------------------------------------------------------------------------------------
+
+    async def enter(self, move: Move) -> None:
+        claim = _positive(move.claim)
+        if not claim:
+            return
+        ask = self._ask(move.slot, move.model, claim)
+        if (lease := self._adopted(move)) is not None:
+            ask = replace(ask, id=lease.id)
+        entered = self._entered.setdefault(move.slot, Entered(ask))
+        if entered.id != ask.id:
+            # It was pending under its own name, and there is one that is held.
+            pending = entered
+            entered = self._entered[move.slot] = Entered(ask)
+            await self._release(pending.id, None)
+        try:
+            await self._hold(entered, ask)
+        except LeaseDenied as denied:
+            self._on_refusal()
+            raise NoGrant(denied.message) from None
+
+    async def confirm(self, slot: SlotId) -> None:
+        entered = self._entered.get(slot)
+        if entered is None or self._clock() < entered.heard_at + self._ttl_s:
+            return
+        # This process stood still, or the store did: what was granted then may be another's now.
+        sent = self._clock()
+        renewed = await self._store.renew_all([(entered.id, entered.token)])
+        if not renewed.get(entered.id):
+            raise NoGrant(f"the lease of {slot} was lost before its engine started")
+        entered.heard_at = sent
+
+    async def make_way(self, move: Move) -> None:
+        newcomer = None if move.makes_room_for is None else self._state.slots.get(move.makes_room_for)
+        if newcomer is None:
+            return
+        if newcomer.lease is not None:
+            if (waiting := self._into_of(newcomer)) is not None:
+                self._into[move.slot] = waiting
+            return
+        try:
+            await self._pend(newcomer)
+        except (LeaseDenied, StoreDown) as error:
+            self._on_refusal()
+            raise NoGrant(error.message) from None
+
+    async def leave(self, slot: SlotId) -> None:
+        entered, into = self._entered.pop(slot, None), self._into.pop(slot, None)
+        if entered is not None:
+            await self._release(entered.id, into)
+
+    # --- kept up at each beat ---------------------------------------------------------------------------------------
+
+    async def keep_up(self, *, at_once: bool) -> None:
+        """Renew what is held, enter again what was lost, give back what is over. Raises StoreDown."""
+        for id, into in list(self._owed.items()):
+            await self._store.release(id, into=into, kind="slot")
+            self._owed.pop(id, None)
+        if at_once or self._clock() >= self._renewed_at + self._ttl_s / RENEWALS:
+            await self._renew()
+        for slot_id, entered in list(self._entered.items()):
+            slot = self._state.slots.get(slot_id)
+            if slot is not None and slot.planned is not None:
+                await self._pend_again(slot)
+            elif slot is None and not entered.token:
+                # The plan was called off before anything was held.
+                await self.leave(slot_id)
+            elif entered.is_lost:
+                await self._hold_again(entered)
+            elif slot is not None and entered.token:
+                await self._resize(slot, entered)
+
+    async def _renew(self) -> None:
+        sent = self._clock()
+        held = {one.id: one for one in self._entered.values() if one.token}
+        renewed = await self._store.renew_all([(one.id, one.token) for one in held.values()]) if held else {}
+        for id, one in held.items():
+            if renewed.get(id):
+                one.heard_at, one.is_lost = sent, False
+            elif not one.is_lost:
+                one.is_lost = True
+                _log.warning("a model's lease was lost; its engine runs on and is entered again", lease=id)
+        self._renewed_at = sent
+
+    async def _hold_again(self, entered: Entered) -> None:
+        try:
+            await self._hold(entered)
+        except LeaseDenied:
+            # Somebody was granted its memory meanwhile. Nobody starts there, because that memory is seen to be used.
+            return
+        _log.info("a model's lease is held again", lease=entered.id)
+
+    async def _pend_again(self, newcomer: Slot) -> None:
+        try:
+            await self._pend(newcomer)
+        except LeaseDenied as denied:
+            # Its next step will hear of it too.
+            _log.info("a swap cannot go on", slot=newcomer.id, why=denied.message)
+
+    async def _resize(self, slot: Slot, entered: Entered) -> None:
+        """An engine that uses more than it was given is told of with what it uses."""
+        uses = _positive(larger(slot.claim, self._state.ledger.held_by(slot.id)))
+        known = entered.ask.claim
+        if slot.move is not None or all(
+            abs(uses.get(one, 0) - known.get(one, 0)) < STEP_MIB for one in {*uses, *known}
+        ):
+            return
+        try:
+            await self._hold(entered, replace(entered.ask, claim=uses))
+        except LeaseDenied:
+            # It counts as a stranger's for the others, by what they see.
+            return
+
+    def forget_strays(self, leases: list[Lease]) -> None:
+        """What is written down for this gateway and unknown here came of an answer that was lost."""
+        known = self.ids
+        for lease in leases:
+            if lease.gateway == self._gateway and lease.id not in known:
+                self._owed.setdefault(lease.id, None)
+
+    async def close(self) -> None:
+        """Give everything back, as far as the store can be told."""
+        for slot in list(self._entered):
+            await self.leave(slot)
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """The leases of our slots."""
+        return frozenset(one.id for one in self._entered.values())
+
+    @property
+    def lost(self) -> list[Entered]:
+        """Those that run without a lease at present."""
+        return [one for one in self._entered.values() if one.is_lost]
+
+    # --- how --------------------------------------------------------------------------------------------------------
+
+    def _ask(self, slot: SlotId, model: str, claim: dict[str, int]) -> SlotAsk:
+        there = self._state.slots.get(slot)
+        priority = 1 if there is None else there.last_priority
+        return SlotAsk(
+            f"{self._gateway}/{slot}", model, claim, priority=priority, ttl_s=self._ttl_s, holder=self._holder
+        )
+
+    async def _hold(self, entered: Entered, ask: SlotAsk | None = None) -> None:
+        async with entered.asking:
+            sent = self._clock()
+            lease = await self._store.hold(ask or entered.ask, gateway=self._gateway)
+            entered.ask, entered.token = ask or entered.ask, lease.token
+            entered.heard_at, entered.is_lost = sent, False
+
+    async def _pend(self, newcomer: Slot) -> None:
+        """Enter the newcomer's claim before anybody leaves for it, with all of ours that are on their way out."""
+        claim = _positive(newcomer.needs_for(newcomer.planned or MoveKind.LOAD))
+        if not claim:
+            return
+        ask = self._ask(newcomer.id, newcomer.model, claim)
+        entered = self._entered.setdefault(newcomer.id, Entered(ask))
+        async with entered.asking:
+            victims = [one.id for slot, one in self._entered.items() if self._leaves(slot, newcomer)]
+            if not entered.token:
+                await self._store.pend(entered.ask, victims, gateway=self._gateway, pending_s=PENDING_S)
+
+    def _leaves(self, slot_id: SlotId, newcomer: Slot) -> bool:
+        slot = self._state.slots.get(slot_id)
+        if slot is None or slot.lost:
+            # The scheduler counts it as gone already.
+            return slot_id != newcomer.id
+        return slot.is_going and slot.leaving_for in (None, newcomer.id)
+
+    async def _release(self, id: str, into: str | None) -> None:
+        self._owed[id] = into
+        try:
+            await self._store.release(id, into=into, kind="slot")
+        except StoreDown:
+            # The next beat that gets through tells it.
+            return
+        self._owed.pop(id, None)
+
+
+def _positive(claim: Claim) -> dict[str, int]:
+    return {str(device): mib for device, mib in claim.items() if mib > 0}

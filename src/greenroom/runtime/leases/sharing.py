@@ -1,0 +1,252 @@
+"""Sharing GPUs with other gateways through one store: the beat by which each hears of all the others.
+
+Owns the heartbeat, what is known of others, and whether the store answers. At each beat this gateway says what its
+devices offer and what freeing memory would cost it, renews what it holds, and hears whether it is to make room. A store
+that does not answer costs new loads and nothing else. Only used where `leases.store` names one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from greenroom.core.events import Event, MemoryChanged
+from greenroom.core.model import DeviceId, DeviceKind, LeaseId, OtherLease
+from greenroom.core.state import State
+from greenroom.errors import StoreDown
+from greenroom.leases.records import Holder, Lease
+from greenroom.leases.shared.store import Orders, SharedStore
+from greenroom.runtime.leases.dead_holders import DeadHolders
+from greenroom.runtime.leases.making_room import MakingRoom
+from greenroom.runtime.leases.recalls import Recalls
+from greenroom.runtime.leases.shared_slots import SharedSlots
+from greenroom.runtime.leases.waiting_models import StandingInLine
+from greenroom.runtime.memory.probes.base import Reading
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("sharing")
+
+# The store takes a gateway that it has not heard of for three seconds for gone.
+BEAT_S: Final = 0.5
+# However much happens, beats are this far apart.
+GAP_S: Final = 0.05
+# A store that is down is asked again after about this; not by all gateways at the same moment.
+RETRY_S: Final = 1.0
+# A store that does not answer is not waited for longer, neither at the start nor at the end.
+FIRST_BEAT_MAX_S: Final = 3.0
+CLOSE_MAX_S: Final = 5.0
+
+Tell = Callable[[str, Mapping[str, object]], None]
+
+
+class Sharing:
+    """`reading` is the last look at memory and `look` takes a new one; `nudge` asks for one soon."""
+
+    def __init__(
+        self,
+        store: SharedStore,
+        gateway: str,
+        state: State,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+        *,
+        ttl_s: float,
+        holder: Holder | None,
+        reading: Callable[[], Reading],
+        look: Callable[[], Awaitable[object]],
+        nudge: Callable[[], None],
+        tell: Tell,
+    ) -> None:
+        self._store = store
+        self._gateway = gateway
+        self._state = state
+        self._post = post
+        self._clock = clock
+        self._reading = reading
+        self._look = look
+        self._nudge = nudge
+        self._tell = tell
+        self.room = MakingRoom(state, post, clock, self.hurry)
+        self.line = StandingInLine(store, gateway, state, clock, ttl_s=ttl_s, holder=holder, on_held=self.hurry)
+        self.slots = SharedSlots(
+            store,
+            gateway,
+            state,
+            clock,
+            ttl_s=ttl_s,
+            holder=holder,
+            into=self.room.into,
+            adopted=self.line.adopted,
+            on_refusal=self.hurry,
+        )
+        self._dead = DeadHolders(self.hurry)
+        self._recalls = Recalls(clock, tell)
+        # Why the store cannot be used, and since when; None while it answers.
+        self.failure: str | None = "it was not asked yet"
+        self.since = clock()
+        # So long nothing new is granted, because the store may have lost what it knew.
+        self.grace_left_s = 0.0
+        # Everybody's, as they were when the store was last heard of.
+        self.leases: list[Lease] = []
+        self._version: int | None = None
+        self._wanted = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return self.failure is None
+
+    @property
+    def slots_without_lease(self) -> int:
+        return len(self.slots.lost)
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Nothing is granted until the store was heard of."""
+        self._post(MemoryChanged(self._clock(), {}, store_is_down=True))
+
+    async def open(self) -> None:
+        """The first beat, and then all others. A store that is down at the start is said so, and asked again."""
+        try:
+            async with asyncio.timeout(FIRST_BEAT_MAX_S):
+                await self._beat()
+        except (StoreDown, TimeoutError) as error:
+            self._went_down(error.message if isinstance(error, StoreDown) else "it does not answer in time")
+        self._task = asyncio.get_running_loop().create_task(self._beats(), name="sharing")
+
+    async def close(self) -> None:
+        """Give everything back, as far as the store can be told; what it is not told lapses."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        self._dead.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_MAX_S):
+                await self.line.close()
+                await self.slots.close()
+        await self._store.close()
+
+    def hurry(self) -> None:
+        """Something has happened that the store should hear of, or tell."""
+        self._version = None
+        self._wanted.set()
+
+    async def _beats(self) -> None:
+        while True:
+            self._wanted.clear()
+            try:
+                await self._beat()
+            except StoreDown as error:
+                self._went_down(error.message)
+            except Exception as bug:
+                _log.bug("a beat broke", bug)
+            await asyncio.sleep(GAP_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_S if self.is_up else RETRY_S * random.uniform(0.5, 1.0)):
+                    await self._wanted.wait()
+
+    # --- one beat ---------------------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        """Raises StoreDown."""
+        was_down = self.failure is not None
+        orders = await self._publish()
+        await self.slots.keep_up(at_once=was_down or orders.grace_left_s > 0)
+        await self.line.renew()
+        if was_down or orders.version != self._version:
+            await self._read(orders.version)
+        self._recalls.look()
+        await self._bury()
+        self.room.follow(orders.make_room, {lease.id: lease.claim for lease in self.leases})
+        self._came_up(orders)
+        self.line.follow()
+
+    async def _publish(self) -> Orders:
+        return await self._store.publish(self._gateway, self._usable(), self.room.prices())
+
+    def _usable(self) -> dict[str, int]:
+        """What may be planned with on each device: neither the margin nor what is used without a lease.
+
+        That is what strangers use, and engines of ours whose lease was lost. A device that is gone has none.
+        """
+        seen = {DeviceId(gpu.uuid) for gpu in self._reading().gpus}
+        return {
+            str(device.id): max(0, device.usable_mib - self._unleased_mib(device.id))
+            if device.kind is DeviceKind.HOST or device.id in seen
+            else 0
+            for device in self._state.devices
+        }
+
+    def _unleased_mib(self, device: DeviceId) -> int:
+        lost_mib = sum(entered.ask.claim.get(device, 0) for entered in self.slots.lost)
+        return self._state.ledger.foreign.get(device, 0) + lost_mib
+
+    async def _read(self, version: int) -> None:
+        made = self.room.made
+        # Before they are read: what hurries meanwhile is not in them, and is looked at with the next beat.
+        self._version = version
+        try:
+            self.leases = await self._store.leases()
+        except BaseException:
+            self._version = None
+            raise
+        self._recalls.note(self.leases)
+        self.slots.forget_strays(self.leases)
+        self._dead.watch(lease for lease in self.leases if lease.gateway != self._gateway)
+        self._tell_others()
+        # What it has got is known to the scheduler by now, so that no moment is left in which it seems free.
+        self.room.note(self.leases, made)
+
+    def _tell_others(self, without: frozenset[str] = frozenset()) -> None:
+        ours = without | self.line.held | self.slots.ids
+        others = tuple(
+            OtherLease(LeaseId(lease.id), lease.name, claim, lease.priority, lease.preemptible)
+            for lease in self.leases
+            if lease.gateway != self._gateway and lease.id not in ours and (claim := _claim(lease))
+        )
+        if others != self._state.ledger.others:
+            self._post(MemoryChanged(self._clock(), {}, leases=others))
+            # What they use was taken for strangers' before, or is now.
+            self._nudge()
+
+    async def _bury(self) -> None:
+        """Give back what the dead held, once what is left of them is counted as a stranger's."""
+        dead = [lease for lease in self.leases if lease.id in self._dead.found]
+        if not dead:
+            return
+        self._tell_others(without=frozenset(lease.id for lease in dead))
+        await self._look()
+        await self._publish()
+        for lease in dead:
+            _log.info("the holder of a lease has ended", lease=lease.id, name=lease.name)
+            await self._store.release(lease.id, lease.token, kind=lease.kind)
+        self.leases = [lease for lease in self.leases if lease not in dead]
+        self._dead.watch(lease for lease in self.leases if lease.gateway != self._gateway)
+
+    # --- whether it answers -----------------------------------------------------------------------------------------
+
+    def _came_up(self, orders: Orders) -> None:
+        self.grace_left_s = orders.grace_left_s
+        if self.failure is None:
+            return
+        self.failure, self.since = None, self._clock()
+        _log.info("the lease store answers", grace_left_s=round(orders.grace_left_s, 1))
+        self._tell("lease_store", {"up": True})
+        self._post(MemoryChanged(self._clock(), {}, store_is_down=False))
+
+    def _went_down(self, why: str) -> None:
+        if self.failure is None:
+            self.since = self._clock()
+        if self.failure != why:
+            _log.warning("the lease store cannot be used: what is loaded goes on, nothing new is loaded", why=why)
+            self._tell("lease_store", {"up": False, "why": why})
+            self._post(MemoryChanged(self._clock(), {}, store_is_down=True))
+        self.failure = why
+
+
+def _claim(lease: Lease) -> dict[DeviceId, int]:
+    return {DeviceId(device): lease.claim[device] for device in sorted(lease.claim) if lease.claim[device] > 0}

@@ -1,0 +1,218 @@
+"""Models that need memory which other gateways hold: they stand in the store's line like any program that waits.
+
+Owns which of our models wait there, and what they were granted until their load takes it over. Only those stand in line
+who could not come even if all of ours left, and could if others' left too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from greenroom.core.decide import placement
+from greenroom.core.model import DeviceId, DeviceKind, ModelId, Move
+from greenroom.core.queue.waitlist import Queue, WaiterKind
+from greenroom.core.state import ModelRecord, State
+from greenroom.errors import GreenroomError, LeaseDenied
+from greenroom.leases.records import Holder, Lease, LeaseAsk
+from greenroom.leases.shared.store import SharedStore
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("sharing")
+
+# Our own scheduler finds room for a request within this, if it can.
+AFTER_S: Final = 1.0
+# Models of ours in the line at once.
+WANTS_MAX: Final = 8
+# A wait in the store's line ends with the queue of the model; this is only a bound.
+LINE_S: Final = 3_600.0
+# What was granted is taken over by a load at once, or not at all: then others may have it for a while.
+UNUSED_S: Final = 15.0
+REST_S: Final = 5.0
+
+
+Mib = Mapping[DeviceId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Needy:
+    """A model that others keep out: who waits for it, and what it could have of each GPU if they left."""
+
+    queue: Queue
+    place: Mapping[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class Want:
+    model: ModelId
+    id: str
+    task: asyncio.Task[Lease]
+    lease: Lease | None = None
+    held_at: float = 0.0
+
+
+class StandingInLine:
+    """`on_held` is called when a lease was granted, so that the scheduler hears of the room there is."""
+
+    def __init__(
+        self,
+        store: SharedStore,
+        gateway: str,
+        state: State,
+        clock: Callable[[], float],
+        *,
+        ttl_s: float,
+        holder: Holder | None,
+        on_held: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._gateway = gateway
+        self._state = state
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._holder = holder
+        self._on_held = on_held
+        self._wants: dict[ModelId, Want] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._number = 0
+        # Models that could not use what they were granted, and until when they do not ask again.
+        self._rests_until: dict[ModelId, float] = {}
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Leases that are ours to use, though no slot has them yet."""
+        return frozenset(want.id for want in self._wants.values() if want.lease is not None)
+
+    def adopted(self, move: Move) -> Lease | None:
+        """The lease that was granted for this model: from now on it is the slot's."""
+        want = self._wants.get(move.model)
+        if want is None or want.lease is None:
+            return None
+        del self._wants[move.model]
+        return want.lease
+
+    def follow(self) -> None:
+        """Let those stand in line who must, and nobody else."""
+        now, needy = self._clock(), self._needy()
+        for want in list(self._wants.values()):
+            if want.model not in needy if want.lease is None else self._is_useless(want, now):
+                self._give_up(want)
+                if want.lease is not None:
+                    self._rests_until[want.model] = now + REST_S
+        self._rests_until = {model: at for model, at in self._rests_until.items() if at > now}
+        for model, one in needy.items():
+            is_new = model not in self._wants and model not in self._rests_until
+            if is_new and len(self._wants) < WANTS_MAX:
+                self._stand(model, one)
+
+    async def renew(self) -> None:
+        """Raises StoreDown."""
+        held = [want.lease for want in self._wants.values() if want.lease is not None]
+        if held:
+            await self._store.renew_all([(lease.id, lease.token) for lease in held])
+
+    async def close(self) -> None:
+        for want in list(self._wants.values()):
+            self._give_up(want)
+        if self._leaving:
+            await asyncio.wait(self._leaving)
+
+    # --- who must ---------------------------------------------------------------------------------------------------
+
+    def _needy(self) -> dict[ModelId, Needy]:
+        state, now = self._state, self._clock()
+        if state.store_is_down or state.shutting_down:
+            return {}
+        most = state.most_mib(None)
+        with_others = {device: mib - state.ledger.foreign.get(device, 0) for device, mib in most.items()}
+        without = {device: mib - state.ledger.outside_mib(device) for device, mib in most.items()}
+        late = {
+            model: queue
+            for model, queue in state.waitlist.queues.items()
+            if queue.oldest + AFTER_S <= now and _priorities(queue)
+        }
+        places = {model: self._place(state.models[model], without, with_others) for model in late}
+        return {model: Needy(queue, place) for model, queue in late.items() if (place := places[model])}
+
+    def _is_useless(self, want: Want, now: float) -> bool:
+        """Nobody waits for the model any more, or its load has not come for this."""
+        is_waited_for = want.model in self._state.waitlist.queues
+        is_coming = any(slot.is_arriving for slot in self._state.slots_of(want.model))
+        return now >= want.held_at + UNUSED_S or not (is_waited_for or is_coming)
+
+    def _place(self, record: ModelRecord, without: Mib, with_others: Mib) -> dict[str, int]:
+        """What it could have of each GPU if others' models left; nothing for one that is not kept out by them."""
+        spec, need, devices = record.spec, record.need, self._state.devices
+        gpus = {one.id for one in devices if one.kind is DeviceKind.GPU}
+        if record.is_lease or not need.gpu_mib or not gpus or self._state.slots_of(spec.id):
+            return {}
+        if placement.options(spec, need, devices, without, without):
+            return {}
+        claims = placement.options(spec, need, devices, with_others, with_others)
+        return {str(device): mib for device, mib in claims[0].items() if device in gpus} if claims else {}
+
+    # --- the line ---------------------------------------------------------------------------------------------------
+
+    def _stand(self, model: ModelId, needy: Needy) -> None:
+        spec, is_split = self._state.models[model].spec, len(needy.place) > 1
+        self._number += 1
+        ask = LeaseAsk(
+            id=f"{self._gateway}/line{self._number}",
+            name=model,
+            mib=max(needy.place.values()),
+            gpus=len(needy.place),
+            # On one GPU any will do that it may use; a split one names its share of each.
+            devices=tuple(needy.place) if is_split else tuple(str(device) for device in spec.devices),
+            shares=needy.place if is_split else {},
+            priority=min(_priorities(needy.queue)),
+            ttl_s=self._ttl_s,
+            wait_s=LINE_S,
+            holder=self._holder,
+        )
+        _log.info("standing in line for a model", model=model, lease=ask.id, mib=sum(needy.place.values()))
+        task = asyncio.get_running_loop().create_task(self._store.acquire(ask, kind="slot"), name=f"line {model}")
+        want = self._wants[model] = Want(model, ask.id, task)
+        task.add_done_callback(lambda _: self._settled(want))
+
+    def _settled(self, want: Want) -> None:
+        if want.task.cancelled():
+            return
+        error = want.task.exception()
+        if error is None:
+            want.lease, want.held_at = want.task.result(), self._clock()
+            if self._wants.get(want.model) is want:
+                self._on_held()
+            else:
+                self._release_later(want.id)
+            return
+        if self._wants.get(want.model) is want:
+            del self._wants[want.model]
+        if not isinstance(error, LeaseDenied):
+            _log.warning("standing in line failed", model=want.model, error=str(error))
+
+    def _give_up(self, want: Want) -> None:
+        del self._wants[want.model]
+        if want.lease is None:
+            # The store forgets who is cancelled.
+            want.task.cancel()
+        else:
+            self._release_later(want.id)
+
+    def _release_later(self, id: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._release(id), name=f"leave line {id}")
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _release(self, id: str) -> None:
+        try:
+            await self._store.release(id, kind="slot")
+        except GreenroomError:
+            # It is not renewed any more, and lapses.
+            return
+
+
+def _priorities(queue: Queue) -> list[int]:
+    """Of those who would make others leave. A wish waits until there is room."""
+    return [priority for kind, priority, _ in queue.lanes if kind != WaiterKind.PRELOAD.value]

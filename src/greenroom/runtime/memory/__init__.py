@@ -1,0 +1,1 @@
+"""Device memory: what is measured, what models need, and whether a move may use it."""

@@ -1,0 +1,264 @@
+"""What a slot needs: declared, else measured before, else estimated by its engine, else guessed from its name.
+
+Owns the order of these sources, the operator's budget that caps them all, and the keys under which figures are
+remembered. Never measures: `measured` and `no_memory` are told what was seen. Reads headers of files, which blocks for
+milliseconds, so that it is asked where a configuration is taken in and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+from greenroom.config.schema import Model
+from greenroom.core.model import Claim, DeviceId, ModelId, Need
+from greenroom.engines.base import Engine
+from greenroom.engines.estimates.estimate import Estimate
+from greenroom.engines.estimates.name_size import estimate_by_name
+from greenroom.engines.identity import arguments_identity
+from greenroom.runtime.detached import beside
+from greenroom.runtime.memory.book import BookKey, Measured, NeedBook
+from greenroom.runtime.record.whole_file import replace_file
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("needs")
+
+# Where a figure comes from, besides the sources of an estimate (`engines/estimates/estimate.py`).
+DECLARED: Final = "declared"
+MEASURED: Final = "measured"
+RAISED: Final = "raised"
+BUDGET: Final = "budget"
+UNKNOWN: Final = "unknown"
+# A split over more GPUs than this has not been seen, so its figure is not looked for.
+SPLIT_MAX: Final = 16
+# Looks kept, also of models that are configured no more.
+LOOKS_MAX: Final = 10_000
+
+
+class Described(Protocol):
+    """What must be known of a model to say what it needs; an `Entry` of the catalogue, or the beginnings of one."""
+
+    @property
+    def id(self) -> ModelId: ...
+
+    @property
+    def config(self) -> Model: ...
+
+    @property
+    def engine(self) -> Engine: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model that is not in a catalogue yet."""
+
+    id: ModelId
+    config: Model
+    engine: Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a look at a model's files gave. `key` is without the kind of GPU."""
+
+    config: Model
+    key: BookKey
+    estimate: Estimate | None
+    asleep: Need | None = None  # None: its engine cannot sleep.
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """All that is known: the figure that counts, where it comes from, and what it could be compared with."""
+
+    need: Need
+    source: str
+    estimate: Estimate | None
+    measured: Measured | None
+
+    @property
+    def estimate_error(self) -> float | None:
+        """How far the estimate was from what was measured, where it ran; 0.05: 5 % too much."""
+        if self.estimate is None or self.measured is None or not self.measured.is_seen:
+            return None
+        guess = self.estimate.need
+        if self.measured.gpu_mib:
+            return guess.gpu_mib / self.measured.gpu_mib - 1
+        return (guess.gpu_mib + guess.host_mib) / (self.measured.host_mib or 1) - 1
+
+
+class Needs:
+    """`gpus` are the GPUs there are and what kind each is; without any, models run on the host."""
+
+    def __init__(self, book: NeedBook | None = None, gpus: Mapping[DeviceId, str] | None = None) -> None:
+        self.book = book if book is not None else NeedBook(None, replace_file, warn)
+        self.gpus: Mapping[DeviceId, str] = gpus or {}
+        self._looked_at: dict[ModelId, Look] = {}
+        # Never cancelled: two threads must not write the same draft.
+        self._writing: asyncio.Task[None] | None = None
+        self._is_stale = False
+
+    def need_of(self, entry: Described) -> tuple[Need, str]:
+        """What it needs, and where that comes from. Looks at its files anew, which blocks."""
+        self._looked_at.pop(entry.id, None)
+        self._looked_at[entry.id] = self._look(entry)
+        for oldest in list(self._looked_at)[: max(0, len(self._looked_at) - LOOKS_MAX)]:
+            del self._looked_at[oldest]
+        account = self.account_of(entry)
+        return account.need, account.source
+
+    def account_of(self, entry: Described) -> Account:
+        """All that is known now. Reads nothing if `need_of` was asked for this entry before."""
+        model, look = entry.config, self._look_of(entry)
+        known = self._known(look)
+        need, source = _chosen(model, known, look.estimate)
+        if look.asleep is not None:
+            # What it is seen to take is without what its worker needs to compute, so that can only make it more.
+            guess = look.estimate.need if look.estimate is not None and source == MEASURED else Need()
+            need = self._hosted(need.or_more(guess), look.asleep)
+        if known is not None and not _covers(need, known.raised):
+            need, source = _larger(need, known.raised), RAISED
+        if model.gpu_memory_budget_mib is not None and need.gpu_mib > model.gpu_memory_budget_mib:
+            need, source = Need(model.gpu_memory_budget_mib, need.host_mib), BUDGET
+        return Account(need, source, look.estimate, known)
+
+    def asleep_of(self, entry: Described) -> Need | None:
+        """What it needs when asleep; None where its engine cannot sleep. Reads nothing if `need_of` was asked."""
+        return self._look_of(entry).asleep
+
+    def estimate_of(self, entry: Described, gpus: int) -> Estimate | None:
+        """What its engine makes of its files for so many GPUs, else what its name says. Reads its files."""
+        model = entry.config
+        gpus = 0 if is_host_only(model) else gpus
+        return entry.engine.estimate(model, gpus) or estimate_by_name(entry.id, model, gpus)
+
+    def measured(self, entry: Described, peak: Claim) -> bool:
+        """It was loaded and seen to take so much. Returns whether that changes what it will need next time."""
+        on_gpus = {device: mib for device, mib in peak.items() if device in self.gpus and mib}
+        host_mib = sum(mib for device, mib in peak.items() if device not in self.gpus) or None
+        if not on_gpus and host_mib is None:
+            return False
+        before = self.account_of(entry).need
+        self.book.note(self._key(entry, on_gpus), Measured(sum(on_gpus.values()), host_mib))
+        self._write_soon()
+        return self.account_of(entry).need != before
+
+    def no_memory(self, entry: Described, least: Need, claim: Claim) -> None:
+        """A load with this claim ran out of memory; next time plan with at least `least`, also after a restart."""
+        self.book.note_no_memory(self._key(entry, claim), least)
+        self._write_soon()
+
+    async def close(self) -> None:
+        """Write a last time."""
+        while self._writing is not None:
+            await asyncio.wait((self._writing,))
+        await beside(self.book.writing(), "write needs")
+
+    # --- looking --------------------------------------------------------------------------------------------------
+
+    def _look_of(self, entry: Described) -> Look:
+        look = self._looked_at.get(entry.id)
+        return look if look is not None and look.config is entry.config else self._look(entry)
+
+    def _look(self, entry: Described) -> Look:
+        model, engine = entry.config, entry.engine
+        file, program = engine.identity(model)
+        key = BookKey(file, f"{engine.name} {program}", arguments_identity(model), "")
+        estimate = self.estimate_of(entry, min(1, len(self.gpus)))
+        if not engine.hosted:
+            return Look(model, key, estimate)
+        asleep = engine.estimate_asleep(model)
+        return Look(model, key, estimate, Need() if asleep is None else asleep.need)
+
+    def _hosted(self, need: Need, asleep: Need) -> Need:
+        """What sleeps on the host is there when it is ready too."""
+        if need.gpu_mib and not self.gpus:
+            # Without GPUs what was said of their memory is the host's.
+            need = Need(0, need.gpu_mib + need.host_mib)
+        return need.or_more(Need(0, asleep.host_mib))
+
+    def _known(self, look: Look) -> Measured | None:
+        """What was measured where it would most likely run: on one GPU, else over as few as were seen."""
+        for kinds in self._kinds(look.config):
+            found = [self.book.recall(replace(look.key, gpu=kind)) for kind in kinds]
+            if seen := [one for one in found if one is not None]:
+                return max(seen, key=lambda one: (one.gpu_mib, one.raised.gpu_mib))
+        return None
+
+    # --- keys -----------------------------------------------------------------------------------------------------
+
+    def _key(self, entry: Described, claim: Claim) -> BookKey:
+        """A split one has a context on each GPU, so it is a figure of its own."""
+        kinds = sorted(self.gpus[device] for device in claim if device in self.gpus)
+        return replace(self._look_of(entry).key, gpu=kind_of(kinds))
+
+    def _kinds(self, model: Model) -> Iterator[list[str]]:
+        """Keys to try, best first."""
+        kinds = sorted(set(self.gpus.values()))
+        if is_host_only(model) or not kinds:
+            yield [""]
+            return
+        for count in range(1, min(len(self.gpus), SPLIT_MAX) + 1):
+            yield [kind_of([kind] * count) for kind in kinds]
+        # All there are, where they differ; and the host alone, for what takes nothing of a GPU.
+        yield [kind_of(sorted(self.gpus.values()))]
+        yield [""]
+
+    # --- the file -------------------------------------------------------------------------------------------------
+
+    def _write_soon(self) -> None:
+        self._is_stale = True
+        if self._writing is None:
+            self._writing = asyncio.get_running_loop().create_task(self._write(), name="write needs")
+
+    async def _write(self) -> None:
+        while self._is_stale:
+            self._is_stale = False
+            await beside(self.book.writing(), "write needs")
+        self._writing = None
+
+
+def kind_of(kinds: list[str]) -> str:
+    """`NVIDIA H200`, `2×NVIDIA H200`, or all names where they differ."""
+    if len(set(kinds)) > 1:
+        return " + ".join(kinds)
+    return "".join(kinds) if len(kinds) < 2 else f"{len(kinds)}×{kinds[0]}"
+
+
+def is_host_only(model: Model) -> bool:
+    return model.device == "cpu" or model.n_gpu_layers == 0
+
+
+def warn(message: str, error: str) -> None:
+    _log.warning(message, error=error)
+
+
+def _chosen(model: Model, known: Measured | None, estimate: Estimate | None) -> tuple[Need, str]:
+    # 1. What the operator says.
+    if model.memory_mib is not None:
+        on_host = is_host_only(model)
+        return Need(0 if on_host else model.memory_mib, model.host_memory_mib + model.memory_mib * on_host), DECLARED
+    guess = estimate.need if estimate is not None else Need()
+    # 2. What was measured; the host's part is only seen on some machines.
+    if known is not None and known.is_seen:
+        host_mib = known.host_mib if known.host_mib is not None else guess.host_mib
+        return _with_host(model, Need(known.gpu_mib, host_mib)), MEASURED
+    # 3. What the engine, or the name, makes one expect.
+    return _with_host(model, guess), UNKNOWN if estimate is None else estimate.source
+
+
+def _with_host(model: Model, need: Need) -> Need:
+    """What the operator says of the host replaces what was guessed; where all is on the host, it comes on top."""
+    if need.gpu_mib:
+        return Need(need.gpu_mib, model.host_memory_mib or need.host_mib)
+    return Need(0, need.host_mib + model.host_memory_mib)
+
+
+def _covers(need: Need, least: Need) -> bool:
+    return need.gpu_mib >= least.gpu_mib and need.host_mib >= least.host_mib
+
+
+def _larger(one: Need, other: Need) -> Need:
+    return Need(max(one.gpu_mib, other.gpu_mib), max(one.host_mib, other.host_mib))

@@ -1,0 +1,1 @@
+"""Where memory figures come from: NVML, a file, a made-up machine."""

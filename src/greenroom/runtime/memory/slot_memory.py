@@ -1,0 +1,179 @@
+"""What moves must know of memory: which GPUs to show an engine, what it took, and whether it has given it back.
+
+Owns the way from what was seen to what is remembered, and the numbers in the error of a load that ran out of memory.
+Never decides who goes where: the scheduler did, and hears of every new figure for the next time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from greenroom.core.events import ConfigChanged, Event
+from greenroom.core.model import NO_CLAIM, Claim, DeviceId, Move, Need, SlotId
+from greenroom.core.state import State
+from greenroom.errors import OutOfMemory
+from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.memory.devices import HOST
+from greenroom.runtime.memory.gpus import visible_gpus
+from greenroom.runtime.memory.needs import Needs
+from greenroom.runtime.memory.probes.base import Reading
+from greenroom.runtime.memory.watch import MemoryWatch
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("memory")
+
+# A ready engine is looked at before its first request; a driver that takes longer must not keep its callers waiting.
+LOOK_S: Final = 2.0
+# What is free by the ledger and not by the probe is waited for this long before a load is planned anew.
+ROOM_S: Final = 5.0
+# Memory of a stopped engine is back within a second as a rule. What is not back by then is a stranger's.
+BACK_S: Final = 10.0
+# Where it cannot be seen whose memory it is, memory is back when it does not get more any longer.
+SETTLED_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a slot was last seen to use, and the look at which that was."""
+
+    at: Reading
+    seen: Claim
+    unseen: frozenset[DeviceId]
+
+
+class SlotMemory:
+    def __init__(
+        self,
+        state: State,
+        catalog: Catalog,
+        needs: Needs,
+        watch: MemoryWatch,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._state = state
+        self._catalog = catalog
+        self._needs = needs
+        self._watch = watch
+        self._post = post
+        self._clock = clock
+
+    def gpus_for(self, entry: Entry, claim: Claim) -> tuple[DeviceId, ...] | None:
+        """The GPUs this engine may see; None where there are none to plan with."""
+        return visible_gpus(entry, claim, self._state.ledger.devices.values())
+
+    async def lacks(self, claim: Claim) -> Claim:
+        """What of this claim is not really free, after a moment of waiting for it."""
+        gpus = {device: mib for device, mib in claim.items() if mib > 0 and device != HOST}
+        return await self._watch.room_for(gpus, ROOM_S) if gpus else NO_CLAIM
+
+    # --- what a slot takes ------------------------------------------------------------------------------------------
+
+    async def look(self, slot: SlotId) -> Claim | None:
+        """What this slot uses now that it is ready; None where that cannot be seen."""
+        if self._watch.failure is not None:
+            return None
+        try:
+            async with asyncio.timeout(LOOK_S):
+                await self._watch.look_now()
+        except TimeoutError:
+            return None
+        return self._watch.seen_of(slot) or None
+
+    def remember(self, slot: SlotId, entry: Entry) -> None:
+        """The most that this slot was seen to use is what its model will be given next time."""
+        peak = self._watch.peak_of(slot)
+        # Where rules about company stand alone models take no room, whatever is measured.
+        if not peak or not self._catalog.fits_memory or not self._needs.measured(entry, peak):
+            return
+        account = self._needs.account_of(entry)
+        if self._catalog.revision(entry.id, entry.spec.revision) is not None:
+            self._post(ConfigChanged(self._clock(), needs={entry.id: account.need}))
+        need = account.need
+        _log.info("need", model=entry.id, gpu_mib=need.gpu_mib, host_mib=need.host_mib, source=account.source)
+
+    def grew(self, slot: SlotId, entry: Entry) -> None:
+        """A slot that serves was seen to use more than was remembered. Nothing is read from a disk for that."""
+        if self._catalog.revision(entry.id, entry.spec.revision) is not None:
+            self.remember(slot, entry)
+
+    def running_out(self, move: Move, entry: Entry) -> None:
+        """Called before the end of such a load is told: where nobody knew what it needs, that was more than is free."""
+        record, gpus = self._state.models.get(move.model), self.gpus_for(entry, move.claim) or ()
+        if record is None or record.need.gpu_mib or not gpus or not self._catalog.fits_memory:
+            return
+        free = self._state.ledger.free_mib(frozenset({move.slot}))
+        least = Need(max(max(0, free.get(gpu, 0)) for gpu in gpus) + 1, record.need.host_mib)
+        self._post(ConfigChanged(self._clock(), needs={entry.id: least}))
+
+    def ran_out(self, move: Move, entry: Entry) -> None:
+        """A load ran out of memory, and the scheduler has raised the need: that must outlast a restart."""
+        record = self._state.models.get(move.model)
+        if record is not None and self._catalog.fits_memory:
+            self._needs.no_memory(entry, record.need, move.claim)
+
+    # --- whether it is back -----------------------------------------------------------------------------------------
+
+    def held_by(self, slot: SlotId) -> Held:
+        """To be asked before a slot is stopped, for `back` to know what to wait for."""
+        claimed = self._state.ledger.held_by(slot)
+        last = self._watch.last
+        return Held(last.reading, self._watch.seen_of(slot), last.shares.unseen & frozenset(claimed))
+
+    async def back(self, slot: SlotId, held: Held) -> None:
+        """Wait until the memory of a slot whose processes have ended is free again, but not for ever."""
+        if self._watch.failure is not None:
+            return
+        missing = await self._watch.back(held.at, held.seen, BACK_S) if held.seen else NO_CLAIM
+        if missing:
+            said = " ".join(f"{device}={mib}" for device, mib in missing.items())
+            _log.warning("memory has not come back", slot=slot, after_s=BACK_S, missing_mib=said)
+        if held.unseen:
+            await self._settled(held.unseen)
+
+    async def _settled(self, devices: frozenset[DeviceId]) -> None:
+        deadline = self._clock() + BACK_S
+        used = _used_mib(await self._watch.look_now(), devices)
+        while self._watch.failure is None and self._clock() < deadline:
+            await asyncio.sleep(SETTLED_S)
+            before, used = used, _used_mib(await self._watch.look_now(), devices)
+            if used >= before:
+                return
+
+    # --- the error of a load that ran out of it ---------------------------------------------------------------------
+
+    def shortage(self, move: Move, entry: Entry, complaint: str, details: str) -> OutOfMemory:
+        """What it was given, what there was, and what to do."""
+        ledger = self._state.ledger
+        free = ledger.free_mib(frozenset({move.slot}))
+        numbers = {
+            str(device): {
+                "given_mib": mib,
+                "free_mib": max(0, free.get(device, 0)),
+                "capacity_mib": ledger.devices[device].capacity_mib if device in ledger.devices else 0,
+            }
+            for device, mib in move.claim.items()
+        }
+        return OutOfMemory(
+            f"{entry.id} ran out of memory while loading ({complaint}). {_told(numbers)} "
+            "Say what it needs with memory_mib, let it need less (a smaller ctx_size), or give it more devices.",
+            details=details,
+            beside={"memory": numbers},
+        )
+
+
+def _told(numbers: dict[str, dict[str, int]]) -> str:
+    if not numbers:
+        return "It was given no memory of its own, because nobody has said what it needs."
+    each = (
+        f"{said['given_mib']:,} MiB on {device}, where {said['free_mib']:,} of {said['capacity_mib']:,} MiB were free"
+        for device, said in numbers.items()
+    )
+    return f"It was given {'; '.join(each)}."
+
+
+def _used_mib(reading: Reading, devices: frozenset[DeviceId]) -> int:
+    return sum(gpu.used_mib for gpu in reading.gpus if gpu.uuid in devices)

@@ -1,0 +1,318 @@
+"""The watch over memory: looks at the GPUs from time to time and whenever something has happened.
+
+Owns the last look, what each slot was seen to use at most, and the one event that tells the scheduler what changed. A
+probe that begins to fail costs a warning: the last look is kept, and plans go on by what was claimed. Looking blocks,
+so it is done beside the loop, one look at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from greenroom.core.events import Event, MemoryChanged
+from greenroom.core.model import NO_CLAIM, Claim, DeviceId, SlotId, larger
+from greenroom.errors import ProbeFailed
+from greenroom.process import ownership
+from greenroom.runtime.detached import beside
+from greenroom.runtime.memory.attribution import Attribution, Owner, attribute
+from greenroom.runtime.memory.devices import HOST
+from greenroom.runtime.memory.host import THIS_MACHINE
+from greenroom.runtime.memory.probes.base import GpuReading, Probe, Reading
+from greenroom.runtime.memory.room import not_back, short_of
+from greenroom.runtime.workers.hosted_slots import HostedSlots
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("memory")
+
+# A look takes milliseconds; a driver that does not answer for this long is stuck.
+LOOK_MAX_S = 10.0
+# A glance that somebody waits for in the middle of a swap is given up sooner.
+GLANCE_MAX_S = 1.0
+# However much happens, looks are this far apart, unless one is waited for.
+GAP_S = 0.1
+# What hosted slots need to change places, but for copies that go on beside.
+SWAP_S = 0.05
+# How often memory is looked for that somebody waits for.
+AGAIN_S = 0.05
+# What engines use of the host changes all the time; only this much is news.
+HOST_STEP_MIB = 64
+# Slots that have gone whose peak is still known.
+GONE_KEPT_MAX = 256
+# A start's log names so many strangers on each GPU, the largest first.
+STRANGERS_TOLD_MAX = 16
+
+
+class Owners(Protocol):
+    def __call__(self) -> Mapping[str, Owner]:
+        """Everybody who was given memory, by slot."""
+
+    def by_identity(self, identity: str) -> str | None:
+        """The slot whose processes have this identity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look, and whose memory it was."""
+
+    at: float
+    reading: Reading
+    shares: Attribution = field(default_factory=Attribution)
+    names: Mapping[int, str] = field(default_factory=dict)  # Of strangers, by pid.
+
+
+class MemoryWatch:
+    def __init__(
+        self,
+        probe: Probe,
+        owners: Owners,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+        every_s: float,
+        first: Reading,
+        hosted: HostedSlots | None = None,
+    ) -> None:
+        self._probe = probe
+        self._owners = owners
+        self._post = post
+        self._clock = clock
+        self._every_s = every_s
+        self._hosted = hosted or HostedSlots()
+        # What plans leave to workers on each GPU; only what they use beyond that is told.
+        self.set_aside_mib: Mapping[DeviceId, int] = {}
+        self.last = Look(clock(), first)
+        # Told after each look that new peaks may have been seen.
+        self.on_look: Callable[[], None] = lambda: None
+        # Why the probe fails, for as long as it does.
+        self.failure: str | None = None
+        self._told = Attribution()
+        self._peaks: dict[str, Claim] = {}
+        self._missing: frozenset[str] = frozenset()
+        self._wanted = asyncio.Event()
+        self._one_look = asyncio.Lock()
+        # No look is begun before the last one has ended: a driver that is stuck would take thread after thread.
+        self._looking: asyncio.Task[Look] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def kind(self) -> str:
+        """Where the figures come from."""
+        return self._probe.kind
+
+    @property
+    def sees_pids(self) -> bool:
+        """Whether memory is attributed by process on every GPU, rather than estimated from what was declared."""
+        return not self.last.shares.unseen
+
+    def tell_first(self) -> None:
+        """Tell the scheduler what was seen at the start, before it loads anything; and people who was there first."""
+        self.last = look = self._shared_out(self.last.reading, self._owners(), self._owners.by_identity)
+        for device, by_pid in look.shares.strangers.items():
+            for pid, mib in sorted(by_pid.items(), key=lambda use: -use[1])[:STRANGERS_TOLD_MAX]:
+                _log.info("a stranger uses GPU memory", gpu=device, pid=pid, name=look.names.get(pid), mib=mib)
+        self._tell(look.shares)
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._watch(), name="memory watch")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        if self._looking is None or self._looking.done():
+            self._probe.close()
+
+    def nudge(self) -> None:
+        """Something has happened: look soon."""
+        self._wanted.set()
+
+    async def _watch(self) -> None:
+        while True:
+            self._wanted.clear()
+            try:
+                await self.look_now()
+            except Exception as bug:
+                _log.bug("looking at memory broke", bug)
+            await asyncio.sleep(min(GAP_S, self._every_s))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._every_s):
+                    await self._wanted.wait()
+            if self._hosted.there:
+                # A swap is two moves in a row: a look between them would see neither, and hold the second up.
+                await asyncio.sleep(min(SWAP_S, self._every_s))
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    async def look_now(self) -> Reading:
+        """Look, and tell the scheduler what changed. The last reading again if the probe fails; never raises."""
+        async with self._one_look:
+            try:
+                stirs = dict(self._hosted.stirs)
+                look = await self._looked()
+            except ProbeFailed as error:
+                self._fail(error.message)
+                return self.last.reading
+            self._recover()
+            self._take(self._settled(look, self._hosted.stirred_since(stirs)))
+        return self.last.reading
+
+    async def _looked(self) -> Look:
+        """A new look. One that an earlier caller gave up is waited for first, and what it saw is old by now."""
+        if self._looking is not None:
+            await self._until_ended(self._looking)
+        owners, by_identity = self._owners(), self._owners.by_identity
+        work = beside(lambda: self._look(owners, by_identity), "look at memory")
+        self._looking = looking = asyncio.get_running_loop().create_task(work, name="look at memory")
+        await self._until_ended(looking)
+        self._looking = None
+        return looking.result()
+
+    async def _until_ended(self, looking: asyncio.Task[Look]) -> None:
+        done, _ = await asyncio.wait((looking,), timeout=LOOK_MAX_S)
+        if not done:
+            raise ProbeFailed(f"The {self.kind} probe has not answered for {LOOK_MAX_S:g} s.")
+
+    def _look(self, owners: Mapping[str, Owner], by_identity: ownership.ByIdentity) -> Look:
+        """Beside the loop: nothing of the scheduler is touched here."""
+        return self._shared_out(self._probe.look(), owners, by_identity)
+
+    def _shared_out(self, reading: Reading, owners: Mapping[str, Owner], by_identity: ownership.ByIdentity) -> Look:
+        roots = {pid: name for name, owner in owners.items() for pid in owner.roots}
+        pids = {pid for gpu in reading.gpus for pid in gpu.processes or ()}
+        shares = attribute(reading, owners, ownership.owners_of(pids, roots, by_identity))
+        shares = replace(shares, seen={**shares.seen, **_host_use(owners, shares.seen, roots)})
+        return Look(self._clock(), reading, shares, _names(shares))
+
+    def _settled(self, look: Look, stirred: frozenset[DeviceId]) -> Look:
+        """Where memory changed hands inside workers while it was looked at, whose it is was not seen: see later."""
+        told = self._hosted.told()
+        seen = {owner: told.get(owner, claim) for owner, claim in look.shares.seen.items()}
+        last = self.last.shares
+        shares = replace(
+            look.shares,
+            seen=seen,
+            foreign_mib={**look.shares.foreign_mib, **{gpu: last.foreign_mib.get(gpu, 0) for gpu in stirred}},
+            own_mib={**look.shares.own_mib, **{gpu: last.own_mib.get(gpu, 0) for gpu in stirred}},
+        )
+        return replace(look, shares=shares)
+
+    def _take(self, look: Look) -> None:
+        self._tell_of_missing(look.reading)
+        self.last = look
+        for owner, seen in look.shares.seen.items():
+            if seen:
+                # Put last again, so that those which have gone are forgotten in the order they went.
+                self._peaks[owner] = larger(self._peaks.pop(owner, NO_CLAIM), seen)
+        for owner in list(self._peaks)[: max(0, len(self._peaks) - len(look.shares.seen) - GONE_KEPT_MAX)]:
+            del self._peaks[owner]
+        self._tell(look.shares)
+        self.on_look()
+
+    def _tell(self, now: Attribution) -> None:
+        """One event for all that changed."""
+        told, others = self._told, self._others_mib(now)
+        foreign = {device: mib for device, mib in others.items() if mib != told.foreign_mib.get(device, 0)}
+        known = {owner: told.seen.get(owner, NO_CLAIM) for owner in now.seen}
+        news = {owner: claim for owner, claim in now.seen.items() if _is_news(claim, known[owner])}
+        self._told = Attribution(others, known | news)
+        if foreign or news:
+            seen = {SlotId(owner): claim for owner, claim in news.items()}
+            self._post(MemoryChanged(self._clock(), foreign, seen or None))
+
+    async def glance(self, gpu: DeviceId) -> GpuReading | None:
+        """What of this GPU's memory is used now, and nothing more; nobody is told. None if that cannot be seen."""
+        if self.failure is not None:
+            return None
+        try:
+            async with asyncio.timeout(GLANCE_MAX_S):
+                return await beside(lambda: self._probe.glance(gpu), "glance at memory")
+        except (ProbeFailed, TimeoutError):
+            # The next look finds out whether that was a moment or lasts.
+            return None
+
+    def _others_mib(self, now: Attribution) -> dict[DeviceId, int]:
+        """What is no slot's: strangers' use, and what workers use for themselves beyond what is set aside for them."""
+        own = {gpu: max(0, mib - self.set_aside_mib.get(gpu, 0)) for gpu, mib in now.own_mib.items()}
+        return {gpu: mib + own.get(gpu, 0) for gpu, mib in now.foreign_mib.items()}
+
+    # --- what was seen ----------------------------------------------------------------------------------------------
+
+    def seen_of(self, slot: SlotId) -> Claim:
+        """What this slot used at the last look; only devices where that can be seen."""
+        return self.last.shares.seen.get(slot, NO_CLAIM)
+
+    def peak_of(self, slot: SlotId) -> Claim:
+        """The most that this slot was ever seen to use."""
+        return self._peaks.get(slot, NO_CLAIM)
+
+    async def back(self, before: Reading, released: Claim, timeout_s: float) -> Claim:
+        """Wait until what a stopped slot used is free again. Returns what is still missing when the time is over."""
+        return await self._until_there(lambda now: not_back(before, now, released), timeout_s)
+
+    async def room_for(self, claim: Claim, timeout_s: float) -> Claim:
+        """Wait until so much is really free, whatever the ledger says: who gave memory back on paper may still use it.
+
+        Returns what is still missing when the time is over.
+        """
+        return await self._until_there(lambda now: short_of(now, claim), timeout_s)
+
+    async def _until_there(self, missing_at: Callable[[Reading], Claim], timeout_s: float) -> Claim:
+        """Nothing is missing, as far as anybody knows, where memory cannot be looked at."""
+        deadline = self._clock() + timeout_s
+        while True:
+            missing = missing_at(await self.look_now())
+            if self.failure is not None:
+                return NO_CLAIM
+            if not missing or self._clock() >= deadline:
+                return missing
+            await asyncio.sleep(AGAIN_S)
+
+    # --- what goes wrong --------------------------------------------------------------------------------------------
+
+    def _fail(self, why: str) -> None:
+        if self.failure is None:
+            _log.warning("memory of GPUs cannot be looked at; the last figures are kept", why=why)
+        self.failure = why
+
+    def _recover(self) -> None:
+        if self.failure is not None:
+            _log.info("memory of GPUs can be looked at again")
+        self.failure = None
+
+    def _tell_of_missing(self, now: Reading) -> None:
+        """A GPU that fell off the bus keeps its last figure; there is nothing else to go by."""
+        before = frozenset(gpu.uuid for gpu in self.last.reading.gpus) | self._missing
+        missing = before - {gpu.uuid for gpu in now.gpus}
+        for uuid in sorted(missing - self._missing):
+            _log.warning("GPU is no longer seen", gpu=uuid)
+        for uuid in sorted(self._missing - missing):
+            _log.info("GPU is seen again", gpu=uuid)
+        self._missing = missing
+
+
+def _names(shares: Attribution) -> dict[int, str]:
+    """What the strangers among the processes call themselves."""
+    strangers = {pid for by_pid in shares.strangers.values() for pid in by_pid}
+    return {pid: name for pid in sorted(strangers) if (name := ownership.name_of(pid)) is not None}
+
+
+def _host_use(owners: Mapping[str, Owner], seen: Mapping[str, Claim], roots: Mapping[int, str]) -> dict[str, Claim]:
+    """What those use of the host who were given memory there. Only then is the whole process table read."""
+    wanted = {pid: name for pid, name in roots.items() if owners[name].held.get(HOST)}
+    trees = ownership.trees(wanted) if wanted else {}
+    return {
+        name: {**seen.get(name, NO_CLAIM), HOST: used_mib}
+        for name, pids in trees.items()
+        if (used_mib := THIS_MACHINE.used_mib(pids))
+    }
+
+
+def _is_news(now: Claim, told: Claim) -> bool:
+    if now.keys() != told.keys():
+        return True
+    return any(abs(mib - told[device]) >= (HOST_STEP_MIB if device == HOST else 1) for device, mib in now.items())

@@ -1,0 +1,1 @@
+"""Moves carried out: loads, wakes, sleeps and unloads, each ending in one `MoveDone`."""

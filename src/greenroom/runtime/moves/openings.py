@@ -1,0 +1,168 @@
+"""Slots in workers: opened, which fills an arena or takes a filled one over, and closed.
+
+Owns the way into a worker and out of it. Whatever goes wrong on the way in, nothing of the slot is left there. A worker
+that cannot let go of a slot is ended. Never touches a GPU's memory: an open slot is asleep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from greenroom.core.model import Move
+from greenroom.errors import LoadFailed
+from greenroom.http.upstream import Address, Pool
+from greenroom.process.state_dir import StateDir
+from greenroom.runtime.detached import beside
+from greenroom.runtime.memory.hosted_memory import HostedMemory
+from greenroom.runtime.moves.hosted_errors import Mishaps
+from greenroom.runtime.moves.roots import check_roots
+from greenroom.runtime.observer import Observer
+from greenroom.runtime.slots import Slots
+from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost, count, seconds
+from greenroom.runtime.workers.hosted_slots import HostedSlot
+from greenroom.runtime.workers.hosts import Hosts
+
+# A worker that cannot close its only slot in this time is ended: it is quicker to start another.
+CLOSE_MAX_S: Final = 20.0
+# One that serves others has this long before it counts as stuck, which is longer than it waits for its own threads.
+# Then it is ended, and what else lives there goes on in another.
+CLOSE_SHARED_MAX_S: Final = 150.0
+
+
+class Openings:
+    def __init__(
+        self,
+        slots: Slots,
+        state_dir: StateDir,
+        hosts: Hosts,
+        observer: Observer,
+        memory: HostedMemory,
+        mishaps: Mishaps,
+        roots: Callable[[], tuple[str, ...]],
+    ) -> None:
+        self._slots = slots
+        self._state_dir = state_dir
+        self._hosts = hosts
+        self._observer = observer
+        self._memory = memory
+        self._mishaps = mishaps
+        self._roots = roots
+
+    async def open(self, move: Move, slot: HostedSlot) -> None:
+        """Have a worker that has this slot, asleep. An arena that is filled is taken over as it is."""
+        limit_s, clock = slot.entry.config.load_timeout_s, asyncio.get_running_loop().time
+        ends_at = clock() + limit_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._open_in_time(move, slot)
+        except WorkerLost:
+            raise
+        except BaseException as error:
+            await whole(self.shut(slot, opens_for_s=ends_at - clock()))
+            if isinstance(error, OpFailed):
+                raise self._mishaps.no_load(move, slot.entry, error) from error
+            if isinstance(error, TimeoutError):
+                said = f"{slot.entry.id} could not be loaded: it took more than {limit_s:g} s."
+                raise LoadFailed(said, public=said) from error
+            raise
+
+    async def _open_in_time(self, move: Move, slot: HostedSlot) -> None:
+        entry, roots = slot.entry, self._roots()
+        if roots:
+            await beside(lambda: check_roots(entry, roots), f"roots of {entry.id}")
+        options = self._options(slot)
+        try:
+            worker = await self._hosts.let_in(slot.engine, slot.key, slot.id, self._slots.log(entry.id))
+        except LoadFailed as error:
+            why = error.message.rstrip(".")
+            raise LoadFailed(
+                f"{entry.id} could not be loaded: {why}.",
+                public=f"{entry.id} could not be loaded: its worker could not be started.",
+                details=error.details,
+            ) from error
+        slot.worker, slot.had_company = worker, len(worker.slots) > 1
+        slot.is_on_host = worker.device == "cpu"
+        if not slot.arena.is_filled:
+            slot.arena.empty()
+        slot.socket = str(self._state_dir.run_dir / slot.socket_name())
+        answer = await worker.ask(
+            "open",
+            fd=slot.arena.fd,
+            on_progress=lambda share: setattr(slot, "progress", share),
+            slot=slot.id,
+            model=entry.id,
+            path=entry.config.path,
+            socket=slot.socket,
+            filled=slot.arena.is_filled,
+            gpus=slot.key.visible,
+            options=options,
+        )
+        self._is_open(slot, answer)
+
+    def _options(self, slot: HostedSlot) -> Mapping[str, object]:
+        try:
+            said = slot.engine.options(slot.entry.config, slot.key.gpus)
+        except LoadFailed as error:
+            raise type(error)(f"{slot.entry.id} could not be loaded: {error.message}", details=error.details) from error
+        memory = self._memory
+        return {
+            **said,
+            "arena_max_bytes": memory.host_max_bytes,
+            "host_free_bytes": memory.host_free_bytes,
+            "checked": str(self._state_dir.path / "checked"),
+        }
+
+    def _is_open(self, slot: HostedSlot, answer: Answer) -> None:
+        if not slot.arena.is_filled:
+            self._observer.prepared(slot.entry.id, count(answer, "read_bytes"), seconds(answer, "seconds"))
+        slot.arena.is_filled, slot.progress = True, None
+        slot.arena_bytes = count(answer, "arena_bytes")
+        slot.pool = Pool(Address(path=slot.socket or ""), name=f"The engine of {slot.entry.id}")
+        self._hosts.want_spare(slot.engine, slot.key)
+
+    async def shut(self, slot: HostedSlot, *, opens_for_s: float = 0.0) -> None:
+        """Have the worker let go of it. One that does not is ended, and the others who live there go on elsewhere.
+
+        One that is still being opened may be read by Transformers itself, which does not hear that nobody waits: it has
+        what is left of the time for that.
+        """
+        worker = slot.worker
+        if worker is not None:
+            if slot.pool is not None:
+                slot.pool.close()
+            try:
+                await worker.let_go_of(
+                    slot.id, "close", alone_s=CLOSE_MAX_S, shared_s=max(CLOSE_SHARED_MAX_S, opens_for_s)
+                )
+            except OpFailed as error:
+                if error.kind != "unknown_slot":
+                    worker.end()
+            except (WorkerLost, TimeoutError):
+                worker.end()
+            if worker.is_lost:
+                await worker.gone.wait()
+        self.let_go(slot)
+
+    def let_go(self, slot: HostedSlot) -> None:
+        """It lives in no worker any more."""
+        worker, slot.worker = slot.worker, None
+        if slot.pool is not None:
+            slot.pool.close()
+        if slot.socket is not None:
+            Path(slot.socket).unlink(missing_ok=True)
+        slot.pool = slot.socket = slot.progress = None
+        if worker is not None:
+            self._hosts.let_out(worker, slot.id)
+
+
+async def whole(work: Coroutine[Any, Any, None]) -> None:
+    """Clear up to the end. Being called off meanwhile is heard afterwards: a deadline may have come before it."""
+    clearing = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(clearing)
+    except asyncio.CancelledError:
+        await asyncio.wait((clearing,))
+        raise

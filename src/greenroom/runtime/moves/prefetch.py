@@ -1,0 +1,176 @@
+"""Reads the files of a model that is waited for into the page cache, before its engine can start.
+
+While somebody waits for a model, its engine often cannot start yet: others have to leave first. The disk is idle then.
+Owns one reader for one model at a time, which reads front to back and stops when the model is ready, when nobody waits
+for it any more, or when half of the memory that could be had is used up. What it reads is cache: whoever needs the
+memory takes it back. Never decides who comes next, and never waits for a disk on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+from greenroom.core.model import ModelId
+from greenroom.core.state import State
+from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.detached import beside
+from greenroom.telemetry.logs import get_logger
+
+MIB: Final = 2**20
+# Read between two looks at whether it is still wanted: a moment on any disk, and few looks on a fast one.
+PIECE_BYTES: Final = 32 * MIB
+# Read by one call; a buffer of this size is all that it costs.
+READ_BYTES: Final = 4 * MIB
+# Of the memory that can be had. The rest is for whoever is served meanwhile.
+MEMORY_SHARE: Final = 0.5
+# Models that wait to be read at the same time; more wait than any disk can read before they are served.
+QUEUE_MAX: Final = 16
+# Whether a piece is in the page cache already is looked up at so many places in it.
+PROBES: Final = 4
+# A file server that hangs keeps one thread and one turn, and then nothing is read ahead any more.
+PIECE_MAX_S: Final = 60.0
+
+_log = get_logger("prefetch")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    file: Path
+    offset: int
+    length: int
+
+
+class Prefetch:
+    def __init__(
+        self,
+        state: State,
+        available_mib: Callable[[], int],
+        tell: Callable[[str, int, float], None],
+    ) -> None:
+        """`tell` hears which model was read, how much of it in bytes, and in how many seconds."""
+        self._state = state
+        self._available_mib = available_mib
+        self._tell = tell
+        self._queue: dict[ModelId, Entry] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def waits(self, entry: Entry) -> None:
+        """Somebody has begun to wait for this model. Engines that read by themselves, past the cache, need no help."""
+        if entry.engine.hosted or len(self._queue) >= QUEUE_MAX or not self._is_waited_for(entry.id):
+            return
+        self._queue.setdefault(entry.id, entry)
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="prefetch")
+            self._task.add_done_callback(self._ended)
+
+    def _is_waited_for(self, model: ModelId) -> bool:
+        """Somebody waits for it to come: were it ready, he would wait for his turn."""
+        slots = self._state.slots_of(model)
+        return self._state.waitlist.count(model) > 0 and not any(slot.is_serving for slot in slots)
+
+    def close(self) -> None:
+        self._queue.clear()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("prefetch broke", error=repr(error))
+
+    async def _run(self) -> None:
+        while self._queue:
+            model = next(iter(self._queue))
+            # It stays in the queue while it is read, so that others who wait for it do not have it read again.
+            try:
+                await self._read(self._queue[model])
+            finally:
+                self._queue.pop(model, None)
+
+    async def _read(self, entry: Entry) -> None:
+        began, read_bytes = time.monotonic(), 0
+        # Looked at beside the loop too: the folder may lie on a disk that hangs.
+        pieces = await self._beside(lambda: pieces_of(entry.engine.files(entry.config))) or []
+        room = int(self._available_mib() * MIB * MEMORY_SHARE)
+        for piece in pieces:
+            room -= piece.length
+            if room < 0 or not self._is_waited_for(entry.id):
+                break
+            got = await self._beside(partial(read_ahead, piece))
+            if got is None:
+                break
+            read_bytes += got
+        if read_bytes:
+            self._tell(entry.id, read_bytes, time.monotonic() - began)
+
+    async def _beside(self, work: Callable[[], _Result]) -> _Result | None:
+        """None when the disk does not answer; then it is left alone."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PIECE_MAX_S):
+                return await beside(work, "prefetch")
+        return None
+
+
+def pieces_of(files: Iterable[Path]) -> list[Piece]:
+    """Every file front to back. What cannot be looked at, or is no file, is its engine's to complain about. Blocks."""
+    pieces = []
+    for file in files:
+        try:
+            seen = os.stat(file)
+        except (OSError, ValueError):
+            continue
+        if stat.S_ISREG(seen.st_mode):
+            ends = range(0, seen.st_size, PIECE_BYTES)
+            pieces += [Piece(file, offset, min(PIECE_BYTES, seen.st_size - offset)) for offset in ends]
+    return pieces
+
+
+def read_ahead(piece: Piece) -> int:
+    """Read it into the page cache unless it is there already. Gives the bytes that were read, and blocks."""
+    try:
+        descriptor = os.open(piece.file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode) or _is_cached(descriptor, piece):
+            return 0
+        # The kernel may read what follows while this is copied.
+        os.posix_fadvise(descriptor, piece.offset, 2 * piece.length, os.POSIX_FADV_WILLNEED)
+        return _read_through(descriptor, piece)
+    except OSError:
+        return 0
+    finally:
+        os.close(descriptor)
+
+
+def _read_through(descriptor: int, piece: Piece) -> int:
+    buffer, done = bytearray(min(READ_BYTES, piece.length)), 0
+    while done < piece.length:
+        got = os.preadv(descriptor, [memoryview(buffer)[: piece.length - done]], piece.offset + done)
+        if got == 0:
+            break
+        done += got
+    return done
+
+
+def _is_cached(descriptor: int, piece: Piece) -> bool:
+    """Whether its pages can be had without the disk, as far as some of them tell for all."""
+    byte, last = bytearray(1), piece.length - 1
+    try:
+        return all(
+            os.preadv(descriptor, [byte], piece.offset + last * probe // (PROBES - 1), os.RWF_NOWAIT)
+            for probe in range(PROBES)
+        )
+    except OSError:
+        # It would have to wait for the disk, or the file system cannot tell.
+        return False

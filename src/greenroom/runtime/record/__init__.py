@@ -1,0 +1,1 @@
+"""What is written to disk: recordings, learned times, and the files they are in."""

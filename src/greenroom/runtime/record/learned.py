@@ -1,0 +1,195 @@
+"""What was learned of models, kept across restarts: how long their moves and their answers take.
+
+Owns one small JSON file in the state directory. A model is recognised by its id and by what makes its process, so that
+a changed one does not inherit wrongly. Times are a help, never a need: a file that cannot be read or written costs a
+warning and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from greenroom.config.fields import NEW_SLOT_KEYS
+from greenroom.config.schema import Model
+from greenroom.core.events import Learned
+from greenroom.core.model import ModelId, MoveKind
+from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.detached import beside
+from greenroom.runtime.record.whole_file import replace_file
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("learned")
+
+FILE_NAME = "learned.json"
+VERSION = 1
+# A crash costs at most what was learned in this time.
+WRITE_EVERY_S = 30.0
+# Also models that are configured no more, for when they come back; the longest unseen are forgotten first.
+MODELS_MAX = 10_000
+# As much as so many models can need; a larger file is not ours.
+FILE_BYTES_MAX = 16 * 1024 * 1024
+# What is written is rounded to this; no time at all would let the scheduler divide by it or wait for nothing.
+SECONDS_MIN = 0.0001
+# Longer than anything that ever ends: eleven days.
+SECONDS_MAX = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    identity: str
+    learned: Learned
+
+
+def identity_of(model: Model) -> str:
+    """The same for configurations that make the same process, whichever revision they are."""
+    said = {key: getattr(model, key) for key in sorted(NEW_SLOT_KEYS)}
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+class LearnedTimes:
+    """`learned` asks the scheduler; `entries` are the models there are now."""
+
+    def __init__(
+        self,
+        folder: Path,
+        learned: Callable[[], Mapping[ModelId, Learned]],
+        entries: Iterable[Entry],
+        *,
+        write_every_s: float = WRITE_EVERY_S,
+    ) -> None:
+        self._path = folder / FILE_NAME
+        self._learned = learned
+        self._entries = entries
+        self._write_every_s = write_every_s
+        self._known = _read(self._path)
+        self._written = _text(self._known)
+        self._failed = False
+        self._identities: dict[ModelId, tuple[Entry, str]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        # Never cancelled: two threads must not write the same draft.
+        self._writing: asyncio.Task[None] | None = None
+
+    def recall(self, models: Iterable[ModelId]) -> dict[ModelId, Learned]:
+        """What is known of these models as they are configured now."""
+        wanted = self._known.keys() & frozenset(models)
+        return {
+            entry.id: self._known[entry.id].learned
+            for entry in self._entries
+            if entry.id in wanted and self._known[entry.id].identity == self._identity(entry)
+        }
+
+    def start(self) -> None:
+        """Write from time to time."""
+        self._timer = asyncio.get_running_loop().call_later(self._write_every_s, self._on_time)
+
+    async def close(self) -> None:
+        """Write a last time."""
+        if self._writing is not None:
+            await asyncio.wait((self._writing,))
+        if self._timer is not None:
+            self._timer.cancel()
+        await self.write()
+
+    def _on_time(self) -> None:
+        self._writing = asyncio.get_running_loop().create_task(self._write_and_go_on(), name="learned times")
+
+    async def _write_and_go_on(self) -> None:
+        await self.write()
+        self.start()
+        self._writing = None
+
+    async def write(self) -> None:
+        """Write what is new, if anything is."""
+        self._take()
+        try:
+            known, written = dict(self._known), self._written
+            self._written = await beside(lambda: _write_if_new(self._path, known, written), "write learned times")
+        except OSError as error:
+            self._warn_once(error)
+        else:
+            self._failed = False
+
+    def _take(self) -> None:
+        learned = self._learned()
+        for entry in self._entries:
+            if (times := learned.get(entry.id)) is not None:
+                # To the end, where the newest stand.
+                self._known.pop(entry.id, None)
+                self._known[entry.id] = Remembered(self._identity(entry), times)
+        for model in list(self._known)[: max(0, len(self._known) - MODELS_MAX)]:
+            del self._known[model]
+
+    def _identity(self, entry: Entry) -> str:
+        """Made once for each entry, because a thousand of them take a while."""
+        known = self._identities.get(entry.id)
+        if known is None or known[0] is not entry:
+            known = self._identities[entry.id] = (entry, identity_of(entry.config))
+        return known[1]
+
+    def _warn_once(self, error: OSError) -> None:
+        if not self._failed:
+            self._failed = True
+            _log.warning("learned times cannot be written", file=str(self._path), error=error.strerror or str(error))
+
+
+# --- the file -------------------------------------------------------------------------------------------------------
+
+
+def _text(known: Mapping[ModelId, Remembered]) -> str:
+    models = {model: {"identity": one.identity, **_said(one.learned)} for model, one in known.items()}
+    return json.dumps({"version": VERSION, "models": models}, indent=1) + "\n"
+
+
+def _said(learned: Learned) -> dict[str, Any]:
+    moves_s = {kind.value: _rounded(seconds) for kind, seconds in learned.moves_s.items()}
+    return {"moves_s": moves_s, "service_s": None if learned.service_s is None else _rounded(learned.service_s)}
+
+
+def _rounded(seconds: float) -> float:
+    return min(max(round(seconds, 4), SECONDS_MIN), SECONDS_MAX)
+
+
+def _read(path: Path) -> dict[ModelId, Remembered]:
+    """What an earlier run wrote; nothing, with a warning, if that cannot be understood."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return _parsed(file.read(FILE_BYTES_MAX))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        _log.warning(
+            "learned times are ignored and will be learned anew", file=str(path), error=str(error) or repr(error)
+        )
+        return {}
+
+
+def _parsed(text: str) -> dict[ModelId, Remembered]:
+    said = json.loads(text)
+    if said["version"] != VERSION:
+        raise ValueError(f"it has version {said['version']}, this gateway reads {VERSION}")
+    return {ModelId(model): Remembered(str(one["identity"]), _times(one)) for model, one in said["models"].items()}
+
+
+def _times(said: Mapping[str, Any]) -> Learned:
+    moves_s = {MoveKind(kind): _seconds(seconds) for kind, seconds in said["moves_s"].items()}
+    return Learned(moves_s, None if said["service_s"] is None else _seconds(said["service_s"]))
+
+
+def _seconds(said: object) -> float:
+    if isinstance(said, bool) or not isinstance(said, int | float) or not 0 < said <= SECONDS_MAX:
+        raise ValueError(f"{said!r} is not a number of seconds")
+    return float(said)
+
+
+def _write_if_new(path: Path, known: Mapping[ModelId, Remembered], written: str) -> str:
+    """Make sure that the file says this. Returns its text."""
+    text = _text(known)
+    if text != written:
+        replace_file(path, text)
+    return text

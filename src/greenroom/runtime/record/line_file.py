@@ -1,0 +1,155 @@
+"""A file that grows by lines, written beside the loop so that no disk can stall it.
+
+Owns what waits and the rotation; the file itself is `appended.py`. Lines wait in a bounded buffer and are encoded and
+written by a thread, one batch at a time. What does not fit, or cannot be written, is counted and lost; nobody ever
+waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from greenroom.runtime.detached import beside
+from greenroom.runtime.record.appended import Appended, set_aside
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("recording")
+
+# Soon enough for somebody who looks, seldom enough for many lines to share one write.
+WRITE_EVERY_S = 0.5
+# Lines that may wait for the disk: some seconds of a busy gateway.
+WAITING_MAX = 50_000
+# The end of the gateway does not wait longer than this for a disk that hangs.
+CLOSE_MAX_S = 10.0
+# A file that cannot be rotated grows to so many times its size, in the hope that it soon can be; then it takes no more.
+OVERGROWN = 2
+
+Line = TypeVar("Line")
+
+
+class LineFile(Generic[Line]):
+    """`encode` makes the text of a line, without its end, in the thread. `head` begins every file.
+
+    A file that has reached `bytes_max` becomes `PATH.1`, which is replaced; one that may not rotate takes no more.
+    Nothing is touched before `open`; lines put earlier wait for it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        encode: Callable[[Line], str],
+        *,
+        head: str,
+        bytes_max: int,
+        rotates: bool,
+        waiting_max: int = WAITING_MAX,
+    ) -> None:
+        self._path = path
+        self._encode = encode
+        self._head = head
+        self._bytes_max = bytes_max
+        self._rotates = rotates
+        self._waiting_max = waiting_max
+        self._waiting: list[Line] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self._failed = False
+        self._closed = False
+        self.is_full = False
+        # Lines that were lost.
+        self.dropped = 0
+        self._file: Appended | None = None
+
+    def open(self) -> None:
+        """Continue the file or begin it. Raises OSError if it cannot be written or is not ours."""
+        self._file = Appended(self._path, self._head)
+        self._write_soon()
+
+    def put(self, line: Line, *, must: bool = False) -> bool:
+        """Write this line soon. False if it is lost, unless it `must` be: a last line goes beyond every limit."""
+        is_lost = self.is_full or len(self._waiting) >= self._waiting_max
+        if self._closed or (is_lost and not must):
+            self.dropped += 1
+            return False
+        self._waiting.append(line)
+        self._write_soon()
+        return True
+
+    async def close(self) -> None:
+        """Write what waits, as far as the disk lets us. Nothing is taken any more."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            async with asyncio.timeout(CLOSE_MAX_S):
+                if self._writing is not None:
+                    await asyncio.wait((self._writing,))
+                await self._write_waiting()
+        except TimeoutError:
+            return
+        finally:
+            if self.dropped:
+                _log.warning("lines were lost", file=str(self._path), lines=self.dropped)
+        if self._file is not None:
+            self._file.close()
+
+    def _write_soon(self) -> None:
+        if self._waiting and self._file is not None and self._timer is None and self._writing is None:
+            self._timer = asyncio.get_running_loop().call_later(WRITE_EVERY_S, self._start_writing)
+
+    def _start_writing(self) -> None:
+        self._timer = None
+        self._writing = asyncio.get_running_loop().create_task(self._write_all(), name=f"write {self._path.name}")
+
+    async def _write_all(self) -> None:
+        while self._waiting:
+            await self._write_waiting()
+        self._writing = None
+
+    async def _write_waiting(self) -> None:
+        file, batch, self._waiting = self._file, self._waiting, []
+        if file is None or not batch:
+            self.dropped += len(batch)
+            return
+        try:
+            self._file = await beside(lambda: self._written(file, batch), f"write {self._path.name}")
+        except asyncio.CancelledError:
+            self.dropped += len(batch)
+            raise
+        except OSError as error:
+            self.dropped += len(batch)
+            self._warn_once(error)
+
+    # --- in the thread ----------------------------------------------------------------------------------------------
+
+    def _written(self, file: Appended, batch: list[Line]) -> Appended:
+        """Write these lines. Returns the file for the next ones."""
+        text = "".join(f"{self._encode(line)}\n" for line in batch)
+        # No name is so odd that it could end the recording.
+        file.write(text.encode(errors="backslashreplace"))
+        if file.tell() < self._bytes_max:
+            return file
+        if self._rotates:
+            return self._rotated(file)
+        self.is_full = True
+        return file
+
+    def _rotated(self, file: Appended) -> Appended:
+        """A new file; the same one if that cannot be had now. The old one is let go of last."""
+        try:
+            set_aside(self._path, self._head)
+            new = Appended(self._path, self._head)
+        except OSError as error:
+            self._warn_once(error)
+            self.is_full = file.tell() >= OVERGROWN * self._bytes_max
+            return file
+        file.close()
+        return new
+
+    def _warn_once(self, error: OSError) -> None:
+        if not self._failed:
+            self._failed = True
+            _log.warning("cannot be written", file=str(self._path), error=error.strerror or str(error))

@@ -1,0 +1,238 @@
+"""What happened, written down so that it can be played again: requests for the simulator, events for the core.
+
+    ActivityRecorder   one CSV row a request that was answered: when, which model, how long, for whom. Never a prompt
+    EventRecorder      every event the core was given and every effect it asked for, as lines of JSON
+    read(path)         what an EventRecorder wrote; its events in a fresh Scheduler ask for exactly its effects
+
+Owns both formats. Nothing here stalls the loop: `line_file.py` writes beside it. A lost row is counted; a lost event
+would make every later one useless, so there the recording ends and says so in its last line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from greenroom.core.effects import Effects, OpOutcome, Reason, Rejection
+from greenroom.core.events import Event, Timer
+from greenroom.core.model import LeaseId, Move, MoveId, OpId, RequestId, SlotId
+from greenroom.runtime.record.appended import first_bytes, set_aside
+from greenroom.runtime.record.core_json import decode, encode
+from greenroom.runtime.record.line_file import WAITING_MAX, LineFile
+from greenroom.telemetry.activity import Record
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("recording")
+
+ACTIVITY_COLUMNS = ("t", "model", "prompt_len", "output_len", "tenant", "priority")
+# About a million requests; the file before it is kept as PATH.1.
+ACTIVITY_BYTES_MAX = 64 * 1024 * 1024
+# About three million events. Later ones cannot be played without the first, so there is no rotation.
+EVENTS_BYTES_MAX = 1024 * 1024 * 1024
+_HEAD = '{"greenroom_events":1}'
+# With these bytes a recording goes on if it holds anything.
+_FIRST = b'{"n":1,'
+
+# The name of the effect and what it was asked with.
+Asked = tuple[str, tuple[Any, ...]]
+# Each line has its number, so that a lost one is noticed; text is the last line and says how it ended.
+_Numbered = tuple[int, Event | Asked | str]
+WHOLE = "whole"
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+class ActivityRecorder:
+    def __init__(self, path: Path, *, bytes_max: int = ACTIVITY_BYTES_MAX) -> None:
+        head = ",".join(ACTIVITY_COLUMNS)
+        self._file: LineFile[Record] = LineFile(path, _row, head=head, bytes_max=bytes_max, rotates=True)
+
+    def open(self) -> None:
+        """Rows are added to a file of ours that is there already. Raises OSError if it cannot be written."""
+        self._file.open()
+
+    def add(self, record: Record) -> None:
+        """Write down a request that has ended. Those that got no answer say nothing of how long answers are."""
+        if record.status is not None and 200 <= record.status < 300:
+            self._file.put(record)
+
+    async def close(self) -> None:
+        await self._file.close()
+
+
+def _row(record: Record) -> str:
+    text = io.StringIO()
+    # A length that nobody counted stays empty: 0 would be read as an answer that took no time.
+    lengths = (record.prompt_tokens, record.completion_tokens)
+    row = (f"{record.arrived_at:.3f}", record.model, *lengths, record.tenant, record.priority)
+    csv.writer(text, lineterminator="").writerow(row)
+    return text.getvalue()
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """`incomplete` says why it ends before the gateway did, if it does."""
+
+    events: list[Event]
+    effects: list[Asked]
+    incomplete: str | None = None
+
+
+class EventRecorder:
+    """Give it to the gateway as its way to post, and its `watching` as the core's effects."""
+
+    def __init__(self, path: Path, *, bytes_max: int = EVENTS_BYTES_MAX, waiting_max: int = WAITING_MAX) -> None:
+        self._path = path
+        self._file: LineFile[_Numbered] = LineFile(
+            path, _line, head=_HEAD, bytes_max=bytes_max, rotates=False, waiting_max=waiting_max
+        )
+        self._ended = False
+        self._written = 0
+
+    def open(self) -> None:
+        """What is there already becomes PATH.1: events begin with those of a new gateway. Raises OSError.
+
+        One that holds no event goes, so that starts that fail one after another do not push out the last real one.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if first_bytes(self._path, _HEAD, len(_FIRST)) == _FIRST:
+                set_aside(self._path, _HEAD)
+            else:
+                self._path.unlink()
+        self._file.open()
+
+    def posting(self, post: Callable[[Event], None]) -> Callable[[Event], None]:
+        """The same way to post, written down. Events are handled in the order in which they are posted."""
+
+        def recorded(event: Event) -> None:
+            self._add(event)
+            post(event)
+
+        return recorded
+
+    def watching(self, effects: Effects) -> Effects:
+        """The same effects, written down."""
+        return WatchedEffects(effects, self._add)
+
+    async def close(self) -> None:
+        if not self._ended:
+            self._end(WHOLE)
+        await self._file.close()
+
+    def _add(self, line: Event | Asked) -> None:
+        if self._ended:
+            return
+        self._written += 1
+        # Lines that were to be written earlier may turn out to be lost only now.
+        if self._file.dropped or not self._file.put((self._written, line)):
+            why = "the file is as large as it may be" if self._file.is_full else "the disk was too slow or full"
+            _log.warning("recording of events ends here", why=why)
+            self._end(why)
+
+    def _end(self, why: str) -> None:
+        self._ended = True
+        self._file.put((self._written, why), must=True)
+
+
+class WatchedEffects:
+    """Passes every effect on, and tells of it first."""
+
+    def __init__(self, effects: Effects, tell: Callable[[Asked], None]) -> None:
+        self._effects = effects
+        self._tell = tell
+
+    def grant(self, request: RequestId | LeaseId, slot: SlotId, reason: Reason) -> None:
+        self._tell(("grant", (request, slot, reason)))
+        self._effects.grant(request, slot, reason)
+
+    def reject(self, request: RequestId | LeaseId, rejection: Rejection, reason: Reason) -> None:
+        self._tell(("reject", (request, rejection, reason)))
+        self._effects.reject(request, rejection, reason)
+
+    def cut(self, request: RequestId, reason: Reason) -> None:
+        self._tell(("cut", (request, reason)))
+        self._effects.cut(request, reason)
+
+    def move(self, move: Move, reason: Reason) -> None:
+        self._tell(("move", (move, reason)))
+        self._effects.move(move, reason)
+
+    def abort(self, move: MoveId, reason: Reason) -> None:
+        self._tell(("abort", (move, reason)))
+        self._effects.abort(move, reason)
+
+    def answer(self, op: OpId, outcome: OpOutcome, reason: Reason) -> None:
+        self._tell(("answer", (op, outcome, reason)))
+        self._effects.answer(op, outcome, reason)
+
+    def recall(self, lease: LeaseId, deadline: float, reason: Reason) -> None:
+        self._tell(("recall", (lease, deadline, reason)))
+        self._effects.recall(lease, deadline, reason)
+
+    def set_timer(self, timer: Timer, at: float | None, reason: Reason) -> None:
+        self._tell(("set_timer", (timer, at, reason)))
+        self._effects.set_timer(timer, at, reason)
+
+
+def _line(numbered: _Numbered) -> str:
+    number, line = numbered
+    if isinstance(line, str):
+        return json.dumps({"n": number, "end": line} if line == WHOLE else {"n": number, "incomplete": line})
+    if isinstance(line, tuple):
+        return f'{{"n":{number},"effect":"{line[0]}","asked":{encode(line[1])}}}'
+    return f'{{"n":{number},"event":{encode(line)}}}'
+
+
+# --- read again -----------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Recording:
+    """What was written down, to its end or its first gap. Raises OSError, or ValueError with the line that is wrong."""
+    recording = Recording([], [])
+    with path.open(encoding="utf-8") as file:
+        if next(file, "").strip() != _HEAD:
+            raise ValueError(f"{path} is not a recording of events that this version reads")
+        for number, line in enumerate(file, 1):
+            try:
+                ended = _take(line, number, recording)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}:{number + 1}: {error}") from error
+            if ended is not None:
+                return recording if ended == WHOLE else replace(recording, incomplete=ended)
+    return replace(recording, incomplete="it was not ended")
+
+
+def read_events(path: Path) -> list[Event]:
+    """The events of a whole recording. Raises ValueError also if it is not whole."""
+    recording = read(path)
+    if recording.incomplete is not None:
+        raise ValueError(f"{path} is incomplete: {recording.incomplete}")
+    return recording.events
+
+
+def _take(line: str, number: int, recording: Recording) -> str | None:
+    """Add what a line says. Returns how the recording ends there, if it does."""
+    if not line.endswith("\n"):
+        return "the last line was not finished"
+    said = json.loads(line)
+    if "incomplete" in said:
+        return str(said["incomplete"])
+    if said["n"] != (number - 1 if "end" in said else number):
+        return f"lines are missing before line {number + 1}"
+    if "end" in said:
+        return WHOLE
+    if "event" in said:
+        recording.events.append(decode(said["event"]))
+    else:
+        recording.effects.append((said["effect"], decode(said["asked"])))
+    return None

@@ -1,0 +1,1 @@
+"""Worker processes that host slots, and the control connection to each."""

@@ -1,0 +1,204 @@
+"""Which workers there are: one for each Python and set of GPUs, one for each slot that wants its own, and a spare.
+
+Owns their starts and ends. A spare has imported everything and touched no GPU, so that a first model, or the slots of a
+worker that crashed, need not wait for imports. Never speaks of models to a worker: `hosted_moves.py` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final
+
+from greenroom.core.model import SlotId
+from greenroom.engines.base import HostedEngine, HostKey
+from greenroom.errors import GreenroomError
+from greenroom.process.logs import LogRing
+from greenroom.process.spawn import Exit
+from greenroom.process.state_dir import StateDir
+from greenroom.runtime.observer import Observer
+from greenroom.runtime.workers import liveness
+from greenroom.runtime.workers.worker_host import Worker, start_worker
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("workers")
+
+# A spare begins to start so long after somebody began to need one: imports take a core for seconds, and the first
+# answers of what was just loaded come first.
+SPARE_AFTER_S: Final = 3.0
+
+
+@dataclass(slots=True, eq=False)
+class _Start:
+    """A start under way, and how many wait for it. When nobody does any more, it is called off."""
+
+    task: asyncio.Task[Worker]
+    waiting: int = 0
+
+
+class Hosts:
+    """`on_lost` hears of every worker that ended and was not asked to, when its slots are known still."""
+
+    def __init__(
+        self, state_dir: StateDir, observer: Observer, on_lost: Callable[[Worker, Exit], None], *, keeps_spare: bool
+    ) -> None:
+        self._state_dir = state_dir
+        self._observer = observer
+        self._on_lost = on_lost
+        self._keeps_spare = keeps_spare
+        self._numbers = itertools.count(1)
+        self.workers: dict[str, Worker] = {}
+        self._by_key: dict[HostKey, Worker] = {}
+        self._starts: dict[HostKey, _Start] = {}
+        self._spares: dict[str, Worker] = {}
+        # Spares that are to be, by Python, and workers that are being stopped.
+        self._coming: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    # --- asked for slots --------------------------------------------------------------------------------------------
+
+    async def let_in(self, engine: HostedEngine, key: HostKey, slot: SlotId, log: LogRing) -> Worker:
+        """The worker this slot belongs into, started if need be. Raises LoadFailed. `let_out` follows."""
+        while True:
+            if (worker := self._there(key)) is not None:
+                worker.let_in(slot, log)
+                return worker
+            await self._started(engine, key, log)
+
+    def let_out(self, worker: Worker, slot: SlotId) -> None:
+        """This slot lives there no more. A worker without slots becomes the spare, or ends."""
+        worker.let_out(slot)
+        if not worker.slots and not worker.is_lost and worker.key is not None:
+            self._by_key.pop(worker.key, None)
+            self._retire(worker)
+
+    def want_spare(self, engine: HostedEngine, key: HostKey) -> None:
+        """Have a spare for this Python before long, if there is none and this key's slots could take it."""
+        python = key.python
+        if not key.may_take_spare or python in self._coming or not self._wants_spare(python):
+            return
+        task = asyncio.get_running_loop().create_task(self._start_spare(engine, python), name=f"spare {python}")
+        self._coming[python] = task
+        task.add_done_callback(lambda _: self._coming.pop(python, None))
+
+    async def close(self) -> None:
+        """End all that is left, spares above all."""
+        self._is_closed = True
+        for task in (*self._coming.values(), *(start.task for start in self._starts.values())):
+            task.cancel()
+        await _ended(*self._coming.values(), *(start.task for start in self._starts.values()))
+        for worker in list(self.workers.values()):
+            self._stop(worker)
+        await _ended(*self._tasks)
+
+    # --- starting ---------------------------------------------------------------------------------------------------
+
+    def _there(self, key: HostKey) -> Worker | None:
+        worker = self._by_key.get(key)
+        if worker is not None and not worker.is_lost:
+            return worker
+        spare = self._spare(key.python) if key.may_take_spare else None
+        if spare is not None:
+            del self._spares[key.python]
+            self._settle(spare, key)
+        return spare
+
+    def _spare(self, python: str) -> Worker | None:
+        spare = self._spares.get(python)
+        return None if spare is None or spare.is_lost else spare
+
+    def _settle(self, worker: Worker, key: HostKey) -> None:
+        worker.key = key
+        self._by_key[key] = worker
+
+    async def _started(self, engine: HostedEngine, key: HostKey, log: LogRing) -> None:
+        """Wait for a worker of this key that starts, or start one. Who is the last to leave calls it off."""
+        start = self._starts.get(key)
+        if start is None:
+            work = self._start(engine, key, log, is_spare=False)
+            task = asyncio.get_running_loop().create_task(work, name=f"start worker {key.python}")
+            start = self._starts[key] = _Start(task)
+            task.add_done_callback(lambda _: self._starts.pop(key, None))
+        start.waiting += 1
+        try:
+            self._settle(await asyncio.shield(start.task), key)
+        except asyncio.CancelledError:
+            if start.waiting == 1 and not start.task.done():
+                start.task.cancel()
+                await _ended(start.task)
+            elif start.waiting == 1 and (worker := _result(start.task)) is not None and not worker.slots:
+                # It was there in the very moment in which nobody wanted it any more; somebody who did would live there.
+                self._retire(worker)
+            raise
+        finally:
+            start.waiting -= 1
+
+    async def _start(self, engine: HostedEngine, key: HostKey, log: LogRing, *, is_spare: bool) -> Worker:
+        worker = await start_worker(engine, key, next(self._numbers), self._state_dir, log)
+        self.workers[worker.id] = worker
+        worker.child.on_exit(lambda exit: self._on_exit(worker, exit))
+        self._own(liveness.feel(worker), f"pulse {worker.id}")
+        self._observer.worker_started(worker.id, spare=is_spare)
+        return worker
+
+    async def _start_spare(self, engine: HostedEngine, python: str) -> None:
+        await asyncio.sleep(SPARE_AFTER_S)
+        if not self._wants_spare(python):
+            return
+        bare = HostKey(python, gpus=None)
+        try:
+            worker = await self._start(engine, bare, LogRing(), is_spare=True)
+        except GreenroomError as error:
+            _log.warning("no spare worker", python=python, why=error.message)
+            return
+        # While it started, one that had lost its last slot may have become the spare. Nobody would use two.
+        if self._wants_spare(python):
+            self._spares[python] = worker
+        else:
+            self._stop(worker)
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+
+    def _retire(self, worker: Worker) -> None:
+        """It has no slots. Without a GPU's memory it can be the spare; nothing else gives that memory back."""
+        key, worker.key = worker.key, None
+        is_bare = key is not None and key.may_take_spare and key.gpus != () and worker.device == "cpu"
+        if key is not None and is_bare and self._wants_spare(key.python):
+            self._spares[key.python] = worker
+        else:
+            self._stop(worker)
+
+    def _wants_spare(self, python: str) -> bool:
+        return self._keeps_spare and not self._is_closed and self._spare(python) is None
+
+    def _stop(self, worker: Worker) -> None:
+        worker.is_stopping = True
+        self._own(worker.stop(), f"stop {worker.id}")
+
+    def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _on_exit(self, worker: Worker, exit: Exit) -> None:
+        self.workers.pop(worker.id, None)
+        if worker.key is not None and self._by_key.get(worker.key) is worker:
+            del self._by_key[worker.key]
+        self._spares = {python: spare for python, spare in self._spares.items() if spare is not worker}
+        if not worker.is_stopping:
+            self._observer.worker_lost(worker.id, len(worker.slots), str(exit))
+            self._own(worker.stop(), f"clear up {worker.id}")
+            self._on_lost(worker, exit)
+        worker.gone.set()
+
+
+def _result(task: asyncio.Task[Worker]) -> Worker | None:
+    return None if task.cancelled() or task.exception() is not None else task.result()
+
+
+async def _ended(*tasks: asyncio.Task[Any]) -> None:
+    if tasks:
+        await asyncio.wait(tasks)

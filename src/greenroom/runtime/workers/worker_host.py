@@ -1,0 +1,181 @@
+"""One worker: a process of ours that hosts slots, its control connection, and who lives in it.
+
+Owns its start and its end. A worker that says hello has imported what it needs and has touched no GPU yet. Never
+decides who lives where: `hosts.py` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Final
+
+from greenroom.core.model import SlotId
+from greenroom.engines.base import HostedEngine, HostKey
+from greenroom.errors import LoadFailed
+from greenroom.process.logs import LogRing, SharedLog
+from greenroom.process.spawn import Child, Exit, spawn
+from greenroom.process.state_dir import StateDir
+from greenroom.runtime.workers.control_link import Answer, ControlLink, OpFailed, Progress, WorkerLost, connect
+
+# Importing torch takes seconds, and minutes from a cold network disk.
+START_MAX_S: Final = 300.0
+# How often it is looked whether a worker that starts listens already: at first often, then less.
+CONNECT_FIRST_S: Final = 0.01
+CONNECT_SLOWEST_S: Final = 0.1
+CONNECT_GROWTH: Final = 1.3
+# A worker has nothing to finish: its slots were closed, or are of no use any more.
+STOP_S: Final = 5.0
+# The end of a connection is seen before the end of the process.
+EXIT_FOLLOWS_S: Final = 5.0
+# Lines of the worker that go with the error of a start that failed.
+LAST_LINES: Final = 20
+
+
+class Worker:
+    """Made by `start_worker`. `slots` are those that live in it or are about to."""
+
+    def __init__(self, id: str, child: Child, log: SharedLog, socket: str) -> None:
+        self.id = id
+        self.child = child
+        self.log = log
+        self.socket = socket
+        self.key: HostKey | None = None
+        self.slots: dict[SlotId, LogRing] = {}
+        # The slot that came last, and whether it was the only one ever.
+        self._latest: SlotId | None = None
+        self._was_shared = False
+        # Those of them that it was asked to let go of, and has not yet.
+        self._going: set[SlotId] = set()
+        # Set when it has ended and everybody who lived in it knows.
+        self.gone = asyncio.Event()
+        self.is_stopping = False
+        self._is_ending = False
+        self.device = ""
+        self._link: ControlLink | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+    @property
+    def is_lost(self) -> bool:
+        """It has ended, or cannot be spoken to any more and is being ended."""
+        is_mute = self._link is not None and not self._link.is_open
+        return self.is_stopping or self._is_ending or is_mute or not self.child.is_running
+
+    def let_in(self, slot: SlotId, log: LogRing) -> None:
+        self.slots[slot] = log
+        self._was_shared = self._was_shared or self._latest not in (None, slot)
+        self._latest = slot
+        self._tell_log()
+
+    def let_out(self, slot: SlotId) -> None:
+        self.slots.pop(slot, None)
+        self._tell_log()
+
+    def lines_of(self, slot: SlotId, count: int) -> list[str]:
+        """The last lines that are this slot's. None where another ever lived here: no line says whose it is."""
+        return self.log.tail(count) if not self._was_shared and self._latest in (None, slot) else []
+
+    def _tell_log(self) -> None:
+        # Slots of one model share its log, which is to have each line once.
+        self.log.listeners = list({id(ring): ring for ring in self.slots.values()}.values())
+
+    async def ask(
+        self, op: str, *, fd: int | None = None, on_progress: Progress | None = None, **said: object
+    ) -> Answer:
+        """Raises OpFailed or WorkerLost."""
+        if self._link is None:
+            raise WorkerLost("the worker is not there yet")
+        return await self._link.ask(op, fds=() if fd is None else (fd,), on_progress=on_progress, **said)
+
+    async def let_go_of(self, slot: SlotId, op: str, *, alone_s: float, shared_s: float) -> Answer:
+        """Ask it to give back what this slot holds. Raises OpFailed, WorkerLost, or TimeoutError where it is stuck.
+
+        What runs for the slot may be a foreign call that nobody can stop. As long as others live here who stay, it has
+        `shared_s`: they are served meanwhile, and to end it would end them too. Else it has `alone_s`.
+        """
+        self._going.add(slot)
+        asking = asyncio.ensure_future(self.ask(op, slot=slot))
+        waited_s = 0.0
+        try:
+            while not (await asyncio.wait((asking,), timeout=alone_s))[0]:
+                waited_s += alone_s
+                if waited_s >= shared_s or not self.slots.keys() - self._going:
+                    raise TimeoutError
+            return asking.result()
+        finally:
+            asking.cancel()
+            self._going.discard(slot)
+
+    async def greet(self) -> None:
+        """Connect as soon as it listens, and wait until its imports are done. Runs until then, or cancelled."""
+        pause_s = CONNECT_FIRST_S
+        while self._link is None:
+            try:
+                self._link = await connect(self.socket, self.end)
+            except OSError:
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * CONNECT_GROWTH, CONNECT_SLOWEST_S)
+        self.device = str((await self.ask("hello")).get("device", ""))
+
+    def end(self) -> None:
+        """Kill it: it does not answer any more, or not as it should. Its exit is told like any other."""
+        self._is_ending = True
+        self.child.kill()
+
+    async def stop(self) -> None:
+        """Let it end, and wait until nothing of it is left."""
+        self.is_stopping = True
+        if self._link is not None:
+            self._link.close()
+        await self.child.stop(STOP_S)
+        self._unlink()
+
+    def _unlink(self) -> None:
+        Path(self.socket).unlink(missing_ok=True)
+
+
+async def start_worker(engine: HostedEngine, key: HostKey, number: int, state_dir: StateDir, log: LogRing) -> Worker:
+    """Start a worker and wait until it can be given slots. Raises LoadFailed, and leaves nothing.
+
+    `log` is whose start it is: its lines are wanted there if it fails.
+    """
+    id, socket = f"worker{number}", str(state_dir.run_dir / f"w{number}.sock")
+    shared = SharedLog()
+    shared.listeners = [log]
+    child = await spawn(engine.launch_worker(key, socket), identity=state_dir.identity(f"{id}.1"), log=shared)
+    worker = Worker(id, child, shared, socket)
+    try:
+        await _until_ready(worker)
+    except BaseException:
+        await worker.stop()
+        raise
+    shared.listeners = []
+    return worker
+
+
+async def _until_ready(worker: Worker) -> None:
+    ended = asyncio.ensure_future(worker.child.wait())
+    ready = asyncio.ensure_future(worker.greet())
+    try:
+        await asyncio.wait((ended, ready), timeout=START_MAX_S, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done() or not ready.done():
+            raise _failed(worker, ended.result() if ended.done() else None)
+        ready.result()
+    except (OpFailed, WorkerLost) as error:
+        # One that hangs up has ended, or is ended for it: how, is told in a moment.
+        await asyncio.wait((ended,), timeout=EXIT_FOLLOWS_S)
+        raise _failed(worker, worker.child.exit, str(error)) from error
+    finally:
+        ended.cancel()
+        ready.cancel()
+
+
+def _failed(worker: Worker, exit: Exit | None, why: str = "") -> LoadFailed:
+    said = why or f"it was not ready after {START_MAX_S:g} s"
+    if exit is not None:
+        said = f"it ended while it started ({exit})"
+    details = "\n".join(worker.log.tail(LAST_LINES))
+    return LoadFailed(f"the worker could not be started: {said}", details=details or None)

@@ -1,0 +1,1 @@
+"""The management API: status, orders, leases, metrics. An ASGI application."""

@@ -1,0 +1,212 @@
+"""What the management API needs of a running gateway: its tables to read, its orders to give.
+
+Owns nothing. `app.py` hands in the real one, tests a small one made of real tables; neither is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from greenroom.config.diff import Changes
+from greenroom.config.schema import Config
+from greenroom.core.events import RequestArrived
+from greenroom.core.explain import Explanation
+from greenroom.core.model import ModelId, MoveKind, SlotId
+from greenroom.core.state import State
+from greenroom.errors import GreenroomError
+from greenroom.http.limits import EdgeStats
+from greenroom.leases.records import Lease, LeaseAsk, LeaseStore
+from greenroom.runtime.catalogue import Catalog
+from greenroom.runtime.memory.probes.base import Reading
+from greenroom.runtime.memory.watch import Look
+from greenroom.runtime.slots import Slots
+from greenroom.telemetry.activity import Activity
+from greenroom.telemetry.hub import Hub
+from greenroom.telemetry.metrics import Metrics
+
+
+class Scheduling(Protocol):
+    @property
+    def state(self) -> State: ...
+
+    def explanation(self, arrival: RequestArrived) -> Explanation:
+        """What would happen if this request came now, and why. Nothing changes."""
+        ...
+
+
+class Loop(Protocol):
+    @property
+    def scheduler(self) -> Scheduling: ...
+
+
+class Orders(Protocol):
+    async def move(
+        self, kind: MoveKind, model: ModelId, *, evict: tuple[ModelId, ...] = (), grace_s: float | None = None
+    ) -> None:
+        """Ask for a move and wait until it is done. Raises the error that says why it was not."""
+        ...
+
+
+class Failures(Protocol):
+    @property
+    def failures(self) -> Mapping[ModelId, GreenroomError]:
+        """Why the last load of a model failed, or how its process ended, until a load succeeds."""
+        ...
+
+
+class Decided(Protocol):
+    @property
+    def decisions(self) -> Sequence[Mapping[str, Any]]:
+        """The last decisions with their reasons, newest last."""
+        ...
+
+
+class Leasing(LeaseStore, Protocol):
+    @property
+    def lists_slots(self) -> bool:
+        """Whether the models' own claims are among its leases."""
+        ...
+
+    def known(self) -> Sequence[Lease]:
+        """Everybody's leases as they were when the store was last heard of. Asks nobody."""
+        ...
+
+    async def acquire(self, ask: LeaseAsk, asker: str = "") -> Lease:
+        """As every store does; `asker` names this call for `unheard`."""
+        ...
+
+    async def unheard(self, id: str, asker: str) -> None:
+        """Who made this call had left before it was answered. Gives the lease back, unless another was told of it."""
+        ...
+
+    async def find(self, id: str) -> Lease:
+        """This lease as it is now. Raises LeaseLost, LeaseUnknown or StoreDown."""
+        ...
+
+
+class Shared(Protocol):
+    """The lease store that this gateway shares with others, as far as it can be asked about it."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why it cannot be used at present."""
+        ...
+
+    @property
+    def since(self) -> float:
+        """Since when that is so, or since when it can be."""
+        ...
+
+    @property
+    def grace_left_s(self) -> float:
+        """So long it grants nothing new, because it may have lost what it knew."""
+        ...
+
+    @property
+    def slots_without_lease(self) -> int: ...
+
+
+class Listening(Protocol):
+    @property
+    def addresses(self) -> Sequence[str]: ...
+
+    @property
+    def connections(self) -> int: ...
+
+    @property
+    def stats(self) -> EdgeStats: ...
+
+
+class Watched(Protocol):
+    """The watch over memory, as far as it can be asked."""
+
+    @property
+    def kind(self) -> str:
+        """Where the figures come from."""
+        ...
+
+    @property
+    def last(self) -> Look: ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why it cannot look at present."""
+        ...
+
+    @property
+    def sees_pids(self) -> bool: ...
+
+    async def look_now(self) -> Reading: ...
+
+
+class Gateway(Protocol):
+    """Everything is read afresh at each request: a reload replaces the configuration as a whole."""
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def started_at(self) -> float:
+        """Wall clock, for people."""
+        ...
+
+    @property
+    def is_draining(self) -> bool: ...
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The scheduler's clock."""
+        ...
+
+    @property
+    def catalog(self) -> Catalog: ...
+
+    @property
+    def slots(self) -> Slots: ...
+
+    @property
+    def hub(self) -> Hub: ...
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    @property
+    def activity(self) -> Activity: ...
+
+    @property
+    def loop(self) -> Loop: ...
+
+    @property
+    def operations(self) -> Orders: ...
+
+    @property
+    def mover(self) -> Failures: ...
+
+    @property
+    def observer(self) -> Decided: ...
+
+    @property
+    def leasing(self) -> Leasing: ...
+
+    @property
+    def sharing(self) -> Shared | None:
+        """None where this gateway keeps leases itself."""
+        ...
+
+    @property
+    def memory_watch(self) -> Watched: ...
+
+    @property
+    def edge(self) -> Listening: ...
+
+    async def flush(self, slot: SlotId, tenant: str | None, tag: str | None) -> tuple[int, int]:
+        """Forget what this slot's prefix cache keeps of them; None: of all. Gives entries removed and bytes freed.
+
+        Raises EngineFault, in bounded time.
+        """
+        ...
+
+    async def reload(self) -> Changes:
+        """Read the configuration again. Raises ConfigError, and then nothing has changed."""
+        ...

@@ -1,0 +1,204 @@
+"""Leases over HTTP: memory for programs that are not models. Asked for, renewed, looked at, given back.
+
+Owns how they are asked for and shown, and whose they are: a key without `admin` sees and ends only its own tenant's.
+Who gets one is decided by the scheduler. A caller that leaves while it waits has given up; one that leaves before it
+heard of its lease has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+from collections.abc import Iterator
+from ipaddress import ip_address
+from typing import Annotated, Literal, cast
+
+from fastapi import FastAPI, Query
+from starlette.requests import Request
+
+from greenroom.core.model import Slot
+from greenroom.errors import BadRequest, GreenroomError, LeaseDenied
+from greenroom.leases.holder import holder_of
+from greenroom.leases.records import Holder, Lease, LeaseAsk
+from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.lease_views import HolderView, LeaseInPath, LeaseList, LeaseOrder, LeaseView, RenewOrder
+from greenroom.tenancy.keys import Caller
+from greenroom.tenancy.tenants import cap, parse_priority
+
+PATH = "/api/v1/leases"
+_ONE = PATH + "/{lease_id}"
+
+Token = Annotated[int | None, Query(ge=0, le=2**63 - 1, description="Only if it was granted with this token.")]
+
+
+class _CallerLeft(LeaseDenied):
+    """Nobody hears of this."""
+
+
+class Leases:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def add_to(self, app: FastAPI) -> None:
+        app.post(PATH, status_code=201)(self.acquire_lease)
+        app.get(PATH)(self.list_leases)
+        app.get(_ONE)(self.show_lease)
+        app.delete(_ONE, status_code=204)(self.release_lease)
+        app.post(f"{_ONE}/renew")(self.renew_lease)
+
+    async def acquire_lease(self, request: Request, order: LeaseOrder) -> LeaseView:
+        """Memory for another program. Held until it is released, or its holder ends or is not heard of any more."""
+        ask, count = self._ask(request, order), self._gateway.metrics.lease_asked
+        own = _own(request)
+        try:
+            with _called_as_asked(own):
+                lease = await self._while_listened_to(request, ask)
+        except _CallerLeft:
+            count("given_up")
+            raise
+        except GreenroomError:
+            count("denied")
+            raise
+        count("granted")
+        return shown(lease, own)
+
+    async def list_leases(self, request: Request) -> LeaseList:
+        """Who holds memory, or waits for it; for a key without `admin` its own tenant's leases."""
+        leasing, own = self._gateway.leasing, _own(request)
+        leases = [shown(lease, own) for lease in await leasing.leases() if lease.id.startswith(own)]
+        if leasing.lists_slots or own:
+            return LeaseList(leases=leases)
+        slots = self._gateway.loop.scheduler.state.slots.values()
+        return LeaseList(leases=[*leases, *(_slot_shown(slot) for slot in slots if slot.lease is None)])
+
+    async def show_lease(self, request: Request, lease_id: LeaseInPath) -> LeaseView:
+        """One lease as it is now, also while it is waited for."""
+        own = _own(request)
+        with _called_as_asked(own):
+            return shown(await self._gateway.leasing.find(own + lease_id), own)
+
+    async def release_lease(self, request: Request, lease_id: LeaseInPath, token: Token = None) -> None:
+        """Give it back. Doing so again changes nothing, nor does a token that is not its own."""
+        await self._gateway.leasing.release(_own(request) + lease_id, token)
+
+    async def renew_lease(self, request: Request, lease_id: LeaseInPath, order: RenewOrder) -> LeaseView:
+        """Say that the holder lives, and hear whether it is asked to leave."""
+        own = _own(request)
+        with _called_as_asked(own):
+            return shown(await self._gateway.leasing.renew(own + lease_id, order.token), own)
+
+    def _ask(self, request: Request, order: LeaseOrder) -> LeaseAsk:
+        return LeaseAsk(
+            id=_own(request) + (order.id or f"l-{secrets.token_hex(8)}"),
+            name=order.name,
+            mib=order.mib,
+            gpus=order.gpus,
+            devices=order.devices,
+            priority=_priority(request, order),
+            preemptible=order.preemptible,
+            grace_s=order.grace_s,
+            ttl_s=order.ttl_s or self._gateway.config.leases.ttl_s,
+            wait_s=order.wait_s,
+            holder=_holder(request, order),
+        )
+
+    async def _while_listened_to(self, request: Request, ask: LeaseAsk) -> Lease:
+        leasing, call = self._gateway.leasing, secrets.token_hex(8)
+        acquiring = asyncio.ensure_future(leasing.acquire(ask, call))
+        # The body was read before, so that the next thing to come is the caller's leaving.
+        leaving = asyncio.ensure_future(request.receive())
+        try:
+            await asyncio.wait((acquiring, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not leaving.done():
+                return acquiring.result()
+            if acquiring.done() and acquiring.exception() is None:
+                # Another call with the same id may have been answered meanwhile, and its caller holds the lease.
+                await leasing.unheard(ask.id, call)
+            raise _CallerLeft("The caller has left.")
+        finally:
+            leaving.cancel()
+            # Its end is not awaited: it gives up at once when it is cancelled.
+            acquiring.cancel()
+
+
+def _own(request: Request) -> str:
+    """What the ids of this caller's leases begin with in the store, so that no tenant can name another's.
+
+    Nothing for an admin's key, which names every lease by its whole id.
+    """
+    caller: Caller | None = request.scope["state"].get("caller")
+    if caller is None or caller.admin or caller.tenant is None:
+        return ""
+    return f"t{hashlib.sha256(caller.tenant.encode()).hexdigest()[:16]}."
+
+
+@contextlib.contextmanager
+def _called_as_asked(own: str) -> Iterator[None]:
+    """Errors name leases as their caller does, without what their ids begin with in the store."""
+    try:
+        yield
+    except GreenroomError as error:
+        if own:
+            error.message, error.public = error.message.replace(own, ""), error.public.replace(own, "")
+        raise
+
+
+def _priority(request: Request, order: LeaseOrder) -> int:
+    """What was asked for, or the best the caller's key may have: as for requests to models."""
+    caller: Caller | None = request.scope["state"].get("caller")
+    priority = parse_priority(order.priority, param="priority")
+    return priority if caller is None else cap(priority, caller)
+
+
+def _holder(request: Request, order: LeaseOrder) -> Holder | None:
+    if order.holder is not None:
+        return Holder(**order.holder.model_dump())
+    if order.pid is None:
+        return None
+    if request.client is None or not ip_address(request.client.host).is_loopback:
+        raise BadRequest("pid is for callers on the gateway's machine; give holder, or neither.", param="pid")
+    holder = holder_of(order.pid)
+    if holder is None:
+        raise BadRequest(f"There is no process {order.pid} on the gateway's machine.", param="pid")
+    return holder
+
+
+def shown(lease: Lease, own: str = "") -> LeaseView:
+    return LeaseView(
+        id=lease.id.removeprefix(own),
+        name=lease.name,
+        kind=cast(Literal["program", "slot"], lease.kind),
+        state=cast(Literal["held", "pending", "waiting"], lease.state),
+        token=lease.token,
+        claim=dict(lease.claim),
+        cuda_visible_devices=lease.cuda_visible_devices,
+        priority=lease.priority,
+        preemptible=lease.preemptible,
+        ttl_s=lease.ttl_s,
+        expires_in_s=round(lease.expires_in_s, 3),
+        recall_in_s=None if lease.recall_in_s is None else round(lease.recall_in_s, 3),
+        overdue=lease.recall_in_s is not None and lease.recall_in_s <= 0,
+        holder=None if lease.holder is None else HolderView.model_validate(lease.holder, from_attributes=True),
+    )
+
+
+def _slot_shown(slot: Slot) -> LeaseView:
+    """A model's own claim, so that one list shows who holds what."""
+    claim = {str(device): mib for device, mib in slot.claim.items()}
+    held = Lease(
+        slot.id,
+        slot.model,
+        0,
+        claim,
+        slot.spec.priority,
+        not slot.spec.pinned,
+        "pending" if slot.planned is not None else "held",
+        0.0,
+        0.0,
+        None,
+        None,
+        "slot",
+    )
+    return shown(held)

@@ -1,0 +1,59 @@
+"""`/v1/models`: which models there are and whether they are loaded. Never loads one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import FastAPI, Path
+from starlette.requests import Request
+
+from greenroom.errors import ModelNotFound
+from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.server.admin.snapshot import Snapshot
+from greenroom.server.admin.views import ModelCard, ModelList
+from greenroom.server.asgi import asked_by_admin
+from greenroom.server.inference.ids import split_model
+
+MODELS = "/v1/models"
+ModelPath = Annotated[str, Path(description="A model's id or alias. Slashes may be percent-encoded.")]
+
+
+class Listing:
+    def __init__(self, catalog: Catalog, look: Callable[[], Snapshot]) -> None:
+        self._catalog = catalog
+        self._look = look
+
+    def add_to(self, app: FastAPI) -> None:
+        app.get(MODELS)(self.list_models)
+        app.get("/models", include_in_schema=False)(self.list_models)
+        app.get(MODELS + "/{model_id:path}")(self.show_model)
+
+    async def list_models(self, request: Request) -> ModelList:
+        """Every model that is not `unlisted`, with its state."""
+        look, is_admin = self._look(), asked_by_admin(request)
+        listed = (entry for entry in self._catalog if not entry.config.unlisted)
+        return ModelList(data=[look.card(entry, to_operator=is_admin) for entry in listed])
+
+    async def show_model(self, request: Request, model_id: ModelPath) -> ModelCard:
+        """One model, by id or alias; unlisted ones too."""
+        entry = addressed(self._catalog, request, MODELS, model_id)
+        return self._look().card(entry, to_operator=asked_by_admin(request))
+
+
+def addressed(catalog: Catalog, request: Request, prefix: str, model_id: str, order: str = "") -> Entry:
+    """The model that stands in the path between `prefix` and `order`. Raises ModelNotFound.
+
+    Read from the raw path: the framework's own reading, `model_id`, has lost which slashes were encoded and serves
+    only to name what was not found.
+    """
+    raw, start = request.scope["raw_path"], prefix.encode() + b"/"
+    found = split_model(raw[len(start) :], catalog.is_known) if raw.startswith(start) else None
+    entry = catalog.find(found[0]) if found is not None and found[1] == order.encode() else None
+    if entry is None:
+        raise unknown_model(model_id, "model")
+    return entry
+
+
+def unknown_model(name: str, param: str) -> ModelNotFound:
+    return ModelNotFound(f"There is no model {name}. GET /v1/models lists those there are.", param=param)

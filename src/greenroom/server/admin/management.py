@@ -1,0 +1,153 @@
+"""The management API: listings, health, metrics, status, events, and orders. An ASGI application behind the edge.
+
+Owns how its parts are put together and what no part should have to think of: errors in one shape, HEAD, paths that no
+route may see, and what each route needs of its caller, which the front door asks first. Every handler is a coroutine
+on the loop that owns the scheduler's state; none runs in a thread, where that state could change under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Match, Route
+
+import greenroom
+from greenroom.http.head import Head
+from greenroom.server.admin.answers import add_error_answers, error_answer, nothing_at
+from greenroom.server.admin.cache import Caches
+from greenroom.server.admin.docs_page import HEADERS, docs_page
+from greenroom.server.admin.explaining import Explaining
+from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gpus import Gpus
+from greenroom.server.admin.leases import Leases
+from greenroom.server.admin.listing import Listing
+from greenroom.server.admin.model_status import ModelStatuses
+from greenroom.server.admin.operating import Operating
+from greenroom.server.admin.snapshot import Snapshot
+from greenroom.server.admin.streams import Streams
+from greenroom.server.admin.verbs import as_get
+from greenroom.server.admin.views import ErrorBody
+from greenroom.server.admin.watching import Watching
+from greenroom.server.asgi import Message, scope_of
+from greenroom.tenancy.keys import Permission
+
+OPENAPI_PATH = "/api/v1/openapi.json"
+DOCS_PATH = "/api/v1/docs"
+# What keys without `admin` may use, each by what the key may see or do there. Whatever is not named needs an admin's.
+_NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
+    ("GET", "/health"): Permission.ASK,
+    ("GET", "/metrics"): Permission.ASK,
+    ("GET", "/v1/models"): Permission.ASK,
+    ("GET", "/models"): Permission.ASK,
+    ("GET", "/v1/models/{model_id:path}"): Permission.ASK,
+    ("POST", "/v1/cache/flush"): Permission.ASK,
+    ("GET", "/api/v1/models"): Permission.ASK,
+    ("GET", "/api/v1/models/{model_id:path}"): Permission.ASK,
+    ("GET", "/api/v1/requests/{request_id}"): Permission.ASK,
+    ("GET", "/api/v1/leases"): Permission.LEASE,
+    ("POST", "/api/v1/leases"): Permission.LEASE,
+    ("GET", "/api/v1/leases/{lease_id}"): Permission.LEASE,
+    ("DELETE", "/api/v1/leases/{lease_id}"): Permission.LEASE,
+    ("POST", "/api/v1/leases/{lease_id}/renew"): Permission.LEASE,
+}
+_DESCRIPTION = "Which models there are, what they are doing, and how to order them about."
+
+
+def make_management(gateway: Gateway) -> Management:
+    app = _empty_app()
+    began = gateway.clock()
+
+    def uptime_s() -> float:
+        # By the clock that is never set, unlike the wall's.
+        return gateway.clock() - began
+
+    def look() -> Snapshot:
+        return Snapshot(gateway, uptime_s())
+
+    streams = Streams(lambda: gateway.is_draining, gateway.clock)
+    Listing(gateway.catalog, look).add_to(app)
+    Watching(gateway, streams, look, uptime_s).add_to(app)
+    Operating(gateway, streams, look).add_to(app)
+    ModelStatuses(gateway.catalog, look).add_to(app)
+    Explaining(gateway).add_to(app)
+    Gpus(gateway).add_to(app)
+    Leases(gateway).add_to(app)
+    Caches(gateway).add_to(app)
+    _add_docs(app, gateway)
+    return Management(app)
+
+
+def _empty_app() -> FastAPI:
+    app = FastAPI(
+        title="Greenroom",
+        version=greenroom.__version__,
+        description=_DESCRIPTION,
+        openapi_url=OPENAPI_PATH,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=_route_name,
+        responses={"default": {"model": ErrorBody, "description": "What went wrong."}},
+        # The gateway counts for itself; nothing may be sent anywhere because of a variable in the environment.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+    )
+    add_error_answers(app)
+    return app
+
+
+def _route_name(route: APIRoute) -> str:
+    return route.name
+
+
+def _add_docs(app: FastAPI, gateway: Gateway) -> None:
+    async def docs() -> Response:
+        if not gateway.config.server.docs:
+            raise nothing_at(DOCS_PATH)
+        return HTMLResponse(docs_page(app.openapi(), OPENAPI_PATH), headers=HEADERS)
+
+    app.get(DOCS_PATH, include_in_schema=False)(docs)
+
+
+class Management:
+    """The application, and what its routes need."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    async def __call__(
+        self,
+        scope: MutableMapping[str, Any],
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
+    ) -> None:
+        # No path of ours and no id has such characters, and the patterns of routes overlook a line break at the end.
+        if not scope["path"].isprintable():
+            await error_answer(scope, nothing_at(scope["path"]))(scope, receive, send)
+        else:
+            await self._app(as_get(scope), receive, send)
+
+    @property
+    def routes(self) -> Iterator[tuple[str, str]]:
+        """Every method and path there is."""
+        for route in self._app.routes:
+            assert isinstance(route, Route)
+            yield from ((method, route.path) for method in route.methods or () if method != "HEAD")
+
+    def needs(self, head: Head, path: bytes) -> Permission:
+        """What a request for this path needs. The routes themselves say where it leads, as they will for the answer."""
+        scope = as_get(scope_of(head, path, {}))
+        needed = Permission.MANAGE
+        for route in self._app.routes:
+            assert isinstance(route, Route)
+            match, _ = route.matches(scope)
+            if match is Match.FULL:
+                return _NEEDS.get((scope["method"], route.path), Permission.MANAGE)
+            if match is Match.PARTIAL:
+                # Whoever may use the path is told which methods it takes.
+                others = (_NEEDS[key] for method in route.methods or () if (key := (method, route.path)) in _NEEDS)
+                needed = next(others, needed)
+        return needed

@@ -1,0 +1,381 @@
+"""What the management API answers, as published shapes. The OpenAPI schema is generated from these classes.
+
+Owns names and meaning of fields; `snapshot.py` fills them in. Never reads the gateway.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from greenroom.config.names import ID_CHARS_MAX
+from greenroom.server.admin.status_word import StatusWord
+
+Tier = Literal["ready", "asleep", "cold"]
+
+# Orders name few models; more is a mistake.
+EVICT_MAX = 100
+GRACE_MAX_S = 3_600
+
+
+class View(BaseModel):
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+# --- /v1/models -----------------------------------------------------------------------------------------------------
+
+
+class ModelStatus(View):
+    value: StatusWord
+    eta_s: float | None = None
+    """Seconds until it is loaded, while it is loading and if that was learned."""
+    retry_in_s: float | None = None
+    """Seconds until a failed model is tried again."""
+    last_error: str | None = None
+    """Why its last load failed or how its process ended, until a load succeeds."""
+
+
+class ModelCard(View):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["greenroom"] = "greenroom"
+    name: str | None
+    description: str | None
+    aliases: list[str]
+    capabilities: list[str] | None
+    """What it can be asked for (chat, completions, embeddings, rerank); null when only its engine knows."""
+    status: ModelStatus
+    meta: dict[str, Any]
+    """The operator's `metadata`, with `tier` and `memory_mib` (what it needs when ready)."""
+
+
+class ModelList(View):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+# --- /health --------------------------------------------------------------------------------------------------------
+
+
+HealthWord = Literal["healthy", "draining", "failed", "saturated"]
+
+
+class Health(View):
+    status: HealthWord
+    """draining: shutting down; failed: no model can be loaded at present; saturated: the queue is full."""
+    leaseStore: Literal["up", "down"] | None  # noqa: N815
+    """Where GPUs are shared with other gateways: while their store is down, only models that are loaded are served."""
+    uptime: int
+    modelsLoaded: int  # noqa: N815
+    queueDepth: int  # noqa: N815
+
+
+# --- /api/v1/status -------------------------------------------------------------------------------------------------
+
+
+class QueueView(View):
+    depth: int
+    max: int
+    avg_wait_ms: float | None
+    """Of requests that were served lately; null before the first."""
+
+
+class DeviceView(View):
+    id: str
+    kind: Literal["gpu", "host"]
+    capacity_mib: int
+    margin_mib: int
+    """Never planned with."""
+    used_mib: int
+    """Held by models and leases."""
+    free_mib: int
+    """What can still be planned with; promised memory is not free."""
+    foreign_mib: int
+    """Used by processes nobody declared."""
+
+
+class MovingView(View):
+    kind: Literal["load", "wake", "sleep", "prepare", "unload"]
+    since_s: float | None
+    """Null while it waits for memory that others are giving back."""
+    eta_s: float | None
+
+
+class SlotView(View):
+    id: str
+    model: str
+    revision: int
+    tier: Tier
+    moving: MovingView | None
+    leaving_to: Tier | None
+    """Takes no further requests and goes there when its answers are done."""
+    in_flight: int
+    concurrency: int
+    last_used_s_ago: float | None
+    memory: dict[str, int]
+    """MiB by device."""
+    unload_in_s: float | None
+    """Seconds until it leaves for being idle; null while it answers, and if only another's need makes it leave."""
+    pid: int | None
+
+
+class NeedView(View):
+    """What its next load is planned with, and what that can be compared with."""
+
+    gpu_mib: int
+    host_mib: int
+    source: str
+    """declared, measured, raised (it ran out of memory before), budget (gpu_memory_budget_mib), what it was estimated
+    from (gguf, safetensors, file size, name), or unknown."""
+    measured_gpu_mib: int | None
+    """The most it was seen to use on GPUs; null if that was never seen."""
+    measured_host_mib: int | None
+    estimated_gpu_mib: int | None
+    """What its file or its name makes one expect; null if neither says anything, or memory_mib was declared."""
+    estimated_host_mib: int | None
+    estimate_error: float | None
+    """How far the estimate was from what was measured: 0.05 is 5 % too much."""
+
+
+class LastError(View):
+    code: str
+    message: str
+
+
+class ModelView(View):
+    id: str
+    tier: Tier
+    status: StatusWord
+    engine: str
+    revision: int
+    pinned: bool
+    priority: int
+    ttl_s: float
+    in_flight: int
+    waiting: int
+    concurrency: int | None
+    """Requests answered at once; null while only the engine knows."""
+    last_used_s_ago: float | None
+    memory: dict[str, int]
+    """MiB by device, of all its slots."""
+    need: NeedView
+    unload_in_s: float | None
+    """Seconds until the last of its slots leaves for being idle, as far as that is known."""
+    moving: MovingView | None
+    slots: list[SlotView]
+    failures: int
+    """Failed loads and crashes since it last answered."""
+    retry_in_s: float | None
+    """Seconds until it is tried again, while requests for it are refused after repeated failures."""
+    last_error: LastError | None
+    """Why its last load failed or how its process ended, until a load succeeds."""
+    pid: int | None
+
+
+class ModelStatusList(View):
+    models: list[ModelView]
+
+
+class WaitingView(View):
+    id: str
+    position: int
+    model: str
+    tenant: str
+    waited_s: float
+
+
+class ProbeView(View):
+    """How memory is seen."""
+
+    kind: Literal["nvml", "file", "simulated", "none"]
+    looked_s_ago: float
+    failure: str | None
+    """Why the last look failed; the figures are those of the one before."""
+    pids_visible: bool
+    """False: on some GPU processes cannot be seen (a container). What is used beyond all claims is foreign there."""
+
+
+class GpuView(View):
+    id: str
+    index: int
+    """In the order of the PCI bus; a model's `devices` may call it gpu0, gpu1 …"""
+    name: str
+    total_mib: int
+    """What can be allocated, without what the driver keeps for itself."""
+    used_mib: int
+    """By everybody, as the driver says it."""
+    foreign_mib: int
+    """Of that, by processes nobody declared."""
+    free_mib: int
+    """What can still be planned with, after claims, promises, strangers and the margin."""
+    utilisation: int | None
+    """Percent of the time that something ran on it; null where that cannot be seen."""
+    temperature_c: int | None
+
+
+class ConnectionsView(View):
+    open: int
+    stats: dict[str, int]
+    """What the edge counted since start."""
+
+
+class LeaseStoreView(View):
+    """The store by which GPUs are shared with other gateways."""
+
+    up: bool
+    since_s: float
+    why: str | None
+    """Why it cannot be used."""
+    grace_left_s: float
+    """A store that is new, or lost what it knew, grants nothing for so long: those who hold leases come first."""
+    slots_without_lease: int
+    """Models that run though the store gave their memory to somebody else."""
+
+
+class GreenRoomView(View):
+    """Host memory where models wait that are asleep."""
+
+    size_mib: int | None
+    """`memory.green_room_mib`; null: as much as the host has."""
+    used_mib: int
+    """Held by those who are asleep there, or on their way."""
+    free_mib: int | None
+    """What is left of its size, as far as the host has it."""
+    models: list[str]
+    """Who is asleep."""
+
+
+class StatusView(View):
+    version: str
+    started: str
+    """RFC 3339."""
+    uptime_s: float
+    draining: bool
+    addresses: list[str]
+    queue: QueueView
+    lease_store: LeaseStoreView | None
+    """null where this gateway keeps leases itself."""
+    devices: list[DeviceView]
+    green_room: GreenRoomView
+    probe: ProbeView
+    gpus: list[GpuView]
+    """What was seen at the last look; `devices` is what is planned with."""
+    models: list[ModelView]
+    other_slots: list[SlotView]
+    """Slots of models that are no longer configured, and leases of other programs."""
+    waiting: list[WaitingView]
+    """The first in the queue, at most 100."""
+    counters: dict[str, int]
+    connections: ConnectionsView
+
+
+# --- requests, decisions, logs --------------------------------------------------------------------------------------
+
+
+class RequestView(View):
+    """One request. Times are from its arrival, in seconds; what is not known yet is null."""
+
+    id: str
+    model: str
+    asked_as: str
+    tenant: str
+    route: str
+    arrived_at: float
+    client: str | None
+    stream: bool
+    priority: int
+    state: Literal["waiting", "serving", "done"]
+    slot: str | None
+    wait_s: float | None
+    first_byte_s: float | None
+    total_s: float | None
+    status: int | None
+    error_code: str | None
+    error_message: str | None
+    """What a key without `admin` is told of it."""
+    reason: str | None
+    """What went wrong, for admin keys only."""
+    details: str | None
+    """What its engine printed last, for admin keys only."""
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    cached_tokens: int | None
+    estimated: bool
+    chunks: int
+
+
+class RequestList(View):
+    requests: list[RequestView]
+    """Running ones, then ended ones, each with the newest first."""
+
+
+class DecisionList(View):
+    decisions: list[dict[str, Any]]
+    """Newest last. Each has `seq` (counted in this run), `at` (Unix time), `what` was decided, about whom, `why`."""
+
+
+class LogLines(View):
+    model: str
+    lines: list[str]
+    """Oldest first."""
+
+
+# --- orders ---------------------------------------------------------------------------------------------------------
+
+
+class Order(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class LoadOrder(Order):
+    evict: Annotated[list[Annotated[str, Field(max_length=ID_CHARS_MAX)]], Field(max_length=EVICT_MAX)] = []
+    """Models that must leave first."""
+
+
+class UnloadOrder(Order):
+    grace_s: Annotated[float, Field(ge=0, le=GRACE_MAX_S, allow_inf_nan=False)] | None = None
+    """How long running answers may go on; the model's own `grace_s` when not given."""
+
+
+class SleepOrder(Order):
+    grace_s: Annotated[float, Field(ge=0, le=GRACE_MAX_S, allow_inf_nan=False)] | None = None
+    """How long running answers may go on; the model's own `grace_s` when not given."""
+
+
+class Moved(View):
+    model: str
+    tier: Tier
+    took_s: float
+    memory: dict[str, int]
+    """MiB by device it holds now."""
+
+
+class Reloaded(View):
+    added: list[str]
+    changed: list[str]
+    """These get a new slot; the old one drains."""
+    relabelled: list[str]
+    """These only read differently; their engines keep running."""
+    removed: list[str]
+    at_once: list[str]
+    """Keys outside models that were applied."""
+    took_s: float
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+class ErrorView(View):
+    """Further fields may stand beside these."""
+
+    message: str
+    type: str
+    code: str
+    param: str | None
+    details: str | None
+
+
+class ErrorBody(View):
+    error: ErrorView

@@ -1,0 +1,119 @@
+"""What an operator can see: health, metrics, status, events, requests, decisions. Changes nothing, loads nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import islice
+from typing import Annotated
+
+from fastapi import FastAPI, Header, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from greenroom.errors import NotFound
+from greenroom.server.admin import views
+from greenroom.server.admin.gateway import Gateway
+from greenroom.server.admin.gauges import gauges
+from greenroom.server.admin.snapshot import Snapshot
+from greenroom.server.admin.streams import SSE, EventFeed, Streams
+from greenroom.server.admin.verbs import refuse_head
+from greenroom.server.asgi import asked_by_admin
+from greenroom.tenancy.keys import Caller
+
+API = "/api/v1"
+# As many as are kept.
+REQUESTS_SHOWN_MAX = 2_000
+DECISIONS_SHOWN_MAX = 500
+# Events and decisions are counted; this is more than any gateway will ever have told.
+EVENT_ID_MAX = 2**53
+# Left out of what is shown of a request: in a list, and for a key without `admin`.
+_BRIEF = {"details": None}
+_DISCREET = {"reason": None, "details": None, "slot": None}
+
+EventId = Annotated[int | None, Query(ge=0, le=EVENT_ID_MAX, description="Begin after this event.")]
+Since = Annotated[int, Query(ge=0, le=EVENT_ID_MAX, description="Only decisions after the one with this `seq`.")]
+LastEventId = Annotated[int | None, Header(alias="Last-Event-ID", ge=0, le=EVENT_ID_MAX)]
+
+
+class Watching:
+    def __init__(
+        self, gateway: Gateway, streams: Streams, look: Callable[[], Snapshot], uptime_s: Callable[[], float]
+    ) -> None:
+        self._gateway = gateway
+        self._streams = streams
+        self._look = look
+        self._uptime_s = uptime_s
+        # Rendering runs beside the loop; two at once would only slow each other and the loop down.
+        self._rendering = asyncio.Lock()
+
+    def add_to(self, app: FastAPI) -> None:
+        app.get("/health", responses={503: {"model": views.Health}})(self.health)
+        app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})(self.metrics)
+        app.get(f"{API}/status")(self.status)
+        app.get(f"{API}/events", response_class=Response, responses={200: {"content": {SSE: {}}}})(self.events)
+        app.get(f"{API}/requests")(self.list_requests)
+        app.get(f"{API}/requests/{{request_id}}")(self.show_request)
+        app.get(f"{API}/decisions")(self.list_decisions)
+
+    async def health(self, response: Response) -> views.Health:
+        """200 while requests can be served, 503 otherwise."""
+        health = self._look().health()
+        response.status_code = 200 if health.status == "healthy" else 503
+        return health
+
+    async def metrics(self, request: Request) -> Response:
+        """Everything that is counted, in the text format of Prometheus; tenants and unlisted models for admins only."""
+        gateway = self._gateway
+        listed = (
+            None if asked_by_admin(request) else {entry.id for entry in gateway.catalog if not entry.config.unlisted}
+        )
+        async with self._rendering:
+            now = gauges(gateway, self._uptime_s())
+            body, content_type = await asyncio.to_thread(gateway.metrics.render, now, only_models=listed)
+        return Response(body, headers={"content-type": content_type})
+
+    async def status(self) -> views.StatusView:
+        """The whole gateway at this moment: devices, models, slots, the queue."""
+        return self._look().status()
+
+    async def events(self, request: Request, after: EventId = None, last_event_id: LastEventId = None) -> Response:
+        """What happens, as server-sent events: one a move, rejection, reload …; `data` is JSON."""
+        refuse_head(request)
+        # A browser that comes back sends both; the header is newer than the address it was given once.
+        begin = after if last_event_id is None else last_event_id
+        return self._streams.answer(lambda: EventFeed(self._gateway.hub, begin))
+
+    async def list_requests(
+        self, limit: Annotated[int, Query(ge=1, le=REQUESTS_SHOWN_MAX)] = 100, model: str | None = None
+    ) -> views.RequestList:
+        """Requests that run or ended lately, without `details`."""
+        entry = self._gateway.catalog.find(model) if model is not None else None
+        records = self._gateway.activity.recent(limit, model if entry is None else entry.id)
+        return views.RequestList(requests=[views.RequestView(**record.as_dict() | _BRIEF) for record in records])
+
+    async def show_request(self, request: Request, request_id: str) -> views.RequestView:
+        """One request by its `X-Request-Id`; without an admin's key only one of the caller's tenant."""
+        record, is_admin = self._gateway.activity.get(request_id), asked_by_admin(request)
+        caller: Caller | None = request.scope.get("state", {}).get("caller")
+        # Another's is answered like one that never was, so that ids cannot be tried out.
+        if record is None or not (is_admin or (caller is not None and record.tenant == caller.tenant)):
+            raise NotFound(f"There is no request {request_id}; only those that run or ended lately are kept.")
+        return views.RequestView(**record.as_dict() | ({} if is_admin else _DISCREET))
+
+    async def list_decisions(
+        self,
+        limit: Annotated[int, Query(ge=1, le=DECISIONS_SHOWN_MAX)] = 100,
+        model: str | None = None,
+        since: Since = 0,
+    ) -> views.DecisionList:
+        """What the scheduler decided lately, and why; of one model also whom it made leave."""
+        entry = self._gateway.catalog.find(model) if model is not None else None
+        wanted = model if entry is None else entry.id
+        newest_first = (
+            decision
+            for decision in reversed(self._gateway.observer.decisions)
+            if decision["seq"] > since
+            and (wanted is None or wanted in (decision.get("model"), decision.get("for_model")))
+        )
+        return views.DecisionList(decisions=[dict(decision) for decision in islice(newest_first, limit)][::-1])

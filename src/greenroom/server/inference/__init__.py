@@ -1,0 +1,1 @@
+"""Requests to models, from the first byte to the last."""

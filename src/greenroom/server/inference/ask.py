@@ -1,0 +1,286 @@
+"""What a caller asks, read from its request: which model, how urgently, for whom, and what the engine shall be sent.
+
+Owns the reading of `x_*` fields and headers, which are never forwarded. Raises the error to answer with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import msgspec
+
+from greenroom.config.schema import Heartbeat
+from greenroom.core.model import ModelId, TenantId
+from greenroom.engines.base import Ability, UsageSource
+from greenroom.errors import BadRequest, ModelNotFound, NotAllowed, PostOnly, Unsupported
+from greenroom.http.body import Payload
+from greenroom.http.edge import Exchange, Head
+from greenroom.http.head import Headers
+from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.server.inference import multipart, peek
+from greenroom.server.inference.cache_headers import cache_headers
+from greenroom.server.inference.ids import is_open, split_model
+from greenroom.server.inference.keep_alive import capped
+from greenroom.server.inference.routes import UPSTREAM_PREFIX, Route
+from greenroom.tenancy.keys import Caller
+from greenroom.tenancy.tenants import Tenants, cap, parse_priority
+
+# The headers that are words to us; one pass over a request's headers finds them.
+_OURS: Final = frozenset(
+    (
+        *(b"x-priority", b"x-tenant-id", b"x-client-id", b"x-heartbeat", b"x-request-timeout-s"),
+        *(b"x-cache-mode", b"x-cache-tag"),
+    )
+)
+_HEARTBEATS: Final = {kind.value.encode(): kind for kind in Heartbeat}
+CLIENT_CHARS_MAX: Final = 128
+_EMPTY: Final[frozenset[str]] = frozenset()
+
+# What an operator sets and strips for one revision of a model, encoded.
+_Rewrites = tuple[Entry, dict[str, bytes], frozenset[str]]
+
+
+class Ask:
+    """`payload` makes the body for the engine. It is called when the slot is granted, so that waiting costs no copy."""
+
+    __slots__ = (
+        "asked_as",
+        "budget_s",
+        "cache_headers",
+        "client",
+        "drop_usage",
+        "entry",
+        "heartbeat",
+        "keep_alive_s",
+        "kept",
+        "payload",
+        "priority",
+        "route",
+        "stream",
+        "target",
+        "tenant",
+        "to_operator",
+    )
+
+    def __init__(
+        self,
+        route: Route,
+        entry: Entry,
+        asked_as: str,
+        target: bytes,
+        stream: bool,
+        priority: int,
+        tenant: TenantId,
+        client: str,
+        heartbeat: Heartbeat,
+        payload: Callable[[], Payload],
+        budget_s: float | None,
+        to_operator: bool,
+    ) -> None:
+        self.route = route
+        self.entry = entry
+        self.asked_as = asked_as
+        self.target = target
+        self.stream = stream
+        self.priority = priority
+        self.tenant = tenant
+        self.client = client
+        self.heartbeat = heartbeat
+        self.payload = payload
+        self.budget_s = budget_s
+        # Who asks may manage this gateway, and is told of errors what only operators are.
+        self.to_operator = to_operator
+        # How long its model shall stay afterwards; None: not said.
+        self.keep_alive_s: float | None = None
+        # The body as it was read, for a payload that is made at once. Cleared when the request has to wait.
+        self.kept: list[peek.Peeked] | None = None
+        # What an engine that keeps a prefix cache is told of whose it is.
+        self.cache_headers: Headers | None = None
+        # We asked the engine for usage and the caller did not: its one event is dropped.
+        self.drop_usage = False
+
+
+class AskReader:
+    def __init__(
+        self,
+        catalog: Catalog,
+        tenants: Tenants,
+        heartbeat: Callable[[], Heartbeat],
+        keep_alive_max_s: Callable[[], float | None],
+    ) -> None:
+        self._catalog = catalog
+        self._tenants = tenants
+        self._heartbeat = heartbeat
+        self._keep_alive_max_s = keep_alive_max_s
+        # By model, so that a new revision takes the place of the old one.
+        self._rewrites: dict[ModelId, _Rewrites] = {}
+
+    def read(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
+        """A JSON request."""
+        _expect_post(exchange.head)
+        return self._json(exchange, route, caller)
+
+    async def read_form(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
+        """A form with a file. Large ones are read in turns, so that others are served meanwhile."""
+        _expect_post(exchange.head)
+        form = await multipart.scan_in_turns(exchange.body, exchange.head.get(b"content-type"))
+        ask = self._ask(exchange, route, caller, form.model, form.priority, stream=form.stream)
+        ask.client = form.client_id or ask.client
+        ask.budget_s = _smaller(ask.budget_s, form.budget_s)
+        ask.keep_alive_s = capped(form.keep_alive_s, self._keep_alive_max_s())
+        config = ask.entry.config
+        puts = {name: _as_text(value) for name, value in config.set_params.items()}
+        drops = frozenset(config.strip_params)
+        ask.payload = lambda: form.rewrite(config.use_model_name, drop=drops, put=puts)
+        return ask
+
+    def read_upstream(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
+        """A pass-through: everything after the model's id goes to its engine as it is."""
+        head = exchange.head
+        if not caller.admin:
+            # Again: the models may have changed while the body came.
+            self.check_open(head, caller)
+        name, path = self._upstream(head)
+        target = path + (b"?" + head.query if head.query else b"")
+        return self._ask(exchange, route, caller, name, None, target=target, payload=lambda: exchange.body)
+
+    def check_open(self, head: Head, caller: Caller) -> None:
+        """Raises NotAllowed unless the model opens this path to every key, or ModelNotFound."""
+        name, path = self._upstream(head)
+        entry = self._catalog.find(name)
+        if entry is None or not is_open(path, entry.config.routes):
+            raise NotAllowed(
+                f"The key {caller.name} may not use {path.decode('ascii', 'replace')} of {name}: its `routes` do not "
+                "name it. Use a key with `admin: true`."
+            )
+
+    def _upstream(self, head: Head) -> tuple[str, bytes]:
+        """The model that is named after /upstream/, and the path its engine is asked for."""
+        found = split_model(head.path[len(UPSTREAM_PREFIX) :], self._catalog.is_known)
+        if found is None:
+            raise ModelNotFound(
+                "No model's id follows /upstream/. GET /v1/models lists those there are.", param="model"
+            )
+        name, rest = found
+        return name, b"/" + rest.lstrip(b"/")
+
+    def _json(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
+        body = exchange.body
+        peeked = peek.peek(body.read())
+        ask = self._ask(exchange, route, caller, peeked.model, peeked.priority, stream=peeked.stream)
+        ask.client = peeked.client_id or ask.client
+        if peeked.budget_s is not None:
+            ask.budget_s = _smaller(ask.budget_s, peeked.budget_s)
+        if peeked.keep_alive_s is not None:
+            ask.keep_alive_s = capped(peeked.keep_alive_s, self._keep_alive_max_s())
+        puts, drops = self._rewrites_of(ask.entry)
+        if ask.stream and ask.entry.engine.usage_source is UsageSource.ASK:
+            options, asked = peek.ask_for_usage(peeked.fields)
+            ask.drop_usage = not asked
+            if options is not None:
+                puts = {**puts, "stream_options": options}
+        ask.kept = kept = [peeked]
+
+        def payload() -> bytes:
+            again = kept.pop() if kept else peek.peek(body.read())
+            return peek.join(again.fields, drop=drops, put=puts)
+
+        ask.payload = payload
+        return ask
+
+    def _ask(
+        self,
+        exchange: Exchange,
+        route: Route,
+        caller: Caller,
+        name: str,
+        priority: str | int | None,
+        *,
+        target: bytes | None = None,
+        stream: bool = False,
+        payload: Callable[[], Payload] = bytes,
+    ) -> Ask:
+        head = exchange.head
+        entry = self._catalog.find(name)
+        if entry is None:
+            raise ModelNotFound(f"There is no model {name}. GET /v1/models lists those there are.", param="model")
+        if route.ability is not None:
+            _check_ability(entry, route.ability)
+        said = {known: value for known, value in head.headers if known in _OURS}
+        ask = Ask(
+            route,
+            entry,
+            name,
+            head.target if target is None else target,
+            stream,
+            _priority(priority, said, entry, caller),
+            caller.tenant or self._tenants.name(said.get(b"x-tenant-id")),
+            said.get(b"x-client-id", b"").decode("latin-1")[:CLIENT_CHARS_MAX],
+            _heartbeat(said, self._heartbeat()),
+            payload,
+            _budget_s(said),
+            caller.admin,
+        )
+        ask.cache_headers = cache_headers(entry.engine.hosted, ask.tenant, said)
+        return ask
+
+    def _rewrites_of(self, entry: Entry) -> tuple[dict[str, bytes], frozenset[str]]:
+        """What the operator sets and strips for this model, encoded once."""
+        known = self._rewrites.get(entry.id)
+        if known is None or known[0] is not entry:
+            config = entry.config
+            puts = {name: msgspec.json.encode(value) for name, value in config.set_params.items()}
+            if config.use_model_name is not None:
+                puts["model"] = msgspec.json.encode(config.use_model_name)
+            known = self._rewrites[entry.id] = (entry, puts, frozenset(config.strip_params) or _EMPTY)
+        return known[1], known[2]
+
+
+def _expect_post(head: Head) -> None:
+    if head.method != b"POST":
+        raise PostOnly(f"{head.path.decode('ascii', 'replace')} takes POST.")
+
+
+def _as_text(value: object) -> str:
+    """A form's fields are text; what is not is written as JSON."""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _check_ability(entry: Entry, ability: Ability) -> None:
+    if entry.abilities is not None and ability not in entry.abilities:
+        can = ", ".join(sorted(one.value for one in entry.abilities))
+        raise Unsupported(f"{entry.id} does not do {ability.value}; it does {can}.", param="model")
+
+
+def _priority(in_body: str | int | None, said: Mapping[bytes, bytes], entry: Entry, caller: Caller) -> int:
+    """The body's word, else the header's, else the model's; never better than the key allows."""
+    if in_body is not None:
+        priority = parse_priority(in_body)
+    elif (in_header := said.get(b"x-priority")) is not None:
+        priority = parse_priority(in_header, param="X-Priority")
+    else:
+        priority = entry.spec.priority
+    return cap(priority, caller)
+
+
+def _heartbeat(said: Mapping[bytes, bytes], default: Heartbeat) -> Heartbeat:
+    raw = said.get(b"x-heartbeat")
+    if raw is None:
+        return default
+    if raw not in _HEARTBEATS:
+        raise BadRequest("X-Heartbeat is comment, chunk or off.", param="X-Heartbeat")
+    return _HEARTBEATS[raw]
+
+
+def _budget_s(said: Mapping[bytes, bytes]) -> float | None:
+    """How long the whole answer may take, by the header."""
+    raw = said.get(b"x-request-timeout-s")
+    return None if raw is None else peek.read_budget_s(raw.decode("latin-1"), param="X-Request-Timeout-S")
+
+
+def _smaller(one: float | None, other: float | None) -> float | None:
+    """Of two budgets the one that ends first."""
+    if one is None or other is None:
+        return one if other is None else other
+    return min(one, other)

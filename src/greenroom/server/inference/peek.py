@@ -1,0 +1,229 @@
+"""The top level of a JSON body, and no more.
+
+Owns what we read of a request's body and how it is put together again for the engine. Values stay the bytes they were
+sent as: never decoded, never rounded, never reordered inside. A key that is sent twice counts once, with its last
+value, both for us and for the engine, so that nobody can be routed by one model and served by another.
+"""
+
+from __future__ import annotations
+
+import codecs
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NoReturn
+
+import msgspec
+from msgspec import Raw
+
+from greenroom.config.names import ID_CHARS_MAX
+from greenroom.errors import BadRequest
+from greenroom.server.inference import keep_alive
+from greenroom.server.inference.many_keys import TooManyKeys, decode_counting
+from greenroom.tenancy.tenants import bad_priority
+
+# Top-level fields. The largest API has about forty; each costs some two hundred bytes here.
+FIELDS_MAX: Final = 1_000
+# Bodies up to this size cannot hold enough fields to hurt before they are counted.
+_SMALL_BYTES: Final = 64 * 1024
+_UTF8_STEP_BYTES: Final = 256 * 1024
+CLIENT_ID_CHARS_MAX: Final = 128
+# All keys with this prefix are words to us. Engines never see them.
+OURS: Final = "x_"
+
+
+Fields = dict[str, Raw]
+
+
+class Peeked:
+    """`fields` has everything that was sent; the rest is what we understand of it."""
+
+    __slots__ = ("budget_s", "client_id", "fields", "keep_alive_s", "model", "priority", "stream")
+
+    def __init__(self, fields: Fields, model: str) -> None:
+        self.fields = fields
+        self.model = model
+        self.stream = False
+        self.priority: int | str | None = None
+        self.client_id: str | None = None
+        self.budget_s: float | None = None
+        self.keep_alive_s: float | None = None
+
+
+_fields = msgspec.json.Decoder(Fields)
+_text = msgspec.json.Decoder(str)
+_flag = msgspec.json.Decoder(bool | None)
+_number_or_text = msgspec.json.Decoder(int | str | None)
+_SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{0,12})?", re.ASCII)
+_number = msgspec.json.Decoder(float | None)
+_text_or_null = msgspec.json.Decoder(str | None)
+_time_or_null = msgspec.json.Decoder(float | str | None)
+_NULL: Final = b"null"
+_INCLUDE_USAGE: Final = b'{"include_usage":true}'
+
+
+def peek(body: bytes) -> Peeked:
+    """Read the top level. Raises BadRequest, which names the field or the position that is wrong."""
+    fields = _read_fields(body)
+    # A string that is malformed inside is caught here too, so that no engine has to.
+    if not body.isascii():
+        _expect_utf8(body)
+    model = fields.get("model")
+    if model is None:
+        raise BadRequest("The body has no field model, which says which model to ask.", param="model")
+    stream = fields.get("stream")
+    peeked = Peeked(fields, check_model(_value(_text, model, "model", "a string")))
+    if stream is not None:
+        peeked.stream = _value(_flag, stream, "stream", "true or false") is True
+    if f"{OURS}priority" in fields or f"{OURS}client_id" in fields or f"{OURS}budget_s" in fields:
+        _read_ours(peeked)
+    if keep_alive.PLAIN in fields or keep_alive.OURS in fields:
+        peeked.keep_alive_s = _read_keep_alive(fields)
+    return peeked
+
+
+def join(fields: Mapping[str, Raw], *, drop: frozenset[str], put: Mapping[str, bytes]) -> bytes:
+    """The body for the engine: without our own fields and those in `drop`, with those in `put` (which are JSON)."""
+    kept = dict(fields)
+    for name in fields:
+        if name in drop or name[:2] == OURS or name == keep_alive.PLAIN:
+            del kept[name]
+    for name, value in put.items():
+        kept[name] = Raw(value)
+    return msgspec.json.encode(kept)
+
+
+def ask_for_usage(fields: Mapping[str, Raw]) -> tuple[bytes | None, bool]:
+    """What stream_options must become for the engine to tell usage (None: it is right), and whether the client asked.
+
+    Raises BadRequest when stream_options is not an object.
+    """
+    said = fields.get("stream_options")
+    if said is None or bytes(said) == _NULL:
+        return _INCLUDE_USAGE, False
+    options = _value(_fields, said, "stream_options", "an object")
+    wanted = options.get("include_usage")
+    if wanted is not None and _value(_flag, wanted, "stream_options.include_usage", "true or false"):
+        return None, True
+    options["include_usage"] = Raw(b"true")
+    return msgspec.json.encode(options), False
+
+
+# --- values that forms have too -------------------------------------------------------------------------------------
+
+
+def check_model(name: str) -> str:
+    """Raises BadRequest for what no model can be called."""
+    if not name:
+        raise BadRequest("model is empty; it says which model to ask.", param="model")
+    if len(name) > ID_CHARS_MAX:
+        raise BadRequest(f"model has more than {ID_CHARS_MAX} characters; no model's id does.", param="model")
+    return name
+
+
+def check_client_id(name: str) -> str:
+    """Raises BadRequest for a name that cannot stand in logs."""
+    if len(name) > CLIENT_ID_CHARS_MAX or not name.isprintable():
+        limit = CLIENT_ID_CHARS_MAX
+        raise BadRequest(f"x_client_id has at most {limit} characters, all of them printable.", param="x_client_id")
+    return name
+
+
+def check_budget_s(seconds: float, *, param: str = "x_budget_s") -> float:
+    """Raises BadRequest unless it is a time one can wait."""
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise BadRequest(f"{param} is a number of seconds above 0.", param=param)
+    return seconds
+
+
+def read_budget_s(said: str, *, param: str = "x_budget_s") -> float:
+    """A budget that was sent as text. Raises BadRequest."""
+    # Python reads more than people write for a number: 1_0, nan, digits of other scripts.
+    seconds = float(said) if _SECONDS.fullmatch(said.strip()) else math.nan
+    return check_budget_s(seconds, param=param)
+
+
+def _read_ours(peeked: Peeked) -> None:
+    fields = peeked.fields
+    peeked.priority = _value(_number_or_text, fields.get("x_priority"), "x_priority", bad_priority)
+    client_id = _value(_text_or_null, fields.get("x_client_id"), "x_client_id", "a string")
+    peeked.client_id = None if client_id is None else check_client_id(client_id)
+    budget_s = _value(_number, fields.get("x_budget_s"), "x_budget_s", "a number of seconds")
+    peeked.budget_s = None if budget_s is None else check_budget_s(budget_s)
+
+
+def _read_keep_alive(fields: Fields) -> float | None:
+    """Both names are read, so that neither can be wrong unnoticed; ours wins."""
+    seconds: float | None = None
+    for name in (keep_alive.PLAIN, keep_alive.OURS):
+        said = _value(_time_or_null, fields.get(name), name, keep_alive.wrong)
+        if said is not None:
+            seconds = keep_alive.keep_alive_s(said, param=name)
+    return seconds
+
+
+# --- decoding -------------------------------------------------------------------------------------------------------
+
+
+def _read_fields(body: bytes) -> Fields:
+    try:
+        fields = _fields.decode(body) if len(body) <= _SMALL_BYTES else decode_counting(body, FIELDS_MAX)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"The body is not a JSON object: {_lower(error)}.") from None
+    except UnicodeDecodeError:
+        raise BadRequest("The body is not valid UTF-8: a key is not.") from None
+    except msgspec.DecodeError as error:
+        _refuse_json(body, error)
+    except RecursionError:
+        raise BadRequest("The body is nested too deeply.") from None
+    except TooManyKeys:
+        raise _too_many_fields() from None
+    if len(fields) > FIELDS_MAX:
+        raise _too_many_fields()
+    return fields
+
+
+def _too_many_fields() -> BadRequest:
+    return BadRequest(f"The body has more than {FIELDS_MAX:,} top-level fields.")
+
+
+def _refuse_json(body: bytes, error: msgspec.DecodeError) -> NoReturn:
+    if not body.strip():
+        raise BadRequest("The body is empty; send a JSON object that names a model.") from None
+    said = _lower(error)
+    # The decoder says "truncated", without a position, also for half a surrogate pair at the end of a string.
+    where = "" if "(byte " in said else f", or ends in half of a \\u pair (of {len(body):,} bytes)"
+    raise BadRequest(f"The body is not valid JSON: {said}{where}.") from None
+
+
+def _lower(error: Exception) -> str:
+    """Its words, to go on with inside a sentence."""
+    said = str(error).removeprefix("JSON is malformed: ")
+    return said[:1].lower() + said[1:]
+
+
+def _expect_utf8(body: bytes) -> None:
+    """Step by step, so that checking a large body does not make a larger text of it."""
+    try:
+        if len(body) <= _SMALL_BYTES:
+            body.decode()
+            return
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        for begin in range(0, len(body), _UTF8_STEP_BYTES):
+            decoder.decode(body[begin : begin + _UTF8_STEP_BYTES])
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"The body is not valid UTF-8: {error.reason}.") from None
+
+
+def _value(
+    decoder: msgspec.json.Decoder[Any], raw: Raw | None, param: str, wanted: str | Callable[[str], BadRequest]
+) -> Any:
+    """The value of one field; None when it was not sent. `wanted` is what it should be, or the error that says so."""
+    if raw is None:
+        return None
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        error = BadRequest(f"{param} is not {wanted}.", param=param) if isinstance(wanted, str) else wanted(param)
+        raise error from None

@@ -1,0 +1,216 @@
+"""Requests to models: read, begun, and when they have ended counted and remembered.
+
+What a request asks is read by `ask.py`; how it is served is in `running.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from greenroom.core.model import RequestId
+from greenroom.engines import usage
+from greenroom.errors import GatewayBug, GreenroomError
+from greenroom.http.edge import Exchange, Head
+from greenroom.http.relay import Outcome, Relay
+from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.loop import SchedulerLoop
+from greenroom.runtime.tickets import Desk
+from greenroom.server import render
+from greenroom.server.inference.ask import Ask, AskReader
+from greenroom.server.inference.routes import UPSTREAM, Route
+from greenroom.server.inference.running import Running, Shared
+from greenroom.server.inference.settings import Settings
+from greenroom.server.inference.sweep import Vigil
+from greenroom.telemetry.activity import Activity, Record
+from greenroom.telemetry.logs import get_logger
+from greenroom.telemetry.metrics import Metrics
+from greenroom.tenancy.keys import Caller
+
+_log = get_logger("server")
+
+# The status written down for a caller who left before the answer was complete; nothing is sent.
+CLIENT_CLOSED: Final = 499
+SWITCHED: Final = 101
+
+
+class Inference:
+    def __init__(
+        self,
+        reader: AskReader,
+        loop: SchedulerLoop,
+        desk: Desk,
+        activity: Activity,
+        metrics: Metrics,
+        settings: Callable[[], Settings],
+        clock: Callable[[], float],
+        write_down: Callable[[Record], None] | None = None,
+        waits: Callable[[Entry], None] | None = None,
+    ) -> None:
+        """`write_down` is told of every request that has ended, `waits` of every one that has to wait for a model."""
+        self._reader = reader
+        self._loop = loop
+        self._activity = activity
+        self._metrics = metrics
+        self._settings = settings
+        self._clock = clock
+        self._write_down = write_down
+        self._waits = waits
+        self._desk = desk
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Ids of different runs do not meet; within one they are counted.
+        self._prefix, self._numbers = f"r-{secrets.token_hex(4)}-", itertools.count(1)
+        self.vigil = Vigil(self._sweep_s, clock)
+        self._shared = Shared(desk, self.vigil, clock, self._outlook, self._spawn, self._ended)
+
+    def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None:
+        """Answer this request. Returns at once."""
+        if route.is_multipart:
+            reading = self._own(self._handle_form(exchange, route, caller), "form")
+            # What is read is not a request yet: nothing but its connection is held.
+            reading.add_done_callback(lambda task: exchange.cut() if task.cancelled() else None)
+            return
+        request_id = self.next_id()
+        try:
+            read = self._reader.read_upstream if route is UPSTREAM else self._reader.read
+            self._begin(exchange, read(exchange, route, caller), request_id)
+        except Exception as error:
+            self._refuse(exchange, error, request_id, caller)
+
+    def check_open(self, head: Head, caller: Caller) -> None:
+        """Raises NotAllowed where this path of an engine is not open to a key without `admin`."""
+        self._reader.check_open(head, caller)
+
+    async def _handle_form(self, exchange: Exchange, route: Route, caller: Caller) -> None:
+        request_id = self.next_id()
+        try:
+            self._begin(exchange, await self._reader.read_form(exchange, route, caller), request_id)
+        except Exception as error:
+            # The form of a client that has left cannot be read any more, and there is nobody to refuse.
+            if not exchange.gone:
+                self._refuse(exchange, error, request_id, caller)
+
+    def _begin(self, exchange: Exchange, ask: Ask, request_id: str) -> None:
+        if exchange.gone:
+            return
+        record = Record(
+            id=request_id,
+            model=ask.entry.id,
+            asked_as=ask.asked_as,
+            tenant=ask.tenant,
+            client=ask.client,
+            route=ask.route.name,
+            stream=ask.stream,
+            priority=ask.priority,
+            arrived_at=time.time(),
+        )
+        self._activity.begin(record)
+        running = Running(exchange, ask, request_id, record, self._settings(), self._shared)
+        running.begin()
+        is_hit = running.ticket.granted_at == running.ticket.arrived
+        self._metrics.looked_up(ask.entry.id, is_hit)
+        if not is_hit and self._waits is not None:
+            self._waits(ask.entry)
+
+    def refused(self, error: GreenroomError) -> None:
+        """Count a request that never came to the scheduler."""
+        self._metrics.edge_refused(error.code)
+
+    def _refuse(self, exchange: Exchange, error: Exception, request_id: str, caller: Caller) -> None:
+        if isinstance(error, GreenroomError):
+            self.refused(error)
+        else:
+            _log.bug("request broke", error, request=request_id)
+            error = GatewayBug("Something went wrong in the gateway.")
+        if not exchange.started and not exchange.gone:
+            exchange.respond(*render.response(error, request_id, to_operator=caller.admin))
+
+    # --- tasks ----------------------------------------------------------------------------------------------------
+
+    def _spawn(self, running: Running) -> asyncio.Task[None]:
+        return self._own(running.run(), running.request_id)
+
+    def _own(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    @property
+    def running(self) -> int:
+        return len(self._desk.open)
+
+    async def finished(self) -> None:
+        """Wait until every request has ended."""
+        await self._loop.until(lambda: not self._desk.open)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def next_id(self) -> str:
+        return f"{self._prefix}{next(self._numbers)}"
+
+    def _sweep_s(self) -> float:
+        settings = self._settings()
+        idle_s = settings.answer_idle_max_s or 3600.0
+        return min(settings.heartbeat_after_s, settings.heartbeat_every_s, idle_s) / 4
+
+    def _outlook(self, request_id: str) -> tuple[int | None, float | None]:
+        outlook = self._loop.scheduler.outlook(RequestId(request_id), self._clock())
+        return (None, None) if outlook is None else (outlook.position, outlook.eta_s)
+
+    # --- written down ---------------------------------------------------------------------------------------------
+
+    def _ended(self, running: Running, error: GreenroomError | None) -> None:
+        ask, record, ticket, relay = running.ask, running.record, running.ticket, running.relay
+        record.total_s = total_s = max(0.0, time.time() - record.arrived_at)
+        record.status = _status(running.exchange, relay, error)
+        if error is not None:
+            record.error_code = error.code
+            record.error_message = render.words(error, record.id, to_operator=False).message
+            record.reason, record.details = render.words(error, record.id, to_operator=True)
+        if ticket.granted_at:
+            record.wait_s = ticket.granted_at - ticket.arrived
+        if ticket.slot is not None:
+            record.slot = ticket.slot.id
+        if relay is not None:
+            self._read_answer(ask, record, relay, ticket.arrived)
+        self._activity.end(record)
+        if self._write_down is not None:
+            self._write_down(record)
+        self._metrics.request_done(
+            model=ask.entry.id,
+            tenant=ask.tenant,
+            route=ask.route.name,
+            status=record.status,
+            seconds=total_s,
+            wait_s=record.wait_s or 0.0,
+            first_byte_s=record.first_byte_s,
+        )
+
+    def _read_answer(self, ask: Ask, record: Record, relay: Relay, arrived: float) -> None:
+        """Tokens are read once, from the last bytes of the answer."""
+        record.chunks = relay.events
+        if relay.first_data_at is not None:
+            record.first_byte_s = max(0.0, relay.first_data_at - arrived)
+        if relay.status != 200 or ask.route is UPSTREAM:
+            return
+        said = ask.entry.engine.usage(relay.tail(), stream=ask.stream)
+        if said is None and relay.events:
+            said = usage.estimated(relay.events)
+        if said is not None:
+            record.prompt_tokens, record.completion_tokens = said.prompt, said.completion
+            record.cached_tokens, record.estimated = said.cached, said.estimated
+            self._metrics.tokens(ask.entry.id, ask.tenant, said.prompt, said.completion, said.cached)
+
+
+def _status(exchange: Exchange, relay: Relay | None, error: GreenroomError | None) -> int:
+    if error is not None:
+        return error.status
+    if relay is None or exchange.gone or relay.outcome is Outcome.CLIENT_GONE:
+        return CLIENT_CLOSED
+    # A connection that left HTTP was answered by the engine's 101, which no relay forwards.
+    return relay.status or SWITCHED

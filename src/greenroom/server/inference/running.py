@@ -1,0 +1,360 @@
+"""One request from its arrival to its last byte: granted, relayed, ended; or waiting with heartbeats until it can be.
+
+Owns the order of things for one request. A request for a ready model is sent on at once and then lives by callbacks; a
+task exists only while something has to be waited for. A client that leaves ends it at any point; so does the operator's
+cut, an engine that hangs, an engine that is lost. One lost before its first byte is tried again, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from greenroom.config.schema import Heartbeat
+from greenroom.core.events import RequestArrived
+from greenroom.core.model import RequestId
+from greenroom.errors import EngineFault, EngineLost, EngineTimeout, GatewayBug, GreenroomError
+from greenroom.http.edge import Exchange
+from greenroom.http.head import Headers
+from greenroom.http.headers import build_request
+from greenroom.http.heartbeat import HeartbeatKind, heartbeat
+from greenroom.http.relay import Outcome, Relay
+from greenroom.http.tunnel import Tunnel
+from greenroom.runtime.slots import LiveSlot
+from greenroom.runtime.tickets import Desk, Ticket
+from greenroom.server import render
+from greenroom.server.inference.arrival import arrival
+from greenroom.server.inference.ask import Ask
+from greenroom.server.inference.settings import Settings
+from greenroom.server.inference.sweep import Vigil
+from greenroom.telemetry.activity import Record
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("server")
+
+_KINDS: Final = {Heartbeat.COMMENT: HeartbeatKind.COMMENT, Heartbeat.CHUNK: HeartbeatKind.CHUNK}
+_SSE: Final[Headers] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_NO_BUFFERING: Final = (b"x-accel-buffering", b"no")
+# What is said of the prefix cache where the engine keeps none for tenants. Engines that do speak for themselves, where
+# they know it when their answer begins.
+_NOT_CACHED: Final[Headers] = [(b"x-cache-hit", b"false"), (b"x-cache-tokens-reused", b"0")]
+_DID_NOT_WAIT: Final = (b"x-queue-wait-ms", b"0")
+# What an engine said of its own failure goes into the error up to this length.
+SAID_MAX: Final = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all requests have in common. `ended` is told of each exactly once."""
+
+    desk: Desk
+    vigil: Vigil
+    clock: Callable[[], float]
+    outlook: Callable[[str], tuple[int | None, float | None]]
+    spawn: Callable[[Running], asyncio.Task[None]]
+    ended: Callable[[Running, GreenroomError | None], None]
+
+
+class Running:
+    """One request being served. `relay` is the last one, kept for what it saw."""
+
+    __slots__ = (
+        "_beat_at",
+        "_bytes_seen",
+        "_hung",
+        "_moved_at",
+        "_said",
+        "_settings",
+        "_shared",
+        "_task",
+        "ask",
+        "exchange",
+        "record",
+        "relay",
+        "request_id",
+        "ticket",
+    )
+
+    def __init__(
+        self, exchange: Exchange, ask: Ask, request_id: str, record: Record, settings: Settings, shared: Shared
+    ) -> None:
+        self.exchange = exchange
+        self.ask = ask
+        self.request_id = request_id
+        self.record = record
+        self.ticket: Ticket
+        self.relay: Relay | None = None
+        self._settings = settings
+        self._shared = shared
+        self._beat_at = self._moved_at = 0.0
+        self._bytes_seen = -1
+        self._hung = False
+        self._said: GreenroomError | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    # --- the way of one request -------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Ask for a slot. If one and a connection to it are free, send at once; else a task waits for them.
+
+        From the moment it holds a ticket it ends by itself, whatever goes wrong.
+        """
+        shared = self._shared
+        event = self._arrival(shared.clock())
+        self._beat_at = event.now + self._settings.heartbeat_after_s
+        self.ticket = shared.desk.arrive(event)
+        shared.vigil.add(self)
+        slot = self.ticket.slot
+        try:
+            if slot is None or not self._send_now(slot):
+                self._go_on()
+        except Exception as failure:
+            self._end(self._told(failure))
+
+    def _arrival(self, now: float) -> RequestArrived:
+        ask = self.ask
+        patient = ask.stream and ask.heartbeat is not Heartbeat.OFF
+        request, model = RequestId(self.request_id), ask.entry.id
+        return arrival(
+            self._settings, now, request, model, ask.priority, ask.tenant, patient, ask.budget_s, ask.keep_alive_s
+        )
+
+    def _send_now(self, slot: LiveSlot) -> bool:
+        if slot.pool.idle_count == 0:
+            return False
+        payload = self.ask.payload()
+        relay = self._new_relay(self._relayed)
+        if not slot.pool.send_now(self._engine_head(len(payload)), payload, relay):
+            self.relay = None
+            return False
+        return True
+
+    def _relayed(self, relay: Relay) -> None:
+        """The relay has ended. What is not simply over is sorted out by a task."""
+        if relay.outcome is Outcome.COMPLETE or relay.outcome is Outcome.CLIENT_GONE:
+            self._end(None)
+        else:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Have a task wait for what is missing. The request ends with the task, however that ends."""
+        if self.ask.kept:
+            # Waiting costs no more than the body itself, which may be on disk.
+            self.ask.kept.clear()
+        self._task = task = self._shared.spawn(self)
+        # By callback: a task that is cancelled before its first step never enters its body.
+        task.add_done_callback(self._stopped_waiting)
+        self.exchange.on_gone = self._leave
+
+    def _leave(self) -> None:
+        """The client is gone while the task waits. While a relay runs, the relay listens itself."""
+        assert self._task is not None, "only a task waits"
+        self._task.cancel()
+
+    def _stopped_waiting(self, task: asyncio.Task[None]) -> None:
+        """End what a cancelled task has left: the client is gone. Were it the loop that ends, nobody could be told."""
+        if task.cancelled():
+            self.exchange.cut()
+            if self.relay is not None:
+                self.relay.stop()
+            self._end(None)
+
+    async def run(self) -> None:
+        """The part that waits, until it ends as an answer or as an error."""
+        error: GreenroomError | None = None
+        try:
+            await self._serve()
+        except Exception as failure:
+            error = self._told(failure)
+        self._end(error)
+
+    async def _serve(self) -> None:
+        relay = self.relay
+        while relay is None or await self._must_try_again(relay):
+            await self.ticket.wait(None)
+            if self.exchange.gone:
+                return
+            slot = self.ticket.slot
+            assert slot is not None
+            payload = self.ask.payload()
+            relay = self._new_relay(None)
+            # One that is to be cut is stopped already.
+            if relay.wanted:
+                await slot.pool.send(self._engine_head(len(payload)), payload, relay)
+            await relay.wait()
+
+    async def _must_try_again(self, relay: Relay) -> bool:
+        """Whether a relay that ended was lost before the engine's first byte. Raises what it failed of otherwise."""
+        ticket, exchange = self.ticket, self.exchange
+        ticket.on_cut(None)
+        if relay.outcome is Outcome.COMPLETE or relay.outcome is Outcome.CLIENT_GONE:
+            return False
+        if relay.outcome is Outcome.STOPPED:
+            raise self._stopped()
+        if relay.outcome is not Outcome.ENGINE_LOST or not relay.before_first_byte:
+            raise self._said or relay.error or EngineLost(f"The engine of {self.ask.entry.id} was lost.")
+        if exchange.gone:
+            return False
+        exchange.on_gone = self._leave
+        assert ticket.slot is not None
+        await ticket.slot.settle()
+        self.record.state = "waiting"
+        self._shared.desk.lost(ticket)
+        return True
+
+    def _new_relay(self, on_done: Callable[[Relay], None] | None) -> Relay:
+        if self.exchange.head.upgrade is not None:
+            relay: Relay = Tunnel(self.exchange, extra_headers=self._extra_headers(), on_done=on_done)
+        else:
+            relay = Relay(
+                self.exchange,
+                extra_headers=self._extra_headers(),
+                default_headers=_NOT_CACHED if self.ask.route.has_prefix and not self.ask.entry.engine.hosted else None,
+                committed=self.exchange.started,
+                drop_usage_event=self.ask.drop_usage,
+                on_bad_head=self._bad_head,
+                on_done=on_done,
+            )
+        self.relay = relay
+        self.record.state = "serving"
+        self._bytes_seen, self._moved_at = -1, self.ticket.granted_at
+        self.ticket.on_cut(relay.stop)
+        return relay
+
+    def _extra_headers(self) -> Headers:
+        ticket = self.ticket
+        headers: Headers = [(b"x-request-id", self.request_id.encode())]
+        if ticket.granted_at == ticket.arrived:
+            headers.append(_DID_NOT_WAIT)
+        else:
+            headers.append((b"x-queue-wait-ms", b"%d" % round((ticket.granted_at - ticket.arrived) * 1000)))
+        if self.ask.stream:
+            headers.append(_NO_BUFFERING)
+        return headers
+
+    def _engine_head(self, length: int) -> bytes:
+        head = self.exchange.head
+        return build_request(
+            head.method,
+            self.ask.target,
+            head.headers,
+            host=b"localhost",
+            length=length,
+            request_id=self.request_id.encode(),
+            allowed=self._settings.forward_headers,
+            upgrade=head.upgrade,
+            ours=self.ask.cache_headers,
+        )
+
+    # --- how it ends ------------------------------------------------------------------------------------------------
+
+    def _end(self, error: GreenroomError | None) -> None:
+        """Once, whatever happened: the caller is told, the slot given back, the request written down."""
+        if not self.ticket.is_open:
+            return
+        self.exchange.on_gone = None
+        try:
+            if error is not None:
+                self._tell(error)
+        finally:
+            self._shared.vigil.remove(self)
+            self._shared.desk.close(self.ticket)
+            self._shared.ended(self, error)
+
+    def _told(self, failure: Exception) -> GreenroomError:
+        """What the caller is told of it."""
+        if isinstance(failure, GreenroomError):
+            return failure
+        _log.bug("request broke", failure, request=self.request_id)
+        return GatewayBug("Something went wrong in the gateway.")
+
+    def _tell(self, error: GreenroomError) -> None:
+        """By status while nothing was sent, by an event in a stream, by cutting the answer short otherwise."""
+        exchange, relay = self.exchange, self.relay
+        if exchange.gone or exchange.finished:
+            return
+        if not exchange.started:
+            exchange.respond(*render.response(error, self.request_id, to_operator=self.ask.to_operator))
+            return
+        event = render.error_event(error, self.request_id, to_operator=self.ask.to_operator)
+        if relay is not None:
+            relay.fail(event)
+        else:
+            exchange.write(event)
+            exchange.finish()
+
+    def _bad_head(self, status: int, headers: Headers, body: bytes) -> None:
+        """Heartbeats have begun the stream and the engine answers with something else: its words go into the error."""
+        said = body[:SAID_MAX].decode("utf-8", "replace")
+        self._said = _EngineSaid(f"{self.ask.entry.id} answered {status}.", details=said, status=status)
+
+    def _stopped(self) -> GreenroomError:
+        if self._hung:
+            return EngineTimeout(f"{self.ask.entry.id} sent nothing for {self._settings.answer_idle_max_s:g} s.")
+        return self.ticket.cut_error or EngineLost(f"The answer of {self.ask.entry.id} was ended.")
+
+    # --- looked at by the vigil -------------------------------------------------------------------------------------
+
+    def look(self, now: float) -> None:
+        relay = self.relay
+        beats = self.ask.stream and self.ask.heartbeat is not Heartbeat.OFF
+        if beats and now >= self._beat_at and self._is_waiting_for_data(relay):
+            self._beat(now)
+        if relay is not None and relay.outcome is None:
+            self._check_progress(relay, now)
+
+    def _is_waiting_for_data(self, relay: Relay | None) -> bool:
+        return relay is None or relay.outcome is not None or relay.first_data_at is None
+
+    def _beat(self, now: float) -> None:
+        """Tell a streaming caller that it is not forgotten. The first one commits to 200 and a stream."""
+        exchange, relay = self.exchange, self.relay
+        if exchange.gone or exchange.finished or exchange.paused:
+            return
+        self._beat_at = now + self._settings.heartbeat_every_s
+        if not exchange.started:
+            exchange.start(200, [*_SSE, (b"x-request-id", self.request_id.encode())], None)
+            if relay is not None and relay.outcome is None:
+                relay.committed = True
+        elif relay is not None and not relay.at_boundary:
+            return
+        exchange.write(self._heartbeat())
+
+    def _heartbeat(self) -> bytes:
+        position, eta_s = self._shared.outlook(self.request_id)
+        return heartbeat(
+            _KINDS[self.ask.heartbeat],
+            model=self.ask.asked_as,
+            position=position,
+            eta_s=eta_s,
+            shape=self.ask.route.shape,
+            stream_id=self.request_id,
+            created=int(time.time()),
+        )
+
+    def _check_progress(self, relay: Relay, now: float) -> None:
+        """An engine that sends nothing for too long is hung, unless it is the client who does not read."""
+        total = relay.total_bytes
+        tunnelled = isinstance(relay, Tunnel) and relay.is_open
+        if total != self._bytes_seen or self.exchange.paused or tunnelled:
+            self._bytes_seen, self._moved_at = total, now
+        elif 0 < self._settings.answer_idle_max_s < now - self._moved_at:
+            self._hung = True
+            relay.stop()
+
+
+class _EngineSaid(EngineFault):
+    """An engine's own error, told inside a stream. Its status is kept, and its words are as if they had come alone."""
+
+    details_are_the_callers = True
+
+    def __init__(self, message: str, *, details: str, status: int) -> None:
+        super().__init__(message, details=details)
+        self.status = status if 400 <= status <= 599 else 502  # type: ignore[misc]

@@ -1,0 +1,1 @@
+"""The OpenAI API of one hosted model on its Unix socket."""

@@ -1,0 +1,193 @@
+"""Puts the sequences of one request on stage and sends what they say, whole or as a stream.
+
+Owns the life of a request's asks: whatever happens, none goes on for a caller that is gone. How an answer is written is
+a `Dialect`: chat and completions are the two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..engine.asks import Performer, TooLong, UnknownToken
+from ..failures import Failure
+from ..text.output_stream import Piece, Voice
+from .http import Answer
+from .refusals import Refused, too_long, unavailable
+from .written import encoded
+
+Usage = Mapping[str, Any]
+
+
+class Dialect(Protocol):
+    """One endpoint's way of writing. Bytes are events of a stream, ready to be sent."""
+
+    def opening(self, index: int) -> bytes | None:
+        """What a choice says before its first token."""
+
+    def events(self, index: int, piece: Piece) -> list[bytes]: ...
+
+    def finish(self, index: int, reason: str) -> bytes: ...
+
+    def usage(self, usage: Usage) -> bytes:
+        """The event after the last choice, where the caller wants it."""
+
+    def whole(self, pieces: Sequence[Piece], reasons: Sequence[str], usage: Usage) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What is performed for one request: its sequences, in the order of their choices, and what their prompts cost."""
+
+    voices: Sequence[Voice]
+    prompts: Sequence[int]
+    """Tokens of each prompt. The choices of one prompt follow each other."""
+
+
+async def answer_whole(performer: Performer, score: Score, dialect: Dialect, answer: Answer) -> None:
+    pieces = [Piece() for _ in score.voices]
+
+    def keep(voice: Voice, piece: Piece) -> None:
+        pieces[voice.index].add(piece)
+
+    for voice in score.voices:
+        voice.on_piece = keep
+    await perform(performer, score)
+    reasons = [voice.finish for voice in score.voices]
+    body = encoded(dialect.whole(pieces, reasons, usage_of(score)))
+    answer.whole(200, body, headers_of(score))
+
+
+async def answer_stream(
+    performer: Performer, score: Score, dialect: Dialect, answer: Answer, tells_usage: bool
+) -> None:
+    stream = _Stream(dialect, answer, score)
+    for voice in score.voices:
+        voice.on_piece = stream.say
+    await perform(performer, score, stream)
+    # A client that is slow to the end gets what was joined for it now.
+    stream.flush()
+    if tells_usage:
+        stream.send(dialect.usage(usage_of(score)))
+    stream.send(b"[DONE]")
+    answer.end_events()
+
+
+class _Stream:
+    """The events of all choices. While the client does not keep up, what a choice says is joined to one event."""
+
+    def __init__(self, dialect: Dialect, answer: Answer, score: Score) -> None:
+        self._dialect = dialect
+        self._answer = answer
+        self._score = score
+        self._opened: set[int] = set()
+        self._joined: dict[int, Piece] = {}
+        answer.on_relief = self.flush
+
+    def say(self, voice: Voice, piece: Piece) -> None:
+        if self._answer.is_choked:
+            self._joined.setdefault(voice.index, Piece()).add(piece)
+        else:
+            self._write(voice.index, piece)
+
+    def over(self, voice: Voice) -> None:
+        if voice.error is None:
+            self.flush()
+            self._open(voice.index)
+            self.send(self._dialect.finish(voice.index, voice.finish))
+
+    def flush(self) -> None:
+        joined, self._joined = self._joined, {}
+        for index, piece in joined.items():
+            self._write(index, piece)
+
+    def send(self, event: bytes) -> None:
+        # The head goes out with the first word: what was reused is known by then, and an error before it still has a
+        # status of its own.
+        if not self._answer.has_begun:
+            self._answer.begin_events(cache_headers_of(self._score))
+        self._answer.event(event)
+
+    def _write(self, index: int, piece: Piece) -> None:
+        self._open(index)
+        for event in self._dialect.events(index, piece):
+            self.send(event)
+
+    def _open(self, index: int) -> None:
+        if index not in self._opened:
+            self._opened.add(index)
+            opening = self._dialect.opening(index)
+            if opening is not None:
+                self.send(opening)
+
+
+async def perform(performer: Performer, score: Score, stream: _Stream | None = None) -> None:
+    """Submit all sequences and wait until all are over. Raises the first error of one; ends the others then."""
+    over = asyncio.get_running_loop().create_future()
+    left = len(score.voices)
+
+    def on_over(voice: Voice) -> None:
+        nonlocal left
+        left -= 1
+        error: Exception | None = voice.error
+        try:
+            if stream is not None:
+                stream.over(voice)
+        except Exception as mistake:
+            # Whoever waits hears of it; nobody waits for ever.
+            error = mistake
+        if not over.done() and error is not None:
+            over.set_exception(error)
+        elif not over.done() and left == 0:
+            over.set_result(None)
+
+    try:
+        for voice in score.voices:
+            voice.on_over = on_over
+        performer.submit(*(voice.ask for voice in score.voices))
+        await over
+    except TooLong as error:
+        raise too_long(str(error)) from None
+    except UnknownToken as error:
+        raise Refused(str(error), code="unknown_token") from None
+    except Failure as error:
+        raise unavailable(str(error)) from None
+    finally:
+        for voice in score.voices:
+            voice.ask.cancelled = True
+            voice.silence()
+
+
+def usage_of(score: Score) -> Usage:
+    """Each prompt counts once, however many choices were made from it."""
+    prompt, completion = sum(score.prompts), sum(voice.tokens for voice in score.voices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": _reused(score) or 0},
+    }
+
+
+def headers_of(score: Score) -> Mapping[str, str]:
+    """What is known of an answer once it is complete."""
+    compute_s = sum(voice.end.compute_s for voice in score.voices if voice.end is not None)
+    return {**cache_headers_of(score), "x-gpu-time-ms": str(round(1000 * compute_s))}
+
+
+def cache_headers_of(score: Score) -> Mapping[str, str]:
+    """None at all while a prompt of several still waits for its place: nothing wrong is said, and nobody is held up."""
+    reused = _reused(score)
+    if reused is None:
+        return {}
+    return {"x-cache-hit": "true" if reused else "false", "x-cache-tokens-reused": str(reused)}
+
+
+def _reused(score: Score) -> int | None:
+    """Tokens nobody had to compute: those the first choice of each prompt found. The others find that prompt itself."""
+    choices = max(len(score.voices) // max(len(score.prompts), 1), 1)
+    known = [voice.ask.cached_tokens for voice in score.voices[::choices]]
+    found = [tokens for tokens in known if tokens is not None]
+    return sum(found) if len(found) == len(known) else None

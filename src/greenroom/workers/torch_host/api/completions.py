@@ -1,0 +1,119 @@
+"""`/v1/completions`: text or tokens in, their continuation out. The older endpoint, with shapes of its own.
+
+Owns how a request of this kind becomes sequences, and how the answer is written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..text.output_stream import Chosen, Piece
+from ..text.spelling import Speller
+from .answering import answer_stream, answer_whole
+from .chat_written import finite
+from .fields import Body, boolean, integer
+from .http import Answer
+from .model_context import House, Origin
+from .prompts import inputs_of, read_inputs
+from .refusals import unsupported
+from .sampling_params import LOGPROBS_MAX, SEQUENCES_MAX, read_wishes
+from .written import encoded, new_id
+
+
+async def complete(house: House, body: Body, origin: Origin, answer: Answer) -> None:
+    """Answer with continuations. Raises Refused before anything was sent, or out of a stream that has begun."""
+    logprobs = integer(body, "logprobs", 0, LOGPROBS_MAX)
+    wishes = read_wishes(body, logprobs, house.performer.limits.choices)
+    echoes = boolean(body, "echo")
+    _refuse_what_is_not_done(body, wishes.choices, echoes and logprobs is not None)
+    prompts = await read_inputs(house, inputs_of(body, "prompt", SEQUENCES_MAX), "prompt")
+    score = house.score(prompts, wishes, origin, continues=True)
+    dialect = CompletionDialect(
+        house.model,
+        house.text.speller,
+        _echo(house, prompts, wishes.choices) if echoes else None,
+        wishes.tells_usage,
+        logprobs is not None,
+    )
+    if wishes.streams:
+        await answer_stream(house.performer, score, dialect, answer, wishes.tells_usage)
+    else:
+        await answer_whole(house.performer, score, dialect, answer)
+
+
+def _echo(house: House, prompts: Sequence[Sequence[int]], choices: int) -> list[str]:
+    """What each choice says first. No stop sequence is looked for in it, and none of its tokens was chosen."""
+    special = house.text.special
+    texts = [house.text.decode([token for token in prompt if token not in special]) for prompt in prompts]
+    return [text for text in texts for _ in range(choices)]
+
+
+def _refuse_what_is_not_done(body: Body, choices: int, echoes_logprobs: bool) -> None:
+    if body.get("suffix"):
+        raise unsupported("suffix is not supported: leave it out.", "suffix")
+    best_of = integer(body, "best_of", 1, SEQUENCES_MAX)
+    if best_of is not None and best_of != choices:
+        raise unsupported("best_of is only supported when it equals n: leave it out.", "best_of")
+    if echoes_logprobs:
+        raise unsupported("echo and logprobs cannot be had together: leave one out.", "echo")
+
+
+class CompletionDialect:
+    def __init__(
+        self, model: str, speller: Speller, echo: Sequence[str] | None, tells_usage: bool, wants_logprobs: bool
+    ) -> None:
+        self._speller = speller
+        self._echo = echo
+        self._wants_logprobs = wants_logprobs
+        self._top = {
+            "id": new_id("cmpl"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        chunk = encoded({**self._top, **({"usage": None} if tells_usage else {})})
+        self._before = chunk[:-1] + b',"choices":[{"index":'
+
+    def opening(self, index: int) -> bytes | None:
+        return self._chunk(index, self._echo[index]) if self._echo and self._echo[index] else None
+
+    def events(self, index: int, piece: Piece) -> list[bytes]:
+        return [self._chunk(index, piece.text, piece.chosen)]
+
+    def finish(self, index: int, reason: str) -> bytes:
+        return self._chunk(index, "", (), reason)
+
+    def usage(self, usage: Mapping[str, Any]) -> bytes:
+        return encoded({**self._top, "choices": [], "usage": usage})
+
+    def whole(self, pieces: Sequence[Piece], reasons: Sequence[str], usage: Mapping[str, Any]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "text": (self._echo[index] if self._echo else "") + piece.text,
+                "logprobs": self._logprobs(piece.chosen) if self._wants_logprobs else None,
+                "finish_reason": reason,
+            }
+            for index, (piece, reason) in enumerate(zip(pieces, reasons, strict=True))
+        ]
+        return {**self._top, "choices": choices, "usage": usage}
+
+    def _chunk(self, index: int, text: str, chosen: Sequence[Chosen] = (), reason: str | None = None) -> bytes:
+        logprobs = self._logprobs(chosen) if chosen else None
+        rest = encoded({"text": text, "logprobs": logprobs, "finish_reason": reason})
+        return b"%b%d,%b]}" % (self._before, index, rest[1:])
+
+    def _logprobs(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
+        return {
+            "tokens": [self._text(one.token) for one in chosen],
+            "token_logprobs": [finite(one.logprob) for one in chosen],
+            "top_logprobs": [{self._text(token): finite(value) for token, value in one.top} for one in chosen],
+            "text_offset": [one.offset for one in chosen],
+        }
+
+    def _text(self, token: int) -> str:
+        """Its letters; bytes that are no whole character are spelled out, so that different tokens stay different."""
+        text, raw = self._speller.spell(token)
+        return text if "\ufffd" not in text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

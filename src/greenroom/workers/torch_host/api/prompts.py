@@ -1,0 +1,74 @@
+"""Inputs as older endpoints take them: a text, tokens, or a list of either. They become lists of tokens.
+
+Owns the four shapes for completions and embeddings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from .fields import Body, refuse
+from .model_context import House
+from .refusals import Refused, too_long
+
+
+def inputs_of(body: Body, name: str, inputs_max: int) -> list[Any]:
+    """What stands for each input, in order. Raises Refused."""
+    said = body.get(name)
+    if said is None:
+        raise Refused(f"{name} is missing.", param=name)
+    inputs = _inputs(said, name)
+    if not 1 <= len(inputs) <= inputs_max:
+        raise Refused(f"{name} may hold 1 to {inputs_max} inputs.", param=name)
+    return inputs
+
+
+async def read_inputs(
+    house: House, inputs: Sequence[Any], name: str, *, before: str = "", truncates: bool = False
+) -> list[list[int]]:
+    """The tokens of each input, in order: of texts with `before` in front. Raises Refused.
+
+    With `truncates` those that are too long are cut.
+    """
+    found = []
+    for one in inputs:
+        found.append(await _tokens(house, one, name, before, truncates))
+        # Each takes a millisecond at most, and there may be thousands: streams of others go on in between.
+        await asyncio.sleep(0)
+    return found
+
+
+def _inputs(said: Any, name: str) -> list[Any]:
+    if isinstance(said, str) or (isinstance(said, list) and said and _is_token(said[0])):
+        return [said]
+    if not isinstance(said, list):
+        refuse(name, "a string, a list of tokens, or a list of either", said)
+    return said
+
+
+async def _tokens(house: House, said: Any, name: str, before: str, truncates: bool) -> list[int]:
+    context = house.performer.context
+    if isinstance(said, str):
+        tokens = await house.text.encode(before + said, True, context, name, truncates=truncates)
+    elif isinstance(said, list):
+        tokens = said[:context] if truncates else said
+    else:
+        raise _shapeless(name)
+    if not tokens:
+        raise Refused(f"{name} must not be empty.", param=name)
+    if len(tokens) > context:
+        raise too_long(f"{name} has {len(tokens):,} tokens; at most {context:,} fit. Send less or raise ctx_size.")
+    if not all(map(_is_token, tokens)):
+        raise _shapeless(name)
+    house.check(tokens, name)
+    return tokens
+
+
+def _shapeless(name: str) -> Refused:
+    return Refused(f"{name} must be a string, a list of tokens, or a list of either.", param=name)
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

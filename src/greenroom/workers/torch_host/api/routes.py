@@ -1,0 +1,154 @@
+"""One model's OpenAI API on a Unix socket.
+
+Owns the routes and what they need. `serve_text` opens it; it stays open while the model sleeps, and it is the gateway
+that sends nothing then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..engine.asks import Performer
+from ..engine.mail import Mailbox
+from ..sandbox.grammar import Grammars
+from ..sandbox.schema_trials import SchemaTrials
+from ..sandbox.template_runner import Scribes
+from ..text.harmony import Harmony
+from ..text.templates import RENDER_DEADLINE_S, Template
+from ..text.tokens import Text, read_config
+from ..weights.sentence_config import SentenceConfig
+from .chat import chat
+from .completions import complete
+from .embeddings import embed
+from .fields import parse_body
+from .http import Answer, Server
+from .http_parser import Request
+from .model_context import House, Origin
+from .refusals import Refused, unsupported
+from .written import encoded
+
+# Bodies larger than this are read in a thread, so that streams of others go on meanwhile.
+INLINE_BODY_BYTES_MAX = 64 * 1024
+
+_POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+_GETS = ("/health", "/v1/models")
+
+
+class Api:
+    """Handles requests. To be made on the loop that serves it."""
+
+    def __init__(
+        self,
+        text: Text,
+        performer: Performer,
+        model: str,
+        *,
+        scribes: Scribes,
+        trials: SchemaTrials,
+        sentence: SentenceConfig | None = None,
+        template_deadline_s: float = RENDER_DEADLINE_S,
+    ) -> None:
+        template = Template(text, scribes, template_deadline_s)
+        self.house = House(
+            model=model,
+            performer=performer,
+            text=text,
+            template=template,
+            grammars=Grammars(text, trials),
+            mailbox=Mailbox(asyncio.get_running_loop()),
+            harmony=Harmony.of(text, template.source),
+            sentence=sentence,
+            dimensions=_dimensions(text.folder),
+        )
+        self._opened = int(time.time())
+
+    async def handle(self, request: Request, answer: Answer) -> None:
+        try:
+            if request.path in _GETS:
+                self._look(request, answer)
+            elif request.path in _POSTS:
+                await self._ask(request, answer)
+            else:
+                raise Refused(f"There is no {request.path[:200]}.", status=404, code="not_found")
+        except RecursionError:
+            raise Refused("The body is nested too deeply.") from None
+
+    def _look(self, request: Request, answer: Answer) -> None:
+        if request.method != "GET":
+            raise Refused(f"{request.path} is read with GET.", status=405, code="method_not_allowed")
+        body: Mapping[str, Any] = {"status": "ok"}
+        if request.path == "/v1/models":
+            model = {"id": self.house.model, "object": "model", "created": self._opened, "owned_by": "greenroom"}
+            body = {"object": "list", "data": [model]}
+        answer.whole(200, encoded(body))
+
+    async def _ask(self, request: Request, answer: Answer) -> None:
+        if request.method != "POST":
+            raise Refused(f"{request.path} is asked with POST.", status=405, code="method_not_allowed")
+        origin = Origin.of(request.headers)
+        body = await _body(request.body)
+        if request.path == "/v1/embeddings":
+            if self.house.sentence is None:
+                raise unsupported(f"{self.house.model} writes text. For vectors, set embedding: true for it.")
+            await embed(self.house, self.house.sentence, body, answer)
+            return
+        if self.house.sentence is not None:
+            raise unsupported(f"{self.house.model} makes vectors: ask /v1/embeddings.")
+        perform = chat if request.path == "/v1/chat/completions" else complete
+        await perform(self.house, body, origin, answer)
+
+
+class Served(Server):
+    """An API that is open; closing it cuts everyone off and cancels their asks."""
+
+    def __init__(self, api: Api) -> None:
+        super().__init__(api.handle)
+        self._house = api.house
+
+    async def close(self) -> None:
+        try:
+            await super().close()
+        finally:
+            self._house.grammars.close()
+
+
+async def serve_text(
+    socket_path: Path,
+    performer: Performer,
+    text: Text,
+    model: str,
+    *,
+    scribes: Scribes,
+    trials: SchemaTrials,
+    sentence: SentenceConfig | None = None,
+    template_deadline_s: float = RENDER_DEADLINE_S,
+) -> Served:
+    """Serve the model's API here until it is closed. Raises OSError for a path nobody can listen on."""
+    api = Api(
+        text,
+        performer,
+        model,
+        scribes=scribes,
+        trials=trials,
+        sentence=sentence,
+        template_deadline_s=template_deadline_s,
+    )
+    served = Served(api)
+    await served.open(socket_path)
+    return served
+
+
+async def _body(raw: bytes) -> dict[str, Any]:
+    if len(raw) <= INLINE_BODY_BYTES_MAX:
+        return parse_body(raw)
+    return await asyncio.to_thread(parse_body, raw)
+
+
+def _dimensions(folder: Path) -> frozenset[int]:
+    """What a model that was trained for shorter vectors says about it."""
+    said = read_config(folder / "config.json").get("matryoshka_dimensions")
+    return frozenset(size for size in said if isinstance(size, int)) if isinstance(said, list) else frozenset()

@@ -1,0 +1,185 @@
+"""One slot of this worker: an arena, a model on its stage, a batch of asks and an HTTP socket, tied together.
+
+Owns the order in which these are made, woken, put to sleep and let go, and that nothing is left of a slot that could
+not be opened. Never parses a request and never computes. Read `Hosted.open` first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+import torch
+
+from ..api.routes import Served, serve_text
+from ..engine.engine_loop import Batching
+from ..failures import BadModel, Cancelled, OnFatal, Stuck
+from ..sandbox.schema_trials import SchemaTrials
+from ..sandbox.template_runner import Scribes
+from ..weights.device_weights import StageModel, Wire
+from ..weights.preparing import Surroundings, prepare
+from .orders import Order
+
+# Opening and closing a socket happen between requests; a loop that does not get to it for this long is stuck.
+LOOP_TIMEOUT_S: Final = 60.0
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(slots=True)
+class Shared:
+    """What all slots of this process have in common."""
+
+    loop: asyncio.AbstractEventLoop
+    on_fatal: OnFatal
+    wire: Wire = field(default_factory=Wire)
+    scribes: Scribes = field(default_factory=Scribes)
+    trials: SchemaTrials = field(default_factory=SchemaTrials)
+
+    def run(self, work: Coroutine[Any, Any, _Answer]) -> _Answer:
+        """Do this on the loop of the sockets, from another thread."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(LOOP_TIMEOUT_S)
+
+
+class Hosted:
+    """A slot that is open: asleep first. Its methods are called one at a time."""
+
+    def __init__(self, order: Order, stage: StageModel, performer: Batching, served: Served, shared: Shared) -> None:
+        self._order, self._stage, self._performer = order, stage, performer
+        self._served, self._shared = served, shared
+        self._let_go = ExitStack()
+        self.host_bytes = 0
+        self.wakes = 0
+        self._last_wake_bytes = 0
+
+    @classmethod
+    def open(
+        cls,
+        order: Order,
+        descriptor: int,
+        shared: Shared,
+        progress: Callable[[float], None],
+        cancelled: threading.Event,
+    ) -> tuple[Hosted, dict[str, Any]]:
+        """Fill the arena, build everything, listen. Raises what these raise; then nothing is left of it."""
+        began = time.monotonic()
+        with ExitStack() as undo:
+            undo.callback(os.close, descriptor)
+            if not order.filled:
+                # Whoever still holds the memfd must not hold the memory of a model that could not be opened.
+                refill = undo.enter_context(_Emptied(descriptor))
+            device = _device(order)
+            made = prepare(order, descriptor, Surroundings(device, shared.wire, shared.on_fatal), progress, cancelled)
+            undo.callback(made.text.close)
+            undo.callback(made.stage.close)
+            undo.callback(made.performer.close)
+            if cancelled.is_set():
+                raise Cancelled(f"{order.model} is not wanted any more.")
+            served = shared.run(
+                serve_text(
+                    order.socket,
+                    made.performer,
+                    made.text,
+                    order.model,
+                    scribes=shared.scribes,
+                    trials=shared.trials,
+                    sentence=made.sentence,
+                )
+            )
+            hosted = cls(order, made.stage, made.performer, served, shared)
+            hosted.host_bytes = made.host_bytes
+            if not order.filled:
+                refill.keep()
+            hosted._let_go = undo.pop_all()
+        answer = {
+            "arena_bytes": hosted.host_bytes,
+            "kv_bytes": made.stage.kv.size,
+            "seconds": time.monotonic() - began,
+            "read_bytes": made.read_bytes,
+        }
+        return hosted, answer
+
+    def wake(self) -> dict[str, Any]:
+        was_awake = self._stage.is_awake
+        woken = self._stage.wake()
+        if not was_awake:
+            self._perform()
+            self.wakes += 1
+            self._last_wake_bytes = woken.bytes
+        return {"bytes": woken.bytes, "device_bytes": woken.device_bytes, "expected_s": woken.expected_s}
+
+    def _perform(self) -> None:
+        try:
+            self._performer.on_wake()
+        except Stuck:
+            # It may begin yet: the memory stays until the process ends, which is at once.
+            raise
+        except BaseException:
+            self._stage.sleep()
+            raise
+
+    def sleep(self) -> dict[str, Any]:
+        """Stop computing, then give the device its memory back. Asks that still run are ended."""
+        began = time.monotonic()
+        if self._stage.is_awake:
+            self._performer.on_sleep()
+            self._stage.sleep()
+        return {"seconds": time.monotonic() - began}
+
+    def flush(self, tenant: str | None, tag: str | None) -> dict[str, Any]:
+        entries, size = self._performer.flush(tenant, tag)
+        return {"entries": entries, "bytes": size}
+
+    def look(self) -> dict[str, Any]:
+        return {
+            "tier": "ready" if self._stage.is_awake else "asleep",
+            "device_bytes": self._stage.device_bytes,
+            "host_bytes": self.host_bytes,
+            "wakes": self.wakes,
+            "last_wake_s": self._stage.last_wake_s,
+            "last_wake_bytes": self._last_wake_bytes,
+            "in_flight": self._performer.in_flight,
+            "problem": self._stage.registration_problem,
+        }
+
+    def close(self) -> None:
+        """Cut everyone off and let go of everything. The arena's memory is the gateway's to keep."""
+        try:
+            self._shared.run(self._served.close())
+            self.sleep()
+        except Stuck:
+            raise
+        except BaseException:
+            self._let_go.close()
+            raise
+        self._let_go.close()
+
+
+class _Emptied:
+    """A memfd that is emptied on the way out, unless it is to be kept."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._keeps = False
+
+    def keep(self) -> None:
+        self._keeps = True
+
+    def __enter__(self) -> _Emptied:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._keeps:
+            os.ftruncate(self._descriptor, 0)
+
+
+def _device(order: Order) -> torch.device:
+    wants = order.device if order.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if wants == "cuda" and not torch.cuda.is_available():
+        raise BadModel(f"{order.model} is to run on a GPU, and torch {torch.__version__} sees none here.")
+    return torch.device("cuda", 0) if wants == "cuda" else torch.device("cpu")

@@ -1,0 +1,219 @@
+"""The gateway's line to this worker: one JSON object a line, answers in any order, files by the side.
+
+Owns the connection, the framing and the dispatch of operations to `Desk`. Operations of one slot run in the order they
+came, those of different slots beside each other. Never knows what an operation does. When the line ends, so does
+`serve`. Read `Control.serve` first.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import logging
+import os
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
+
+from ..failures import Cancelled, Failure, UnknownSlot, is_fatal, translated
+from .lanes import Lane
+
+LINE_MAX_BYTES: Final = 2**20
+READ_BYTES: Final = 2**16
+# Files that may come with one read, and that may wait for the line they belong to.
+FILES_MAX: Final = 16
+# A gateway that does not read for this long is gone.
+SEND_TIMEOUT_S: Final = 30.0
+
+log = logging.getLogger(__name__)
+
+Fields = Mapping[str, Any]
+Progress = Callable[[float], None]
+
+
+class Desk(Protocol):
+    """Who does what is asked. The methods with a slot are called in that slot's own thread."""
+
+    def hello(self) -> Fields: ...
+    def look(self) -> Fields: ...
+    def open(self, message: Fields, descriptor: int, progress: Progress, cancelled: threading.Event) -> Fields:
+        """The descriptor is the desk's from now on, whatever happens."""
+
+    def wake(self, slot: str) -> Fields: ...
+    def sleep(self, slot: str) -> Fields: ...
+    def flush(self, slot: str, tenant: str | None, tag: str | None) -> Fields: ...
+    def close(self, slot: str) -> Fields: ...
+    def lost(self, error: BaseException, say: Callable[[], None]) -> None:
+        """The device cannot be used any more: end this process."""
+
+
+class Control:
+    def __init__(self, connection: socket.socket, desk: Desk) -> None:
+        self._connection, self._desk = connection, desk
+        self._lanes: dict[str, Lane] = {}
+        self._files: deque[int] = deque()
+        self._sending = threading.Lock()
+        # Held from the look for a lane to the end of the handing over: a lane that has ended would never answer.
+        self._lanes_lock = threading.RLock()
+
+    def serve(self) -> None:
+        """Read and answer until the gateway hangs up."""
+        rest = b""
+        while True:
+            try:
+                data, files = _receive(self._connection)
+            except OSError as reason:
+                log.warning("control line broken: %s", reason)
+                return
+            self._files.extend(files)
+            if not data:
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > LINE_MAX_BYTES or len(self._files) > FILES_MAX:
+                log.error("control line broken: a message without an end, or files without a message")
+                return
+            for line in lines:
+                self._handle(line)
+
+    def _handle(self, line: bytes) -> None:
+        try:
+            message = json.loads(line)
+            number, operation = message["id"], message["op"]
+        except (ValueError, KeyError, TypeError):
+            self._send({"id": None, "ok": False, "kind": "failed", "message": "That is not a request."})
+            return
+        # A file belongs to the next `open`, whether that can be carried out or not.
+        descriptor = self._files.popleft() if operation == "open" and self._files else None
+        try:
+            self._dispatch(number, operation, message, descriptor)
+        except Exception as error:
+            if descriptor is not None:
+                os.close(descriptor)
+            self._refuse(number, error)
+
+    def _dispatch(self, number: Any, operation: str, message: Fields, descriptor: int | None) -> None:
+        desk = self._desk
+        if operation == "hello":
+            return self._send({"id": number, "ok": True, **desk.hello()})
+        if operation == "look":
+            return self._send({"id": number, "ok": True, **desk.look()})
+        slot = message.get("slot")
+        if not isinstance(slot, str):
+            raise Failure(f"{operation} needs a slot.")
+        with self._lanes_lock:
+            if operation == "open":
+                return self._open(number, slot, message, descriptor)
+            lane = self._lanes.get(slot)
+            if lane is None:
+                raise UnknownSlot(f"there is no slot {slot} here.")
+            return self._move(lane, number, operation, slot, message)
+
+    def _move(self, lane: Lane, number: Any, operation: str, slot: str, message: Fields) -> None:
+        desk = self._desk
+        if operation == "wake":
+            return self._later(lane, number, lambda: desk.wake(slot))
+        if operation == "sleep":
+            return self._later(lane, number, lambda: desk.sleep(slot))
+        if operation == "flush":
+            tenant, tag = message.get("tenant"), message.get("tag")
+            return self._later(lane, number, lambda: desk.flush(slot, tenant, tag))
+        if operation == "close":
+            lane.cancelled.set()
+            return self._later(lane, number, lambda: self._close(slot))
+        raise Failure(f"{operation!r} is not known here.")
+
+    def _open(self, number: Any, slot: str, message: Fields, descriptor: int | None) -> None:
+        if descriptor is None:
+            raise Failure("open comes with a file to keep the weights in; there was none.")
+        if slot in self._lanes:
+            raise Failure(f"slot {slot} is open already.")
+        lane = self._lanes[slot] = Lane(slot)
+
+        def report(share: float) -> None:
+            self._send({"id": number, "progress": round(share, 4)})
+
+        def work() -> Fields:
+            try:
+                return self._desk.open(message, descriptor, report, lane.cancelled)
+            except BaseException:
+                with self._lanes_lock:
+                    # Where a close has come meanwhile it is next in this lane, and ends it.
+                    if not lane.cancelled.is_set():
+                        self._forget(slot)
+                raise
+
+        self._later(lane, number, work)
+
+    def _close(self, slot: str) -> Fields:
+        try:
+            return self._desk.close(slot)
+        finally:
+            self._forget(slot)
+
+    def _forget(self, slot: str) -> None:
+        with self._lanes_lock:
+            lane = self._lanes.pop(slot, None)
+            if lane is not None:
+                lane.end()
+
+    def _later(self, lane: Lane, number: Any, work: Callable[[], Fields]) -> None:
+        def answer() -> None:
+            try:
+                self._send({"id": number, "ok": True, **work()})
+            except BaseException as error:
+                self._refuse(number, error)
+
+        try:
+            lane.put(answer)
+        except queue.Full:
+            raise Failure("too much is asked of this slot at once.") from None
+
+    def _refuse(self, number: Any, error: BaseException) -> None:
+        failure = translated(error)
+        if not isinstance(failure, Cancelled):
+            log.warning("asked in vain: %s", failure, exc_info=None if isinstance(error, Failure) else error)
+        answer = {"id": number, "ok": False, "kind": failure.kind, "message": str(failure)}
+        if is_fatal(error):
+            # Where it was not its doing it is not answered, and then asked of another worker.
+            self._desk.lost(error, lambda: self._send(answer))
+        else:
+            self._send(answer)
+
+    def _send(self, message: Fields) -> None:
+        line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        # A gateway that has hung up does not want an answer; `serve` notices by itself.
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.sendall(line)
+
+
+def listen(path: str) -> socket.socket:
+    """A socket for the one gateway, which only this user may reach."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    before = os.umask(0o177)
+    try:
+        listener.bind(path)
+    finally:
+        os.umask(before)
+    listener.listen(1)
+    return listener
+
+
+def bound(connection: socket.socket) -> None:
+    """Give up on a gateway that does not read; waiting for its next request has no bound."""
+    seconds = array.array("l", [int(SEND_TIMEOUT_S), 0]).tobytes()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    data, files, flags, _ = socket.recv_fds(connection, READ_BYTES, FILES_MAX)
+    for descriptor in files:
+        os.set_inheritable(descriptor, False)
+    if flags & socket.MSG_CTRUNC:
+        log.error("files that came with a message were lost: too many are open")
+    return data, files

@@ -1,0 +1,98 @@
+"""What the gateway asks for when it opens a slot, checked.
+
+Owns the names and kinds of the options. They come from our own gateway, perhaps of another version: a missing one has
+its default, an unknown one is left alone, a wrong one is said by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from ..failures import Failure
+
+DEVICES: Final = ("auto", "cuda", "cpu")
+BATCH_MAX: Final = 32
+# Room for the answers of several at once, where nobody says how much.
+CACHE_CONTEXTS: Final = 4
+_Kind = TypeVar("_Kind", str, int, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    slot: str
+    model: str
+    folder: Path
+    socket: Path
+    filled: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    context: int | None = None
+    cache_tokens: int | None = None
+    batch_max: int = BATCH_MAX
+    embedding: bool = False
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    arena_max_bytes: int | None = None
+    host_free_bytes: int | None = None
+    threads: int | None = None
+    skip_check: bool = False
+    checked: Path | None = None
+    """The folder where it is remembered which files were found right."""
+
+
+def order_of(message: Mapping[str, Any]) -> Order:
+    """Raises Failure that names the wrong field."""
+    options = message.get("options") or {}
+    if not isinstance(options, Mapping):
+        raise Failure("options must be an object.")
+    device = _one(options, "device", str, "auto")
+    if device not in DEVICES:
+        raise Failure(f"device {device!r} is not known; choose one of {', '.join(DEVICES)}.")
+    return Order(
+        slot=_needed(message, "slot"),
+        model=_needed(message, "model"),
+        folder=Path(_needed(message, "path")),
+        socket=Path(_needed(message, "socket")),
+        filled=_one(message, "filled", bool, False),
+        dtype=_one(options, "dtype", str, "auto"),
+        device=device,
+        context=_count(options, "context"),
+        cache_tokens=_count(options, "cache_tokens"),
+        batch_max=_count(options, "batch_max") or BATCH_MAX,
+        embedding=_one(options, "embedding", bool, False),
+        trust_remote_code=_one(options, "trust_remote_code", bool, False),
+        allow_pickle=_one(options, "allow_pickle", bool, False),
+        arena_max_bytes=_count(options, "arena_max_bytes"),
+        host_free_bytes=_count(options, "host_free_bytes"),
+        threads=_count(options, "threads"),
+        skip_check=_one(options, "skip_check", bool, False),
+        checked=Path(checked) if (checked := _one(options, "checked", str, "")) else None,
+    )
+
+
+def _needed(message: Mapping[str, Any], name: str) -> str:
+    value = message.get(name)
+    if not isinstance(value, str) or not value:
+        raise Failure(f"{name} is missing.")
+    return value
+
+
+def _one(message: Mapping[str, Any], name: str, kind: type[_Kind], default: _Kind) -> _Kind:
+    value = message.get(name)
+    if value is None:
+        return default
+    if type(value) is not kind:
+        raise Failure(f"{name} must be of kind {kind.__name__}, not {type(value).__name__}.")
+    return value
+
+
+def _count(options: Mapping[str, Any], name: str) -> int | None:
+    value = options.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or value <= 0:
+        raise Failure(f"{name} must be a number above zero.")
+    return value

@@ -1,0 +1,1 @@
+"""The inference engine: sequences, KV blocks, the batch scheduler, the runner, sampling."""

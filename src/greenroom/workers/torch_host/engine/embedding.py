@@ -1,0 +1,107 @@
+"""Inputs as vectors: hidden states pooled and projected as the model's folder says.
+
+Owns how inputs are batched by length and how they are pooled. The model computes with its own attention and the mask it
+is given. Computes on the model's thread; keeps nothing. Read `Embedder.vectors` first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch.nn.functional import normalize
+
+from ..kernels.rope import LONGROPE, rope_kinds
+from ..weights.sentence_config import PoolingMode, SentenceConfig
+from .asks import Vectors
+from .limits import limits_of
+from .pages import text_config
+from .runner import Stage
+from .sentence_head import HEAD
+
+# Tokens computed at once, fill included.
+TOKENS_MAX = 8192
+# In these no token sees what fills up an input; a test compares each of them. Not every model obeys its mask: some look
+# at the neighbours of a token by other ways than attention. Inputs of models that are not here are never padded.
+# fmt: off
+PADDED_MODELS: Final = frozenset({
+    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "eurobert", "gemma3_text",
+    "gte", "jina_embeddings_v3", "llama", "mistral", "modernbert", "mpnet", "mt5", "nomic_bert", "qwen2", "qwen3",
+    "roberta", "t5", "umt5", "xlm-roberta",
+})
+# fmt: on
+
+
+def can_pad(module: Any) -> bool:
+    """Inputs of several lengths may be computed together: none of them sees what the others are filled up with."""
+    # By which factors longrope turns positions follows from the longest input of a batch.
+    return module.config.model_type in PADDED_MODELS and LONGROPE not in rope_kinds(module.config)
+
+
+def grouped(inputs: Sequence[Sequence[int]], pads: bool = True) -> list[list[int]]:
+    """Inputs by number, those of like length together, as many as are computed at once."""
+    groups: list[list[int]] = []
+    # Longest first: the first of a group says how wide it is.
+    for number in sorted(range(len(inputs)), key=lambda one: -len(inputs[one])):
+        width = len(inputs[groups[-1][0]]) if groups else 0
+        fits = groups and width * (len(groups[-1]) + 1) <= TOKENS_MAX
+        if fits and (pads or len(inputs[number]) == width):
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
+
+
+class Embedder:
+    def __init__(self, stage: Stage, sentence: SentenceConfig) -> None:
+        self._stage = stage
+        self._sentence = sentence
+        self.pads = can_pad(stage.module)
+        fill = getattr(text_config(stage.config), "pad_token_id", None)
+        self._fill = fill if isinstance(fill, int) and 0 <= fill < limits_of(stage.module).tokens else 0
+        known = inspect.signature(stage.module.forward).parameters
+        self._takes_mask = "attention_mask" in known
+        self._options = {"use_cache": False} if "use_cache" in known else {}
+
+    def vectors(self, inputs: Sequence[Sequence[int]], skipped: Sequence[int]) -> Vectors:
+        """A vector for each input, none of which may be empty; its first `skipped` tokens are not pooled."""
+        width = max(len(one) for one in inputs)
+        device = self._stage.device
+        ids = torch.tensor([[*one, *[self._fill] * (width - len(one))] for one in inputs]).to(device)
+        lengths = torch.tensor([len(one) for one in inputs]).to(device)
+        # A prompt may run together with a text into fewer tokens than it has alone: something must be left to pool.
+        kept = [min(skip, len(one) - 1) for skip, one in zip(skipped, inputs, strict=True)]
+        first = torch.tensor(kept).to(device)
+        at = torch.arange(width, device=device)[None, :]
+        mask = at < lengths[:, None]
+        masks = {"attention_mask": mask.long()} if self._takes_mask else {}
+        with torch.no_grad():
+            hidden = self._stage.module(input_ids=ids, **masks, **self._options).last_hidden_state
+            pooled = torch.cat(list(_pooled(hidden, mask & (at >= first[:, None]), self._sentence.pooling)), dim=-1)
+            for step, part in zip(self._sentence.steps, getattr(self._stage.module, HEAD), strict=True):
+                pooled = normalize(pooled, dim=-1) if step == "normalize" else part(pooled)
+        vectors: Vectors = pooled[:, : self._sentence.dimensions].float().tolist()
+        return vectors
+
+
+def _pooled(hidden: torch.Tensor, mask: torch.Tensor, modes: Sequence[PoolingMode]) -> Iterator[torch.Tensor]:
+    """One vector of each input for each mode. Sums are made in full precision."""
+    rows, at = torch.arange(mask.shape[0], device=mask.device), torch.arange(mask.shape[1], device=mask.device)
+    last = mask.shape[1] - 1 - mask.flip(1).int().argmax(dim=1)
+    numbers = hidden.float()
+    for mode in modes:
+        if mode == "cls":
+            yield hidden[rows, mask.int().argmax(dim=1)]
+        elif mode == "lasttoken":
+            yield hidden[rows, last]
+        elif mode == "max":
+            yield hidden.masked_fill(~mask[:, :, None], float("-inf")).amax(dim=1)
+        else:
+            weights = mask * (at + 1) if mode == "weightedmean" else mask
+            total = weights.sum(dim=1, keepdim=True).clamp(min=1e-9)
+            share = total.sqrt() if mode == "mean_sqrt_len_tokens" else total
+            # What fills up may be no number at all, and no weight makes nothing of that.
+            real = numbers.masked_fill(~mask[:, :, None], 0.0)
+            yield ((real * weights[:, :, None]).sum(dim=1) / share).to(hidden.dtype)

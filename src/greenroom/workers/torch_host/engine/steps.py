@@ -1,0 +1,177 @@
+"""The two kinds of step a model computes: a piece of some prompts, or one token for each of a batch.
+
+Owns who sees whom in each, and where new keys and values are written. Never decides what is computed next (the ensemble
+does) and keeps nothing after the step. Read `Prefill.attend` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..failures import BadModel
+from ..kernels.attention import How, Store, attend_plainly, store_of
+from ..kernels.flash import Kernels, Lengths, attend_packed, attend_paged
+from .pages import BLOCK_TOKENS
+
+
+def slots_of(blocks: Sequence[int], first: int, last: int) -> list[int]:
+    """Where the tokens from `first` up to `last` lie, by a sequence's table."""
+    return [blocks[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS for at in range(first, last)]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sequence's piece among the packed tokens: where it starts, how many, and how many came before."""
+
+    start: int
+    count: int
+    past: int
+    length: int = 0
+    """Tokens of the whole sequence, if more come after this piece."""
+
+    @property
+    def seen(self) -> int:
+        return self.past + self.count
+
+
+class _Paged:
+    """A step whose keys and values are kept, once for each layer."""
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self._stores = stores
+        self._attended: set[int | None] = set()
+
+    def _store(self, layer: int | None, key: torch.Tensor, value: torch.Tensor) -> Store:
+        """Raises BadModel where a layer attends again: its second keys would take the place of the first."""
+        if layer in self._attended:
+            raise BadModel(f"layer {layer} attends twice for each token; paged KV memory keeps its keys once.")
+        self._attended.add(layer)
+        return store_of(self._stores, layer, key, value)
+
+
+class Prefill(_Paged):
+    """Pieces of several prompts, one after the other in a batch of one: `[1, heads, tokens, dim]`."""
+
+    def __init__(
+        self, stores: Sequence[Store], kernels: Kernels, spans: Sequence[Span], write: torch.Tensor, read: torch.Tensor
+    ) -> None:
+        """`write`: the slot of each new token; `read`: those of all tokens each span sees, span after span."""
+        super().__init__(stores)
+        self._kernels = kernels
+        self._spans = spans
+        self._write = write
+        self._read = read
+        self.windows: set[int | None] = set()
+        self._has_past = any(span.past for span in spans)
+        self._lengths: Lengths | None = None
+
+    def attend(
+        self, layer: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
+    ) -> torch.Tensor:
+        store = self._store(layer, key, value)
+        self.windows.add(how.window)
+        fresh_key, fresh_value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        self._kernels.write(fresh_key, fresh_value, self._write, store)
+        if self._has_past:
+            all_key, all_value = store.key.index_select(0, self._read), store.value.index_select(0, self._read)
+        else:
+            all_key, all_value = fresh_key, fresh_value
+        packed = query[0].transpose(0, 1)
+        if self._kernels.can_pack(all_key, all_value, how):
+            return attend_packed(packed, all_key, all_value, self._packed_lengths(query.device), how)[None]
+        return self._one_by_one(query, all_key, all_value, how)
+
+    def sequence_lengths(self) -> torch.Tensor:
+        lengths = [max(span.length, span.seen) for span in self._spans for _ in range(span.count)]
+        return torch.tensor([lengths], device=self._write.device)
+
+    def _packed_lengths(self, device: torch.device) -> Lengths:
+        if self._lengths is None:
+            self._lengths = Lengths.of([(span.count, span.seen) for span in self._spans], device)
+        return self._lengths
+
+    def _one_by_one(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How) -> torch.Tensor:
+        outs, at = [], 0
+        for span in self._spans:
+            own = query[:, :, span.start : span.start + span.count]
+            seen_key = key[at : at + span.seen].transpose(0, 1)[None]
+            seen_value = value[at : at + span.seen].transpose(0, 1)[None]
+            outs.append(_causally(own, seen_key, seen_value, span, how))
+            at += span.seen
+        return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+def _causally(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, how: How) -> torch.Tensor:
+    if span.past == 0 and how.is_plain and (how.window is None or span.count <= how.window):
+        shares = query.shape[1] != key.shape[1]
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=span.count > 1, scale=how.scale, enable_gqa=shares
+        )
+    at = torch.arange(span.past, span.seen, device=query.device)[:, None]
+    other = torch.arange(span.seen, device=query.device)[None, :]
+    return attend_plainly(query, key, value, bias_where(_sees(at, other, how.window), query.dtype)[None, None], how)
+
+
+def _sees(at: torch.Tensor, other: torch.Tensor, window: int | None) -> torch.Tensor:
+    before = other <= at
+    return before if window is None else before & (other > at - window)
+
+
+def bias_where(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zero where allowed, minus infinity elsewhere."""
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+
+
+class Decode(_Paged):
+    """One new token for each row: `[rows, heads, 1, dim]`. Only tensor operations, so that it can be captured."""
+
+    def __init__(self, stores: Sequence[Store], kernels: Kernels, positions: torch.Tensor, table: torch.Tensor) -> None:
+        """`positions`: where each row's new token stands; `table`: its blocks, as wide as the longest row needs."""
+        super().__init__(stores)
+        self._kernels = kernels
+        self.positions = positions
+        self.table = table
+        self.lengths = (positions + 1).to(torch.int32)
+        block = table.gather(1, (positions // BLOCK_TOKENS)[:, None])[:, 0]
+        self._write = block.long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        self._read: torch.Tensor | None = None
+        self._biases: dict[int | None, torch.Tensor] = {}
+
+    def attend(
+        self, layer: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
+    ) -> torch.Tensor:
+        store = self._store(layer, key, value)
+        self._kernels.write(key[:, :, 0], value[:, :, 0], self._write, store)
+        if self._kernels.can_page(how):
+            return attend_paged(query[:, :, 0], store, self.table, self.lengths, how)[:, None]
+        return self._gathered(query, store, how)
+
+    def sequence_lengths(self) -> torch.Tensor:
+        # A row's sequence ends with the token of this step.
+        return self.lengths[:, None]
+
+    def _gathered(self, query: torch.Tensor, store: Store, how: How) -> torch.Tensor:
+        rows, width = self.table.shape
+        read = self._read_slots()
+        key = store.key.index_select(0, read).view(rows, width * BLOCK_TOKENS, *store.key.shape[1:]).transpose(1, 2)
+        value = (
+            store.value.index_select(0, read).view(rows, width * BLOCK_TOKENS, *store.value.shape[1:]).transpose(1, 2)
+        )
+        return attend_plainly(query, key, value, self._bias(how.window, query.dtype), how).transpose(1, 2)
+
+    def _read_slots(self) -> torch.Tensor:
+        if self._read is None:
+            inside = torch.arange(BLOCK_TOKENS, device=self.table.device)
+            self._read = (self.table.long()[:, :, None] * BLOCK_TOKENS + inside).view(-1)
+        return self._read
+
+    def _bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        if window not in self._biases:
+            other = torch.arange(self.table.shape[1] * BLOCK_TOKENS, device=self.table.device)[None, :]
+            allowed = _sees(self.positions[:, None], other, window)
+            self._biases[window] = bias_where(allowed, dtype)[:, None, None, :]
+        return self._biases[window]

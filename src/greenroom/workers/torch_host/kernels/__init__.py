@@ -1,0 +1,1 @@
+"""Faster ways to compute the same: attention, rope, fused modules, captured graphs."""

@@ -1,0 +1,1 @@
+"""Between tokens and what people read: templates, stop sequences, tool calls, channels."""

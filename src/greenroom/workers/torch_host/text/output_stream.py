@@ -1,0 +1,173 @@
+"""One answer on its way out: tokens become text, text is cut at stop sequences, calls and reasoning are taken out.
+
+Owns the state of one sequence on the event loop. The model's thread only posts into the mailbox. Never writes JSON and
+never knows whether the caller streams: it says pieces, in order, and then its end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..api.refusals import Refused, failed, unavailable
+from ..engine.asks import Ask, End, Token
+from ..engine.mail import Mailbox
+from ..sandbox.grammar import JsonConstraint
+from ..sandbox.schema_trials import too_complex
+from .detokenising import Detokeniser
+from .stops import StopFinder
+from .tool_calls import Call, Reader
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A token with its log probability and those it was chosen from. `offset` is where its text begins."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    offset: int
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new of an answer."""
+
+    text: str = ""
+    chosen: list[Chosen] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    reasoning: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.chosen or self.calls or self.reasoning)
+
+    def add(self, later: Piece) -> None:
+        self.text += later.text
+        self.chosen += later.chosen
+        self.calls += later.calls
+        self.reasoning += later.reasoning
+
+
+class Voice:
+    """A listener for one ask. `on_piece` and `on_over` are called on the loop, `on_over` exactly once and last."""
+
+    def __init__(
+        self, index: int, mailbox: Mailbox, detokeniser: Detokeniser, stops: StopFinder, reader: Reader | None
+    ) -> None:
+        self.index = index
+        self.tokens = 0
+        """How many were said so far."""
+        self.finish = ""
+        """stop, length or tool_calls, once it is over."""
+        self.end: End | None = None
+        self.error: Refused | None = None
+        self.on_piece: Callable[[Voice, Piece], None]
+        self.on_over: Callable[[Voice], None]
+        self.ask: Ask
+        self._mailbox = mailbox
+        self._detokeniser = detokeniser
+        self._stops = stops
+        self._reader = reader
+        self._has_called = False
+        self._is_silent = False
+        # Tokens whose text is still held back, with where it begins and ends.
+        self._waiting: deque[tuple[Chosen, int]] = deque()
+        self._heard_chars = 0
+        self._let_out_chars = 0
+
+    # --- called by the model's thread ---
+
+    def on_token(self, token: Token) -> None:
+        self._mailbox.post(self._take, token)
+
+    def on_end(self, end: End) -> None:
+        self._mailbox.post(self._close, end)
+
+    # --- on the event loop ---
+
+    def silence(self) -> None:
+        """Nobody listens any more; what the model still says in its last step is dropped."""
+        self._is_silent = True
+
+    def _take(self, token: Token) -> None:
+        if self._stops.is_found or self._is_silent or self.error is not None:
+            return
+        try:
+            self.tokens += 1
+            text = self._detokeniser.add(token.id)
+            self._remember(token, text)
+            self._say(self._stops.add(text))
+        except Exception:
+            self._break()
+        if self._stops.is_found:
+            self.ask.cancelled = True
+
+    def _close(self, end: End) -> None:
+        if self._is_silent:
+            return
+        self.end = end
+        try:
+            if self.error is None and not self._stops.is_found:
+                self.error = self._error_of(end)
+            if self.error is None:
+                rest = self._stops.add(self._detokeniser.end())
+                self._say(rest + self._stops.end(), is_last=True)
+        except Exception:
+            self._break()
+        self.finish = "tool_calls" if self._has_called else "stop" if self._stops.is_found else end.reason
+        self.on_over(self)
+
+    def _say(self, text: str, is_last: bool = False) -> None:
+        piece = Piece(text, self._let_out(len(text), is_last))
+        if self._reader is not None:
+            found = self._reader.add(text)
+            if is_last:
+                found.add(self._reader.end())
+            piece.text, piece.calls, piece.reasoning = found.text, found.calls, found.reasoning
+            self._has_called = self._has_called or bool(piece.calls)
+        if piece:
+            self.on_piece(self, piece)
+
+    def _remember(self, token: Token, text: str) -> None:
+        if token.logprob is not None:
+            chosen = Chosen(token.id, token.logprob, token.top, self._heard_chars)
+            self._waiting.append((chosen, self._heard_chars + len(text)))
+        self._heard_chars += len(text)
+
+    def _let_out(self, chars: int, is_last: bool) -> list[Chosen]:
+        """The tokens whose text is out by now, if only in part. Those behind a stop sequence never are."""
+        self._let_out_chars += chars
+        out = []
+        while self._waiting:
+            chosen, end = self._waiting[0]
+            is_out = chosen.offset < self._let_out_chars or end <= self._let_out_chars
+            if not (is_out or (is_last and not self._stops.is_found)):
+                break
+            out.append(self._waiting.popleft()[0])
+        return out
+
+    def _error_of(self, end: End) -> Refused | None:
+        constraint = self.ask.constraint
+        if isinstance(constraint, JsonConstraint) and constraint.problem is not None:
+            return too_complex(constraint.param, f"the answer could not be held to it ({constraint.problem})")
+        if end.is_memory:
+            return Refused(
+                f"The device has too little memory for this request, even alone: {end.error}. Send less, or try again.",
+                status=503,
+                code="out_of_memory",
+            )
+        if end.reason == "error":
+            return failed(end.error or "The model failed at this request.")
+        if end.reason == "cancelled":
+            return unavailable("The model was taken off stage before it had answered.")
+        return None
+
+    def _break(self) -> None:
+        """Our own mistake ends this sequence and no other."""
+        _log.exception("an answer could not be read")
+        self.error = failed("Something went wrong inside the worker.")
+        self.ask.cancelled = True

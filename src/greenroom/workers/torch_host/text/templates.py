@@ -1,0 +1,152 @@
+"""A conversation as the one text its model was trained on, by the model's chat template.
+
+Owns what of a request a template sees, and how long it may think. A template is a program that came with the model: it
+runs in a sandbox, in a process of its own (`scribes.py`), so that one that loops or grows fails only the request.
+
+Some tokenizers bring Python of their own that renders, before or instead of a template. The operator has trusted it
+with this process (`trust_remote_code`), and only here it can be called: in a thread, with the deadline but no other
+bound.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from ..api.refusals import Refused, too_long, unavailable
+from ..sandbox.deadline import DeadlineExceeded, run_with_deadline
+from ..sandbox.template_runner import Complaint, Scribes, Share, Stopped, TooLong, Unavailable
+from .tokens import Text
+
+RENDER_DEADLINE_S = 5.0
+# What a template says about itself when it refuses is shown, but not a whole conversation.
+COMPLAINT_CHARS_MAX = 500
+# Twenty times the longest there are. It goes to the scribe with every order.
+PROGRAM_CHARS_MAX = 2**20
+# No prompt has more, however many tokens fit and however long one can be.
+PROMPT_CHARS_MAX = 2**26
+
+log = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+
+
+class Template:
+    def __init__(self, text: Text, scribes: Scribes, deadline_s: float = RENDER_DEADLINE_S) -> None:
+        self._text = text
+        self._folder = text.folder
+        tokenizer = text.tokenizer
+        said = getattr(tokenizer, "chat_template", None)
+        self.source = "\n".join(map(str, said.values())) if isinstance(said, dict) else str(said or "")
+        """Its program; all of them where a model has one for tools."""
+        # A caller may set the template's own switches, never the arguments that decide which program runs and how.
+        self._reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+        self._writer: _Writer = (
+            _ByItsTokenizer(tokenizer, deadline_s)
+            if _renders_itself(tokenizer)
+            else _ByScribe(tokenizer, Share(scribes), deadline_s)
+        )
+
+    async def render(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, switches: Mapping[str, Any], context: int
+    ) -> str:
+        """The prompt of this conversation. Raises Refused if there is no template, or it fails, or does not return.
+
+        What is sure to be more than `context` tokens is refused too.
+        """
+        if not self.source:
+            raise Refused(
+                f"{self._folder.name} has no chat template. Use /v1/completions, or add chat_template.jinja to it.",
+                code="no_chat_template",
+            )
+        own = {name: value for name, value in switches.items() if name not in self._reserved}
+        chars_max = min(self._text.chars_max(context), PROMPT_CHARS_MAX)
+        try:
+            return await self._writer.write(list(messages), list(tools) if tools else None, own, chars_max)
+        except Stopped as reason:
+            log.warning("template stopped model=%s: it %s", self._folder.name, reason)
+            raise self._failed(f"{reason}. Mend it or use /v1/completions.", 422) from None
+        except TooLong as reason:
+            raise too_long(f"messages make {reason}; at most {context:,} tokens fit. Send less.") from None
+        except Unavailable as reason:
+            raise unavailable(str(reason)) from None
+        except Complaint as reason:
+            raise self._failed(f"refused these messages: {reason}", 400) from reason
+
+    def _failed(self, why: str, status: int) -> Refused:
+        return Refused(
+            f"The chat template of {self._folder.name} ({self._file()}) {why}",
+            status=status,
+            param="messages",
+            code="template_failed",
+        )
+
+    def _file(self) -> str:
+        for name in ("chat_template.jinja", "chat_template.json"):
+            if (self._folder / name).exists():
+                return name
+        return "chat_template in tokenizer_config.json"
+
+
+class _Writer(Protocol):
+    async def write(
+        self, messages: list[Message], tools: list[Message] | None, switches: Mapping[str, Any], chars_max: int
+    ) -> str:
+        """The prompt. Raises Unwritten."""
+
+
+class _ByScribe:
+    def __init__(self, tokenizer: Any, share: Share, deadline_s: float) -> None:
+        self._tokenizer, self._share, self._deadline_s = tokenizer, share, deadline_s
+
+    async def write(
+        self, messages: list[Message], tools: list[Message] | None, switches: Mapping[str, Any], chars_max: int
+    ) -> str:
+        order = {
+            "template": self._program(tools),
+            "messages": messages,
+            "tools": tools,
+            "names": {**self._tokenizer.special_tokens_map, **switches},
+        }
+        return await self._share.write(order, chars_max, self._deadline_s)
+
+    def _program(self, tools: list[Message] | None) -> str:
+        """Of several the one for this request, as Transformers chooses."""
+        try:
+            program = self._tokenizer.get_chat_template(tools=tools)
+        except ValueError as error:
+            raise Complaint(str(error)[:COMPLAINT_CHARS_MAX]) from error
+        if not isinstance(program, str) or len(program) > PROGRAM_CHARS_MAX:
+            raise Complaint(f"it is no text, or one of more than {PROGRAM_CHARS_MAX:,} characters.")
+        return program
+
+
+class _ByItsTokenizer:
+    def __init__(self, tokenizer: Any, deadline_s: float) -> None:
+        self._tokenizer, self._deadline_s = tokenizer, deadline_s
+
+    async def write(
+        self, messages: list[Message], tools: list[Message] | None, switches: Mapping[str, Any], chars_max: int
+    ) -> str:
+        def rendered() -> str:
+            render = self._tokenizer.apply_chat_template
+            return str(render(messages, tools=tools, tokenize=False, add_generation_prompt=True, **switches))
+
+        try:
+            text = await run_with_deadline(rendered, self._deadline_s, f"template of {type(self._tokenizer).__name__}")
+        except DeadlineExceeded:
+            raise Stopped(f"did not end within {self._deadline_s:g} s and was stopped") from None
+        except Exception as error:
+            raise Complaint(str(error)[:COMPLAINT_CHARS_MAX]) from error
+        if len(text) > chars_max:
+            raise TooLong(len(text))
+        return text
+
+
+def _renders_itself(tokenizer: Any) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
+    method = getattr(tokenizer.apply_chat_template, "__func__", None)
+    return method is not PreTrainedTokenizerBase.apply_chat_template

@@ -1,0 +1,156 @@
+"""A model's own way of writing: text to tokens and back, and which tokens end an answer.
+
+Owns the tokenizer of one model. Long prompts are encoded in a thread, so that streams of others go on meanwhile. Never
+renders a chat: `templates.py` does, with the tokenizer kept here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..api.refusals import Refused, too_long
+from ..failures import BadModel
+from .detokenising import Detokeniser
+from .spelling import Speller
+
+# Encoding so many characters takes about a millisecond; more of them go to a thread.
+INLINE_CHARS_MAX = 4_096
+ENCODING_THREADS = 2
+# Files that say which tokens end an answer are small; a larger one is not read.
+CONFIG_BYTES_MAX = 4 * 1024 * 1024
+
+
+class Text:
+    def __init__(self, tokenizer: Any, folder: Path) -> None:
+        """`tokenizer` is one of Transformers'."""
+        self.tokenizer = tokenizer
+        self.folder = folder
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            # Files of embedding models cut and fill up what they are given; here nobody's text is cut silently.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self.speller = Speller(tokenizer)
+        self.special = self._special_tokens()
+        self.stop_tokens = frozenset(_end_tokens(folder, tokenizer))
+        self._threads = ThreadPoolExecutor(ENCODING_THREADS, thread_name_prefix="encode")
+        self._token_chars_max = max(map(len, tokenizer.get_vocab()), default=1)
+
+    @classmethod
+    def load(cls, folder: Path, trust_remote_code: bool = False, gguf_file: str | None = None) -> Text:
+        """Read the tokenizer of a model's folder, or of a GGUF file in it.
+
+        Takes about a second; raises what Transformers raises.
+        """
+        from transformers import AutoTokenizer
+
+        inside = {"gguf_file": gguf_file} if gguf_file else {}
+        tokenizer = AutoTokenizer.from_pretrained(  # type: ignore[no-untyped-call, unused-ignore]
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True, **inside
+        )
+        return cls(tokenizer, folder)
+
+    @property
+    def size(self) -> int:
+        return len(self.tokenizer)
+
+    def chars_max(self, context: int) -> int:
+        """A text with more characters has more tokens than fit, however it is encoded."""
+        return context * self._token_chars_max
+
+    def prepare_to_embed(self, lowers_case: bool) -> None:
+        """Read texts as sentence-transformers does. Raises BadModel for a tokenizer with tokens of several types."""
+        if any(self.tokenizer("a").get("token_type_ids") or ()):
+            raise BadModel(f"{type(self.tokenizer).__name__} gives tokens types, which embeddings cannot be made with.")
+        if not lowers_case:
+            return
+        if self._backend is None:
+            raise BadModel(f"{type(self.tokenizer).__name__} cannot be told to lower the case of texts.")
+        from tokenizers.normalizers import Lowercase, Sequence
+
+        own = self._backend.normalizer
+        self._backend.normalizer = Sequence([Lowercase()] if own is None else [Lowercase(), own])
+
+    async def encode(
+        self, text: str, adds_special: bool, context: int, param: str, *, truncates: bool = False
+    ) -> list[int]:
+        """The tokens of this text, cut to `context` with `truncates`.
+
+        Raises Refused if it is so long that no encoding of it fits into `context`.
+        """
+        if len(text) > self.chars_max(context) and not truncates:
+            raise too_long(f"{param} has {len(text):,} characters; at most {context:,} tokens fit. Send less.")
+        encode = partial(self._encode_cut, text, context) if truncates else partial(self._encode, text, adds_special)
+        try:
+            if len(text) <= INLINE_CHARS_MAX:
+                return encode()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        except (UnicodeError, TypeError, ValueError) as error:
+            raise Refused(f"{param} cannot be encoded: {error}.", param=param) from error
+
+    def detokeniser(
+        self, before: Sequence[int] = (), spoken: Collection[int] = (), marks: Mapping[int, str] | None = None
+    ) -> Detokeniser:
+        """Special tokens have no text, except the `spoken` ones and those that `marks` give one."""
+        return Detokeniser(self.decode, self.special.difference(spoken), before, marks)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        if self._backend is not None:
+            return str(self._backend.decode(list(tokens), skip_special_tokens=False))
+        # A head may be wider than its tokenizer: what only it has is written as nothing.
+        known = [token for token in tokens if token < self.size]
+        return str(self.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def specials_spelled(self, spellings: Collection[str]) -> frozenset[int]:
+        """The special tokens that are spelled like one of these."""
+        return frozenset(token for token in self.special if self.speller.spell(token)[0] in spellings)
+
+    def close(self) -> None:
+        """Let its threads go. To be called by whoever loaded it, when nobody encodes any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str, adds_special: bool) -> list[int]:
+        if self._backend is not None:
+            # A batch of one: batches are encoded without Python's lock, so that the model's thread goes on.
+            return list(self._backend.encode_batch([text], add_special_tokens=adds_special)[0].ids)
+        return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=adds_special)]
+
+    def _encode_cut(self, text: str, room: int) -> list[int]:
+        """With special tokens, which are not cut off."""
+        if self._backend is None:
+            return [int(token) for token in self.tokenizer.encode(text, truncation=True, max_length=room)]
+        # The backend could cut by itself, but would then cut for everybody who encodes at the same time.
+        found = self._backend.encode_batch([text], add_special_tokens=False)[0]
+        left = max(room - self._backend.num_special_tokens_to_add(False), 0)
+        found.truncate(left, direction=self.tokenizer.truncation_side)
+        return list(self._backend.post_process(found, None, True).ids)
+
+    def _special_tokens(self) -> frozenset[int]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return frozenset(self.tokenizer.all_special_ids) | {number for number, token in added.items() if token.special}
+
+
+def _end_tokens(folder: Path, tokenizer: Any) -> list[int]:
+    """Every token that its files call the end: chat models often name a second one in generation_config.json only."""
+    found = [tokenizer.eos_token_id]
+    for name in ("generation_config.json", "config.json"):
+        said = read_config(folder / name).get("eos_token_id")
+        found += said if isinstance(said, list) else [said]
+    return [token for token in found if isinstance(token, int) and not isinstance(token, bool)]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A JSON object from a model's folder; empty where there is none."""
+    try:
+        if path.stat().st_size > CONFIG_BYTES_MAX:
+            return {}
+        said = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}

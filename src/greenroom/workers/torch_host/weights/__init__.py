@@ -1,0 +1,1 @@
+"""Weights: read from files into the host arena, and from there to the device."""

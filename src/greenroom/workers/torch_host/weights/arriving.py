@@ -1,0 +1,189 @@
+"""Weights on their way to the GPU: copied in the order of computation, which may begin before the last has arrived.
+
+Owns the streams and events of the copies, where folded chunks land, and the hooks that let a layer wait for its own.
+Never maps memory and never computes. Read `Arrival.begin` first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .arena import Chunk, HostArena
+from .driver import Driver
+from .fold.fold import CHUNK_BYTES, LANDING_CHUNKS
+from .fold.unfolding import unfolder
+
+
+class Arrival:
+    """The copies of one model's weights. Begun at every wake; `finish` before the memory is taken away.
+
+    Folded chunks land where the last chunks will be, which are never folded and come last, and are unfolded from there.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: torch.device,
+        host: HostArena,
+        weights: torch.Tensor,
+        on_arrival: Callable[[int, float], None],
+    ) -> None:
+        """`on_arrival` is told bytes and seconds of every copy, from a thread of its own."""
+        self._driver, self._device, self._on_arrival = driver, device, on_arrival
+        self._host, self._weights = host, weights
+        self._unfold = unfolder(device)
+        self._chunks: list[Chunk] = []
+        # Copies are enqueued on the first; what unfolds them, and whoever computes, on and after the second.
+        self._wire, self._stream = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
+        self._landed: list[torch.cuda.Event] = []
+        self._arrived: list[torch.cuda.Event] = []
+        self._begun = torch.cuda.Event(enable_timing=True)
+        self._last = torch.cuda.Event(enable_timing=True, blocking=True)
+        self._hooks: list[Any] = []
+        self._is_here = threading.Event()
+        self._is_here.set()
+        self._waiter: threading.Thread | None = None
+        self.seconds = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """What goes over the wire."""
+        return sum(chunk.size for chunk in self._chunks)
+
+    def begin(self, module: torch.nn.Module) -> None:
+        """Enqueue all copies and let the module's parts wait for theirs. Returns before they have arrived.
+
+        Where it fails, nothing is under way any more: the memory may be taken away.
+        """
+        self.finish()
+        if not self._chunks:
+            self._chunks = self._host.chunks
+            self._landed, self._arrived = ([torch.cuda.Event() for _ in self._chunks] for _ in range(2))
+        self._begun.record(self._wire)
+        try:
+            with torch.cuda.stream(self._stream):
+                for index in range(len(self._chunks)):
+                    self._bring(index)
+            self._last.record(self._stream)
+            self._is_here.clear()
+            for part, index in self._parts(module):
+                self._hooks.append(part.register_forward_pre_hook(self._hook(index)))
+            waiter = threading.Thread(target=self._wait, name="arrive", daemon=True)
+            waiter.start()
+        except BaseException:
+            self._unhook()
+            self._is_here.set()
+            self._wire.synchronize()
+            self._stream.synchronize()
+            raise
+        self._waiter = waiter
+
+    def _bring(self, index: int) -> None:
+        """Enqueue one chunk. What landed in the same place before has been unfolded by then."""
+        chunk = self._chunks[index]
+        place = index if chunk.fold is None else landing(index, self._host.layout.bytes // CHUNK_BYTES)
+        if index >= LANDING_CHUNKS:
+            self._wire.wait_event(self._arrived[index - LANDING_CHUNKS])
+        target, source = self._at(place, chunk.size), self._host.tensor.data_ptr() + chunk.start
+        self._driver.copy_to_device(target.data_ptr(), source, chunk.size, self._wire.cuda_stream)
+        self._landed[index].record(self._wire)
+        self._stream.wait_event(self._landed[index])
+        if chunk.fold is not None:
+            self._unfold(target, self._at(index, CHUNK_BYTES).view(torch.int16), chunk.fold)
+        self._arrived[index].record(self._stream)
+
+    def _at(self, index: int, size: int) -> torch.Tensor:
+        return self._weights[index * CHUNK_BYTES : index * CHUNK_BYTES + size]
+
+    def arrived(self) -> None:
+        """Return when everything is on the device. To be called by the thread that computes: hooks are taken off."""
+        if self._hooks:
+            self._is_here.wait()
+            self._unhook()
+
+    @property
+    def is_here(self) -> bool:
+        return self._is_here.is_set()
+
+    def finish(self) -> None:
+        """Return when no copy is under way. The model must not be computing."""
+        if self._waiter is not None:
+            self._waiter.join()
+            self._waiter = None
+        self._unhook()
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _wait(self) -> None:
+        started = time.monotonic()
+        try:
+            with torch.cuda.device(self._device):
+                self._last.synchronize()
+                self.seconds = self._begun.elapsed_time(self._last) / 1000
+            self._on_arrival(self.bytes, self.seconds)
+        except RuntimeError:
+            # The device is lost: whoever computes next is told so, and here nobody must wait for ever.
+            self.seconds = time.monotonic() - started
+        finally:
+            self._is_here.set()
+
+    def _hook(self, index: int) -> Any:
+        event = self._arrived[index]
+
+        def wait(module: torch.nn.Module, inputs: Any) -> None:
+            # A stream that captures must not wait for what happened outside; by then all is here.
+            if not self._is_here.is_set():
+                torch.cuda.current_stream(self._device).wait_event(event)
+
+        return wait
+
+    def _parts(self, module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, int]]:
+        """Blocks, and the modules outside of them that own weights; each with the last chunk it needs."""
+        for part in outermost_parts(module):
+            ends = [self._end(tensor) for tensor in _tensors(part.module, part.owns_all)]
+            needed = max((end for end in ends if end is not None), default=None)
+            if needed is not None:
+                yield part.module, (needed - 1) // CHUNK_BYTES
+
+    def _end(self, tensor: torch.Tensor) -> int | None:
+        """Where a weight ends in the arena; None for what does not lie there."""
+        end = tensor.data_ptr() - self._weights.data_ptr() + tensor.numel() * tensor.element_size()
+        return end if 0 < end <= self._host.layout.bytes else None
+
+
+def landing(index: int, whole_chunks: int) -> int:
+    """Where a folded chunk lands: of the last whole chunks the one whose own turn comes a multiple of them later."""
+    first = whole_chunks - LANDING_CHUNKS
+    return first + (index - first) % LANDING_CHUNKS
+
+
+class Part:
+    """A module that waits as a whole (a block) or for its own weights only."""
+
+    __slots__ = ("module", "owns_all")
+
+    def __init__(self, module: torch.nn.Module, owns_all: bool) -> None:
+        self.module, self.owns_all = module, owns_all
+
+
+def outermost_parts(module: torch.nn.Module) -> Iterator[Part]:
+    """The elements of every outermost list of modules are blocks; around them each module stands for itself."""
+    yield Part(module, owns_all=False)
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList):
+            yield from (Part(block, owns_all=True) for block in child)
+        else:
+            yield from outermost_parts(child)
+
+
+def _tensors(module: torch.nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=recurse)
+    yield from module.buffers(recurse=recurse)

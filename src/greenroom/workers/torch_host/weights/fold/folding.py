@@ -1,0 +1,201 @@
+"""Weights folded while they are read: as soon as all of a chunk has come, it is written smaller where it lies.
+
+Owns the processes of `fold.py`, and what has not come yet of which chunk. One that fails may have left a chunk half
+written, so that all must be filled again; from then on this worker folds nothing. Never reads weights itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from ...failures import Failure
+from .fold import CHUNK_BYTES, LANDING_CHUNKS, NO_NUMPY, ORDER, Fold
+
+# A gigabyte a second each, and a chunk of memory; half of the processors have enough to do with reading.
+PROCESSES_MAX: Final = 8
+# Somebody may be waiting for the model: when all is read, folding may take so much longer. What it has not begun by
+# then stays as it is. The least is what its processes need to start.
+PATIENCE_SHARE: Final = 0.25
+PATIENCE_MIN_S: Final = 1.0
+LOOK_S: Final = 0.01
+# A chunk that was begun takes a tenth of a second; one that takes this long will never be done.
+CHUNK_S: Final = 30.0
+KILL_S: Final = 5.0
+_PROGRAM: Final = Path(__file__).with_name("fold.py")
+# NumPy would start threads for arithmetic that is not done here.
+_ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1"}
+
+log = logging.getLogger(__name__)
+
+
+class Unfolded(Failure):
+    """Folding has failed, and some of the arena may be half written: it must be filled again, and not folded."""
+
+
+class Folding:
+    """The chunks of one arena. `filled` may be called from any thread; in the end `finish`, or `stop`."""
+
+    # False once it has failed: what is wrong with this machine would fail every load.
+    is_able = True
+
+    def __init__(self, descriptor: int, size: int, ranges: Iterable[tuple[int, int]]) -> None:
+        """Of an arena of `size` bytes, each of `ranges` (start, bytes) will be filled."""
+        self._lock = threading.Lock()
+        self._missing = [0] * max(0, size // CHUNK_BYTES - LANDING_CHUNKS)
+        self._crew: _Crew | None = None
+        self._began = time.monotonic()
+        for start, length in ranges:
+            for index, part in _shares(start, length):
+                if index < len(self._missing):
+                    self._missing[index] += part
+        if self._missing and Folding.is_able:
+            self._crew = _crew(descriptor, size, len(self._missing))
+
+    def filled(self, start: int, length: int) -> None:
+        """These bytes have come and will not be touched again."""
+        with self._lock:
+            for index, part in _shares(start, length):
+                if index < len(self._missing):
+                    self._missing[index] -= part
+                    if self._missing[index] == 0 and self._crew is not None:
+                        self._crew.order(index)
+
+    def finish(self, cancelled: threading.Event) -> dict[int, Fold]:
+        """All is filled: how each chunk was folded that was. Raises Unfolded or Failure: it must be filled again."""
+        crew, self._crew = self._crew, None
+        if crew is None:
+            return {}
+        patience_s = max(PATIENCE_MIN_S, PATIENCE_SHARE * (time.monotonic() - self._began))
+        try:
+            return crew.dismiss(patience_s, cancelled)
+        except Failure:
+            # Who was called off was ended by us.
+            Folding.is_able = cancelled.is_set()
+            raise
+
+    def stop(self) -> None:
+        """Nobody wants them any more. May be called again. Raises Failure as `finish` does."""
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.call_off()
+
+
+class _Crew:
+    """The processes that fold one arena, and the pipe from which whoever is free takes the next order."""
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ordered: set[int] = set()
+        with contextlib.ExitStack() as undo:
+            self._unread, self._orders = os.pipe()
+            undo.callback(os.close, self._unread)
+            self._closing = undo.enter_context(contextlib.ExitStack())
+            self._closing.callback(os.close, self._orders)
+            os.set_blocking(self._orders, False)
+            # What they say goes to memory: nobody has to listen meanwhile. Each line is put behind the last: they share
+            # one place to write at, and of two that write at once one would be lost.
+            self._said = undo.enter_context(os.fdopen(os.memfd_create("folds"), "rb"))
+            fcntl.fcntl(self._said, fcntl.F_SETFL, fcntl.fcntl(self._said, fcntl.F_GETFL) | os.O_APPEND)
+            self._open = undo.pop_all()
+
+    def hire(self, count: int, *arguments: str, passing: int) -> None:
+        """Raises OSError."""
+        env = _ENVIRONMENT | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        argv = (sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid()), *arguments)
+        for _ in range(count):
+            self._processes.append(
+                subprocess.Popen(argv, stdin=self._unread, stdout=self._said, pass_fds=(passing,), env=env, cwd="/")
+            )
+
+    def order(self, index: int) -> None:
+        # Nobody takes orders any more where the pipe is full: thousands of chunks wait.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._orders, ORDER.pack(index))
+            self._ordered.add(index)
+
+    def dismiss(self, patience_s: float, cancelled: threading.Event) -> dict[int, Fold]:
+        """What came of the orders. After this time they do no more than they have begun. Raises Unfolded or Failure."""
+        self._closing.close()
+        ends_at = time.monotonic() + patience_s
+        while self._are_busy() and time.monotonic() < ends_at and not cancelled.wait(LOOK_S):
+            pass
+        # Orders that nobody has taken are taken back. Nobody writes any more, so that this comes to an end.
+        while found := os.read(self._unread, ORDER.size * 1024):
+            self._ordered.difference_update(index for (index,) in ORDER.iter_unpack(found))
+        with self._open:
+            # Whoever does not want them any more does not wait for a chunk that was begun either.
+            return self._heard(self._codes(0.0 if cancelled.is_set() else CHUNK_S))
+
+    def call_off(self) -> None:
+        """Stop at once, whatever becomes of the chunks. Raises Failure where one cannot even be stopped."""
+        for process in self._processes:
+            process.kill()
+        self._closing.close()
+        with self._open:
+            self._codes(0.0)
+
+    def _are_busy(self) -> bool:
+        return any(process.poll() is None for process in self._processes)
+
+    def _codes(self, within_s: float) -> list[int]:
+        """How each ended, or was ended. Raises Failure where one still lives, and may write to the arena one day."""
+        ends_at = time.monotonic() + within_s
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, ends_at - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+        try:
+            return [process.wait(KILL_S) for process in self._processes]
+        except subprocess.TimeoutExpired as stuck:
+            raise Failure(f"a process that folds weights could not be ended within {KILL_S:g} s.") from stuck
+
+    def _heard(self, codes: Sequence[int]) -> dict[int, Fold]:
+        wrong = [code for code in codes if code not in (0, NO_NUMPY)]
+        if wrong:
+            raise Unfolded(f"a process that folds weights ended with {wrong[0]}.")
+        self._said.seek(0)
+        said = {index: numbers for index, *numbers in (map(int, line.split()) for line in self._said)}
+        if said.keys() != self._ordered:
+            raise Unfolded(f"of {len(self._ordered)} chunks that were to be folded {len(said)} were told of.")
+        return {index: Fold(*numbers) for index, numbers in said.items() if numbers}
+
+
+def _crew(descriptor: int, size: int, chunks: int) -> _Crew | None:
+    """Processes for these chunks; None where there can be none."""
+    found = importlib.util.find_spec("numpy")
+    if found is None or found.origin is None:
+        return None
+    folder = str(Path(found.origin).parent.parent)
+    count = min(chunks, PROCESSES_MAX, max(1, len(os.sched_getaffinity(0)) // 2))
+    crew: _Crew | None = None
+    try:
+        crew = _Crew()
+        crew.hire(count, folder, str(descriptor), str(size), passing=descriptor)
+    except OSError as reason:
+        log.warning("weights are not folded: %s", reason)
+        if crew is not None:
+            crew.call_off()
+        return None
+    return crew
+
+
+def _shares(start: int, length: int) -> Iterable[tuple[int, int]]:
+    """How many bytes of a range lie in which chunk."""
+    end = start + length
+    while start < end:
+        stop = min(end, (start // CHUNK_BYTES + 1) * CHUNK_BYTES)
+        yield start // CHUNK_BYTES, stop - start
+        start = stop

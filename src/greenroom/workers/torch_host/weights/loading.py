@@ -1,0 +1,253 @@
+"""From a folder to a filled arena and a module that fits it.
+
+Owns the order of attempts: adopt what another worker left, else fill by a plan straight from the files, else let
+Transformers load it. Whatever fails, the arena is left empty. Read `load` first.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+
+from ..engine import sentence_head
+from ..engine.pages import text_config
+from ..failures import BadModel, Cancelled
+from . import fallback, reading, skeleton
+from .arena import HostArena, lay_out
+from .filling import Unplanned, plan
+from .fold.folding import Folding, Unfolded
+from .safetensors_files import StoredTensor, files_of, find_tensors
+from .skeleton import Wish
+
+# Few models have a hundred. Some share the tensors of one layer among all, so that fewer tensors alone mean nothing.
+LAYERS_PLAUSIBLE: Final = 1_000
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    module: torch.nn.Module
+    arena: HostArena
+    read_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What surrounds one load: how large it may get, whether it may be folded, who listens, who may stop it.
+
+    `on_reading` is called at most once, when weights begin to come; `on_built` at most once, with the module and the
+    arena it will be bound to, whose content may come later still. Both return at once.
+    """
+
+    arena_max_bytes: int | None = None
+    host_free_bytes: int | None = None
+    folds: bool = False
+    on_progress: Callable[[float], None] = lambda share: None
+    cancelled: threading.Event | None = None
+    on_thread: Callable[[], None] = lambda: None
+    on_reading: Callable[[], None] = lambda: None
+    on_built: Callable[[torch.nn.Module, HostArena], None] = lambda module, arena: None
+
+    def go_on(self) -> None:
+        """Raises Cancelled where nobody wants the model any more. Asked between steps that cannot be interrupted."""
+        if self.cancelled is not None and self.cancelled.is_set():
+            raise Cancelled("loading was stopped: nobody waits for the model any more.")
+
+
+def load(wish: Wish, descriptor: int, filled: bool, around: Circumstances) -> Loaded:
+    """Fill or adopt the arena behind this memfd. Raises BadModel, OutOfMemory, Cancelled; then it is empty."""
+    config = skeleton.read_config(wish)
+    tensors = _tensors(wish)
+    _check_layers(wish, config, tensors)
+    dtype = _dtype(config, tensors)
+    identity = _identity(wish, dtype)
+    around.go_on()
+    module = skeleton.build(wish, config, dtype)
+    around.go_on()
+    if filled and module is not None:
+        arena = HostArena.adopt(descriptor, identity, unfolds=around.folds)
+        if arena is not None and skeleton.fits(module, arena.layout):
+            around.on_built(module, arena)
+            return Loaded(module, arena, 0)
+    try:
+        return _planned(module, tensors, dtype, descriptor, identity, around)
+    except Unplanned as reason:
+        log.info("weights are loaded by Transformers: %s", reason)
+        unplanned = str(reason)
+    try:
+        return _by_transformers(wish, config, module, dtype, descriptor, identity, around)
+    except BadModel as error:
+        # What Transformers says seldom names a tensor; what kept us from reading the files ourselves does.
+        raise BadModel(f"{error} ({unplanned})") from error
+
+
+def _tensors(wish: Wish) -> dict[str, StoredTensor]:
+    """What the files hold; nothing where they are not safetensors, which must have been allowed."""
+    head = sentence_head.stored_weights(wish.sentence, wish.allow_pickle) if wish.sentence is not None else {}
+    if wish.gguf_file is not None:
+        return {}
+    if files_of(wish.folder):
+        return find_tensors(wish.folder) | head
+    if not wish.allow_pickle:
+        fallback.refuse_pickle(wish)
+    return {}
+
+
+def _check_layers(wish: Wish, config: Any, tensors: dict[str, StoredTensor]) -> None:
+    """Raises BadModel for layers that no file has: to build them could take longer, and more memory, than there is."""
+    layers = getattr(text_config(config), "num_hidden_layers", None)
+    if tensors and isinstance(layers, int) and layers > max(len(tensors), LAYERS_PLAUSIBLE):
+        raise BadModel(
+            f"{wish.folder} has {layers:,} layers by its config.json, and {len(tensors):,} tensors in its files. Is "
+            "the download complete?"
+        )
+
+
+def _dtype(config: Any, tensors: dict[str, StoredTensor]) -> torch.dtype:
+    """The configuration's, else that of the first weights with one we compute in."""
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    kinds = (reading.TORCH_DTYPES.get(tensor.dtype) for tensor in tensors.values())
+    found = next((kind for kind in kinds if kind in ("bfloat16", "float16", "float32")), "float32")
+    dtype: torch.dtype = getattr(torch, found)
+    return dtype
+
+
+def _planned(
+    module: torch.nn.Module | None,
+    tensors: dict[str, StoredTensor],
+    dtype: torch.dtype,
+    descriptor: int,
+    identity: str,
+    around: Circumstances,
+) -> Loaded:
+    if module is None:
+        raise Unplanned("it cannot be built before its weights are there")
+    layout = lay_out(skeleton.state_of(module))
+    transfers = plan(module, layout, tensors, dtype)
+    arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes, around.host_free_bytes)
+
+    def bring(on_reading: Callable[[], None], on_filled: Callable[[int, int], None]) -> int:
+        return reading.read_all(
+            transfers,
+            arena.tensor,
+            arena.buffer,
+            on_progress=around.on_progress,
+            cancelled=around.cancelled,
+            on_thread=around.on_thread,
+            on_reading=on_reading,
+            on_filled=on_filled,
+        )
+
+    def on_reading() -> None:
+        around.on_reading()
+        around.on_built(module, arena)
+
+    return Loaded(module, arena, _filled(arena, descriptor, around, bring, on_reading))
+
+
+def _filled(
+    arena: HostArena,
+    descriptor: int,
+    around: Circumstances,
+    bring: Callable[[Callable[[], None], Callable[[int, int], None]], int],
+    on_reading: Callable[[], None],
+) -> int:
+    """Have it filled, folded and sealed, and say how many bytes were read. What fails leaves it empty."""
+    places = {place.offset: place.size for place in arena.layout.places.values() if place.size}
+    folding: Folding | None = None
+    try:
+        folding = Folding(descriptor, arena.layout.bytes if around.folds else 0, places.items())
+        done = bring(on_reading, folding.filled)
+        around.go_on()
+        try:
+            folds = folding.finish(around.cancelled or threading.Event())
+        except Unfolded as reason:
+            around.go_on()
+            log.warning("weights are read again, and not folded: %s", reason)
+            done, folds = bring(_nothing, _ignored), {}
+        around.go_on()
+        arena.seal(folds)
+    except BaseException:
+        try:
+            if folding is not None:
+                folding.stop()
+        finally:
+            arena.discard()
+        raise
+    return done
+
+
+def _poured(
+    loaded: torch.nn.Module,
+    arena: HostArena,
+    around: Circumstances,
+    on_reading: Callable[[], None],
+    on_filled: Callable[[int, int], None],
+) -> int:
+    on_reading()
+    return fallback.pour(loaded, arena, around.go_on, on_filled)
+
+
+def _nothing() -> None:
+    """Who wanted to know has been told."""
+
+
+def _ignored(start: int, size: int) -> None:
+    """Nobody folds."""
+
+
+def _by_transformers(
+    wish: Wish,
+    config: Any,
+    module: torch.nn.Module | None,
+    dtype: torch.dtype,
+    descriptor: int,
+    identity: str,
+    around: Circumstances,
+) -> Loaded:
+    around.on_thread()
+    around.on_reading()
+    loaded = fallback.load(wish, config, dtype)
+    around.go_on()
+    layout = lay_out(skeleton.state_of(loaded))
+    arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes, around.host_free_bytes)
+    copied = _filled(arena, descriptor, around, partial(_poured, loaded, arena, around), _nothing)
+    if module is None or not skeleton.fits(module, layout):
+        module = loaded
+    del loaded
+    # The first copy of the weights must be gone before anyone counts on the memory.
+    gc.collect()
+    around.on_built(module, arena)
+    return Loaded(module, arena, copied)
+
+
+def _identity(wish: Wish, dtype: torch.dtype) -> str:
+    """What an arena is filled with: the files as they are now, how they are used, and who laid them out."""
+    found = hashlib.sha256()
+    for part in (str(dtype), str(wish.sentence), transformers.__version__):
+        found.update(part.encode() + b"\0")
+    for path in sorted(_sources(wish)):
+        seen = path.stat()
+        found.update(f"{path.name}\0{seen.st_size}\0{seen.st_mtime_ns}\0".encode())
+    return found.hexdigest()
+
+
+def _sources(wish: Wish) -> list[Path]:
+    head = wish.sentence.projections.values() if wish.sentence is not None else ()
+    projections = [projection.weights_file for projection in head]
+    if wish.gguf_file is not None:
+        return [wish.folder / wish.gguf_file, *projections]
+    weights = files_of(wish.folder) or sorted(wish.folder.glob("pytorch_model*"))
+    return [wish.folder / "config.json", *weights, *projections]

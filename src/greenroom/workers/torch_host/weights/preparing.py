@@ -1,0 +1,209 @@
+"""From a folder to a model that sleeps: the weights are read first and foremost, all else is made beside that.
+
+Owns what runs beside what. The device's context comes up while the module is built; the tokenizer is parsed, kernels
+are tried and memory is laid out while the disk is busy, and never before it is. Whatever fails, nothing is left. Never
+reads a file itself. Read `prepare` first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from ..control.orders import CACHE_CONTEXTS, Order
+from ..engine.engine_loop import Batching
+from ..engine.model_check import ModelCheck, fingerprint
+from ..engine.pages import kv_bytes, text_config
+from ..failures import OnFatal
+from ..kernels.attention import IMPLEMENTATION, register
+from ..text.tokens import Text
+from .arena import HostArena
+from .device_weights import StageModel, Wire
+from .driver import driver
+from .fallback import gguf_in
+from .loading import Circumstances, load
+from .numa import settle_near
+from .sentence_config import SentenceConfig, read_sentence_config
+from .skeleton import Wish, asked
+
+# Where neither the configuration nor the model says how long a text may be.
+CONTEXT_UNKNOWN: Final = 2048
+# The device's context, the tokenizer and the stage.
+THREADS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model that sleeps, and how its text is written. Whoever has it closes performer, stage and text."""
+
+    text: Text
+    stage: StageModel
+    performer: Batching
+    sentence: SentenceConfig | None
+    host_bytes: int
+    read_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where a model is prepared: its device, how fast that is reached, and who is told when it is lost."""
+
+    device: torch.device
+    wire: Wire
+    on_fatal: OnFatal
+
+
+def prepare(
+    order: Order,
+    descriptor: int,
+    around: Surroundings,
+    progress: Callable[[float], None],
+    cancelled: threading.Event,
+) -> Prepared:
+    """Fill or adopt the arena behind this memfd and build what it takes to wake. Raises what its parts raise."""
+    register()
+    wish = _wish(order)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="prepare") as threads:
+        beside = _Beside(order, wish, around, threads)
+        watched = Circumstances(
+            arena_max_bytes=order.arena_max_bytes,
+            host_free_bytes=order.host_free_bytes,
+            # A CPU computes with the arena itself; elsewhere weights are brought, and then less is faster.
+            folds=around.device.type == "cuda",
+            on_progress=progress,
+            cancelled=cancelled,
+            on_thread=lambda: settle_near(around.device),
+            on_reading=beside.on_reading,
+            on_built=beside.on_built,
+        )
+        try:
+            # The module is not kept here: its weights look into the arena, and an error would hold on to both.
+            return beside.joined(load(wish, descriptor, order.filled, watched).read_bytes)
+        except BaseException:
+            beside.let_go()
+            raise
+
+
+class _Beside:
+    """What is made of one model in threads of its own."""
+
+    def __init__(self, order: Order, wish: Wish, around: Surroundings, threads: ThreadPoolExecutor) -> None:
+        self._order, self._wish, self._around, self._threads = order, wish, around, threads
+        self._arena: HostArena | None = None
+        self._text: Future[Text] | None = None
+        self._staged: Future[tuple[StageModel, Batching]] | None = None
+        self._context: Future[object] | None = None
+        if around.device.type == "cuda":
+            # Half a second of the driver's own. Through this call, unlike torch's, other threads run meanwhile.
+            self._context = threads.submit(driver, around.device.index or 0)
+
+    def on_reading(self) -> None:
+        """The disk has its work: now the interpreter may be kept busy."""
+        if self._text is None:
+            self._text = self._threads.submit(self._load_text)
+
+    def on_built(self, module: torch.nn.Module, arena: HostArena) -> None:
+        self.on_reading()
+        self._arena = arena
+        self._staged = self._threads.submit(self._stage, module, arena)
+
+    def joined(self, read_bytes: int) -> Prepared:
+        """All of it, now that the arena is filled."""
+        if self._text is None or self._staged is None or self._arena is None:
+            raise RuntimeError("a model was loaded and nobody was told")
+        text = self._text.result()
+        stage, performer = self._staged.result()
+        stage.on_filled()
+        return Prepared(text, stage, performer, self._wish.sentence, self._arena.held_bytes, read_bytes)
+
+    def let_go(self) -> None:
+        """Wait for what has begun and undo it."""
+        if self._text is not None and self._text.exception() is None:
+            self._text.result().close()
+        if self._staged is not None and self._staged.exception() is None:
+            stage, performer = self._staged.result()
+            performer.close()
+            stage.close()
+        if self._arena is not None:
+            self._arena.close()
+        # An error keeps all it came through, this too; were it kept here as well, neither would ever go.
+        self._text = self._staged = self._context = self._arena = None
+
+    def _load_text(self) -> Text:
+        wish = self._wish
+        text: Text = asked(wish.folder, lambda: Text.load(wish.folder, wish.trust_remote_code, wish.gguf_file))
+        if wish.sentence is not None:
+            text.prepare_to_embed(wish.sentence.lowers_case)
+        return text
+
+    def _stage(self, module: torch.nn.Module, arena: HostArena) -> tuple[StageModel, Batching]:
+        if self._context is not None:
+            self._context.result()
+        return _staged(self._order, self._wish.sentence, module, arena, self._around)
+
+
+def _wish(order: Order) -> Wish:
+    return Wish(
+        folder=order.folder,
+        # Embeddings are made with the attention and the masks that the model's own code brings.
+        attention=None if order.embedding else IMPLEMENTATION,
+        dtype=order.dtype,
+        sentence=read_sentence_config(order.folder) if order.embedding else None,
+        trust_remote_code=order.trust_remote_code,
+        allow_pickle=order.allow_pickle,
+        gguf_file=gguf_in(order.folder),
+    )
+
+
+def _staged(
+    order: Order, sentence: SentenceConfig | None, module: torch.nn.Module, arena: HostArena, around: Surroundings
+) -> tuple[StageModel, Batching]:
+    config: Any = module.config
+    context = _context(order, config)
+    if sentence is not None and sentence.tokens_max is not None:
+        context = min(context, sentence.tokens_max)
+    cache_tokens = 0 if order.embedding else order.cache_tokens or CACHE_CONTEXTS * context
+    if order.threads is not None and around.device.type == "cpu":
+        torch.set_num_threads(order.threads)
+    room = 0 if order.embedding else kv_bytes(config, _dtype_name(module), cache_tokens)
+    stage = StageModel(module, arena, around.device, room, around.wire)
+    try:
+        return stage, Batching(
+            stage,
+            cache_tokens=cache_tokens,
+            batch_max=order.batch_max,
+            context=context,
+            on_fatal=around.on_fatal,
+            sentence=sentence,
+            name=order.model,
+            check=_check(order, arena, around.device, context),
+        )
+    except BaseException:
+        stage.close()
+        raise
+
+
+def _check(order: Order, arena: HostArena, device: torch.device, context: int) -> ModelCheck | None:
+    """The comparison with plain Transformers, if it is due: once for each set of files and what computes with them."""
+    if order.embedding or order.skip_check:
+        return None
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    passed = order.checked and order.checked / fingerprint(arena.identity, kind, torch.__version__, str(context))
+    check = ModelCheck(passed)
+    return check if check.is_due else None
+
+
+def _context(order: Order, config: Any) -> int:
+    """What was asked for, but never more than the model has positions for."""
+    limit = getattr(text_config(config), "max_position_embeddings", None)
+    known = limit if isinstance(limit, int) and limit > 0 else None
+    return min(order.context or known or CONTEXT_UNKNOWN, known or order.context or CONTEXT_UNKNOWN)
+
+
+def _dtype_name(module: torch.nn.Module) -> str:
+    return str(next(tensor.dtype for tensor in module.parameters())).removeprefix("torch.")

@@ -1,0 +1,306 @@
+"""Weights from files into the host arena, as fast as the disk or the page cache gives them.
+
+Owns the threads that read, their buffers, and the conversion of numbers on the way. Files are read in long pieces from
+their beginning to their end, however small the tensors in them are. How a file gives its bytes is `source_files`' to
+know. Never parses files and never decides what goes where: it is handed `Transfer`s. Read `read_all` first.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ..failures import BadModel, Cancelled, Failure
+from .arena import Place
+from .safetensors_files import StoredTensor
+from .source_files import SourceFile, bounce_for
+
+# Large enough that a disk has work for the quarter of a second for which others may hold the interpreter (a tokenizer
+# being parsed), small enough that threads finish together.
+PIECE_BYTES: Final = 32 * 2**20
+# Tensors that one piece may bring: the kernel takes no more places for one read.
+PARTS_MAX: Final = 512
+# Where a tensor may be cut: a multiple of every kind of number.
+CUT_BYTES: Final = 16
+# Disks answer many at once faster than one after the other; beyond this it was not seen to matter. A processor has
+# enough to do with two threads, one that copies while the other waits.
+THREADS_MAX: Final = 16
+THREADS_MIN: Final = 4
+THREADS_PER_PROCESSOR: Final = 2
+# What a thread says after each piece is handed on at most this often: a hundredth of the whole.
+PROGRESS_STEPS: Final = 100
+# Kinds of numbers in files that torch has as well. One that is not here can be neither read nor converted.
+TORCH_DTYPES: Final = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+# Between these we convert. Other kinds stand for something else than their own value (codes of a quantisation).
+CONVERTED: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One tensor's way from a file to its place."""
+
+    source: StoredTensor
+    place: Place
+
+    @property
+    def converts(self) -> bool:
+        return TORCH_DTYPES[self.source.dtype] != self.place.dtype
+
+    @property
+    def stored(self) -> torch.dtype:
+        kind: torch.dtype = getattr(torch, TORCH_DTYPES[self.source.dtype])
+        return kind
+
+    @property
+    def wanted(self) -> torch.dtype:
+        kind: torch.dtype = getattr(torch, self.place.dtype)
+        return kind
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some bytes of a tensor: which ones, counted from its own start."""
+
+    transfer: Transfer
+    start: int
+    size: int
+
+    @property
+    def filled(self) -> tuple[int, int]:
+        """Where it goes in the arena, and how many bytes it takes there."""
+        if not self.transfer.converts:
+            return self.transfer.place.offset + self.start, self.size
+        stored, wanted = self.transfer.stored.itemsize, self.transfer.wanted.itemsize
+        return self.transfer.place.offset + self.start // stored * wanted, self.size // stored * wanted
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Bytes of one file that follow each other, and the tensors they belong to."""
+
+    file: Path
+    offset: int
+    size: int
+    parts: tuple[_Part, ...]
+
+
+def read_all(
+    transfers: Sequence[Transfer],
+    arena: torch.Tensor,
+    buffer: memoryview,
+    *,
+    on_progress: Callable[[float], None] = lambda share: None,
+    cancelled: threading.Event | None = None,
+    on_thread: Callable[[], None] = lambda: None,
+    on_reading: Callable[[], None] = lambda: None,
+    on_filled: Callable[[int, int], None] = lambda start, size: None,
+) -> int:
+    """Fill the arena and say how many bytes were read. Raises BadModel, Cancelled or Failure; no thread is left then.
+
+    `on_thread` is called once in each reading thread, before its first read; `on_reading` once, when all of them read:
+    what is begun there does not keep the disk waiting. `on_filled` is told of every piece of the arena that is there,
+    by the thread that brought it.
+    """
+    work = _Work(transfers, arena, buffer, on_progress, cancelled or threading.Event(), on_thread, on_filled)
+    begun = [threading.Event() for _ in range(work.threads)]
+    threads = [
+        threading.Thread(target=work.run, args=(event,), name=f"read-{number}") for number, event in enumerate(begun)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for event in begun:
+            event.wait()
+        on_reading()
+    finally:
+        for thread in threads:
+            thread.join()
+    return work.finish()
+
+
+class _Work:
+    """The pieces still to be read, shared by the threads."""
+
+    def __init__(
+        self,
+        transfers: Sequence[Transfer],
+        arena: torch.Tensor,
+        buffer: memoryview,
+        on_progress: Callable[[float], None],
+        cancelled: threading.Event,
+        on_thread: Callable[[], None],
+        on_filled: Callable[[int, int], None],
+    ) -> None:
+        pieces = list(_pieces(transfers))
+        per_file = Counter(piece.file for piece in pieces)
+        self.threads = min(_threads_max(), len(pieces))
+        self._pieces = iter(pieces)
+        self._files = {path: SourceFile(path, count) for path, count in per_file.items()}
+        self._arena, self._buffer = arena, buffer
+        self._on_progress, self._cancelled, self._on_thread = on_progress, cancelled, on_thread
+        self._on_filled = on_filled
+        self._total = sum(piece.size for piece in pieces)
+        self._done = 0
+        self._steps = 0
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def run(self, begun: threading.Event) -> None:
+        """Read pieces until there are none, somebody failed, or nobody wants them any more."""
+        try:
+            self._on_thread()
+            buffers = _Buffers()
+            while (piece := self._next()) is not None:
+                begun.set()
+                self._read(piece, buffers)
+                self._files[piece.file].piece_done()
+                self._count(piece.size)
+        except BaseException as error:
+            with self._lock:
+                self._error = self._error or error
+        finally:
+            begun.set()
+
+    def finish(self) -> int:
+        for file in self._files.values():
+            file.close()
+        error, self._error = self._error, None
+        try:
+            if isinstance(error, OSError):
+                raise Failure(f"reading {error.filename or 'weights'} failed: {error.strerror}.") from error
+            if error is not None:
+                raise error
+        finally:
+            # An error holds on to all it came through, the arena too; were it among that itself, neither would go.
+            del error
+        if self._done < self._total:
+            raise Cancelled("reading was stopped: nobody waits for the model any more.")
+        return self._done
+
+    def _next(self) -> _Piece | None:
+        with self._lock:
+            if self._error is not None or self._cancelled.is_set():
+                return None
+            return next(self._pieces, None)
+
+    def _count(self, size: int) -> None:
+        with self._lock:
+            self._done += size
+            step = self._done * PROGRESS_STEPS // self._total
+            if step > self._steps:
+                self._steps = step
+                # Said here and not outside the lock, so that it only ever grows.
+                self._on_progress(step / PROGRESS_STEPS)
+
+    def _read(self, piece: _Piece, buffers: _Buffers) -> None:
+        raws = buffers.raws_for(piece.parts)
+        targets = [self._target(part, raw) for part, raw in zip(piece.parts, raws, strict=True)]
+        got = self._files[piece.file].fill(targets, piece.offset, buffers.bounce)
+        if got < piece.size:
+            name = _name_at(piece, got)
+            raise BadModel(f"{piece.file} ends inside tensor {name} while it is read. Download it again.")
+        for part, raw in zip(piece.parts, raws, strict=True):
+            if raw is not None:
+                self._convert(part, raw)
+            self._on_filled(*part.filled)
+
+    def _target(self, part: _Part, raw: torch.Tensor | None) -> memoryview:
+        if raw is not None:
+            return memoryview(raw.numpy())
+        start, size = part.filled
+        return self._buffer[start : start + size]
+
+    def _convert(self, part: _Part, raw: torch.Tensor) -> None:
+        numbers = raw.view(part.transfer.stored)
+        start, size = part.filled
+        self._arena[start : start + size].view(part.transfer.wanted).copy_(numbers)
+
+
+class _Buffers:
+    """What one reading thread has of its own. Made once: fresh memory costs more than the bytes that go through it."""
+
+    def __init__(self) -> None:
+        self.bounce: mmap.mmap = bounce_for(PIECE_BYTES)
+        self._raw: torch.Tensor | None = None
+
+    def raws_for(self, parts: Sequence[_Part]) -> list[torch.Tensor | None]:
+        """Room for each part that is converted, as it is in the file; None for the others. Good until the next call."""
+        found: list[torch.Tensor | None] = []
+        end = 0
+        for part in parts:
+            converts = part.transfer.converts
+            found.append(self._room()[end : end + part.size] if converts else None)
+            end += -(-part.size // CUT_BYTES) * CUT_BYTES if converts else 0
+        return found
+
+    def _room(self) -> torch.Tensor:
+        if self._raw is None:
+            self._raw = torch.empty(PIECE_BYTES + PARTS_MAX * CUT_BYTES, dtype=torch.uint8)
+        return self._raw
+
+
+def _threads_max() -> int:
+    return max(THREADS_MIN, min(THREADS_MAX, THREADS_PER_PROCESSOR * len(os.sched_getaffinity(0))))
+
+
+def _name_at(piece: _Piece, place: int) -> str:
+    """The tensor that the byte at this place of the piece belongs to."""
+    for part in piece.parts:
+        if place < part.size:
+            break
+        place -= part.size
+    return part.transfer.source.name
+
+
+def _pieces(transfers: Sequence[Transfer]) -> Iterator[_Piece]:
+    """The files from their beginning to their end, in pieces that tensors share."""
+    parts: list[_Part] = []
+    size = 0
+    for transfer in _in_file_order(transfers):
+        start, end = 0, transfer.source.size
+        while start < end:
+            fits = min(end - start, (PIECE_BYTES - size) // CUT_BYTES * CUT_BYTES)
+            if parts and (fits == 0 or len(parts) == PARTS_MAX or not _goes_on(parts[-1], transfer, start)):
+                yield _piece(parts, size)
+                parts, size = [], 0
+                continue
+            parts.append(_Part(transfer, start, fits))
+            start, size = start + fits, size + fits
+    if parts:
+        yield _piece(parts, size)
+
+
+def _goes_on(last: _Part, transfer: Transfer, start: int) -> bool:
+    """Whether this tensor, from `start` on, is what the file has behind the last part."""
+    before, source = last.transfer.source, transfer.source
+    return before.file == source.file and before.offset + last.start + last.size == source.offset + start
+
+
+def _piece(parts: Sequence[_Part], size: int) -> _Piece:
+    source = parts[0].transfer.source
+    return _Piece(source.file, source.offset + parts[0].start, size, tuple(parts))
+
+
+def _in_file_order(transfers: Sequence[Transfer]) -> list[Transfer]:
+    return sorted(transfers, key=lambda transfer: (str(transfer.source.file), transfer.source.offset))

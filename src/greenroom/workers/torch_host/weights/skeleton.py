@@ -1,0 +1,210 @@
+"""A model without its weights: the module as Transformers builds it, to be bound to memory that comes and goes.
+
+Owns the configuration, the building on torch's meta device, the small buffers that no file holds (they are computed
+once and stay on the device), and the binding of parameters to places of an arena. Never reads weights. A model that
+cannot be built so is `None` here and goes through `fallback`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForTextEncoding
+
+from ..engine import sentence_head
+from ..failures import BadModel, is_fatal, is_memory, shortened
+from .arena import Layout, view_of
+from .sentence_config import SentenceConfig
+
+DTYPES: Final = ("auto", "bfloat16", "float16", "float32")
+# Two values a buffer is filled with before it is computed: what differs afterwards was not computed at all.
+_FILLS: Final = (0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Which model is wanted, and how."""
+
+    folder: Path
+    attention: str | None
+    """The name of an implementation; None: what Transformers takes by itself."""
+    dtype: str = "auto"
+    sentence: SentenceConfig | None = None
+    """How its embeddings are made; None: it writes text."""
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    gguf_file: str | None = None
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """What every loader of Transformers is told: this folder only, and whose code may run."""
+        how: dict[str, Any] = {"trust_remote_code": self.trust_remote_code, "local_files_only": True}
+        return how | ({"gguf_file": self.gguf_file} if self.gguf_file else {})
+
+
+def read_config(wish: Wish) -> Any:
+    """The model's configuration with the wanted dtype in it. Raises BadModel."""
+    if wish.dtype not in DTYPES:
+        raise BadModel(f"dtype {wish.dtype!r} is not known; choose one of {', '.join(DTYPES)}.")
+    if not wish.folder.is_dir():
+        raise BadModel(f"{wish.folder} is not a folder with a model in it.")
+    if wish.gguf_file is None and not (wish.folder / "config.json").is_file():
+        raise BadModel(f"{wish.folder} has no config.json. Is the download complete?")
+    config = asked(wish.folder, lambda: AutoConfig.from_pretrained(wish.folder, **wish.loading))
+    if wish.dtype != "auto":
+        config.dtype = getattr(torch, wish.dtype)
+    elif isinstance(config.dtype, str):
+        config.dtype = getattr(torch, config.dtype, None)
+    return config
+
+
+def maker_of(wish: Wish, config: Any) -> tuple[Any, dict[str, Any]]:
+    """The class of Transformers that makes it, and what that is told beyond the usual. Raises BadModel."""
+    how: dict[str, Any] = {"attn_implementation": wish.attention} if wish.attention is not None else {}
+    if wish.sentence is None:
+        return AutoModelForCausalLM, how
+    encoder = _class_in(AutoModelForTextEncoding, config)
+    if encoder is not None and encoder.__name__.endswith("EncoderModel"):
+        return AutoModelForTextEncoding, how
+    if getattr(config, "is_encoder_decoder", False):
+        raise BadModel(f"{config.model_type} has an encoder and a decoder, and its encoder alone cannot be served.")
+    # The pooler of older encoders takes no part in hidden states, and many files lack its weights.
+    whole = _class_in(AutoModel, config)
+    if whole is not None and "add_pooling_layer" in inspect.signature(whole.__init__).parameters:
+        how["add_pooling_layer"] = False
+    return AutoModel, how
+
+
+def _class_in(maker: Any, config: Any) -> Any:
+    """The class by which a maker of Transformers makes models of this kind; None where it has none, or several."""
+    found = maker._model_mapping.get(type(config), None)
+    return found if inspect.isclass(found) else None
+
+
+def build(wish: Wish, config: Any, dtype: torch.dtype) -> torch.nn.Module | None:
+    """The module on the meta device, its own buffers real and on the CPU; None where that cannot be done."""
+    if getattr(config, "quantization_config", None) is not None or wish.gguf_file is not None:
+        return None
+    made = asked(wish.folder, lambda: _on_meta(wish, config, dtype))
+    if made is None:
+        return None
+    if wish.sentence is not None:
+        sentence_head.attach(made, wish.sentence, dtype, "meta")
+    module: torch.nn.Module = made.eval().requires_grad_(False)
+    return module if _restore_buffers(module) and not _stray(module) else None
+
+
+def _on_meta(wish: Wish, config: Any, dtype: torch.dtype) -> Any:
+    maker, how = maker_of(wish, config)
+    try:
+        with torch.device("meta"):
+            return maker.from_config(config, dtype=dtype, trust_remote_code=wish.trust_remote_code, **how)
+    except (RuntimeError, NotImplementedError) as reason:
+        # Code that looks at numbers while it builds; there are none here.
+        if "meta" in str(reason):
+            return None
+        raise
+
+
+def state_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Everything of a module that lives in an arena, tied names included, in the order of computation."""
+    yield from module.state_dict(keep_vars=True).items()
+
+
+def fits(module: torch.nn.Module, layout: Layout) -> bool:
+    """The layout has everything this module needs, in its shape and kind."""
+    for name, tensor in state_of(module):
+        place = layout.places.get(name)
+        if place is None or place.shape != tuple(tensor.shape) or f"torch.{place.dtype}" != str(tensor.dtype):
+            return False
+    return True
+
+
+def bind(module: torch.nn.Module, flat: torch.Tensor, layout: Layout) -> None:
+    """Let parameters and persistent buffers look at their places in `flat`; the other buffers move to its device."""
+    views: dict[tuple[object, int, int], torch.Tensor] = {}
+    for path, owner in module.named_modules():
+        for table, make in ((owner._parameters, _parameter), (owner._buffers, _same)):
+            for name, old in list(table.items()):
+                place = layout.places.get(f"{path}.{name}" if path else name)
+                if old is None:
+                    continue
+                if place is None or name in owner._non_persistent_buffers_set:
+                    table[name] = make(old.to(flat.device))
+                    continue
+                # Tied names get one and the same object, by which Transformers and torch know that they are tied.
+                key = make, place.offset, place.size
+                if key not in views:
+                    views[key] = make(view_of(flat, place))
+                table[name] = views[key]
+
+
+def asked(folder: Path, call: Callable[[], Any]) -> Any:
+    """What Transformers answers; of its many errors, all but missing memory and a lost device are BadModel."""
+    try:
+        return call()
+    except BadModel:
+        raise
+    except Exception as reason:
+        if is_fatal(reason) or is_memory(reason):
+            raise
+        raise BadModel(_explained(folder, reason)) from reason
+
+
+def _explained(folder: Path, reason: Exception) -> str:
+    if "trust_remote_code" in str(reason):
+        return f"{folder} brings code of its own. If you trust it, set trust_remote_code: true for this model."
+    if isinstance(reason, json.JSONDecodeError):
+        return f"{folder} has a file that is not JSON: {reason}."
+    return shortened(f"Transformers cannot load {folder}: {type(reason).__name__}: {reason}")
+
+
+def _parameter(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _restore_buffers(module: torch.nn.Module) -> bool:
+    """Compute the buffers that no file holds, as Transformers itself does. False where one of them stayed unknown."""
+    return all(_restore(keeper, owner) for keeper, owner in _owners(module, module))
+
+
+def _owners(keeper: torch.nn.Module, module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
+    """Modules with such buffers, each with the model around it that knows how to compute them."""
+    keeper = module if hasattr(module, "_init_weights") else keeper
+    if any(module._buffers.get(name) is not None for name in module._non_persistent_buffers_set):
+        yield keeper, module
+    for child in module.children():
+        yield from _owners(keeper, child)
+
+
+def _restore(keeper: Any, owner: torch.nn.Module) -> bool:
+    names = [name for name in owner._non_persistent_buffers_set if owner._buffers.get(name) is not None]
+    computed: list[list[torch.Tensor]] = []
+    for fill in _FILLS:
+        for name in names:
+            old = owner._buffers[name]
+            if old is not None:
+                owner._buffers[name] = torch.full_like(old, fill, device="cpu")
+        with torch.no_grad():
+            keeper._init_weights(owner)
+        computed.append([tensor for name in names if (tensor := owner._buffers[name]) is not None])
+    return all(torch.equal(one, other) for one, other in zip(*computed, strict=True))
+
+
+def _stray(module: torch.nn.Module) -> bool:
+    """A tensor without memory hides where no table knows it."""
+    return any(
+        isinstance(value, torch.Tensor) and value.device.type == "meta"
+        for part in module.modules()
+        for value in vars(part).values()
+    )

@@ -1,0 +1,69 @@
+"""`python -m tests.chaos SEED` replays one seed; with `--seeds N` it plays many on all cores."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tests.chaos.many import Figures, play_many
+from tests.chaos.play import Failure, play
+
+SHOWN_MAX = 5
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("seed", type=int, nargs="?", help="replay this one and say what came of it")
+    parser.add_argument("--seeds", type=int, default=200, metavar="N", help="play so many (default 200)")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="beginning with this one")
+    parser.add_argument("--jobs", type=int, default=None, metavar="N", help="on so many cores (default: all)")
+    said = parser.parse_args(arguments)
+    # Plain when piped: lines are not folded, so that they can be searched.
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    if said.seed is not None:
+        return _replay(said.seed, console)
+    return _play(range(said.first, said.first + said.seeds), said.jobs, console)
+
+
+def _replay(seed: int, console: Console) -> int:
+    try:
+        played = play(seed, hashed=True)
+    except Failure as failure:
+        console.print(str(failure))
+        return 1
+    figures = Figures()
+    figures.take(played)
+    console.print("\n".join(figures.lines()))
+    console.print(f"trace: {played.trace}")
+    return 0
+
+
+def _play(seeds: range, jobs: int | None, console: Console) -> int:
+    figures = Figures()
+    columns = (
+        TextColumn("playing"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[events]:,} events"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=len(seeds), events=0)
+        for played in play_many(seeds, jobs):
+            figures.take(played)
+            progress.update(task, advance=1, events=figures.events)
+    console.print("\n".join(figures.lines()))
+    for failure in sorted(figures.failures, key=lambda one: one.seed)[:SHOWN_MAX]:
+        console.print(f"\n{failure}\nreplay it: python -m tests.chaos {failure.seed}")
+    if figures.failures:
+        console.print(
+            f"\nseeds that failed: {' '.join(str(seed) for seed in sorted(one.seed for one in figures.failures))}"
+        )
+    return 1 if figures.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

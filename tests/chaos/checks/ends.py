@@ -1,0 +1,97 @@
+"""Every arrival ends in exactly one of served, rejected, gone; a grant lost before its first byte is taken back once.
+
+Operators' orders are answered exactly once.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from greenroom.core import events as ev
+from greenroom.core.effects import OpOutcome, Reason, Rejection
+from greenroom.core.model import LeaseId, OpId, RequestId, SlotId
+from greenroom.sim.records import Violation
+from tests.chaos.panel import Check
+
+
+class Place(Enum):
+    WAITS = "waits"
+    SERVED = "is served"
+
+
+class Ends(Check):
+    def __init__(self) -> None:
+        self._places: dict[str, Place] = {}
+        self._came_back: set[str] = set()
+        # One that was lost twice must be rejected before the event is over.
+        self._must_end: str | None = None
+
+    def request_arrived(self, event: ev.RequestArrived) -> None:
+        self._places[event.request] = Place.WAITS
+
+    def lease_asked(self, event: ev.LeaseAsked) -> None:
+        self._places[event.lease] = Place.WAITS
+
+    def grant(self, request: RequestId | LeaseId, slot: SlotId, reason: Reason) -> None:
+        if self._places.get(request) is not Place.WAITS or request == self._must_end:
+            raise Violation(f"{request} is granted though it {self._said_of(request)}")
+        self._places[request] = Place.SERVED
+
+    def reject(self, request: RequestId | LeaseId, rejection: Rejection, reason: Reason) -> None:
+        if self._places.pop(request, None) is not Place.WAITS:
+            raise Violation(f"{request} is rejected though it {self._said_of(request)}")
+        self._came_back.discard(request)
+
+    def cut(self, request: RequestId, reason: Reason) -> None:
+        if self._places.get(request) is not Place.SERVED:
+            raise Violation(f"{request} is cut though it {self._said_of(request)}")
+
+    def serve_done(self, event: ev.ServeDone) -> None:
+        if event.lost_before_first_byte and event.request in self._places:
+            self._places[event.request] = Place.WAITS
+            if event.request in self._came_back:
+                self._must_end = event.request
+            self._came_back.add(event.request)
+        else:
+            self._end(event.request)
+
+    def request_gone(self, event: ev.RequestGone) -> None:
+        self._end(event.request)
+
+    def lease_gone(self, event: ev.LeaseGone) -> None:
+        self._end(event.lease)
+
+    def _end(self, who: str) -> None:
+        self._places.pop(who, None)
+        self._came_back.discard(who)
+
+    def settled(self, event: ev.Event) -> None:
+        if self._must_end is not None:
+            if self._must_end in self._places:
+                raise Violation(f"{self._must_end} was lost twice and is taken back again")
+            self._must_end = None
+
+    def at_rest(self) -> None:
+        if self._places:
+            raise Violation(f"{len(self._places)} have not ended: {list(self._places.items())[:5]}")
+
+    def _said_of(self, who: str) -> str:
+        place = self._places.get(who)
+        return place.value if place is not None else "has ended"
+
+
+class Operators(Check):
+    def __init__(self) -> None:
+        self._asked: set[OpId] = set()
+
+    def move_asked(self, event: ev.MoveAsked) -> None:
+        self._asked.add(event.op)
+
+    def answer(self, op: OpId, outcome: OpOutcome, reason: Reason) -> None:
+        if op not in self._asked:
+            raise Violation(f"{op} is answered though nobody asks any more")
+        self._asked.remove(op)
+
+    def at_rest(self) -> None:
+        if self._asked:
+            raise Violation(f"{sorted(self._asked)} were never answered")

@@ -1,0 +1,73 @@
+"""The fault simulation itself: two hundred seeds without a violation, the same in every process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.many import Figures, play_many
+from tests.chaos.play import play
+from tests.chaos.scene import draw_scene
+from tests.chaos.seeds.seeds import ONCE_FAILED
+
+ROOT = Path(__file__).parents[3]
+SEEDS = 200
+EVENTS_MIN = 2_000_000
+FAULTS_MIN = 20_000
+# A minute and a half on two idle cores; a loaded machine may take much longer.
+PATIENCE_S = 1_800
+# These judge only where there is something to judge, so it is worth seeing that there was.
+JUDGES = (
+    "Order",
+    "PinnedStay",
+    "Reasons",
+    "Invariants",
+    "FairShares",
+    "WaitingBound",
+    "Overtakes",
+    "IdleGo",
+    "GreenRoom",
+    "LeasesWhole",
+    "Needs",
+    "CoordinatorRules",
+)
+
+
+@pytest.mark.timeout(PATIENCE_S)
+def test_two_hundred_seeds_show_no_violation(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = Figures()
+    for played in play_many(range(SEEDS)):
+        figures.take(played)
+    with capsys.disabled():
+        sys.stdout.write("\n" + "\n".join(figures.lines()) + "\n")
+    assert not figures.failures, "\n\n".join(str(failure) for failure in figures.failures[:3])
+    assert figures.seeds == SEEDS
+    assert figures.events >= EVENTS_MIN
+    assert figures.faults.total() >= FAULTS_MIN
+    assert not [name for name in JUDGES if not figures.judged[name]]
+
+
+@pytest.mark.timeout(PATIENCE_S)
+@pytest.mark.parametrize("seed", sorted(ONCE_FAILED))
+def test_a_seed_that_once_failed_no_longer_does(seed: int) -> None:
+    assert play(seed).events > 0, ONCE_FAILED[seed]
+    if draw_scene(seed).folded:
+        # Most of them failed when no copy could be folded yet.
+        assert play(seed, folding=False).events > 0, ONCE_FAILED[seed]
+
+
+def trace_in_process(seed: int, hash_seed: str) -> str:
+    env = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    command = [sys.executable, "-m", "tests.chaos", str(seed)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=env)
+    return run.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("seed", [4, 18, 23])
+def test_the_same_seed_has_the_same_trace_in_processes_that_hash_differently(seed: int) -> None:
+    trace = f"trace: {play(seed, hashed=True).trace}"
+    assert trace_in_process(seed, "1") == trace_in_process(seed, "4242") == trace

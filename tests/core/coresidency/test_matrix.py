@@ -1,0 +1,248 @@
+"""The matrix: the cheapest company that a newcomer may come into, found as if every set were written out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greenroom.core.model import ModelId
+from greenroom.core.policy.coresidency import company_under, families
+from greenroom.core.policy.coresidency import matrix as matrix_module
+from greenroom.core.policy.coresidency.language import Mistake
+from greenroom.core.policy.coresidency.matrix import ByMatrix, Matrix
+
+from .expansion import Expansion
+
+
+def ids(names: str | Sequence[str]) -> tuple[ModelId, ...]:
+    return tuple(ModelId(name) for name in (names.split() if isinstance(names, str) else names))
+
+
+def by(sets: dict[str, str], costs: dict[str, int] | None = None, **short: str) -> ByMatrix:
+    return ByMatrix(Matrix(tuple(sets.items()), costs or {}, {name: ModelId(model) for name, model in short.items()}))
+
+
+def leavers(company: ByMatrix, newcomer: str, present: str, staying: str = "") -> set[str] | None:
+    answer = company.leavers(ModelId(newcomer), ids(present), frozenset(ids(staying)))
+    return None if answer is None else set(answer)
+
+
+def test_models_joined_by_and_may_be_together_and_so_may_some_of_them() -> None:
+    company = by({"all": "a & b & c"})
+    assert leavers(company, "a", "b c") == set()
+    assert leavers(company, "a", "c") == set()
+
+
+def test_models_joined_by_or_take_turns() -> None:
+    assert leavers(by({"one": "a | b | c"}), "a", "b") == {"b"}
+
+
+def test_only_the_alternative_leaves() -> None:
+    assert leavers(by({"pair": "(a | b) & (c | d)"}), "a", "b d") == {"b"}
+    assert leavers(by({"pair": "(a | b) & (c | d)"}), "a", "b") == {"b"}
+
+
+def test_model_in_no_set_comes_alone() -> None:
+    company = by({"pair": "a & b"})
+    assert leavers(company, "free", "a b other") == {"a", "b", "other"}
+    assert leavers(company, "free", "") == set()
+    assert leavers(company, "free", "a", staying="a") is None
+
+
+def test_model_in_no_set_leaves_for_a_model_of_a_set() -> None:
+    assert leavers(by({"pair": "a & b"}), "a", "b free") == {"free"}
+    assert leavers(by({"pair": "a & b"}), "a", "b free", staying="free") is None
+
+
+def test_set_that_sends_away_the_least_cost_is_chosen() -> None:
+    sets = {"first": "n & a", "second": "n & b & c"}
+    assert leavers(by(sets), "n", "a b c") == {"a"}
+    assert leavers(by(sets, {"a": 3}), "n", "a b c") == {"b", "c"}
+
+
+def test_first_definition_wins_ties() -> None:
+    assert leavers(by({"first": "n & b", "second": "n & a"}), "n", "a b") == {"a"}
+    assert leavers(by({"second": "n & a", "first": "n & b"}), "n", "a b") == {"b"}
+    # Also when models of the second have been written earlier elsewhere.
+    assert leavers(by({"other": "a", "first": "n & b", "second": "n & a"}), "n", "a b") == {"a"}
+
+
+def test_within_a_set_the_models_written_first_stay() -> None:
+    assert leavers(by({"s": "n & (b | a)"}), "n", "a b") == {"a"}
+    assert leavers(by({"s": "n & (a | b)"}), "n", "a b") == {"b"}
+
+
+def test_references_stand_for_their_sets() -> None:
+    company = by({"full": "+llms & +voice", "llms": "l1 | l2", "voice": "tts | stt"})
+    assert leavers(company, "l1", "l2 tts") == {"l2"}
+    assert leavers(company, "stt", "l2 tts") == {"tts"}
+
+
+def test_short_names_stand_for_models_and_win_over_models_of_that_name() -> None:
+    company = by({"s": "q & w"}, {"q": 5}, q="org/qwen 7b", w="whisper")
+    assert leavers(company, "whisper", "q") == {"q"}
+    assert company.leavers(ModelId("whisper"), [ModelId("org/qwen 7b")], frozenset()) == frozenset()
+
+
+def test_cost_may_be_given_by_short_name_or_by_model() -> None:
+    for name in ("s", "small"):
+        company = by({"one": "n & s", "two": "n & b"}, {name: 1, "b": 2}, s="small")
+        assert leavers(company, "n", "small b") == {"small"}
+
+
+def test_newcomer_that_is_there_already_does_not_leave() -> None:
+    assert leavers(by({"one": "a | b"}), "a", "a b") == {"b"}
+    assert leavers(by({}), "a", "a b", staying="a") == {"b"}
+
+
+def test_those_who_have_to_stay_decide_the_set_whatever_it_costs() -> None:
+    company = by({"cheap": "n & a & b", "dear": "n & c"}, {"a": 50, "b": 50})
+    assert leavers(company, "n", "a b c") == {"c"}
+    assert leavers(company, "n", "a b c", staying="c") == {"a", "b"}
+
+
+def test_newcomer_cannot_come_when_no_set_holds_it_and_those_who_stay() -> None:
+    company = by({"one": "n & a", "two": "n & b", "three": "n & (a | b)"})
+    assert leavers(company, "n", "a b", staying="a b") is None
+
+
+def test_model_on_both_sides_of_an_and_counts_once() -> None:
+    # Keeping a twice would seem to be worth 6, more than b and c.
+    company = by({"s": "n & (a | b) & (a | c)"}, {"a": 3, "b": 2, "c": 2})
+    assert leavers(company, "n", "a b c") == {"c"}
+    company = by({"s": "n & (a | b) & (a | c)"}, {"a": 3, "b": 4, "c": 4})
+    assert leavers(company, "n", "a b c") == {"a"}
+
+
+def test_choice_inside_is_made_with_those_further_out_in_mind() -> None:
+    # Inside alone a is worth more than b, but a can also come in from outside.
+    company = by({"s": "n & (x & (a | b)) & (a | c)"}, {"a": 3, "b": 2})
+    assert leavers(company, "n", "a b c") == {"c"}
+
+
+def test_set_joined_to_itself_holds_any_two() -> None:
+    company = by({"any": "a | b | c | d", "two": "+any & +any"}, {"a": 5})
+    assert leavers(company, "d", "a b c") == {"b", "c"}
+
+
+def test_matrix_written_down_becomes_a_company() -> None:
+    company = company_under(Matrix((("s", "a | b"),)))
+    assert company.leavers(ModelId("a"), ids("b"), frozenset()) == {"b"}
+
+
+def test_set_defined_twice_is_a_mistake() -> None:
+    with pytest.raises(Mistake, match="set s, character 1: is defined twice"):
+        ByMatrix(Matrix((("s", "a"), ("s", "b"))))
+
+
+def test_sets_that_are_too_much_together_are_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "NODES_MAX", 6)
+    assert by({"s0": "a", "s1": "+s0", "s2": "+s1"})
+    with pytest.raises(Mistake, match="set s3, character 1: the sets have more than 6 parts together"):
+        by({"s0": "a", "s1": "+s0", "s2": "+s1", "s3": "+s2"})
+
+
+def test_answers_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix_module, "REMEMBERED_MAX", 2)
+    company = by({"s": "a | b | c | d"})
+    for _ in range(2):
+        assert [leavers(company, "a", other) for other in "bbcdd"] == [{"b"}, {"b"}, {"c"}, {"d"}, {"d"}]
+    assert len(company._remembered) <= 2
+
+
+MODELS = "abcdef"
+names = st.sampled_from(MODELS[:-1])
+
+
+def expressions(references: Sequence[str]) -> st.SearchStrategy[str]:
+    leaf = st.one_of(names, st.sampled_from([f"+{name}" for name in references])) if references else names
+    return st.recursive(
+        leaf,
+        lambda inner: st.builds(
+            lambda sign, parts: f"({sign.join(parts)})",
+            st.sampled_from([" | ", " & "]),
+            st.lists(inner, min_size=2, max_size=4),
+        ),
+        max_leaves=10,
+    )
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> Matrix:
+    defined: list[tuple[str, str]] = []
+    for number in range(draw(st.integers(1, 3))):
+        defined.append((f"s{number}", draw(expressions([name for name, _ in defined]))))
+    costs = draw(st.dictionaries(names, st.integers(1, 4)))
+    return Matrix(tuple(draw(st.permutations(defined))), costs)
+
+
+present_models = st.lists(st.sampled_from(ids(list(MODELS))), unique=True)
+some_models = st.frozensets(st.sampled_from(ids(list(MODELS))), max_size=2)
+one_model = st.sampled_from(ids(list(MODELS)))
+
+
+# No deadline: a loaded machine is not a wrong answer.
+@settings(deadline=None)
+@given(matrices(), one_model, present_models, some_models)
+def test_answer_is_the_one_of_sets_written_out(
+    spec: Matrix, newcomer: ModelId, present: list[ModelId], staying: frozenset[ModelId]
+) -> None:
+    assert ByMatrix(spec).leavers(newcomer, present, staying) == Expansion(spec).leavers(newcomer, present, staying)
+
+
+@settings(deadline=None)
+@given(matrices(), one_model, present_models, st.randoms())
+def test_order_of_those_present_does_not_matter(
+    spec: Matrix, newcomer: ModelId, present: list[ModelId], random: Random
+) -> None:
+    shuffled = list(present)
+    random.shuffle(shuffled)
+    assert ByMatrix(spec).leavers(newcomer, present, frozenset()) == ByMatrix(spec).leavers(
+        newcomer, shuffled, frozenset()
+    )
+
+
+@settings(deadline=None)
+@given(matrices(), one_model, present_models, some_models, st.integers(1, 3))
+def test_answer_found_with_few_companies_kept_is_still_allowed(
+    spec: Matrix, newcomer: ModelId, present: list[ModelId], staying: frozenset[ModelId], companies_max: int
+) -> None:
+    answer = ByMatrix(spec, companies_max).leavers(newcomer, present, staying)
+    if answer is None:
+        # Only somebody who has to stay can be in the way of a newcomer.
+        assert staying & (set(present) - {newcomer})
+    else:
+        assert not answer & staying
+        assert Expansion(spec).is_allowed(frozenset({newcomer, *present}) - answer)
+
+
+def choices(sign: str, groups: int, of: int) -> str:
+    return sign.join("(" + " | ".join(f"m{group}.{choice}" for choice in range(of)) + ")" for group in range(groups))
+
+
+def test_ten_choices_of_six_are_solved_without_writing_out_sixty_million_sets() -> None:
+    company = ByMatrix(Matrix((("all", choices(" & ", 10, 6)),)))
+    # Two of each choice are there, one too many.
+    present = ids([f"m{group}.{choice}" for group in range(10) for choice in (1, 4)])
+    began = time.monotonic()
+    assert company.leavers(ModelId("m3.5"), present, frozenset()) == {
+        "m3.1",
+        *(f"m{group}.4" for group in range(10)),
+    }
+    assert time.monotonic() - began < 5
+
+
+def test_wide_overlap_is_answered_in_bounded_time() -> None:
+    """Any ten of forty, all of them there: far too many companies to keep, and still an answer."""
+    any_model = " | ".join(f"m{number}" for number in range(40))
+    company = by({"any": any_model, "ten": " & ".join(["+any"] * 10)}, {"m30": 9, "m31": 9})
+    present = [f"m{number}" for number in range(39)]
+    answer = leavers(company, "m39", " ".join(present))
+    assert answer is not None
+    assert len(set(present) - answer) == 9
+    assert {"m30", "m31"} <= set(present) - answer

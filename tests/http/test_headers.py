@@ -1,0 +1,124 @@
+"""What passes between clients and engines."""
+
+from __future__ import annotations
+
+import pytest
+
+from greenroom.errors import GatewayBug
+from greenroom.http.headers import NEVER_FORWARDED, build_request, response_headers
+
+CLIENT = [
+    (b"host", b"gateway"),
+    (b"content-type", b"application/json"),
+    (b"accept", b"text/event-stream"),
+    (b"accept-encoding", b"gzip"),
+    (b"authorization", b"Bearer secret"),
+    (b"cookie", b"secret"),
+    (b"connection", b"keep-alive"),
+    (b"transfer-encoding", b"chunked"),
+    (b"content-length", b"99"),
+    (b"x-forwarded-for", b"1.2.3.4"),
+    (b"x-request-id", b"theirs"),
+    (b"x-special", b"yes"),
+    (b"sec-websocket-key", b"k"),
+]
+
+
+def build(**changes: object) -> bytes:
+    options: dict[str, object] = {"host": b"engine:1", "length": 3, "request_id": b"r-1", **changes}
+    method = options.pop("method", b"POST")
+    target = options.pop("target", b"/v1/x?y=%2F")
+    return build_request(method, target, CLIENT, **options)  # type: ignore[arg-type]
+
+
+def test_engine_sees_only_allowed_headers_and_ours() -> None:
+    assert build().split(b"\r\n") == [
+        b"POST /v1/x?y=%2F HTTP/1.1",
+        b"host: engine:1",
+        b"x-request-id: r-1",
+        b"content-length: 3",
+        b"content-type: application/json",
+        b"accept: text/event-stream",
+        b"",
+        b"",
+    ]
+
+
+def test_configured_names_pass_but_never_those_of_the_hop() -> None:
+    everything = {name for name, _ in CLIENT}
+    sent = build(allowed=everything)
+    assert b"\r\nx-special: yes\r\n" in sent
+    assert b"secret" not in sent
+    assert b"forwarded" not in sent
+    names = [line.split(b":")[0] for line in sent.split(b"\r\n")[1:-2]]
+    assert sorted(set(names) & NEVER_FORWARDED) == [b"content-length", b"host", b"x-request-id"]
+    assert len(names) == len(set(names))
+
+
+def test_length_is_sent_where_a_body_is_expected() -> None:
+    assert b"content-length: 0" in build(length=0)
+    assert b"content-length" not in build(method=b"GET", length=0)
+    assert b"content-length: 5" in build(method=b"GET", length=5)
+
+
+def test_upgrade_carries_its_handshake() -> None:
+    sent = build(method=b"GET", length=0, upgrade=b"websocket")
+    assert b"connection: upgrade\r\nupgrade: websocket\r\n" in sent
+    assert b"sec-websocket-key: k\r\n" in sent
+
+
+@pytest.mark.parametrize("target", [b"v1", b"", b"/a b", b"/a\r\nX: y", b"/a\0", b"/\xc3\xa9", b"/a\n"])
+def test_target_must_be_a_printable_path(target: bytes) -> None:
+    with pytest.raises(GatewayBug):
+        build(target=target)
+
+
+@pytest.mark.parametrize("value", [b"r\r\nX: y", b"r\n", b"r\0"])
+def test_our_own_values_cannot_break_the_head(value: bytes) -> None:
+    with pytest.raises(GatewayBug):
+        build(request_id=value)
+    with pytest.raises(GatewayBug):
+        build(host=value)
+
+
+def test_what_we_say_takes_the_place_of_what_the_client_said_under_the_same_name() -> None:
+    sent = build(allowed={b"x-special", b"accept"}, ours=[(b"x-special", b"ours"), (b"x-more", b"1")])
+    assert sent.count(b"x-special") == 1
+    assert b"\r\nx-special: ours\r\nx-more: 1\r\n" in sent and b"accept: text/event-stream" in sent
+
+
+@pytest.mark.parametrize("value", [b"r\r\nX: y", b"r\n", b"r\0"])
+def test_what_we_say_cannot_break_the_head(value: bytes) -> None:
+    with pytest.raises(GatewayBug):
+        build(ours=[(b"x-tenant-id", value)])
+
+
+def test_defaults_are_told_only_where_nobody_said_anything() -> None:
+    defaults = [(b"x-cache-hit", b"false"), (b"x-cache-tokens-reused", b"0")]
+    engine, ours = [(b"x-cache-hit", b"true")], [(b"x-request-id", b"r")]
+    assert response_headers(engine, ours, defaults) == [*engine, *ours, defaults[1]]
+    assert response_headers([], [], defaults) == defaults
+
+
+def test_client_does_not_see_the_hop_to_the_engine() -> None:
+    engine = [
+        (b"server", b"llama.cpp"),
+        (b"date", b"today"),
+        (b"content-type", b"application/json"),
+        (b"content-length", b"3"),
+        (b"x-private", b"1"),
+        (b"connection", b"keep-alive, X-Private, x-later"),
+        (b"keep-alive", b"timeout=5"),
+        (b"x-later", b"1"),
+        (b"access-control-allow-origin", b"*"),
+        (b"x-request-id", b"theirs"),
+        (b"x-kept", b"1"),
+        (b"x-kept", b"2"),
+    ]
+    assert response_headers(engine, [(b"x-request-id", b"ours")]) == [
+        (b"content-type", b"application/json"),
+        (b"x-kept", b"1"),
+        (b"x-kept", b"2"),
+        (b"x-request-id", b"ours"),
+    ]
+    assert response_headers([], []) == []

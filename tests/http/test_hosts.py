@@ -1,0 +1,117 @@
+"""Which Host and Origin headers are answered."""
+
+from __future__ import annotations
+
+import pytest
+
+from greenroom.errors import HostNotAllowed
+from greenroom.http.hosts import HostRule
+
+LOCAL = HostRule(["127.0.0.1"])
+NAMED = HostRule(["127.0.0.1", "models.example.org", "10.1.2.3"], ["https://ui.example.org", "app://obsidian.md"])
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        b"localhost",
+        b"LocalHost:8210",
+        b"localhost.",
+        b"me.localhost:1",
+        b"127.0.0.1",
+        b"127.9.9.9:65535",
+        b"[::1]",
+        b"[0:0::1]:8210",
+        None,
+    ],
+)
+def test_loopback_is_always_answered(host: bytes | None) -> None:
+    LOCAL.check(host, None)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        b"evil.example",
+        b"localhost.evil.example",
+        b"evil-localhost",
+        b"127.0.0.1.evil.example",
+        b"10.0.0.1",
+        b"[::2]",
+        b"0.0.0.0",
+        b"",
+        b"localhost:port",
+        b"localhost:8210:8210",
+        b"2130706433",
+        b"user@localhost",
+    ],
+)
+def test_other_names_are_refused(host: bytes) -> None:
+    for _ in range(2):
+        with pytest.raises(HostNotAllowed):
+            LOCAL.check(host, None)
+
+
+def test_configured_names_and_addresses_are_answered_at_any_port() -> None:
+    for host in (b"models.example.org", b"MODELS.example.org:443", b"10.1.2.3:8210", b"localhost"):
+        NAMED.check(host, None)
+    with pytest.raises(HostNotAllowed, match="allowed_hosts"):
+        NAMED.check(b"example.org", None)
+
+
+def test_listening_everywhere_answers_any_address_but_no_unknown_name() -> None:
+    for bound in ("0.0.0.0", "::"):
+        rule = HostRule([bound])
+        rule.check(b"192.168.1.5:8210", None)
+        rule.check(b"[2001:db8::1]:8210", None)
+        with pytest.raises(HostNotAllowed):
+            rule.check(b"rebound.example", None)
+
+
+def test_star_answers_every_host_but_not_every_origin() -> None:
+    rule = HostRule(["*"])
+    rule.check(b"anything.example", None)
+    rule.check(b"anything.example", b"https://anything.example:8443")
+    with pytest.raises(HostNotAllowed):
+        rule.check(b"anything.example", b"https://evil.example")
+    HostRule(["*"], ["*"]).check(b"anything.example", b"https://evil.example")
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        b"http://localhost:3000",
+        b"http://127.0.0.1",
+        b"https://models.example.org",
+        b"https://ui.example.org",
+        b"HTTPS://UI.example.org/",
+        b"app://obsidian.md",
+    ],
+)
+def test_own_and_listed_origins_may_call(origin: bytes) -> None:
+    NAMED.check(b"models.example.org:8210", origin)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        b"null",
+        b"http://ui.example.org",
+        b"https://evil.example",
+        b"file://",
+        b"",
+        b"app://other",
+        b"ftp://localhost",
+        b"\xff",
+    ],
+)
+def test_other_origins_may_not(origin: bytes) -> None:
+    with pytest.raises(HostNotAllowed, match="allowed_origins"):
+        NAMED.check(b"models.example.org:8210", origin)
+
+
+def test_memory_of_allowed_pairs_is_bounded() -> None:
+    rule = HostRule(["*"])
+    for number in range(1000):
+        rule.check(b"h%d.example" % number, None)
+    assert len(rule._remembered) <= 256

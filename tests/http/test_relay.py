@@ -1,0 +1,536 @@
+"""An engine's answer on its way to a client, and what happens when either of them leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from greenroom.http.edge import Exchange
+from greenroom.http.relay import BAD_BODY_BYTES_MAX, TAIL_BYTES, Outcome, Relay
+
+from .conftest import Behind, Connect, Engines
+from .wires import Call, Client, Engine, Proxy, SlowLoop, get, post, until
+
+SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+JSON = b"HTTP/1.1 200 OK\r\nServer: e\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+async def outcome_of(proxy: Proxy, number: int = 0) -> Outcome:
+    await until(lambda: len(proxy.relays) > number)
+    async with asyncio.timeout(10):
+        return await proxy.relays[number].wait()
+
+
+async def test_answer_reaches_the_client_with_filtered_headers(
+    engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    async def script(call: Call) -> None:
+        await call.say(JSON)
+
+    engine = await engines(script)
+    proxy = await behind(engine)
+    client = await connect(proxy.server)
+    for number in range(3):
+        await client.send(post(b'{"model":"m"}', "/v1/x", "Content-Type: application/json\r\nCookie: c\r\n"))
+        response = await client.response()
+        assert (response.status, response.body, response.headers["content-length"]) == (200, b"{}", "2")
+        assert response.headers["x-request-id"] == "r-1"
+        assert "server" not in response.headers
+        relay = proxy.relays[number]
+        assert (await relay.wait(), relay.status, relay.tail(), relay.total_bytes) == (Outcome.COMPLETE, 200, b"{}", 2)
+    assert b"cookie" not in engine.calls[0].head
+    assert engine.calls[0].body == b'{"model":"m"}'
+    assert engine.connections == 1
+
+
+async def test_stream_is_passed_on_as_it_comes_and_counted(engines: Engines, behind: Behind, connect: Connect) -> None:
+    more = asyncio.Event()
+
+    async def script(call: Call) -> None:
+        await call.say(SSE + chunk(b": hi\n\nda"))
+        await more.wait()
+        await call.say(chunk(b"ta: 1\n") + chunk(b"\ndata: 2\n\n") + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    proxy = await behind(await engines(script))
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    assert b"text/event-stream" in await client.reader.readuntil(b"\r\n\r\n")
+    async with asyncio.timeout(5):
+        assert await client.reader.readuntil(b"da\r\n") == chunk(b": hi\n\nda")
+    relay = proxy.relays[0]
+    assert (relay.events, relay.first_data_at, relay.at_boundary) == (1, None, False)
+    more.set()
+    assert (await client._chunks(200, {})).body == b"ta: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
+    assert await relay.wait() is Outcome.COMPLETE
+    assert relay.events == 4
+    assert relay.first_data_at is not None
+    assert relay.at_boundary
+    assert relay.tail().endswith(b"data: [DONE]\n\n")
+
+
+async def test_tail_is_the_last_8_kib(engines: Engines, behind: Behind, connect: Connect) -> None:
+    data = b"".join(b"%07d\n" % number for number in range(20_000))
+
+    async def script(call: Call) -> None:
+        await call.say(SSE)
+        for start in range(0, len(data), 1000):
+            await call.say(chunk(data[start : start + 1000]))
+            await asyncio.sleep(0)
+        await call.say(b"0\r\n\r\n")
+
+    proxy = await behind(await engines(script))
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    assert (await client.response()).body == data
+    relay = proxy.relays[0]
+    assert relay.tail() == data[-TAIL_BYTES:]
+    assert relay.total_bytes == len(data)
+    assert len(relay._tail) + sum(map(len, relay._unread)) < 10 * TAIL_BYTES
+
+
+async def test_whole_stream_in_one_read_is_counted_too(engines: Engines, behind: Behind, connect: Connect) -> None:
+    async def script(call: Call) -> None:
+        await call.say(SSE + chunk(b"data: 1\n\ndata: 2\n\n") + b"0\r\n\r\n")
+
+    proxy = await behind(await engines(script))
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    assert (await client.response()).body == b"data: 1\n\ndata: 2\n\n"
+    assert (proxy.relays[0].events, proxy.relays[0].at_boundary) == (2, True)
+
+
+async def test_head_request_and_bodiless_answers_pass(engines: Engines, behind: Behind, connect: Connect) -> None:
+    async def script(call: Call) -> None:
+        if call.head.startswith(b"HEAD"):
+            await call.say(b"HTTP/1.1 200 OK\r\nContent-Length: 77\r\n\r\n")
+        else:
+            await call.say(b"HTTP/1.1 204 No Content\r\n\r\n")
+
+    proxy = await behind(await engines(script))
+    client = await connect(proxy.server)
+    await client.send(b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert (await client.response(head_only=True)).headers["content-length"] == "77"
+    await client.send(get())
+    assert (await client.response()).status == 204
+
+
+# --- clients that leave ---------------------------------------------------------------------------------------------
+
+PHASES = {
+    "waiting for the first byte": b"",
+    "in the middle of the head": SSE[:30],
+    "after the head": SSE,
+    "in the middle of the stream": SSE + chunk(b"data: 1\n\n"),
+    "at the last byte": SSE + chunk(b"data: [DONE]\n\n") + b"0\r\n\r",
+}
+
+
+@pytest.mark.parametrize("how", ["fin", "rst"])
+@pytest.mark.parametrize("phase", PHASES)
+async def test_client_that_leaves_ends_the_engines_work_at_once(
+    phase: str, how: str, engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    said, left = asyncio.Event(), asyncio.Event()
+
+    async def script(call: Call) -> None:
+        await call.say(PHASES[phase])
+        said.set()
+        await call.left()
+        left.set()
+
+    proxy = await behind(await engines(script))
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    await said.wait()
+    await asyncio.sleep(0.02)
+    if how == "fin":
+        client.writer.close()
+    else:
+        client.reset()
+    assert await outcome_of(proxy) is Outcome.CLIENT_GONE
+    async with asyncio.timeout(5):
+        await left.wait()
+    await until(lambda: proxy.pool.open_count == 0)
+
+
+async def test_client_that_leaves_while_we_connect_is_not_sent(behind: Behind, connect: Connect) -> None:
+    async def script(call: Call) -> None:
+        raise AssertionError("nobody asked")
+
+    engine = Engine(script)
+    await engine.start()
+    proxy = await behind(engine)
+    client = await connect(proxy.server)
+    connected = asyncio.Event()
+    proxy.pool._loop = SlowLoop(connected)  # type: ignore[assignment]
+    await client.send(post(b"{}"))
+    await until(lambda: len(proxy.relays) == 1)
+    await client.close()
+    assert await outcome_of(proxy) is Outcome.CLIENT_GONE
+    connected.set()
+    await until(lambda: proxy.pool.idle_count == 1)
+    assert engine.calls == []
+    await engine.stop()
+
+
+async def test_slow_client_slows_the_engine_and_memory_stays_bounded(
+    engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    sent = 0
+
+    async def script(call: Call) -> None:
+        nonlocal sent
+        await call.say(SSE)
+        piece = chunk(b"data: " + b"x" * 60_000 + b"\n\n")
+        for _ in range(2000):
+            await call.say(piece)
+            sent += len(piece)
+
+    proxy = await behind(await engines(script), write_timeout_s=60)
+    client = await connect(proxy.server)
+    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    await client.send(post(b"{}"))
+    before = -1
+    while before != sent:
+        before = sent
+        await asyncio.sleep(0.3)
+    # 120 MB would have come; what did come is in the buffers of the two sockets and in one write buffer.
+    assert 0 < sent < 40_000_000
+    connection = next(iter(proxy.server.edge._connections))
+    assert connection.transport.get_write_buffer_size() < 1_000_000
+    client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+    async with asyncio.timeout(20):
+        await client.reader.readuntil(b"\r\n\r\n")
+        while sent == before:
+            assert await client.reader.read(1 << 20)
+    client.reset()
+    assert await outcome_of(proxy) is Outcome.CLIENT_GONE
+
+
+async def test_connection_used_by_a_slow_client_serves_the_next_one(
+    engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    big = b"x" * 30_000_000
+
+    async def script(call: Call) -> None:
+        if call.body == b"big":
+            await call.say(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(big) + big)
+        else:
+            await call.say(JSON)
+
+    engine = await engines(script)
+    proxy = await behind(engine)
+    slow, quick = await connect(proxy.server), await connect(proxy.server)
+    slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    await slow.send(post(b"big"))
+    await until(lambda: bool(proxy.relays) and proxy.relays[0].exchange.paused)
+    slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
+    assert (await slow.response()).body == big
+    for _ in range(3):
+        await quick.send(post(b"{}"))
+        assert (await quick.response()).body == b"{}"
+    assert engine.connections == 1
+
+
+# --- engines that leave ---------------------------------------------------------------------------------------------
+
+
+async def test_engine_lost_before_its_first_byte_leaves_the_answer_open(
+    engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    async def script(call: Call) -> None:
+        call.writer.close()
+
+    proxy = await behind(await engines(script))
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    assert (await client.response()).status == 502
+    relay = proxy.relays[0]
+    assert (relay.outcome, relay.before_first_byte) == (Outcome.ENGINE_LOST, True)
+    await client.send(post(b"{}"))
+    assert (await client.response()).status == 502
+
+
+@pytest.mark.parametrize(
+    ("said", "body"),
+    [
+        (SSE, b""),
+        (SSE + chunk(b"data: 1\n\n"), b"data: 1\n\n"),
+        (SSE + chunk(b"data: 1\r\n\r\n"), b"data: 1\r\n\r\n"),
+    ],
+)
+async def test_engine_lost_between_events_is_told_as_one_more_event(
+    said: bytes, body: bytes, engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    async def script(call: Call) -> None:
+        await call.say(said)
+        await asyncio.sleep(0.05)
+        call.writer.close()
+
+    proxy = await behind(await engines(script))
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    response = await client.response()
+    assert response.body == body + b'data: {"error":{"code":"engine_lost"}}\n\n'
+    assert response.whole
+    relay = proxy.relays[0]
+    assert (relay.outcome, relay.before_first_byte) == (Outcome.ENGINE_LOST, False)
+
+
+@pytest.mark.parametrize(
+    "said", [SSE + chunk(b"data: 1"), SSE + chunk(b"data: 1\n"), JSON[:-1]], ids=["event", "line", "json"]
+)
+async def test_engine_lost_in_the_middle_cuts_the_answer(
+    said: bytes, engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    async def script(call: Call) -> None:
+        await call.say(said)
+        await asyncio.sleep(0.05)
+        call.writer.close()
+
+    proxy = await behind(await engines(script))
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    response = await client.response()
+    assert not response.whole
+    assert b"error" not in response.body
+
+
+async def test_engine_that_switches_protocols_unasked_is_lost(
+    engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    async def script(call: Call) -> None:
+        await call.say(b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\nhello")
+
+    proxy = await behind(await engines(script))
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    assert (await client.response()).status == 502
+
+
+@pytest.mark.parametrize("pace_s", [0.0, 0.02])
+async def test_header_of_ours_that_breaks_the_answer_ends_the_relay(
+    pace_s: float, engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    async def script(call: Call) -> None:
+        await call.say(JSON[:-2])
+        await asyncio.sleep(pace_s)
+        await call.say(JSON[-2:])
+
+    proxy = await behind(await engines(script))
+    relay_as_before = proxy._relay
+
+    def with_a_hostile_header(exchange: Exchange) -> Relay:
+        relay = relay_as_before(exchange)
+        relay._extra = [(b"x-model", b"a\r\nset-cookie: evil")]
+        return relay
+
+    proxy._relay = with_a_hostile_header  # type: ignore[method-assign]
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    assert (await client.response()).status == 502
+    assert proxy.relays[0].outcome is Outcome.ENGINE_LOST
+    assert not proxy.relays[0].before_first_byte
+
+
+async def test_stopped_relay_ends_the_engines_work(engines: Engines, behind: Behind, connect: Connect) -> None:
+    left = asyncio.Event()
+
+    async def script(call: Call) -> None:
+        await call.say(SSE + chunk(b"data: 1\n\n"))
+        await call.left()
+        left.set()
+
+    proxy = await behind(await engines(script))
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    await until(lambda: bool(proxy.relays) and proxy.relays[0].events == 1)
+    waiting = asyncio.create_task(proxy.relays[0].wait())
+    await asyncio.sleep(0)
+    proxy.relays[0].fail(b"data: cut\n\n")
+    assert (await client.response()).body == b"data: 1\n\ndata: cut\n\n"
+    assert await waiting is Outcome.STOPPED
+    async with asyncio.timeout(5):
+        await left.wait()
+    proxy.relays[0].stop()
+    assert proxy.relays[0].outcome is Outcome.STOPPED
+
+
+async def test_waiter_that_is_cancelled_changes_nothing(engines: Engines, behind: Behind, connect: Connect) -> None:
+    go = asyncio.Event()
+
+    async def script(call: Call) -> None:
+        await go.wait()
+        await call.say(JSON)
+
+    proxy = await behind(await engines(script))
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    await until(lambda: bool(proxy.relays))
+    waiting = asyncio.create_task(proxy.relays[0].wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    go.set()
+    assert (await client.response()).body == b"{}"
+    assert await proxy.relays[0].wait() is Outcome.COMPLETE
+
+
+async def test_client_already_gone_is_an_outcome_at_once(engines: Engines, behind: Behind, connect: Connect) -> None:
+    proxy = await behind(await engines(lambda call: asyncio.sleep(0)))
+    held: list[Exchange] = []
+    proxy.server.handle = held.append
+    client = await connect(proxy.server)
+    await client.send(get())
+    await until(lambda: bool(held))
+    await client.close()
+    await until(lambda: held[0].gone)
+    relay = Relay(held[0])
+    assert not relay.wanted
+    assert await relay.wait() is Outcome.CLIENT_GONE
+
+
+# --- after heartbeats -----------------------------------------------------------------------------------------------
+
+
+async def test_committed_stream_continues_with_the_engines_events(
+    engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    async def script(call: Call) -> None:
+        await call.say(SSE + chunk(b"data: 1\n\n") + b"0\r\n\r\n")
+
+    proxy = await behind(await engines(script))
+    proxy.committed = True
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    assert (await client.response()).body == b": waiting\n\ndata: 1\n\n"
+    assert proxy.relays[0].outcome is Outcome.COMPLETE
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "body"),
+    [
+        (JSON, 200, b"{}"),
+        (b"HTTP/1.1 500 Oh\r\nContent-Type: text/event-stream\r\nContent-Length: 3\r\n\r\nbad", 500, b"bad"),
+        (b"HTTP/1.1 500 Oh\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nbad\r\n", 500, b"bad"),
+        (
+            b"HTTP/1.1 400 No\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk(b"x" * 200_000),
+            400,
+            b"x" * BAD_BODY_BYTES_MAX,
+        ),
+    ],
+    ids=["json", "error", "lost", "endless"],
+)
+async def test_committed_stream_turns_any_other_answer_into_an_error(
+    answer: bytes, status: int, body: bytes, engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    async def script(call: Call) -> None:
+        await call.say(answer)
+        await asyncio.sleep(0.05)
+        call.writer.close()
+
+    proxy = await behind(await engines(script))
+    proxy.committed = True
+    proxy.on_done = lambda relay: relay.fail(b"data: error\n\n")
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    response = await client.response()
+    assert (response.status, response.body) == (200, b": waiting\n\ndata: error\n\n")
+    assert proxy.bad_heads == [(status, body)]
+    assert proxy.relays[0].outcome is Outcome.BAD_HEAD
+
+
+async def test_committed_stream_whose_engine_is_lost_ends_with_an_event(
+    engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    async def script(call: Call) -> None:
+        call.writer.close()
+
+    proxy = await behind(await engines(script))
+    proxy.committed = True
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    assert (await client.response()).body.endswith(b'data: {"error":{"code":"engine_lost"}}\n\n')
+    assert proxy.relays[0].before_first_byte
+
+
+# --- usage ----------------------------------------------------------------------------------------------------------
+
+
+async def test_usage_event_is_kept_from_the_client_but_not_from_us(
+    engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    usage = b"data: " + json.dumps({"choices": [], "usage": {"total_tokens": 9}}).encode() + b"\n\n"
+    stream = b'data: {"choices":[{}]}\n\n' + usage + b"data: [DONE]\n\n"
+
+    async def script(call: Call) -> None:
+        await call.say(SSE)
+        for start in range(0, len(stream), 7):
+            await call.say(chunk(stream[start : start + 7]))
+            await asyncio.sleep(0)
+        await call.say(b"0\r\n\r\n")
+
+    proxy = await behind(await engines(script))
+    proxy.drop_usage_event = True
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    assert (await client.response()).body == stream.replace(usage, b"")
+    assert proxy.relays[0].tail() == stream
+    assert proxy.relays[0].events == 3
+
+
+async def test_engine_lost_while_an_event_is_held_back_leaves_whole_events(
+    engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    async def script(call: Call) -> None:
+        await call.say(SSE + chunk(b"data: 1\n\ndata: unfin"))
+        await asyncio.sleep(0.05)
+        call.writer.close()
+
+    proxy = await behind(await engines(script))
+    proxy.drop_usage_event = True
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    response = await client.response()
+    assert response.body == b'data: 1\n\ndata: {"error":{"code":"engine_lost"}}\n\n'
+
+
+async def test_filter_leaves_answers_with_a_length_alone(engines: Engines, behind: Behind, connect: Connect) -> None:
+    body = b'data: {"choices":[],"usage":{}}\n\n'
+
+    async def script(call: Call) -> None:
+        await call.say(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: %d\r\n\r\n" % len(body))
+        await asyncio.sleep(0.02)
+        await call.say(body)
+
+    proxy = await behind(await engines(script))
+    proxy.drop_usage_event = True
+    client = await connect(proxy.server)
+    await client.send(post(b"{}"))
+    assert (await client.response()).body == body
+
+
+async def test_many_clients_at_once_get_their_own_answers(engines: Engines, behind: Behind) -> None:
+    async def script(call: Call) -> None:
+        await asyncio.sleep(0)
+        await call.say(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(call.body), call.body))
+
+    proxy = await behind(await engines(script))
+
+    async def one(number: int) -> None:
+        client = await Client.connect(proxy.server.port)
+        for turn in range(10):
+            body = b"%d-%d" % (number, turn)
+            await client.send(post(body))
+            assert (await client.response()).body == body
+        await client.close()
+
+    await asyncio.gather(*[one(number) for number in range(50)])
+    assert all(relay.outcome is Outcome.COMPLETE for relay in proxy.relays)

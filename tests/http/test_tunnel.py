@@ -1,0 +1,233 @@
+"""Raw bytes both ways after an Upgrade."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from greenroom.http.relay import Outcome
+from greenroom.http.tunnel import Tunnel
+
+from .conftest import Behind, Connect, Engines
+from .wires import DEADLINE_S, Call, Proxy, get, leave, until
+
+ASK = get("/ws", "Connection: Upgrade\r\nUpgrade: echo\r\nSec-WebSocket-Key: k\r\n")
+AGREE = (
+    b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: echo\r\nSec-WebSocket-Accept: a\r\n"
+    b"Server: e\r\n\r\n"
+)
+
+
+async def echoing(call: Call) -> None:
+    await call.say(AGREE + b"hello ")
+    with contextlib.suppress(ConnectionError):
+        while data := await call.reader.read(65536):
+            await call.say(data)
+    call.writer.close()
+
+
+def tunnel_of(proxy: Proxy) -> Tunnel:
+    tunnel = proxy.relays[0]
+    assert isinstance(tunnel, Tunnel)
+    return tunnel
+
+
+async def test_bytes_pass_both_ways(engines: Engines, behind: Behind, connect: Connect) -> None:
+    engine = await engines(echoing)
+    proxy = await behind(engine)
+    client = await connect(proxy.server)
+    await client.send(ASK + b"ahead ")
+    response = await client.response()
+    assert (response.status, response.headers["upgrade"], response.headers["connection"]) == (101, "echo", "upgrade")
+    assert response.headers["sec-websocket-accept"] == "a"
+    assert "server" not in response.headers
+    await client.send(b"\x00\xffGET / HTTP/1.1\r\n\r\n")
+    expected = b"hello ahead \x00\xffGET / HTTP/1.1\r\n\r\n"
+    async with asyncio.timeout(DEADLINE_S):
+        assert await client.reader.readexactly(len(expected)) == expected
+    tunnel = tunnel_of(proxy)
+    assert tunnel.is_open
+    assert (tunnel.bytes_from_client, tunnel.bytes_from_engine) == (len(expected) - 6, len(expected))
+    assert b"upgrade: echo\r\nsec-websocket-key: k\r\n" in engine.calls[0].head
+    await client.close()
+    assert await tunnel.wait() is Outcome.COMPLETE
+    await until(lambda: proxy.pool.open_count == 0)
+
+
+@pytest.mark.parametrize("who", ["client", "engine", "us", "pool"])
+async def test_both_sides_end_when_either_ends(who: str, engines: Engines, behind: Behind, connect: Connect) -> None:
+    left = asyncio.Event()
+
+    async def script(call: Call) -> None:
+        await call.say(AGREE + b"hi")
+        if who == "engine":
+            call.writer.close()
+        await call.left()
+        left.set()
+
+    proxy = await behind(await engines(script))
+    client = await connect(proxy.server)
+    await client.send(ASK)
+    assert (await client.response()).status == 101
+    assert await client.reader.readexactly(2) == b"hi"
+    if who == "client":
+        await client.close()
+    elif who == "us":
+        tunnel_of(proxy).stop()
+    elif who == "pool":
+        proxy.pool.close()
+    async with asyncio.timeout(DEADLINE_S):
+        await left.wait()
+        assert await tunnel_of(proxy).wait() is Outcome.COMPLETE
+    if who != "client":
+        assert await client.is_closed()
+    await until(lambda: proxy.pool.open_count == 0 and proxy.server.edge.connections == 0)
+    assert not tunnel_of(proxy).is_open
+
+
+async def test_engine_that_declines_is_answered_as_http(engines: Engines, behind: Behind, connect: Connect) -> None:
+    async def script(call: Call) -> None:
+        await call.say(b"HTTP/1.1 426 Upgrade Required\r\nContent-Length: 2\r\n\r\nno")
+
+    proxy = await behind(await engines(script))
+    client = await connect(proxy.server)
+    for _ in range(2):
+        await client.send(ASK)
+        response = await client.response()
+        assert (response.status, response.body) == (426, b"no")
+    assert not tunnel_of(proxy).is_open
+
+
+async def test_client_that_leaves_before_the_engine_agrees_ends_the_request(
+    engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    left = asyncio.Event()
+
+    async def script(call: Call) -> None:
+        await call.left()
+        left.set()
+
+    proxy = await behind(await engines(script))
+    client = await connect(proxy.server)
+    await client.send(ASK)
+    await until(lambda: bool(proxy.relays) and proxy.relays[0].upstream is not None)
+    await client.close()
+    assert await tunnel_of(proxy).wait() is Outcome.CLIENT_GONE
+    async with asyncio.timeout(DEADLINE_S):
+        await left.wait()
+
+
+async def test_tunnel_stopped_before_it_opens_ends_the_request(
+    engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    left = asyncio.Event()
+
+    async def script(call: Call) -> None:
+        await call.left()
+        left.set()
+
+    proxy = await behind(await engines(script))
+    client = await connect(proxy.server)
+    await client.send(ASK)
+    await until(lambda: bool(proxy.relays) and proxy.relays[0].upstream is not None)
+    tunnel_of(proxy).stop()
+    assert await tunnel_of(proxy).wait() is Outcome.STOPPED
+    async with asyncio.timeout(DEADLINE_S):
+        await left.wait()
+    proxy.relays[0].exchange.cut()
+
+
+async def test_tunnel_waits_for_whoever_reads_slowly(engines: Engines, behind: Behind, connect: Connect) -> None:
+    sent = 0
+    reading = asyncio.Event()
+
+    async def script(call: Call) -> None:
+        nonlocal sent
+        await call.say(AGREE)
+        for _ in range(1000):
+            await call.say(b"x" * 65536)
+            sent += 65536
+            if reading.is_set():
+                break
+        await reading.wait()
+        while await call.reader.read(1 << 20):
+            pass
+
+    proxy = await behind(await engines(script), write_timeout_s=60)
+    client = await connect(proxy.server)
+    await client.send(ASK)
+    assert (await client.response()).status == 101
+    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    before = -1
+    while before != sent:
+        before = sent
+        await asyncio.sleep(0.3)
+    assert sent < 40_000_000
+
+    # The other way: the engine does not read yet.
+    async def flood() -> None:
+        for _ in range(1000):
+            await client.send(b"y" * 65536)
+
+    flooding = asyncio.create_task(flood())
+    await asyncio.sleep(0.5)
+    assert not flooding.done()
+    tunnel = tunnel_of(proxy)
+    assert tunnel._engine_transport is not None
+    assert tunnel._engine_transport.get_write_buffer_size() < 1_000_000
+    reading.set()
+    client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+
+    async def drain() -> None:
+        while await client.reader.read(1 << 20):
+            pass
+
+    draining = asyncio.create_task(drain())
+    async with asyncio.timeout(DEADLINE_S):
+        await flooding
+    await until(lambda: tunnel.bytes_from_client == 65_536_000)
+    await client.close()
+    await asyncio.wait([draining])
+
+
+@pytest.mark.parametrize("how", ["fin", "rst", "half-close"])
+async def test_client_of_an_engine_that_reads_nothing_is_seen_to_leave(
+    how: str, engines: Engines, behind: Behind, connect: Connect
+) -> None:
+    async def script(call: Call) -> None:
+        await call.say(AGREE)
+        await asyncio.Event().wait()
+
+    proxy = await behind(await engines(script), write_timeout_s=0.5)
+    client = await connect(proxy.server)
+    await client.send(ASK)
+    assert (await client.response()).status == 101
+    tunnel, sent = tunnel_of(proxy), 0
+    # Until one piece stays in the socket: the client is made to wait.
+    while tunnel.bytes_from_client == sent:
+        await client.send(b"y" * 65536)
+        sent += 65536
+        for _ in range(300):
+            if tunnel.bytes_from_client == sent:
+                break
+            await asyncio.sleep(0.001)
+    leave(client, how)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await tunnel.wait() is Outcome.COMPLETE
+    await until(lambda: proxy.server.edge.connections == 0)
+    await until(lambda: proxy.pool.open_count == 0)
+
+
+async def test_tunnel_is_cut_when_the_edge_is(engines: Engines, behind: Behind, connect: Connect) -> None:
+    proxy = await behind(await engines(echoing))
+    client = await connect(proxy.server)
+    await client.send(ASK)
+    assert (await client.response()).status == 101
+    await proxy.server.edge.close()
+    await client.send(b"still open")
+    async with asyncio.timeout(DEADLINE_S):
+        assert await client.reader.readexactly(16) == b"hello still open"
+    proxy.server.edge.abort()
+    assert await tunnel_of(proxy).wait() is Outcome.COMPLETE

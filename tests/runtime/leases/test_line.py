@@ -1,0 +1,41 @@
+"""Who waits stands in line, and passing the line costs little however many leases are held."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from greenroom.core.model import SlotId
+from greenroom.runtime.leases import line as lease_line
+from greenroom.runtime.leases.entry import Entry
+from greenroom.runtime.leases.line import is_behind, may_ask
+from tests.runtime.leases.leasing_rig import ask
+
+
+def entry(name: str, *, is_held: bool = False, is_asked: bool = False, **said: object) -> Entry:
+    settled = asyncio.get_running_loop().create_future()
+    return Entry(ask(name, **said), settled, slot=SlotId(name) if is_held else None, is_asked=is_asked)  # type: ignore[arg-type]
+
+
+async def test_only_who_stands_behind_nobody_asks_and_the_most_urgent_asks_first() -> None:
+    first, second = entry("first", devices=("gpu0",)), entry("second", devices=("gpu0",))
+    elsewhere, urgent = entry("elsewhere", devices=("gpu1",)), entry("urgent", devices=("gpu0",), priority=0)
+    line = [entry("held", is_held=True), first, second, elsewhere, urgent]
+    assert may_ask(line) == [urgent, first, elsewhere]
+    assert is_behind(second, line) and not is_behind(urgent, line)
+
+
+async def test_those_that_are_held_are_not_passed_again_for_each_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Entry] = []
+    goes_first = lease_line._goes_first
+
+    def counted(earlier: Entry, later: Entry) -> bool:
+        compared.append(later)
+        return goes_first(earlier, later)
+
+    monkeypatch.setattr(lease_line, "_goes_first", counted)
+    held = [entry(f"h{number}", is_held=True) for number in range(300)]
+    waiting = [entry(f"w{number}", is_asked=number == 0) for number in range(300)]
+    assert may_ask([*held, *waiting]) == []
+    assert len(compared) <= 2 * len(waiting)

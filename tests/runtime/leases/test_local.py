@@ -1,0 +1,483 @@
+"""Memory for other programs: held while its holder is heard of, and known again after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from greenroom.core.events import ConfigChanged
+from greenroom.core.model import Device, DeviceId, DeviceKind
+from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, LeaseTooLarge, LeaseUnknown, ShuttingDown
+from greenroom.leases.holder import holder_of
+from greenroom.runtime.leases import lifetime
+from greenroom.runtime.leases import local as leasing_module
+from greenroom.runtime.leases.log import FILE_NAME
+from greenroom.runtime.memory.devices import HOST
+from tests.runtime.leases.leasing_rig import ask, model, rig, until
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that holds a lease and can be killed."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+# --- granted --------------------------------------------------------------------------------------------------------
+
+
+async def test_free_memory_is_granted_at_once(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        lease = await one.leasing.acquire(ask(mib=4_000, ttl_s=20.0))
+        assert (lease.state, lease.kind, dict(lease.claim)) == ("held", "program", {"gpu0": 4_000})
+        assert lease.cuda_visible_devices == "0" and 19 < lease.expires_in_s <= 20
+        assert one.claims() == [{"gpu0": 4_000}] and one.told == ["lease train"]
+        assert [held.id for held in await one.leasing.leases()] == ["train"]
+
+
+async def test_an_idle_model_leaves_for_it_and_a_busy_one_is_waited_for(tmp_path: Path) -> None:
+    async with rig(tmp_path, model("a", 6_000)) as one:
+        await one.serve("a")
+        waiting = asyncio.ensure_future(one.leasing.acquire(ask(mib=8_000, wait_s=60.0)))
+        await until(lambda: one.waiting == 1)
+        assert (await one.leasing.find("train")).state == "waiting" and not waiting.done()
+        one.finish("a")
+        lease = await asyncio.wait_for(waiting, 30)
+        assert lease.state == "held" and one.claims() == [{"gpu0": 8_000}]
+
+
+async def test_who_does_not_wait_makes_nobody_leave_and_hears_the_numbers(tmp_path: Path) -> None:
+    async with rig(tmp_path, model("a", 6_000)) as one:
+        await one.serve("a")
+        one.finish("a")
+        with pytest.raises(LeaseDenied, match=r"8,000 MiB for train: not free now; gpu0 has 4,000 MiB free") as denied:
+            await one.leasing.acquire(ask(mib=8_000))
+        assert denied.value.beside == {"needed_mib": 8_000, "gpus": 1, "free_mib": {"gpu0": 4_000}}
+        assert denied.value.retry_after_s is not None
+        assert one.claims() == [{"gpu0": 6_000}] and one.waiting == 0
+
+
+async def test_a_wait_that_was_too_short_is_denied_with_the_numbers(tmp_path: Path) -> None:
+    async with rig(tmp_path, model("a", 6_000)) as one:
+        await one.serve("a")
+        with pytest.raises(LeaseDenied, match=r"not free within 0.1 s; gpu0 has 4,000 MiB free"):
+            await one.leasing.acquire(ask(mib=8_000, wait_s=0.1))
+        assert one.waiting == 0 and not await one.leasing.leases()
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 10.0])
+async def test_what_can_never_fit_is_refused_for_good(tmp_path: Path, wait_s: float) -> None:
+    async with rig(tmp_path) as one:
+        with pytest.raises(LeaseTooLarge, match=r"20,000 MiB .* can never be had.* at most 10,000 MiB"):
+            await one.leasing.acquire(ask(mib=20_000, wait_s=wait_s))
+        with pytest.raises(LeaseTooLarge, match=r"on each of 3 GPUs for train can never be had: there are 1\."):
+            await one.leasing.acquire(ask(mib=5, gpus=3, wait_s=wait_s))
+
+
+async def test_what_could_be_had_later_is_not_refused_for_good_where_nobody_waits(tmp_path: Path) -> None:
+    async with rig(tmp_path, model("kept", 6_000, pinned=True), gpus=2) as one:
+        await one.leasing.acquire(ask("holds", 9_000, devices=("gpu1",)))
+        await one.serve("kept")
+        with pytest.raises(LeaseDenied, match="not free now") as denied:
+            await one.leasing.acquire(ask(mib=9_000))
+        assert not isinstance(denied.value, LeaseTooLarge)
+        # A pinned model does not leave for anybody, so the other GPU is the only one.
+        with pytest.raises(LeaseTooLarge, match="at most 4,000 MiB"):
+            await one.leasing.acquire(ask(mib=9_000, devices=("gpu0",)))
+        with pytest.raises(LeaseTooLarge, match="at most 4,000 MiB"):
+            await one.leasing.acquire(ask(mib=9_000, gpus=2))
+
+
+async def test_several_gpus_are_had_together_or_not_at_all(tmp_path: Path) -> None:
+    async with rig(tmp_path, gpus=3) as one:
+        pair = await one.leasing.acquire(ask("pair", 6_000, gpus=2))
+        assert len(pair.claim) == 2 and set(pair.claim.values()) == {6_000}
+        with pytest.raises(LeaseDenied, match="on each of 2 GPUs"):
+            await one.leasing.acquire(ask("other", 6_000, gpus=2))
+        assert len(one.claims()) == 1
+
+
+async def test_named_devices_are_those_that_are_given(tmp_path: Path) -> None:
+    async with rig(tmp_path, gpus=3) as one:
+        lease = await one.leasing.acquire(ask(devices=("gpu2",)))
+        assert list(lease.claim) == ["gpu2"]
+        for devices, gpus, why in [(("gpu7",), 1, "no device gpu7"), (("gpu0", "gpu0"), 2, "2 GPUs are wanted and 1")]:
+            with pytest.raises(BadRequest, match=why):
+                await one.leasing.acquire(ask("x", devices=devices, gpus=gpus))
+
+
+async def test_the_hosts_memory_is_not_leased(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        host = Device(HOST, DeviceKind.HOST, 10_000)
+        one.loop.post(ConfigChanged(one.clock(), devices=(*one.state.ledger.devices.values(), host)))
+        with pytest.raises(BadRequest, match="A lease is for GPUs"):
+            await one.leasing.acquire(ask(devices=("host",)))
+
+
+async def test_there_are_not_more_leases_than_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leasing_module, "LEASES_MAX", 2)
+    async with rig(tmp_path) as one:
+        await one.leasing.acquire(ask("a", 1))
+        await one.leasing.acquire(ask("b", 1))
+        with pytest.raises(LeaseDenied, match="2 leases are held"):
+            await one.leasing.acquire(ask("c", 1))
+
+
+async def test_a_shutdown_sends_those_who_wait_away(tmp_path: Path) -> None:
+    async with rig(tmp_path, model("a", 6_000)) as one:
+        await one.leasing.acquire(ask("holds", 8_000))
+        waiting = asyncio.ensure_future(one.leasing.acquire(ask(mib=8_000, wait_s=60.0)))
+        await until(lambda: one.waiting == 1)
+        one.shut_down()
+        with pytest.raises(ShuttingDown):
+            await waiting
+        assert [lease.id for lease in await one.leasing.leases()] == ["holds"]
+
+
+async def test_memory_that_is_free_on_paper_only_is_not_handed_over(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        one.missing = {DeviceId("gpu0"): 300}
+        with pytest.raises(LeaseDenied, match="not free"):
+            await one.leasing.acquire(ask())
+        assert one.claims() == []
+        waiting = asyncio.ensure_future(one.leasing.acquire(ask(wait_s=60.0)))
+        await until(lambda: len(one.claims()) == 1)
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        one.missing = {}
+        assert (await asyncio.wait_for(waiting, 30)).state == "held"
+
+
+async def test_later_and_smaller_asks_do_not_go_before_who_waits(tmp_path: Path) -> None:
+    async with rig(tmp_path, gpus=2) as one:
+        first = await one.leasing.acquire(ask("first", 6_000, devices=("gpu0",)))
+        tasks = {
+            name: asyncio.ensure_future(one.leasing.acquire(ask(name, mib, devices=("gpu0",), wait_s=wait_s)))
+            for name, mib, wait_s in [("large", 8_000, 60.0), ("small", 2_000, 60.0), ("brief", 1_000, 0.1)]
+        }
+        with pytest.raises(LeaseDenied):
+            await tasks["brief"]
+        assert one.waiting == 1 and not tasks["small"].done()
+        # Who is more urgent goes before, and who wants another GPU is in nobody's way.
+        await one.leasing.acquire(ask("urgent", 1_000, devices=("gpu0",), priority=0))
+        await one.leasing.acquire(ask("elsewhere", 1_000, devices=("gpu1",), priority=2))
+        await one.leasing.release("urgent")
+        await one.leasing.release("first", first.token)
+        assert {(await asyncio.wait_for(task, 30)).id for task in (tasks["large"], tasks["small"])} == {
+            "large",
+            "small",
+        }
+
+
+# --- asked for twice, given up --------------------------------------------------------------------------------------
+
+
+async def test_asking_again_with_the_same_id_is_asking_once(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        first = await one.leasing.acquire(ask())
+        again = await one.leasing.acquire(ask())
+        assert (again.token, again.claim) == (first.token, first.claim) and len(one.claims()) == 1
+        with pytest.raises(LeaseTaken, match="another one, of 4,000 MiB"):
+            await one.leasing.acquire(ask(mib=5_000))
+
+
+async def test_another_program_does_not_get_the_same_lease(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
+    mine, others = holder_of(os.getpid()), holder_of(other.pid)
+    async with rig(tmp_path) as one:
+        first = await one.leasing.acquire(ask(holder=mine))
+        with pytest.raises(LeaseTaken, match=rf"is that of process {os.getpid()} on .*; choose another id"):
+            await one.leasing.acquire(ask(holder=others))
+        assert (await one.leasing.acquire(ask(holder=mine))).token == first.token
+        with pytest.raises(LeaseTaken):
+            await one.leasing.acquire(ask())
+
+
+async def test_who_leaves_while_it_waits_has_given_up(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        await one.leasing.acquire(ask("holds", 8_000))
+        waiting = asyncio.ensure_future(one.leasing.acquire(ask(mib=8_000, wait_s=60.0)))
+        await until(lambda: one.waiting == 1)
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        assert one.waiting == 0
+        with pytest.raises(LeaseUnknown):
+            await one.leasing.find("train")
+
+
+async def test_one_of_two_who_wait_for_the_same_lease_may_leave(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        holds = await one.leasing.acquire(ask("holds", 8_000))
+        waiting = [asyncio.ensure_future(one.leasing.acquire(ask(mib=8_000, wait_s=60.0))) for _ in range(2)]
+        await until(lambda: one.waiting == 1)
+        waiting[0].cancel()
+        await one.leasing.release("holds", holds.token)
+        assert (await asyncio.wait_for(waiting[1], 30)).state == "held"
+
+
+async def test_a_grant_that_nobody_waited_for_any_more_is_given_back(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        waiting = asyncio.ensure_future(one.leasing.acquire(ask()))
+        # The scheduler has granted it and it is being written down.
+        await until(lambda: bool(one.granted), every_s=0.0)
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        assert one.claims() == []
+    async with rig(tmp_path) as after:
+        assert not await after.leasing.leases()
+
+
+async def test_a_lease_that_was_held_before_anybody_was_told_is_given_back_too(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        waiting = asyncio.ensure_future(one.leasing.acquire(ask()))
+        await until(lambda: "lease train" in one.told, every_s=0.0)
+        assert waiting.cancel(), "its caller has not been told yet"
+        await asyncio.wait((waiting,))
+        assert one.claims() == []
+
+
+async def test_a_call_that_nobody_heard_gives_back_what_only_it_was_told_of(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        await one.leasing.acquire(ask(), "first")
+        await one.leasing.unheard("train", "somebody else")
+        assert len(one.claims()) == 1
+        await one.leasing.unheard("train", "first")
+        assert one.claims() == []
+
+
+async def test_a_call_that_nobody_heard_leaves_the_lease_to_who_asked_again(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        # Both are told in the same turn of the loop, as a caller is that lost its connection and asked again.
+        calls = [asyncio.ensure_future(one.leasing.acquire(ask(), name)) for name in ("first", "again")]
+        held = await asyncio.wait_for(asyncio.gather(*calls), 30)
+        await one.leasing.unheard("train", "first")
+        assert (await one.leasing.renew("train", held[1].token)).state == "held"
+        # And the other way round, where it was held for long.
+        await one.leasing.acquire(ask(), "third")
+        await one.leasing.unheard("train", "third")
+        assert (await one.leasing.renew("train", held[1].token)).state == "held"
+
+
+# --- released -------------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_released_is_free_and_releasing_again_changes_nothing(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        lease = await one.leasing.acquire(ask(mib=8_000))
+        await one.leasing.release("train", lease.token + 1)
+        assert len(one.claims()) == 1, "an old token must not release what was granted anew"
+        for _ in range(2):
+            await one.leasing.release("train", lease.token)
+            await one.leasing.release("nobody")
+        assert one.claims() == []
+        with pytest.raises(LeaseUnknown, match="There is no lease train"):
+            await one.leasing.renew("train", lease.token)
+        assert (await one.leasing.acquire(ask(mib=8_000))).token > lease.token
+
+
+async def test_a_holder_whose_lease_an_operator_released_hears_that_it_is_lost(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        lease = await one.leasing.acquire(ask())
+        await one.leasing.release("train")
+        with pytest.raises(LeaseLost, match="released by an operator") as lost:
+            await one.leasing.renew("train", lease.token)
+        assert not isinstance(lost.value, LeaseUnknown), "or it would take it for forgotten and ask anew"
+
+
+async def test_a_lease_that_is_withdrawn_while_it_waits_says_so(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        await one.leasing.acquire(ask("holds", 8_000))
+        waiting = asyncio.ensure_future(one.leasing.acquire(ask(mib=8_000, wait_s=60.0)))
+        await until(lambda: one.waiting == 1)
+        await one.leasing.release("train")
+        with pytest.raises(LeaseDenied, match="withdrawn"):
+            await waiting
+
+
+# --- heard of, or not -----------------------------------------------------------------------------------------------
+
+
+async def test_a_holder_that_is_heard_of_keeps_it(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        lease = await one.leasing.acquire(ask(ttl_s=1.0))
+        for _ in range(8):
+            await asyncio.sleep(0.2)
+            assert (await one.leasing.renew("train", lease.token)).expires_in_s == 1.0
+        with pytest.raises(LeaseLost, match="this token is an old one"):
+            await one.leasing.renew("train", lease.token - 1)
+
+
+async def test_a_holder_that_is_not_heard_of_has_lost_it(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        lease = await one.leasing.acquire(ask(ttl_s=0.2))
+        await until(lambda: one.claims() == [])
+        with pytest.raises(LeaseLost, match=r"is lost: its holder was not heard of for 0.2 s") as lost:
+            await one.leasing.renew("train", lease.token)
+        assert not isinstance(lost.value, LeaseUnknown)
+        assert "lease_gone train" in one.told
+        # It may ask anew, and is then known by another token.
+        assert (await one.leasing.acquire(ask())).token > lease.token
+
+
+async def test_a_gateway_that_stood_still_does_not_blame_holders_for_it(tmp_path: Path) -> None:
+    async with rig(tmp_path) as one:
+        lease = await one.leasing.acquire(ask(ttl_s=0.3))
+        # Nobody could be heard meanwhile.
+        time.sleep(1.6)
+        await asyncio.sleep(0.1)
+        assert (await one.leasing.renew("train", lease.token)).state == "held"
+
+
+async def test_a_holder_that_is_killed_gives_its_memory_back_at_once(
+    tmp_path: Path, other: subprocess.Popen[bytes]
+) -> None:
+    async with rig(tmp_path) as one:
+        lease = await one.leasing.acquire(ask(ttl_s=3_600.0, holder=holder_of(other.pid)))
+        assert one.leasing.owners() == {next(iter(one.state.slots)): other.pid}
+        other.kill()
+        await until(lambda: one.claims() == [])
+        with pytest.raises(LeaseLost, match="its holder has ended"):
+            await one.leasing.renew("train", lease.token)
+        assert one.leasing.owners() == {}
+
+
+async def test_a_holder_that_never_was_is_refused(tmp_path: Path) -> None:
+    mine = holder_of(os.getpid())
+    assert mine is not None
+    async with rig(tmp_path) as one:
+        with pytest.raises(BadRequest, match="no process"):
+            await one.leasing.acquire(ask(holder=replace(mine, start_ticks=mine.start_ticks + 1)))
+
+
+async def test_a_holder_elsewhere_cannot_be_watched_and_is_believed(
+    tmp_path: Path, other: subprocess.Popen[bytes]
+) -> None:
+    holder = holder_of(other.pid)
+    assert holder is not None
+    async with rig(tmp_path) as one:
+        for number, elsewhere in enumerate([replace(holder, host="far"), replace(holder, pid_ns=1)]):
+            lease = await one.leasing.acquire(ask(f"l{number}", 100, holder=elsewhere, ttl_s=3_600.0))
+            other.kill()
+            other.wait()
+            assert (await one.leasing.renew(lease.id, lease.token)).state == "held"
+        assert one.leasing.owners() == {}
+
+
+# --- recalled -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_recall_is_seen_when_it_is_renewed_or_looked_at_and_is_told_when_overdue(tmp_path: Path) -> None:
+    async with rig(tmp_path, model("a", 8_000)) as one:
+        lease = await one.leasing.acquire(ask(mib=8_000, priority=2, preemptible=True, grace_s=0.2))
+        assert lease.recall_in_s is None
+        one.hurry("a")
+        shown = await one.leasing.renew("train", lease.token)
+        assert shown.recall_in_s is not None and 0 < shown.recall_in_s <= 0.2
+        await until(lambda: "lease_overdue train" in one.told)
+        overdue = (await one.leasing.find("train")).recall_in_s
+        assert overdue is not None and overdue <= 0
+        # It is reported, not taken away; the other comes when it has left.
+        assert (await one.leasing.find("train")).state == "held" and "a" not in one.granted
+        await one.leasing.release("train", lease.token)
+        await until(lambda: "a" in one.granted)
+
+
+# --- written down ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_restart_keeps_leases_whose_holders_live(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
+    mine = holder_of(os.getpid())
+    async with rig(tmp_path, gpus=2) as before:
+        wide = await before.leasing.acquire(ask("wide", 5_000, gpus=2, holder=mine))
+        far = await before.leasing.acquire(ask("far", 100, ttl_s=0.5))
+        await before.leasing.acquire(ask("dead", 200, holder=holder_of(other.pid)))
+        await before.leasing.acquire(ask("over", 300))
+        await before.leasing.release("over")
+    other.kill()
+    other.wait()
+    # A pinned model would take all of the memory if it came first.
+    greedy = model("greedy", 9_000, preload=True, pinned=True)
+    async with rig(tmp_path, greedy, gpus=2, wall=lambda: 0.0) as after:
+        assert [lease.id for lease in await after.leasing.leases()] == ["wide", "far"]
+        again = await after.leasing.renew("wide", wide.token)
+        assert (again.claim, again.token, again.holder) == (wide.claim, wide.token, mine)
+        with pytest.raises(LeaseLost, match="its holder has ended"):
+            await after.leasing.find("dead")
+        # Asking again for what is held is asking once, and leaving before the answer gives nothing back.
+        asking = asyncio.ensure_future(after.leasing.acquire(ask("wide", 5_000, gpus=2)))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait((asking,))
+        # Who is elsewhere can still be heard of.
+        await until(lambda: len(after.claims()) == 1)
+        with pytest.raises(LeaseLost):
+            await after.leasing.renew("far", far.token)
+        # Tokens grow, also where the clock was set back.
+        assert (await after.leasing.acquire(ask("new", 10))).token > max(wide.token, far.token)
+
+
+async def test_a_restart_gives_nobody_a_whole_ttl_again(tmp_path: Path) -> None:
+    async with rig(tmp_path, wall=lambda: 1_000.0) as before:
+        await before.leasing.acquire(ask(ttl_s=600.0))
+    for wall_s, lasts_s in [(1_400.0, 500.0), (9_000.0, 300.0), (9_000.0, 300.0), (0.0, 600.0)]:
+        async with rig(tmp_path, wall=lambda wall_s=wall_s: wall_s) as after:  # type: ignore[misc]
+            assert lasts_s - 30 < (await after.leasing.find("train")).expires_in_s <= lasts_s
+
+
+async def test_a_holder_that_was_heard_of_keeps_the_time_it_has_over_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifetime, "GRACE_MIN_S", 0.02)
+    monkeypatch.setattr(lifetime, "GRACE_SHARE", 0.0)
+    wall_s = 1_000.0
+    async with rig(tmp_path, wall=lambda: wall_s) as before:
+        lease = await before.leasing.acquire(ask(ttl_s=600.0))
+        wall_s = 1_500.0
+        await asyncio.sleep(0.05)
+        await before.leasing.renew("train", lease.token)
+        await until(lambda: '"heard"' in (tmp_path / FILE_NAME).read_text())
+    wall_s = 1_900.0
+    async with rig(tmp_path, wall=lambda: wall_s) as after:
+        assert 170 < (await after.leasing.find("train")).expires_in_s < 201
+        # And whoever is heard of has its whole time again.
+        assert (await after.leasing.renew("train", lease.token)).expires_in_s == pytest.approx(600)
+
+
+async def test_a_lease_whose_gpu_is_gone_after_a_restart_is_lost(tmp_path: Path) -> None:
+    async with rig(tmp_path, gpus=2) as before:
+        lease = await before.leasing.acquire(ask(devices=("gpu1",)))
+    async with rig(tmp_path, gpus=1) as after:
+        with pytest.raises(LeaseLost, match="could not be had again"):
+            await after.leasing.renew("train", lease.token)
+        assert after.claims() == [] and not await after.leasing.leases()
+    async with rig(tmp_path, gpus=2) as later:
+        assert not await later.leasing.leases()
+
+
+async def test_tokens_follow_the_clock_where_the_journal_is_gone(tmp_path: Path) -> None:
+    async with rig(tmp_path, wall=lambda: 1_000.0) as before:
+        first = await before.leasing.acquire(ask("a", 1))
+    (tmp_path / FILE_NAME).unlink()
+    async with rig(tmp_path, wall=lambda: 1_001.0) as after:
+        assert (await after.leasing.acquire(ask("b", 1))).token > first.token
+
+
+async def test_a_journal_that_cannot_be_written_costs_new_leases_only(tmp_path: Path) -> None:
+    file = tmp_path / FILE_NAME
+    file.mkdir()
+    async with rig(tmp_path, model("a", 6_000)) as one:
+        with pytest.raises(LeaseDenied, match=r"could be had, but cannot be written down .*Is a directory"):
+            await one.leasing.acquire(ask(mib=8_000))
+        assert not await one.leasing.leases()
+        # Its memory was given back, and models go on.
+        await one.serve("a")
+        one.finish("a")
+        file.rmdir()
+        assert (await one.leasing.acquire(ask(mib=100))).state == "held"

@@ -1,0 +1,298 @@
+"""A gateway's leases in a store that others use: entered, kept, entered again, given back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from greenroom.core.events import Event, Limits, MemoryChanged
+from greenroom.core.model import (
+    Claim,
+    Device,
+    DeviceId,
+    DeviceKind,
+    ModelId,
+    ModelSpec,
+    Move,
+    MoveId,
+    MoveKind,
+    Slot,
+    SlotId,
+)
+from greenroom.core.policy.registry import make_policy
+from greenroom.core.state import ModelRecord, State
+from greenroom.errors import StoreDown
+from greenroom.leases.records import LeaseAsk
+from greenroom.leases.shared.store import SlotAsk
+from greenroom.runtime.leases.sharing import Sharing
+from greenroom.runtime.memory.grants import NoGrant
+from greenroom.runtime.memory.probes.base import GpuReading, HostReading, Reading
+from tests.harness import until
+from tests.sim.shared.book import Book, BookStore
+
+GPU = DeviceId("gpu0")
+TTL_S = 30.0
+
+
+@dataclass
+class Rig:
+    """One gateway on a book of its own clock; questions fail while `is_down`."""
+
+    now: float = 1_000.0
+    is_down: bool = False
+    posted: list[Event] = field(default_factory=list)
+    told: list[tuple[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.book = Book(lambda: self.now)
+        self.state = State(make_policy(Limits()))
+        self.state.ledger.set_devices([Device(GPU, DeviceKind.GPU, 10_000, 500)])
+        self.store, self.other = self.client(), self.client()
+        self.sharing = Sharing(
+            self.store,
+            "me",
+            self.state,
+            self._post,
+            lambda: self.now,
+            ttl_s=TTL_S,
+            holder=None,
+            reading=lambda: Reading((GpuReading(GPU, 0, "fake", 10_000, 0, {}),), HostReading(0, 0, 0, 0)),
+            look=self._look,
+            nudge=lambda: None,
+            tell=lambda what, facts: self.told.append((what, dict(facts))),
+        )
+
+    def client(self) -> BookStore:
+        return BookStore(lambda: self.book, self._asks, ttl_s=TTL_S, grace_s=0)
+
+    async def _asks(self, question: Any) -> bytes:
+        if self.is_down:
+            raise StoreDown("it cannot be reached")
+        said: bytes = question()
+        return said
+
+    async def _look(self) -> None:
+        return
+
+    def _post(self, event: Event) -> None:
+        self.posted.append(event)
+        if isinstance(event, MemoryChanged):
+            if event.leases is not None:
+                self.state.ledger.set_others(event.leases)
+            if event.store_is_down is not None:
+                self.state.store_is_down = event.store_is_down
+
+    def slot(self, name: str, mib: int, *, planned: bool = False) -> Move:
+        """A slot the scheduler knows of, and the move that brings it."""
+        slot = Slot(SlotId(name), ModelSpec(ModelId(f"m-{name}")), {GPU: mib})
+        self.state.models[slot.model] = ModelRecord(slot.spec, slot.spec.need)
+        slot.planned = MoveKind.LOAD if planned else None
+        self.state.add_slot(slot)
+        if not planned:
+            self.state.ledger.hold(slot.id, slot.claim)
+        return self.move(name, MoveKind.LOAD, slot.claim)
+
+    def move(self, name: str, kind: MoveKind, claim: Claim, makes_room_for: str | None = None) -> Move:
+        newcomer = None if makes_room_for is None else SlotId(makes_room_for)
+        slot = self.state.slots[SlotId(name)]
+        if newcomer is not None:
+            slot.leaving_for, slot.leaving_to = newcomer, slot.tier
+        return Move(MoveId(f"{kind.value} {name}"), kind, slot.id, slot.model, 1, claim, self.now, newcomer)
+
+    async def beat(self) -> None:
+        await self.sharing._beat()
+
+    def claims(self) -> dict[str, tuple[str, int]]:
+        return {record["id"]: (record["state"], record["claim"].get(GPU, 0)) for record in self.book.records()}
+
+
+@pytest.fixture
+async def rig() -> Rig:
+    rig = Rig()
+    await rig.beat()
+    return rig
+
+
+async def test_a_load_is_held_before_it_starts_and_given_back_when_it_is_over(rig: Rig) -> None:
+    move = rig.slot("s1", 4_000)
+    await rig.sharing.slots.enter(move)
+    assert rig.claims() == {"me/s1": ("held", 4_000)}
+    await rig.sharing.slots.leave(move.slot)
+    assert rig.claims() == {}
+
+
+async def test_what_another_gateway_holds_is_refused(rig: Rig) -> None:
+    await rig.other.hold(SlotAsk("you/s1", "m", {GPU: 6_000}), gateway="you")
+    with pytest.raises(NoGrant, match="3,500 of 9,500"):
+        await rig.sharing.slots.enter(rig.slot("s1", 4_000))
+    await rig.sharing.slots.leave(SlotId("s1"))
+    await rig.beat()
+    assert [(one.holder, dict(one.claim)) for one in rig.state.ledger.others] == [("m", {GPU: 6_000})]
+
+
+async def test_what_takes_no_memory_asks_nobody(rig: Rig) -> None:
+    rig.is_down = True
+    await rig.sharing.slots.enter(rig.slot("s1", 0))
+    await rig.sharing.slots.confirm(SlotId("s1"))
+
+
+async def test_a_swap_is_entered_before_its_victim_is_touched_and_the_victim_releases_into_it(rig: Rig) -> None:
+    await rig.sharing.slots.enter(rig.slot("old", 6_000))
+    new = rig.slot("new", 8_000, planned=True)
+    await rig.sharing.slots.make_way(rig.move("old", MoveKind.UNLOAD, {}, "new"))
+    assert rig.claims() == {"me/old": ("held", 6_000), "me/new": ("pending", 3_500)}
+    await rig.sharing.slots.leave(SlotId("old"))
+    assert rig.claims() == {"me/new": ("pending", 8_000)}
+    rig.state.slots[SlotId("new")].planned = None
+    await rig.sharing.slots.enter(new)
+    assert rig.claims() == {"me/new": ("held", 8_000)}
+
+
+@pytest.mark.parametrize("is_down", [False, True])
+async def test_a_victim_that_would_leave_in_vain_is_not_touched(rig: Rig, is_down: bool) -> None:
+    await rig.sharing.slots.enter(rig.slot("old", 3_000))
+    await rig.other.hold(SlotAsk("you/s1", "m", {GPU: 5_000}), gateway="you")
+    rig.slot("new", 8_000, planned=True)
+    rig.is_down = is_down
+    with pytest.raises(NoGrant):
+        await rig.sharing.slots.make_way(rig.move("old", MoveKind.UNLOAD, {}, "new"))
+
+
+async def test_a_plan_that_is_called_off_leaves_nothing_pending(rig: Rig) -> None:
+    await rig.sharing.slots.enter(rig.slot("old", 6_000))
+    rig.slot("new", 8_000, planned=True)
+    await rig.sharing.slots.make_way(rig.move("old", MoveKind.UNLOAD, {}, "new"))
+    rig.state.drop_slot(rig.state.slots[SlotId("new")])
+    await rig.beat()
+    assert rig.claims() == {"me/old": ("held", 6_000)}
+
+
+async def test_who_stood_still_asks_again_before_an_engine_starts(rig: Rig) -> None:
+    await rig.sharing.slots.enter(rig.slot("s1", 4_000))
+    await rig.sharing.slots.confirm(SlotId("s1"))
+    # In steps, as time passes for the store: somebody else uses it meanwhile.
+    for _ in range(6):
+        rig.now += TTL_S / 3
+        await rig.other.leases()
+    await rig.other.hold(SlotAsk("you/s1", "m", {GPU: 9_000}), gateway="you")
+    with pytest.raises(NoGrant, match="lost"):
+        await rig.sharing.slots.confirm(SlotId("s1"))
+
+
+async def test_a_lease_that_was_lost_is_held_again_as_soon_as_it_can_be(rig: Rig) -> None:
+    await rig.sharing.slots.enter(rig.slot("s1", 4_000))
+    for _ in range(6):
+        rig.now += TTL_S / 3
+        await rig.other.leases()
+    await rig.other.hold(SlotAsk("you/s1", "m", {GPU: 9_000}), gateway="you")
+    await rig.beat()
+    assert rig.sharing.slots_without_lease == 1
+    await rig.other.release("you/s1", kind="slot")
+    await rig.beat()
+    assert rig.sharing.slots_without_lease == 0 and rig.claims() == {"me/s1": ("held", 4_000)}
+
+
+async def test_an_engine_that_uses_more_than_it_was_given_is_told_of_with_that(rig: Rig) -> None:
+    move = rig.slot("s1", 4_000)
+    await rig.sharing.slots.enter(move)
+    rig.state.ledger.observe(move.slot, {GPU: 4_020})
+    await rig.beat()
+    assert rig.claims() == {"me/s1": ("held", 4_000)}, "a little is no news"
+    rig.state.ledger.observe(move.slot, {GPU: 5_000})
+    await rig.beat()
+    assert rig.claims() == {"me/s1": ("held", 5_000)}
+
+
+async def test_what_is_written_down_for_this_gateway_and_unknown_to_it_is_given_back(rig: Rig) -> None:
+    await rig.other.hold(SlotAsk("me/never", "m", {GPU: 1_000}), gateway="me")
+    await rig.beat()
+    await rig.beat()
+    assert rig.claims() == {}
+
+
+async def test_what_ends_while_the_store_is_down_is_given_back_when_it_is_up(rig: Rig) -> None:
+    await rig.sharing.slots.enter(rig.slot("s1", 4_000))
+    rig.is_down = True
+    with pytest.raises(StoreDown):
+        await rig.beat()
+    await rig.sharing.slots.leave(SlotId("s1"))
+    assert rig.claims() == {"me/s1": ("held", 4_000)}
+    rig.is_down = False
+    await rig.beat()
+    assert rig.claims() == {}
+
+
+async def test_an_outage_is_told_once_at_its_beginning_and_once_at_its_end(rig: Rig) -> None:
+    rig.is_down, rig.told[:] = True, []
+    await rig.sharing.open()
+    try:
+        assert rig.state.store_is_down and rig.sharing.failure is not None
+        rig.is_down = False
+        rig.sharing.hurry()
+        await until(lambda: rig.sharing.failure is None, "it is heard of")
+        assert not rig.state.store_is_down
+        assert [facts["up"] for what, facts in rig.told if what == "lease_store"] == [False, True]
+    finally:
+        await rig.sharing.close()
+
+
+async def test_margin_and_strangers_are_not_offered(rig: Rig) -> None:
+    rig.state.ledger.set_foreign({GPU: 1_500})
+    await rig.beat()
+    lease = await rig.other.acquire(LeaseAsk("t", "train", 8_000))
+    assert lease.claim == {GPU: 8_000}
+
+
+async def test_what_an_engine_without_a_lease_uses_is_not_offered(rig: Rig) -> None:
+    await rig.sharing.slots.enter(rig.slot("s1", 4_000))
+    for _ in range(6):
+        rig.now += TTL_S / 3
+        await rig.other.leases()
+    await rig.other.hold(SlotAsk("you/s1", "m", {GPU: 6_000}), gateway="you")
+    await rig.beat()
+    await rig.other.release("you/s1", kind="slot")
+    rig.is_down = True
+    with pytest.raises(StoreDown):
+        await rig.beat()
+    assert rig.sharing.slots_without_lease == 1
+    assert rig.sharing._usable() == {GPU: 5_500}
+    rig.is_down = False
+    await rig.beat()
+    assert rig.sharing._usable() == {GPU: 9_500}
+
+
+async def test_what_hurries_while_leases_are_read_is_looked_at_with_the_next_beat(rig: Rig) -> None:
+    reads, leases = 0, rig.store.leases
+
+    async def read_and_hurry() -> Any:
+        nonlocal reads
+        reads += 1
+        if reads == 1:
+            rig.sharing.hurry()
+        return await leases()
+
+    rig.store.leases = read_and_hurry  # type: ignore[method-assign]
+    rig.sharing.hurry()
+    for _ in range(3):
+        await rig.beat()
+    assert reads == 2, "once for each who hurried, though the store has nothing new"
+
+
+async def test_leases_that_could_not_be_read_are_read_with_the_next_beat(rig: Rig) -> None:
+    reads, leases = 0, rig.store.leases
+
+    async def fail_once() -> Any:
+        nonlocal reads
+        reads += 1
+        if reads == 1:
+            raise RuntimeError("not today")
+        return await leases()
+
+    rig.store.leases = fail_once  # type: ignore[method-assign]
+    rig.sharing.hurry()
+    with pytest.raises(RuntimeError):
+        await rig.beat()
+    await rig.beat()
+    assert reads == 2

@@ -1,0 +1,80 @@
+"""What goes wrong in workers, told as errors of ours."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from greenroom.core.model import Claim, DeviceId, ModelId, Move, MoveId, MoveKind, SlotId
+from greenroom.errors import BadModel, LoadFailed, OutOfMemory
+from greenroom.process.spawn import Exit
+from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.memory.grants import NoGrant
+from greenroom.runtime.memory.hosted_memory import HostedMemory
+from greenroom.runtime.moves.evidence import Evidence
+from greenroom.runtime.moves.hosted_errors import Mishaps
+from greenroom.runtime.workers.control_link import OpFailed
+from greenroom.runtime.workers.worker_host import Worker
+
+GPU = DeviceId("GPU-a")
+MOVE = Move(MoveId("m1"), MoveKind.WAKE, SlotId("s1"), ModelId("qwen"), 1, {GPU: 100}, 0.0)
+ENTRY = cast(Entry, SimpleNamespace(id="qwen"))
+
+
+class FakeMemory:
+    def __init__(self, missing: Claim) -> None:
+        self._missing = missing
+
+    async def missing(self, claim: Claim) -> Claim:
+        return self._missing
+
+
+class FakeEvidence:
+    def __init__(self, complaint: str | None) -> None:
+        self._complaint = complaint
+
+    def of_no_memory(self, child: object, lines: object) -> str | None:
+        return self._complaint
+
+
+def shortage(move: Move, entry: Entry, complaint: str, details: str) -> OutOfMemory:
+    return OutOfMemory(f"{entry.id}: {complaint}", details=details)
+
+
+def mishaps(missing: Claim | None = None) -> Mishaps:
+    return Mishaps(cast(HostedMemory, FakeMemory(missing or {})), shortage)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("bad_model", BadModel),
+        ("out_of_memory", OutOfMemory),
+        ("failed", LoadFailed),
+        ("unknown_slot", LoadFailed),
+        ("something new", LoadFailed),
+    ],
+)
+def test_a_failed_open_is_told_by_its_kind_and_with_its_words(kind: str, error: type[LoadFailed]) -> None:
+    told = mishaps().no_load(MOVE, ENTRY, OpFailed(kind, "no config.json in /m."))
+    assert type(told) is error and "no config.json in /m" in told.message and "qwen" in told.message
+
+
+async def test_a_wake_for_which_a_stranger_has_left_no_memory_has_not_failed() -> None:
+    error = OpFailed("out_of_memory", "the GPU is full.")
+    assert isinstance(await mishaps({GPU: 40}).no_wake(MOVE, ENTRY, error), NoGrant)
+    assert isinstance(await mishaps().no_wake(MOVE, ENTRY, error), OutOfMemory)
+    assert isinstance(await mishaps({GPU: 40}).no_wake(MOVE, ENTRY, OpFailed("failed", "no.")), LoadFailed)
+
+
+@pytest.mark.parametrize(("complaint", "error"), [(None, LoadFailed), ("std::bad_alloc", OutOfMemory)])
+def test_a_worker_that_ended_is_told_with_its_exit_and_last_lines(
+    complaint: str | None, error: type[LoadFailed]
+) -> None:
+    lines = {MOVE.slot: ["first", "last"]}
+    worker: Any = SimpleNamespace(lines_of=lambda slot, _: lines[slot], child=SimpleNamespace(exit=Exit(70, None)))
+    told = mishaps().worker_ended(MOVE, ENTRY, cast(Worker, worker), cast(Evidence, FakeEvidence(complaint)))
+    assert type(told) is error and told.details == "first\nlast"
+    assert complaint is not None or "exit code 70" in told.message

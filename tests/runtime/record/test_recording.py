@@ -1,0 +1,234 @@
+"""What is written down can be read again: rows as CSV, events exactly; and gaps are never overlooked."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from greenroom.core.effects import Effects, OpOutcome, RejectCode, Rejection, because
+from greenroom.core.events import Event, RequestGone, ServeDone, Timer, TimerKind
+from greenroom.core.model import LeaseId, ModelId, Move, MoveId, MoveKind, OpId, RequestId, SlotId
+from greenroom.runtime.record.recording import ActivityRecorder, EventRecorder, WatchedEffects, read, read_events
+from greenroom.telemetry.activity import Record
+
+HI = because("hi", number=1)
+MOVE = Move(MoveId("m-1"), MoveKind.LOAD, SlotId("s-1"), ModelId("a"), 1, {}, 0.5)
+# Every effect there is, and something to ask it with.
+ASKED: dict[str, tuple[Any, ...]] = {
+    "grant": (RequestId("r"), SlotId("s"), HI),
+    "reject": (RequestId("r"), Rejection(RejectCode.LOST, ModelId("a")), HI),
+    "cut": (RequestId("r"), HI),
+    "move": (MOVE, HI),
+    "abort": (MoveId("m-1"), HI),
+    "answer": (OpId("op"), OpOutcome.DONE, HI),
+    "recall": (LeaseId("l"), 12.5, HI),
+    "set_timer": (Timer(TimerKind.IDLE, "s"), None, HI),
+}
+
+
+class Heard:
+    """Writes down every effect it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *said: self.asked.append((name, said))
+
+
+def recording_to(path: Path, **options: Any) -> EventRecorder:
+    recorder = EventRecorder(path, **options)
+    recorder.open()
+    return recorder
+
+
+def gone(number: int) -> Event:
+    return RequestGone(number / 3, RequestId(f"r-{number}"))
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+async def test_events_and_effects_come_back_in_order(tmp_path: Path) -> None:
+    path, posted, heard = tmp_path / "events", list[Event](), Heard()
+    recorder = recording_to(path)
+    post, effects = recorder.posting(posted.append), recorder.watching(cast(Effects, heard))
+    events = [gone(1), ServeDone(0.1 + 0.2, RequestId("r-2"), lost_before_first_byte=True), gone(3)]
+    for event in events:
+        post(event)
+    for name, said in ASKED.items():
+        getattr(effects, name)(*said)
+    await recorder.close()
+    assert posted == events and heard.asked == list(ASKED.items()), "everything is passed on as it is"
+    recording = read(path)
+    assert recording.events == events == read_events(path)
+    assert recording.effects == list(ASKED.items())
+    assert recording.incomplete is None
+
+
+def test_every_effect_the_core_can_ask_for_is_watched() -> None:
+    wanted = {name for name in vars(Effects) if not name.startswith("_")}
+    assert wanted == set(ASKED) == {name for name in vars(WatchedEffects) if not name.startswith("_")}
+
+
+async def test_earlier_recording_is_kept_beside_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    for number in (1, 2):
+        recorder = recording_to(path)
+        recorder.posting(lambda event: None)(gone(number))
+        await recorder.close()
+    assert (read_events(tmp_path / "events.1"), read_events(path)) == ([gone(1)], [gone(2)])
+
+
+async def test_starts_that_fail_do_not_push_out_the_last_real_recording(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    for number in (1, 2):
+        recorder = recording_to(path)
+        recorder.posting(lambda event: None)(gone(number))
+        await recorder.close()
+    for _ in range(3):
+        # One that ended in good order, one that did not end at all.
+        await recording_to(path).close()
+        recording_to(path)
+    assert (read_events(tmp_path / "events.1"), read(path).events) == ([gone(2)], [])
+
+
+def test_file_that_is_no_recording_is_neither_written_nor_put_aside(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    path.write_text("notes of mine\n")
+    with pytest.raises(FileExistsError):
+        recording_to(path)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("events", "notes of mine\n")]
+
+
+async def test_recording_that_loses_an_event_ends_there_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    recorder = recording_to(path, waiting_max=2)
+    post = recorder.posting(lambda event: None)
+    for number in range(5):
+        post(gone(number))
+    await recorder.close()
+    recording = read(path)
+    assert recording.events == [gone(0), gone(1)]
+    assert recording.incomplete == "the disk was too slow or full"
+    assert "incomplete" in json.loads(path.read_text().splitlines()[-1])
+    with pytest.raises(ValueError, match="is incomplete: the disk was too slow"):
+        read_events(path)
+
+
+async def test_recording_on_a_disk_that_was_full_for_a_while_ends_before_the_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events"
+    recorder = recording_to(path)
+    post = recorder.posting(lambda event: None)
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    post(gone(1))
+    await recorder._file._write_waiting()
+    post(gone(2))
+    with monkeypatch.context() as patched:
+        patched.setattr("greenroom.runtime.record.appended.os.write", full)
+        await recorder._file._write_waiting()
+    post(gone(3))
+    await recorder.close()
+    recording = read(path)
+    assert recording.events == [gone(1)]
+    assert recording.incomplete == "the disk was too slow or full"
+
+
+async def test_recording_that_has_grown_too_large_ends_there(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    recorder = recording_to(path, bytes_max=40)
+    post = recorder.posting(lambda event: None)
+    post(gone(1))
+    await recorder._file._write_waiting()
+    post(gone(2))
+    await recorder.close()
+    assert (read(path).events, read(path).incomplete) == ([gone(1)], "the file is as large as it may be")
+
+
+async def test_gap_half_a_line_and_a_missing_end_are_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    recorder = recording_to(path)
+    for number in range(3):
+        recorder.posting(lambda event: None)(gone(number))
+    await recorder.close()
+    head, *lines, end = path.read_text().splitlines(keepends=True)
+
+    def seen(*text: str) -> tuple[int, str | None]:
+        path.write_text("".join(text))
+        recording = read(path)
+        return len(recording.events), recording.incomplete
+
+    assert seen(head, *lines, end) == (3, None)
+    assert seen(head, lines[0], lines[2], end) == (1, "lines are missing before line 3")
+    assert seen(head, *lines[:2], end) == (2, "lines are missing before line 4")
+    assert seen(head, *lines) == (3, "it was not ended")
+    assert seen(head, lines[0], lines[1][:-5]) == (1, "the last line was not finished")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "not a recording"),
+        ('{"greenroom_events":2}\n', "not a recording"),
+        ('{"greenroom_events":1}\n{"n":1,"event":{"_":"Flood"}}\n', ":2: "),
+        ('{"greenroom_events":1}\nnonsense\n', ":2: "),
+        ('{"greenroom_events":1}\n[]\n', ":2: "),
+    ],
+)
+def test_what_is_no_recording_is_refused_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "events"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=told):
+        read(path)
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+def ended(number: int, **changed: Any) -> Record:
+    said: dict[str, Any] = {
+        "id": f"r-{number}",
+        "model": "qwen/7b",
+        "asked_as": "seven",
+        "tenant": "lab",
+        "route": "chat",
+        "priority": 2,
+        "arrived_at": 1_700_000_000.1234 + number,
+    }
+    record = Record(**said)
+    for name, value in {"status": 200, "prompt_tokens": 12, "completion_tokens": 34, **changed}.items():
+        setattr(record, name, value)
+    return record
+
+
+async def test_each_answered_request_is_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "activity.csv"
+    recorder = ActivityRecorder(path)
+    recorder.open()
+    recorder.add(ended(1))
+    recorder.add(ended(2, status=503))
+    recorder.add(ended(3, status=499))
+    recorder.add(ended(4, tenant='a "b", c', prompt_tokens=None, completion_tokens=None))
+    await recorder.close()
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    first, last = rows
+    assert first == {
+        "t": "1700000001.123",
+        "model": "qwen/7b",
+        "prompt_len": "12",
+        "output_len": "34",
+        "tenant": "lab",
+        "priority": "2",
+    }
+    assert (last["tenant"], last["prompt_len"], last["output_len"]) == ('a "b", c', "", "")

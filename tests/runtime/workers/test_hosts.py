@@ -1,0 +1,130 @@
+"""Which workers there are: never more than are wanted, and none is sent away under somebody who lives in it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from greenroom.core.model import SlotId
+from greenroom.engines.base import HostedEngine, HostKey
+from greenroom.process.logs import LogRing, SharedLog
+from greenroom.process.spawn import Child, Exit
+from greenroom.process.state_dir import StateDir
+from greenroom.runtime.observer import Observer
+from greenroom.runtime.workers import hosts
+from greenroom.runtime.workers.hosts import Hosts
+from greenroom.runtime.workers.worker_host import Worker
+from greenroom.telemetry.hub import Hub
+from greenroom.telemetry.metrics import Metrics
+from tests.harness import until
+
+KEY = HostKey("python", gpus=None)
+FIRST, SECOND = SlotId("s1"), SlotId("s2")
+ENGINE = cast(HostedEngine, None)
+
+
+class FakeChild:
+    """A process that ends when it is told to."""
+
+    pid = 1
+
+    def __init__(self) -> None:
+        self.exit: Exit | None = None
+        self._tell: Callable[[Exit], None] = lambda exit: None
+
+    @property
+    def is_running(self) -> bool:
+        return self.exit is None
+
+    def on_exit(self, callback: Callable[[Exit], None]) -> None:
+        self._tell = callback
+
+    async def stop(self, term_s: float) -> Exit:
+        if self.exit is None:
+            self.exit = Exit(0, None)
+            self._tell(self.exit)
+        return self.exit
+
+
+class Starts:
+    """Starts of workers, each of which waits until it may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.begun = 0
+        self.on_let_in: Callable[[], Any] = lambda: None
+        monkeypatch.setattr(hosts, "start_worker", self._start)
+        monkeypatch.setattr(hosts, "SPARE_AFTER_S", 0.0)
+
+    async def _start(self, engine: object, key: object, number: int, state_dir: object, log: object) -> Worker:
+        self.begun += 1
+        await self.gate.wait()
+        starts = self
+
+        class Fake(Worker):
+            def let_in(self, slot: SlotId, log: LogRing) -> None:
+                super().let_in(slot, log)
+                starts.on_let_in()
+
+        worker = Fake(f"worker{number}", cast(Child, FakeChild()), SharedLog(), f"/nowhere/w{number}.sock")
+        worker.device = "cpu"
+        return worker
+
+
+def made() -> Hosts:
+    return Hosts(cast(StateDir, None), Observer(Hub(), Metrics()), lambda worker, exit: None, keeps_spare=True)
+
+
+async def test_a_spare_that_comes_after_another_worker_became_the_spare_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starts, all_hosts = Starts(monkeypatch), made()
+    worker = await all_hosts.let_in(ENGINE, KEY, FIRST, LogRing())
+    starts.gate.clear()
+    all_hosts.want_spare(ENGINE, KEY)
+    await until(lambda: starts.begun == 2, "the spare starts")
+    all_hosts.let_out(worker, FIRST)
+    starts.gate.set()
+    await until(lambda: not all_hosts._coming, "the spare is there")
+    await until(lambda: list(all_hosts.workers.values()) == [worker], "one spare is left")
+    assert await all_hosts.let_in(ENGINE, KEY, SECOND, LogRing()) is worker
+    await all_hosts.close()
+
+
+@pytest.mark.parametrize("key", [replace(KEY, env=(("A", "1"),)), replace(KEY, cwd="/somewhere")])
+async def test_no_spare_is_started_for_models_that_could_not_take_it(
+    monkeypatch: pytest.MonkeyPatch, key: HostKey
+) -> None:
+    starts, all_hosts = Starts(monkeypatch), made()
+    await all_hosts.let_in(ENGINE, key, FIRST, LogRing())
+    all_hosts.want_spare(ENGINE, key)
+    assert not all_hosts._coming
+    # A neighbour of the same Python that could take it still has one.
+    await all_hosts.let_in(ENGINE, KEY, SECOND, LogRing())
+    all_hosts.want_spare(ENGINE, KEY)
+    await until(lambda: starts.begun == 3 and not all_hosts._coming, "the spare is there")
+    await all_hosts.close()
+
+
+async def test_a_worker_is_kept_for_those_who_live_in_it_when_another_who_waited_for_it_is_called_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starts, all_hosts = Starts(monkeypatch), made()
+    starts.gate.clear()
+    stays = asyncio.create_task(all_hosts.let_in(ENGINE, KEY, FIRST, LogRing()))
+    leaves = asyncio.create_task(all_hosts.let_in(ENGINE, KEY, SECOND, LogRing()))
+    # In the very moment in which the worker is there: the first has taken it, the second has not been told yet.
+    starts.on_let_in = leaves.cancel
+    await until(lambda: starts.begun == 1, "a worker starts")
+    starts.gate.set()
+    worker = await stays
+    await asyncio.wait((leaves,))
+    assert leaves.cancelled() and list(worker.slots) == [FIRST]
+    assert not worker.is_lost and not all_hosts._spares
+    await all_hosts.close()
+    assert not all_hosts.workers

@@ -1,0 +1,147 @@
+"""What would happen, told without anything happening."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import pytest
+
+from greenroom.core.model import Move, MoveId, MoveKind, RequestId, SlotId, Tier
+from tests.server.admin.management_rig import GPU, NOW, Answer, Client, FakeGateway, model
+
+PATH = "/api/v1/explain"
+FULL_MIB = 8192 - 512
+
+
+def everything(thing: Any, seen: frozenset[int] = frozenset()) -> Any:
+    """All there is inside of it, down to plain values, to compare before and after."""
+    if id(thing) in seen:
+        return "again"
+    if thing is None or isinstance(thing, str | int | float | Enum) or callable(thing):
+        return repr(thing)
+    deeper = seen | {id(thing)}
+    if isinstance(thing, Mapping):
+        return [(everything(key, deeper), everything(value, deeper)) for key, value in thing.items()]
+    if isinstance(thing, list | tuple | set | frozenset):
+        return [everything(one, deeper) for one in thing]
+    names = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+    # A compiled class names its attributes elsewhere.
+    names += [*getattr(thing, "__dict__", ()), *getattr(type(thing), "__mypyc_attrs__", ())]
+    # What is only remembered for the next time that somebody asks is no part of what compares.
+    remembered = {one.name for one in fields(thing) if not one.compare} if is_dataclass(thing) else set[str]()
+    kept = sorted(set(names) - remembered)
+    return type(thing).__name__, {name: everything(getattr(thing, name, None), deeper) for name in kept}
+
+
+async def explain(gateway: FakeGateway, **ask: Any) -> Answer:
+    """The answer; the scheduler and its tables are as they were, and nothing was asked for."""
+    before = everything(gateway.loop.scheduler)
+    answer = await Client(gateway).post(PATH, ask)
+    assert everything(gateway.loop.scheduler) == before
+    assert gateway.effects.asked == []
+    return answer
+
+
+def test_a_change_would_be_noticed() -> None:
+    gateway = FakeGateway({"a": model()})
+    slot = gateway.add_slot("a", Tier.READY)
+    before = everything(gateway.loop.scheduler)
+    slot.last_used += 1
+    assert everything(gateway.loop.scheduler) != before
+
+
+async def test_ready_model_would_serve() -> None:
+    gateway = FakeGateway({"a": model(aliases=("first",))})
+    gateway.add_slot("a", Tier.READY)
+    told = (await explain(gateway, model="first")).json
+    assert (told["action"], told["model"], told["slot"]) == ("serve", "a", "s-a")
+    assert (told["evict"], told["behind"], told["position"]) == ([], [], None)
+
+
+async def test_model_on_its_way_would_be_joined() -> None:
+    gateway = FakeGateway({"a": model()})
+    move = Move(MoveId("m1"), MoveKind.LOAD, SlotId("s-a"), gateway.catalog_id("a"), 1, {GPU: 100}, NOW)
+    gateway.add_slot("a", Tier.COLD, move=move)
+    told = (await explain(gateway, model="a")).json
+    assert (told["action"], told["slot"]) == ("join", "s-a")
+
+
+async def test_busy_model_would_be_waited_for() -> None:
+    gateway = FakeGateway({"a": model(concurrency=1)})
+    gateway.add_slot("a", Tier.READY, in_flight={RequestId("r-1"): None})
+    told = (await explain(gateway, model="a")).json
+    assert (told["action"], told["why"]) == ("wait", "busy")
+
+
+async def test_swap_names_who_would_leave_and_why() -> None:
+    gateway = FakeGateway({"a": model(memory_mib=FULL_MIB), "b": model()})
+    gateway.add_slot("b", Tier.READY, last_used=NOW - 100)
+    told = (await explain(gateway, model="a")).json
+    assert (told["action"], told["model"], told["move"]) == ("swap", "a", "load")
+    assert [(one["model"], one["slot"], one["to"]) for one in told["evict"]] == [("b", "s-b", "cold")]
+    assert told["evict"][0]["why"]
+
+
+async def test_model_that_can_never_fit_would_be_refused() -> None:
+    gateway = FakeGateway({"a": model(memory_mib=FULL_MIB + 1)})
+    told = (await explain(gateway, model="a")).json
+    assert (told["action"], told["why"]) == ("refuse", "too_large")
+
+
+async def test_priority_counts_and_the_models_own_is_the_default() -> None:
+    gateway = FakeGateway({"a": model(memory_mib=FULL_MIB, priority="low")})
+    gateway.loop.scheduler.handle(gateway.lease_of(FULL_MIB, priority=1))
+    gateway.effects.asked.clear()
+    assert (await explain(gateway, model="a")).json["action"] == "wait"
+    assert (await explain(gateway, model="a", priority="high")).json["action"] == "swap"
+    assert (await explain(gateway, model="a", priority=0)).json["action"] == "swap"
+
+
+async def test_full_queue_would_refuse() -> None:
+    gateway = FakeGateway({"a": model(concurrency=1)})
+    gateway.state.limits = dataclasses.replace(gateway.state.limits, queue_depth_max=1)
+    gateway.add_slot("a", Tier.READY, in_flight={RequestId("r-9"): None})
+    gateway.add_waiter("a", 1)
+    told = (await explain(gateway, model="a")).json
+    assert (told["action"], told["why"]) == ("refuse", "queue_full")
+
+
+@pytest.mark.parametrize(
+    ("ask", "status", "param"),
+    [
+        ({"model": "nobody"}, 404, "model"),
+        ({}, 400, "model"),
+        ({"model": "a", "priority": "urgent"}, 400, "priority"),
+        ({"model": "a", "priority": 1.5}, 400, "priority"),
+        ({"model": "a", "x_budget_s": 0}, 400, "x_budget_s"),
+        ({"model": "a", "x_budget_s": -2}, 400, "x_budget_s"),
+        ({"model": "a", "prompt": "hello"}, 400, "prompt"),
+        ({"model": "a", "tenant": "x" * 200}, 400, "tenant"),
+    ],
+)
+async def test_wrong_question_names_what_is_wrong(ask: dict[str, Any], status: int, param: str) -> None:
+    answer = await explain(FakeGateway({"a": model()}), **ask)
+    assert answer.status == status
+    assert answer.error["param"].startswith(param)
+
+
+NO_PRIORITIES = (float("inf"), float("nan"), -1e300, 1.5, True, [1], {"high": 1}, 10**30, 101, "urgent", "")
+
+
+@pytest.mark.parametrize("said", NO_PRIORITIES, ids=repr)
+@pytest.mark.parametrize(("path", "ask"), [(PATH, {"model": "a"}), ("/api/v1/leases", {"mib": 1})])
+async def test_whatever_is_no_priority_is_refused_in_the_words_of_requests(path: str, ask: Any, said: Any) -> None:
+    answer = await Client(FakeGateway({"a": model()})).post(path, {**ask, "priority": said})
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_request", "priority")
+    assert (
+        answer.error["message"] == "priority is high, normal, low or a whole number from -100 to 100; lower goes first."
+    )
+
+
+@pytest.mark.parametrize("said", [None, 2, 2.0, "2", "LOW", -100])
+async def test_what_is_a_priority_is_taken_however_it_is_written(said: Any) -> None:
+    assert (await explain(FakeGateway({"a": model()}), model="a", priority=said)).status == 200

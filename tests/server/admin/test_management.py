@@ -1,0 +1,238 @@
+"""What every route of the management API has in common: errors, HEAD, the schema, and the bridge it is behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from html.parser import HTMLParser
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from greenroom.http.edge import Exchange
+from greenroom.server.admin.management import make_management
+from greenroom.server.asgi import AsgiBridge
+from tests.server.admin.management_rig import SOON_S, Client, FakeGateway, model, until
+
+
+def _gateway(**server: Any) -> FakeGateway:
+    return FakeGateway({"a": model()}, **server)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["/", "/nowhere", "/api/v1", "/api/v1/", "/health/", "/v1", "//health", "/api/v1/explained", "/api/v1/status/"],
+)
+async def test_there_is_nothing_at_an_unknown_path(target: str) -> None:
+    answer = await Client(_gateway()).get(target)
+    assert (answer.status, answer.error["code"], answer.error["type"]) == (404, "not_found", "not_found_error")
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["/health%0A", "/api/v1/status%0a", "/metrics%0D", "/health%00", "/api/v1/docs%0A", "/\N{ZERO WIDTH SPACE}"],
+)
+async def test_a_path_with_invisible_characters_leads_nowhere(target: str) -> None:
+    answer = await Client(_gateway()).get(target)
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "allowed"),
+    [
+        ("POST", "/health", "GET"),
+        ("DELETE", "/v1/models", "GET"),
+        ("PUT", "/v1/models/a", "GET"),
+        ("GET", "/api/v1/models/a/load", "POST"),
+        ("GET", "/api/v1/reload", "POST"),
+        ("OPTIONS", "/api/v1/status", "GET"),
+        ("BREW", "/health", "GET"),
+    ],
+)
+async def test_a_method_that_a_path_does_not_take_is_refused(method: str, target: str, allowed: str) -> None:
+    answer = await Client(_gateway()).ask(method, target)
+    assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
+    assert answer.headers["allow"] == allowed
+    assert allowed in answer.error["message"]
+
+
+async def test_a_bug_is_told_without_its_words_and_raised_to_be_logged() -> None:
+    gateway = _gateway()
+    gateway.reload_error = RuntimeError("a secret")
+    exchange = FakeExchange("POST", b"/api/v1/reload")
+    await exchange.through(gateway)
+    assert exchange.status == 500
+    assert json.loads(exchange.body)["error"]["code"] == "internal_error"
+    assert b"secret" not in exchange.body
+
+
+# --- HEAD -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "target", ["/v1/models", "/v1/models/a", "/health", "/metrics", "/api/v1/status", "/api/v1/docs"]
+)
+async def test_head_is_asked_like_get(target: str) -> None:
+    client = Client(_gateway())
+    head, get = await client.ask("HEAD", target), await client.get(target)
+    assert (head.status, head.headers.keys()) == (200, get.headers.keys())
+
+
+@pytest.mark.parametrize("target", ["/api/v1/events", "/api/v1/models/a/logs/stream"])
+async def test_a_stream_has_no_head(target: str) -> None:
+    answer = await Client(_gateway()).ask("HEAD", target)
+    assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
+
+
+# --- the schema and its page ----------------------------------------------------------------------------------------
+
+
+async def test_the_schema_names_every_route_once_with_its_shapes() -> None:
+    schema = (await Client(_gateway()).get("/api/v1/openapi.json")).json
+    assert set(schema["paths"]) == {
+        "/v1/models",
+        "/v1/models/{model_id}",
+        "/health",
+        "/metrics",
+        "/api/v1/status",
+        "/api/v1/events",
+        "/api/v1/requests",
+        "/api/v1/requests/{request_id}",
+        "/api/v1/decisions",
+        "/api/v1/explain",
+        "/api/v1/leases",
+        "/api/v1/leases/{lease_id}",
+        "/api/v1/leases/{lease_id}/renew",
+        "/api/v1/gpus",
+        "/api/v1/models",
+        "/api/v1/models/{model_id}",
+        "/api/v1/models/{model_id}/load",
+        "/api/v1/models/{model_id}/unload",
+        "/api/v1/models/{model_id}/sleep",
+        "/api/v1/models/{model_id}/prepare",
+        "/v1/cache/flush",
+        "/api/v1/models/{model_id}/logs",
+        "/api/v1/models/{model_id}/logs/stream",
+        "/api/v1/reload",
+    }
+    operations = [operation for methods in schema["paths"].values() for operation in methods.values()]
+    names = [operation["operationId"] for operation in operations]
+    assert len(names) == len(set(names))
+    assert all(operation["description"] for operation in operations)
+    # Mistakes are answered in our shape, never in the framework's.
+    assert all("422" not in operation["responses"] for operation in operations)
+    assert "HTTPValidationError" not in schema["components"]["schemas"]
+    assert schema["components"]["schemas"]["StatusView"]["properties"]["models"]["items"]["$ref"].endswith("/ModelView")
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
+
+
+async def test_the_page_lists_the_api_and_loads_nothing_from_elsewhere() -> None:
+    answer = await Client(_gateway()).get("/api/v1/docs")
+    page = _Links()
+    page.feed(answer.body.decode())
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert page.tags.isdisjoint({"script", "link", "iframe", "img"})
+    assert page.links == ["/api/v1/openapi.json"]
+    for text in (b"POST /api/v1/models/{model_id}/load", b"evict", b"grace_s", b"Last-Event-ID"):
+        assert text in answer.body
+
+
+async def test_the_page_can_be_switched_off_while_running() -> None:
+    gateway = _gateway(docs=False)
+    client = Client(gateway)
+    assert (await client.get("/api/v1/docs")).status == 404
+    assert (await client.get("/api/v1/openapi.json")).status == 200
+    gateway.config = _gateway(docs=True).config
+    assert (await client.get("/api/v1/docs")).status == 200
+
+
+# --- behind the bridge ----------------------------------------------------------------------------------------------
+
+
+class FakeExchange:
+    """The edge's half: takes the answer, and can leave."""
+
+    def __init__(self, method: str, target: bytes) -> None:
+        path, _, query = target.partition(b"?")
+        self.head = SimpleNamespace(
+            method=method.encode(), path=path, query=query, headers=[], http_version="1.1", peer_ip="127.0.0.1"
+        )
+        self.body_sent = SimpleNamespace(read=lambda: b"")
+        self.started = self.finished = self.gone = False
+        self.on_gone: Any = None
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.pieces = bytearray()
+        self.over = asyncio.Event()
+
+    @property
+    def body(self) -> Any:
+        return bytes(self.pieces) if self.finished else self.body_sent
+
+    def start(self, status: int, headers: list[tuple[bytes, bytes]], length: int | None) -> None:
+        assert not self.started, "an answer was started twice"
+        self.status, self.headers, self.started = status, headers, True
+
+    def respond(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        self.start(status, headers, len(body))
+        self.write(body)
+        self.finish()
+
+    def write(self, data: bytes) -> None:
+        self.pieces += data
+
+    def finish(self) -> None:
+        self.finished = True
+        self.over.set()
+
+    def cut(self) -> None:
+        self.finish()
+
+    def leave(self) -> None:
+        self.gone = True
+        self.on_gone()
+
+    async def through(self, gateway: FakeGateway) -> None:
+        bridge = AsgiBridge(make_management(gateway))
+        bridge.handle(cast(Exchange, self), self.head.path, "r-77", is_admin=True)
+        async with asyncio.timeout(SOON_S):
+            await self.over.wait()
+
+
+@pytest.mark.parametrize(("target", "status"), [(b"/health", 200), (b"/nowhere", 404), (b"/v1/models/none", 404)])
+async def test_every_answer_carries_its_request_id_once(target: bytes, status: int) -> None:
+    exchange = FakeExchange("GET", target)
+    await exchange.through(_gateway())
+    assert exchange.status == status
+    assert [value for name, value in exchange.headers if name == b"x-request-id"] == [b"r-77"]
+    assert [name for name, _ in exchange.headers].count(b"content-type") == 1
+
+
+async def test_a_stream_behind_the_bridge_ends_when_its_client_leaves() -> None:
+    gateway = _gateway()
+    exchange = FakeExchange("GET", b"/api/v1/events")
+    bridge = AsgiBridge(make_management(gateway))
+    bridge.handle(cast(Exchange, exchange), exchange.head.path, "r-77", is_admin=True)
+    await until(lambda: exchange.started)
+    gateway.hub.publish("load", {"model": "a"})
+    await until(lambda: b"event: load" in exchange.pieces)
+    exchange.leave()
+    await until(lambda: exchange.finished and not gateway.hub._subscriptions and not bridge._tasks)

@@ -1,0 +1,175 @@
+"""The older completions endpoint, through the OpenAI client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from greenroom.workers.torch_host.engine.asks import Ask
+from greenroom.workers.torch_host.text.tokens import Text
+from tests.workers.torch_host.conftest import Opener, Rig
+
+
+async def ask(rig: Rig, prompt: Any = "the cat", **body: Any) -> Any:
+    return await rig.openai.completions.create(model="tiny", prompt=prompt, **body)
+
+
+async def test_a_text_is_continued(open_api: Opener) -> None:
+    async with open_api(" sat on") as rig:
+        answer = await ask(rig)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (" sat on", "stop")
+    assert rig.performer.asks[0].tokens == rig.text._encode("the cat", True)
+    assert answer.usage.completion_tokens == len(rig.text._encode(" sat on", False))
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+async def test_a_sentencepiece_continuation_keeps_its_space(open_api: Opener, sentence_text: Text) -> None:
+    async with open_api("cat", text=sentence_text) as rig:
+        answer = await ask(rig, "the", echo=True)
+    assert rig.performer.asks[0].tokens[0] == 1, "the text begins with its mark"
+    assert answer.choices[0].text == "the cat"
+
+
+async def test_prompts_come_as_texts_tokens_or_lists_of_either(open_api: Opener) -> None:
+    async with open_api("x") as rig:
+        tokens = rig.text._encode("the cat", False)
+        for prompt in ("the cat", tokens, ["the cat", "the dog"], [tokens, [5, 6]]):
+            await ask(rig, prompt)
+    asked = [one.tokens for one in rig.performer.asks]
+    assert asked == [tokens, tokens, tokens, rig.text._encode("the dog", False), tokens, [5, 6]]
+
+
+async def test_choices_of_several_prompts_are_numbered_in_order(open_api: Opener) -> None:
+    def script(ask: Ask) -> list[int]:
+        return ask.tokens[:1]
+
+    async with open_api(script) as rig:
+        rig.performer.cached_tokens = 2
+        answer = await ask(rig, [[70], [71, 72]], n=2)
+    letters = [rig.text.decode([token]) for token in (70, 70, 71, 71)]
+    assert [choice.text for choice in answer.choices] == letters
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert (answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens) == (3, 4)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_echo_says_the_prompt_first_and_looks_for_no_stop_in_it(open_api: Opener, streams: bool) -> None:
+    async with open_api(" sat on the cat") as rig:
+        answer = await ask(rig, echo=True, stop="cat", stream=streams)
+        texts = [chunk.choices[0].text async for chunk in answer] if streams else [answer.choices[0].text]
+    assert "".join(texts) == "the cat sat on the "
+
+
+async def test_a_stream_ends_with_its_reason_its_usage_and_done(open_api: Opener) -> None:
+    async with open_api(" sat on", context=512) as rig:
+        body = {"prompt": "the cat", "stream": True, "max_tokens": 2, "stream_options": {"include_usage": True}}
+        response = await rig.http.post("/v1/completions", json=body)
+    lines = [line[6:] for line in response.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    events = [json.loads(line) for line in lines[:-1]]
+    assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 2
+    assert events[-2]["choices"][0]["finish_reason"] == "length"
+    assert all(event["object"] == "text_completion" and event["usage"] is None for event in events[:-1])
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_log_probabilities_are_four_lists(open_api: Opener, streams: bool) -> None:
+    async with open_api(" sat on") as rig:
+        answer = await ask(rig, logprobs=2, stream=streams)
+        if streams:
+            parts = [chunk.choices[0].logprobs async for chunk in answer]
+            tokens = [token for part in parts if part for token in part.tokens]
+            offsets = [offset for part in parts if part for offset in part.text_offset]
+            tops = [top for part in parts if part for top in part.top_logprobs]
+        else:
+            had = answer.choices[0].logprobs
+            tokens, offsets, tops = had.tokens, had.text_offset, had.top_logprobs
+            assert had.token_logprobs == [-0.5] * len(tokens)
+    assert "".join(tokens) == " sat on"
+    assert offsets == [len("".join(tokens[:place])) for place in range(len(tokens))]
+    assert [len(top) for top in tops] == [2] * len(tokens)
+    assert tops[0][tokens[0]] == -0.5
+
+
+async def test_tokens_that_are_no_whole_letter_are_spelled_in_bytes(open_api: Opener) -> None:
+    async with open_api("\U0001f9ff") as rig:
+        tokens = (await ask(rig, logprobs=0)).choices[0].logprobs.tokens
+    assert all(token.startswith("bytes:\\x") for token in tokens)
+    assert "".join(token.removeprefix("bytes:") for token in tokens) == "\\xf0\\x9f\\xa7\\xbf"
+
+
+async def test_headers_tell_what_the_cache_and_the_model_did(open_api: Opener) -> None:
+    async with open_api("x") as rig:
+        rig.performer.cached_tokens = 16
+        hit = await rig.http.post("/v1/completions", json={"prompt": "the cat"})
+        rig.performer.cached_tokens = 0
+        miss = await rig.http.post("/v1/completions", json={"prompt": "the cat"})
+    assert (hit.headers["x-cache-hit"], hit.headers["x-cache-tokens-reused"]) == ("true", "16")
+    assert (miss.headers["x-cache-hit"], miss.headers["x-cache-tokens-reused"]) == ("false", "0")
+    assert hit.headers["x-gpu-time-ms"] == "250"
+
+
+@pytest.mark.parametrize("says", ["x", ""], ids=["a token", "only its end"])
+async def test_the_head_of_a_stream_tells_what_was_reused(open_api: Opener, says: str) -> None:
+    async with open_api(says) as rig:
+        rig.performer.cached_tokens = 16
+        hit = await rig.http.post("/v1/completions", json={"prompt": "the cat", "stream": True})
+        rig.performer.cached_tokens = 0
+        miss = await rig.http.post("/v1/completions", json={"prompt": "the cat", "stream": True})
+    assert (hit.headers["x-cache-hit"], hit.headers["x-cache-tokens-reused"]) == ("true", "16")
+    assert (miss.headers["x-cache-hit"], miss.headers["x-cache-tokens-reused"]) == ("false", "0")
+    assert "x-gpu-time-ms" not in hit.headers, "what is only known at the end"
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_what_was_reused_is_the_sum_over_all_prompts_each_counted_once(open_api: Opener, streams: bool) -> None:
+    async with open_api("x") as rig:
+        rig.performer.cached_tokens = 16
+        body = {"prompt": ["the cat", "the dog"], "n": 3, "stream": streams}
+        response = await rig.http.post("/v1/completions", json=body)
+    assert len(rig.performer.asks) == 6
+    assert response.headers["x-cache-tokens-reused"] == "32"
+
+
+async def test_a_stream_does_not_wait_for_a_prompt_without_a_place_and_says_nothing_wrong(open_api: Opener) -> None:
+    body = {"prompt": ["the cat", "the dog"], "stream": True, "stream_options": {"include_usage": True}}
+    async with open_api("x") as rig:
+        rig.performer.cached_tokens, rig.performer.places = 16, 1
+        async with rig.http.stream("POST", "/v1/completions", json=body) as response:
+            assert rig.performer.asks[1].cached_tokens is None, "the head came before the second prompt had its place"
+            rig.performer.go.set()
+            lines = (await response.aread()).decode().split()
+    assert not {"x-cache-hit", "x-cache-tokens-reused"} & set(response.headers)
+    assert '"cached_tokens":32' in "".join(lines).replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [99_999_999]}, "prompt"),
+        ({"prompt": ["a"] * 200}, "prompt"),
+        ({"prompt": ["a"] * 20, "n": 10}, "n"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "logprobs": 100}, "logprobs"),
+        ({"prompt": "a", "echo": "yes"}, "echo"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": "a", "suffix": "z"}, "suffix"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+    ],
+)
+async def test_what_is_wrong_is_400_and_named(open_api: Opener, body: dict[str, Any], param: str) -> None:
+    async with open_api() as rig:
+        response = await rig.http.post("/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert not rig.performer.asks

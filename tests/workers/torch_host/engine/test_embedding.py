@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from greenroom.workers.torch_host.engine.asks import TooLong, Vectors
+from greenroom.workers.torch_host.engine.embedding import TOKENS_MAX, grouped
+from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
+from tests.workers.torch_host.performing import WAIT_S, ask, performing, prompt, random_model
+
+MEAN = SentenceConfig()
+INPUTS = [prompt(length) for length in (9, 3, 30, 9, 17)]
+
+
+def embedded(batching: Batching, inputs: list[list[int]], skipped: list[int] | None = None) -> Vectors | Exception:
+    results: list[Vectors | Exception] = []
+    done = threading.Event()
+
+    def on_done(result: Vectors | Exception) -> None:
+        results.append(result)
+        done.set()
+
+    batching.embed(inputs, on_done, skipped)
+    assert done.wait(WAIT_S)
+    assert len(results) == 1
+    return results[0]
+
+
+def test_a_model_embeds_or_writes_text_and_says_which() -> None:
+    with performing(random_model("bert"), cache_tokens=0, sentence=MEAN) as batching, pytest.raises(TooLong):
+        batching.submit(ask(prompt(3))[0])
+    with performing(random_model("llama")) as batching:
+        assert isinstance(embedded(batching, INPUTS), TooLong)
+
+
+def test_an_input_too_long_or_empty_is_said_and_not_computed() -> None:
+    with performing(random_model("bert"), cache_tokens=0, context=64, sentence=MEAN) as batching:
+        assert isinstance(embedded(batching, [prompt(65)]), TooLong)
+        assert isinstance(embedded(batching, [prompt(5), []]), TooLong)
+        assert isinstance(embedded(batching, []), TooLong)
+
+
+def test_a_failure_reaches_whoever_asked_and_the_next_is_served() -> None:
+    model = random_model("bert")
+    with performing(model, cache_tokens=0, sentence=MEAN) as batching:
+        broken = model.register_forward_pre_hook(lambda *_: 1 / 0)
+        assert isinstance(embedded(batching, INPUTS), Exception)
+        broken.remove()
+        assert isinstance(embedded(batching, INPUTS), list)
+        assert batching.in_flight == 0
+
+
+def test_a_prompt_that_is_all_of_an_input_leaves_its_last_token() -> None:
+    with performing(random_model("bert"), cache_tokens=0, sentence=SentenceConfig(pooling=("max",))) as batching:
+        vectors = embedded(batching, [prompt(5), prompt(3)], [9, 0])
+        last = embedded(batching, [prompt(5)], [4])
+    assert isinstance(vectors, list) and isinstance(last, list)
+    assert vectors[0] == pytest.approx(last[0], abs=1e-4)
+
+
+@pytest.mark.parametrize(("pads", "count"), [(True, 4), (False, 5)])
+def test_groups_are_as_large_as_they_may_be_and_hold_everybody_once(pads: bool, count: int) -> None:
+    inputs = [[0] * length for length in (5000, 3, 2000, 2000, 2000, 2000, 8192, 1)]
+    groups = grouped(inputs, pads)
+    assert sorted(number for group in groups for number in group) == list(range(len(inputs)))
+    assert all(len(group) * max(len(inputs[number]) for number in group) <= TOKENS_MAX for group in groups)
+    assert len(groups) == count

@@ -1,0 +1,511 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from greenroom.workers.torch_host.engine import engine_loop as batching_module
+from greenroom.workers.torch_host.engine.asks import Sampling, TooLong
+from greenroom.workers.torch_host.engine.block_manager import Seats
+from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.engine.sequence import Speech
+from greenroom.workers.torch_host.failures import Failure, Stuck, is_fatal
+from tests.workers.torch_host.performing import WAIT_S, Answer, ask, generated, performing, prompt, random_model, said
+from tests.workers.torch_host.tiny import CONTEXT, ENCODERS, KINDS
+
+DECODERS = [kind for kind in KINDS if kind not in ENCODERS]
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return random_model("llama")
+
+
+@pytest.fixture
+def stage(llama: Any) -> Iterator[Batching]:
+    with performing(llama) as batching:
+        yield batching
+
+
+def computed(batching: Batching) -> int:
+    assert batching._ensemble is not None
+    return batching._ensemble.computed_tokens
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_a_batch_says_what_transformers_itself_would_say_to_each_alone(kind: str) -> None:
+    model = random_model(kind)
+    prompts = [prompt(length) for length in (1, 16, 33, 50)]
+    alone = [generated(model, one, 12) for one in prompts]
+    with performing(model) as batching:
+        asked = [ask(one, 12) for one in prompts]
+        for one, _ in asked:
+            batching.submit(one)
+        assert [answer.end.reason for _, answer in asked] == ["length"] * len(prompts)
+        assert [answer.ids for _, answer in asked] == alone
+
+
+def test_more_than_the_batch_holds_wait_and_all_are_answered(llama: Any) -> None:
+    prompts = [prompt(3 + 5 * number) for number in range(9)]
+    with performing(llama, batch_max=3) as batching:
+        alone = [said(batching, one, 9, uses_cache=False).ids for one in prompts]
+        asked = [ask(one, 9, uses_cache=False) for one in prompts]
+        for one, _ in asked:
+            batching.submit(one)
+        assert [answer.end.reason for _, answer in asked] == ["length"] * 9
+        assert [answer.ids for _, answer in asked] == alone
+
+
+def test_a_long_prompt_is_computed_in_pieces_and_short_ones_together(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from greenroom.workers.torch_host.engine import batch_scheduler
+
+    monkeypatch.setattr(batch_scheduler, "PREFILL_TOKENS_MAX", 48)
+    long, *short = prompt(200), prompt(7), prompt(8), prompt(9)
+    want = [generated(random_model("llama"), one, 8) for one in (long, *short)]
+    with performing(llama) as batching:
+        batching.on_sleep()
+        asked = [ask(one, 8) for one in (long, *short)]
+        for one, _ in asked:
+            batching.submit(one)
+        forwards = batching._stage.forwards  # type: ignore[attr-defined]
+        forwards.clear()
+        batching.on_wake()
+        assert [answer.ids for _, answer in asked if answer.end] == want
+        # Four full pieces of the long one; then what is left of it and all the short ones at once.
+        assert [tokens for tokens in forwards if tokens > 8] == [48, 48, 48, 48, 8 + 7 + 8 + 9]
+
+
+def test_on_a_slow_device_pieces_become_as_small_as_they_must(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from greenroom.workers.torch_host.engine import batch_scheduler
+
+    monkeypatch.setattr(batch_scheduler, "PREFILL_TOKENS_FIRST", 64)
+    monkeypatch.setattr(batch_scheduler, "PREFILL_STEP_S", 1e-6)
+    want = generated(random_model("llama"), prompt(200), 8)
+    with performing(llama) as batching:
+        asked, answer = ask(prompt(200), 8)
+        forwards = batching._stage.forwards  # type: ignore[attr-defined]
+        forwards.clear()
+        batching.submit(asked)
+        assert answer.end.reason == "length" and answer.ids == want
+        assert [tokens for tokens in forwards if tokens > 1] == [64, 32, 32, 32, 32, 8]
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_handed_on(stage: Batching) -> None:
+    whole = said(stage, prompt(10), 12).ids
+    answer = said(stage, prompt(10), 12, stop=[whole[5]])
+    assert answer.end.reason == "stop"
+    assert answer.ids == whole[: whole.index(whole[5])]
+
+
+def test_an_answer_of_no_tokens_at_all_only_computes_the_prompt(stage: Batching) -> None:
+    answer = said(stage, prompt(40), 0)
+    assert (answer.end.reason, answer.ids) == ("length", [])
+    assert said(stage, prompt(40), 1).cached_tokens == 32
+
+
+def test_a_cancelled_answer_ends_at_once_and_its_neighbours_go_on(stage: Batching) -> None:
+    alone = said(stage, prompt(12), 60).ids
+    leaving, left = ask(prompt(20), 400)
+    staying, stayed = ask(prompt(12), 60)
+
+    def leave(_token: object) -> None:
+        leaving.cancelled = len(left.tokens) >= 3
+
+    left.on_each = leave
+    stage.submit(leaving)
+    stage.submit(staying)
+    assert left.end.reason == "cancelled"
+    # The step already under way when it left may still be heard, no more.
+    assert 3 <= len(left.tokens) <= 4
+    assert stayed.end.reason == "length"
+    assert stayed.ids == alone
+    assert stage.in_flight == 0
+
+
+def test_cancelled_while_waiting_for_a_place_never_begins(llama: Any) -> None:
+    with performing(llama, batch_max=1) as batching:
+        first, heard = ask(prompt(4), 200)
+        second, unheard = ask(prompt(5), 200)
+        batching.submit(first)
+        heard.begun()
+        batching.submit(second)
+        second.cancelled = True
+        assert unheard.end.reason == "cancelled"
+        assert unheard.ids == []
+        assert heard.end.reason == "length"
+
+
+def test_what_can_never_fit_is_refused_at_the_door(stage: Batching) -> None:
+    with pytest.raises(TooLong, match="512"):
+        stage.submit(ask(prompt(500), 100)[0])
+    with pytest.raises(TooLong):
+        stage.submit(ask([], 10)[0])
+    with pytest.raises(TooLong):
+        stage.submit(ask(prompt(5), 10)[0], ask(prompt(500), 100)[0])
+    assert stage.in_flight == 0
+
+
+def test_kv_memory_that_is_full_makes_sequences_wait_and_not_fail(llama: Any) -> None:
+    prompts = [prompt(40, seed) for seed in range(6)]
+    with performing(llama) as roomy:
+        alone = [said(roomy, one, 60, uses_cache=False).ids for one in prompts]
+    # Room for two and a half of them when they have said all they may.
+    with performing(llama, cache_tokens=256, context=256) as batching:
+        asked = [ask(one, 60) for one in prompts]
+        for one, _ in asked:
+            batching.submit(one)
+        assert [answer.end.reason for _, answer in asked] == ["length"] * 6
+        assert [answer.ids for _, answer in asked] == alone
+        assert batching._ensemble is not None
+        assert batching._ensemble.preempted > 0
+        assert batching._seats.available == 256 // 16
+
+
+def test_a_sequence_that_fills_all_memory_alone_is_answered(llama: Any) -> None:
+    with performing(llama, cache_tokens=64, context=512) as batching:
+        assert batching.context == 64
+        assert len(said(batching, prompt(10), 54).ids) == 54
+
+
+def test_a_preempted_answer_with_a_seed_goes_on_as_if_nothing_had_happened(llama: Any) -> None:
+    warm = Sampling(temperature=1.5, seed=7, frequency_penalty=0.5)
+    prompts = [prompt(40, seed) for seed in range(4)]
+    with performing(llama) as roomy:
+        alone = [said(roomy, one, 60, warm).ids for one in prompts]
+    with performing(llama, cache_tokens=256, context=256) as batching:
+        asked = [ask(one, 60, warm) for one in prompts]
+        for one, _ in asked:
+            batching.submit(one)
+        assert [answer.ids for _, answer in asked if answer.end] == alone
+
+
+def test_a_prefix_seen_before_is_not_computed_again(stage: Batching) -> None:
+    shared = prompt(70)
+    first = said(stage, [*shared, 11, 12])
+    before = computed(stage)
+    second = said(stage, [*shared, 11, 12])
+    assert second.ids == first.ids
+    assert first.cached_tokens == 0
+    assert second.cached_tokens == 64
+    assert computed(stage) - before == (72 - 64) + 11
+
+
+def test_what_was_reused_is_known_before_the_first_token(stage: Batching) -> None:
+    said(stage, prompt(40), 1)
+    made, answer = ask(prompt(40), 1)
+    known: list[int | None] = []
+    answer.on_each = lambda token: known.append(made.cached_tokens)
+    stage.submit(made)
+    assert answer.end
+    assert known == [32]
+
+
+def test_those_submitted_together_all_have_their_places_before_one_of_them_speaks(stage: Batching) -> None:
+    asked = [ask(prompt(20, seed), 1) for seed in range(5)]
+    known: list[list[int | None]] = []
+    for _, answer in asked:
+        answer.on_each = lambda token: known.append([one.cached_tokens for one, _ in asked])
+    stage.submit(*(one for one, _ in asked))
+    assert all(answer.end for _, answer in asked)
+    assert known == [[0] * 5] * 5
+
+
+def test_what_a_sequence_left_behind_itself_is_not_counted_as_reused() -> None:
+    seats = Seats(cache_tokens=256, block_bytes=1)
+    made, _ = ask(prompt(64))
+    speech = Speech(made, on_over=lambda: None)
+    assert seats.sit(speech, spare=0)
+    speech.computed = 48
+    seats.leave(speech)
+    assert seats.sit(speech, spare=0)
+    assert speech.computed == 48, "it finds what it had computed"
+    assert made.cached_tokens == 0
+
+
+def test_the_answer_itself_is_cached_for_the_next_turn(stage: Batching) -> None:
+    opening = prompt(30)
+    answer = said(stage, opening, 40).ids
+    again = said(stage, [*opening, *answer, 17], 5)
+    assert again.cached_tokens == (30 + 40 - 1) // 16 * 16
+    assert again.ids == said(stage, [*opening, *answer, 17], 5, uses_cache=False).ids
+
+
+@pytest.mark.parametrize("other", [{"tenant": "b", "tag": "x"}, {"tenant": "a", "tag": "y"}, {"uses_cache": False}])
+def test_a_prefix_is_only_found_by_its_own_tenant_and_tag(stage: Batching, other: dict[str, Any]) -> None:
+    said(stage, prompt(50), tenant="a", tag="x")
+    assert said(stage, prompt(50), **other).cached_tokens == 0
+    assert said(stage, prompt(50), tenant="a", tag="x").cached_tokens == 48
+
+
+def test_flush_forgets_by_tenant_and_by_tag_and_says_how_much(stage: Batching) -> None:
+    for tenant, tag in (("a", "x"), ("a", "y"), ("b", "x")):
+        said(stage, prompt(40), 4, tenant=tenant, tag=tag)
+    block_bytes = 16 * 3 * 2 * (2 * 16) * 4
+    assert stage.flush("a", "x") == (2, 2 * block_bytes)
+    assert said(stage, prompt(40), 4, tenant="a", tag="x").cached_tokens == 0
+    assert said(stage, prompt(40), 4, tenant="a", tag="y").cached_tokens == 32
+    assert stage.flush(None, "x") == (4, 4 * block_bytes)
+    assert stage.flush("nobody", None) == (0, 0)
+    assert stage.flush(None, None) == (2, 2 * block_bytes)
+
+
+def test_flush_in_the_middle_of_an_answer_changes_nothing_for_it(stage: Batching) -> None:
+    alone = said(stage, prompt(60), 100, uses_cache=False).ids
+    said(stage, prompt(60), 1)
+    made, answer = ask(prompt(60), 100)
+    stage.submit(made)
+    answer.begun()
+    stage.flush(None, None)
+    assert answer.end.reason == "length"
+    assert answer.ids == alone
+    stage.flush(None, None)
+    assert stage._seats.available == 4096 // 16
+
+
+def test_the_same_seed_says_the_same_whatever_is_around(stage: Batching) -> None:
+    warm = Sampling(temperature=1.3, top_p=0.9, seed=1234)
+    alone = said(stage, prompt(9), 30, warm).ids
+    asked = [ask(prompt(9), 30, warm), *(ask(prompt(4 + n), 30, Sampling(temperature=1.0, top_k=n)) for n in range(5))]
+    for one, _ in asked:
+        stage.submit(one)
+    assert asked[0][1].end.reason == "length"
+    assert asked[0][1].ids == alone
+    assert said(stage, prompt(9), 30, Sampling(temperature=1.3, top_p=0.9, seed=1235)).ids != alone
+
+
+def test_without_a_seed_answers_differ(stage: Batching) -> None:
+    warm = Sampling(temperature=1.5)
+    assert said(stage, prompt(9), 30, warm).ids != said(stage, prompt(9), 30, warm).ids
+
+
+def test_logprobs_tell_the_chosen_token_and_the_likeliest(stage: Batching) -> None:
+    answer = said(stage, prompt(9), 5, Sampling(temperature=0.0, logprobs=3))
+    for token in answer.tokens:
+        assert token.logprob is not None
+        assert token.top[0] == (token.id, pytest.approx(token.logprob))
+        assert [value for _, value in token.top] == sorted((value for _, value in token.top), reverse=True)
+        assert len(token.top) == 3
+    assert said(stage, prompt(9), 5, Sampling(temperature=0.0, logprobs=0)).tokens[0].top == ()
+    assert said(stage, prompt(9), 5).tokens[0].logprob is None
+
+
+class Only:
+    """Allows these tokens, one after the other, then is done."""
+
+    def __init__(self, tokens: list[int], fails_at: int | None = None) -> None:
+        self.tokens, self.accepted, self.fails_at = tokens, list[int](), fails_at
+
+    def fill(self, row: torch.Tensor) -> None:
+        if len(self.accepted) == self.fails_at:
+            raise ValueError("no such grammar")
+        row.zero_()
+        token = self.tokens[len(self.accepted)]
+        row[token // 32] = 1 << (token % 32) if token % 32 < 31 else -(1 << 31)
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.accepted) == len(self.tokens)
+
+
+def test_a_constraint_says_what_may_come_and_when_it_is_over(stage: Batching) -> None:
+    wanted = [31, 63, 5, 380, 64]
+    free, unbound = ask(prompt(8), 20)
+    bound, answer = ask(prompt(8), 20, constraint=Only(wanted))
+    warm, sampled = ask(prompt(8), 20, Sampling(temperature=2.0, top_k=5), constraint=Only(wanted))
+    for one in (free, bound, warm):
+        stage.submit(one)
+    assert (answer.end.reason, answer.ids) == ("stop", wanted)
+    assert (sampled.end.reason, sampled.ids) == ("stop", wanted)
+    assert unbound.end.reason == "length"
+    assert unbound.ids == said(stage, prompt(8), 20).ids
+
+
+def test_a_constraint_that_fails_ends_its_own_answer_only(stage: Batching) -> None:
+    bad, ended = ask(prompt(8), 20, constraint=Only([31, 63, 5], fails_at=2))
+    good, answer = ask(prompt(9), 20)
+    stage.submit(bad)
+    stage.submit(good)
+    assert ended.end.reason == "error"
+    assert "no such grammar" in (ended.end.error or "")
+    assert answer.end.reason == "length"
+
+
+def test_a_listener_that_fails_does_not_take_others_along(stage: Batching) -> None:
+    bad, broken = ask(prompt(8), 20)
+
+    def fail(_token: object) -> None:
+        raise RuntimeError("nobody home")
+
+    broken.on_each = fail
+    good, answer = ask(prompt(9), 20)
+    stage.submit(bad)
+    stage.submit(good)
+    assert answer.end.reason == "length"
+    assert broken.end.reason == "cancelled"
+
+
+def test_an_error_in_a_step_ends_those_concerned_and_the_model_serves_on(
+    stage: Batching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stage._runner is not None
+    monkeypatch.setattr(stage._runner, "decode", _raises(ValueError("a bad step")))
+    answer = _submitted(stage)
+    assert answer.end.reason == "error"
+    assert "failed at this request (ValueError)" in (answer.end.error or "")
+    monkeypatch.undo()
+    assert said(stage, prompt(8)).end.reason == "length"
+    assert stage.in_flight == 0
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_a_lost_device_only_those_hear_who_may_have_done_it(
+    is_first: bool, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends: whoever hears nothing is asked for again by the gateway, in another."""
+    told: list[BaseException] = []
+    ended = threading.Event()
+
+    def on_fatal(error: BaseException, say: Callable[[], None]) -> None:
+        told.append(error)
+        if is_first and len(told) == 1:
+            say()
+        if len(told) == 2:
+            ended.set()
+
+    with performing(llama, on_fatal=on_fatal, batch_max=1) as batching:
+        assert batching._runner is not None
+        batching.on_sleep()
+        (one, computed), (other, waiting) = ask(prompt(8)), ask(prompt(9))
+        batching.submit(one, other)
+        awake = threading.Event()
+
+        def fail(*_: object) -> None:
+            awake.wait(WAIT_S)
+            raise RuntimeError("CUDA error: an illegal memory access")
+
+        monkeypatch.setattr(batching._runner, "prefill", fail)
+        batching.on_wake()
+        awake.set()
+        # By the step that failed, and by the thread that ends with it.
+        assert ended.wait(WAIT_S)
+        late, unheard = ask(prompt(10))
+        batching.submit(late)
+        if is_first:
+            assert "failed at this request" in (computed.end.error or "")
+        assert (bool(computed.ends), waiting.ends, unheard.ends) == (is_first, [], [])
+        with pytest.raises(Failure) as refused:
+            batching.on_wake()
+        assert is_fatal(refused.value)
+    assert told[0] is told[1]
+
+
+def test_who_may_have_ended_the_thread_otherwise_is_told_and_not_asked_for_again(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is a mistake of ours that this request brings to light, it would end the next process as well."""
+    with performing(llama) as batching:
+        monkeypatch.setattr(batching._seats, "sit", _raises(AssertionError("the books do not agree")))
+        assert "process has failed" in (_submitted(batching).end.error or "")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_end_of_the_thread_is_told_though_nobody_can_be_dismissed(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = threading.Event()
+
+    def on_fatal(error: BaseException, say: Callable[[], None]) -> None:
+        heard.set()
+        say()
+
+    with performing(llama, on_fatal=on_fatal) as batching:
+        assert batching._ensemble is not None
+        for name in ("step", "end_all"):
+            monkeypatch.setattr(batching._ensemble, name, _raises(AssertionError("the books do not agree")))
+        batching.submit(ask(prompt(8))[0])
+        assert heard.wait(WAIT_S)
+
+
+def test_asks_wait_for_a_sleeping_model_and_can_be_cancelled_there(stage: Batching) -> None:
+    stage.on_sleep()
+    waiting, answer = ask(prompt(8))
+    leaving, left = ask(prompt(9))
+    stage.submit(waiting)
+    stage.submit(leaving)
+    leaving.cancelled = True
+    assert left.end.reason == "cancelled"
+    assert answer.ends == []
+    stage.on_wake()
+    assert answer.end.reason == "length"
+
+
+def test_sleep_ends_who_is_unfinished_and_forgets_the_cache(stage: Batching) -> None:
+    said(stage, prompt(60), 2)
+    made, answer = ask(prompt(8), 450)
+    stage.submit(made)
+    answer.begun()
+    stage.on_sleep()
+    assert answer.end.reason == "error"
+    assert "sleep" in (answer.end.error or "")
+    stage._stage.kv.tensor.fill_(255)
+    stage.on_wake()
+    again = said(stage, prompt(60), 2)
+    assert again.cached_tokens == 0
+    assert stage._seats.available == 4096 // 16
+
+
+def test_a_thread_that_does_not_obey_is_stuck_and_the_process_with_it(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_computing, may_end = threading.Event(), threading.Event()
+
+    def stand_still(*_: object) -> None:
+        is_computing.set()
+        assert may_end.wait(WAIT_S)
+
+    with performing(llama) as batching:
+        hook = llama.register_forward_pre_hook(stand_still)
+        one, answer = ask(prompt(5))
+        batching.submit(one)
+        assert is_computing.wait(WAIT_S)
+        monkeypatch.setattr(batching_module, "OBEY_S", 0.2)
+        try:
+            with pytest.raises(Stuck, match="did not stop within") as caught:
+                batching.on_sleep()
+        finally:
+            monkeypatch.undo()
+            hook.remove()
+            may_end.set()
+        assert is_fatal(caught.value)
+        assert answer.end.reason == "error"
+
+
+def test_compute_time_is_shared_out_among_those_computed_together(stage: Batching) -> None:
+    answer = said(stage, prompt(30), 20)
+    assert 0 < answer.end.compute_s < WAIT_S
+
+
+def test_the_context_can_be_filled_to_the_last_token(stage: Batching) -> None:
+    model = random_model("llama")
+    assert said(stage, prompt(480), CONTEXT - 480).ids == generated(model, prompt(480), CONTEXT - 480)
+
+
+def _raises(error: Exception) -> Any:
+    def fail(*_args: object, **_named: object) -> None:
+        raise error
+
+    return fail
+
+
+def _submitted(batching: Batching) -> Answer:
+    made, answer = ask(prompt(8), 20)
+    batching.submit(made)
+    return answer

@@ -1,0 +1,218 @@
+"""The comparison with plain Transformers before a model first answers: what it refuses, and when it is made."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from greenroom.workers.torch_host.control.orders import Order
+from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.engine.model_check import ModelCheck
+from greenroom.workers.torch_host.engine.pages import kv_bytes
+from greenroom.workers.torch_host.failures import BadModel, OutOfMemory
+from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, register
+from greenroom.workers.torch_host.weights.device_weights import Wire
+from greenroom.workers.torch_host.weights.preparing import Prepared, Surroundings, prepare
+from tests.torch_python import bring_own_attention
+from tests.workers.torch_host import tiny
+from tests.workers.torch_host.families import CONTEXT, SEQUENCES, tiny_model
+from tests.workers.torch_host.own_attention import OwnConfig, OwnForCausalLM
+from tests.workers.torch_host.performing import Flat, Stage, performing, prompt, random_model, said
+
+
+def own_model(**changes: Any) -> Any:
+    torch.manual_seed(1)
+    model = OwnForCausalLM(OwnConfig(**{**tiny._SHARED, **tiny._SIZES, **changes})).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.2)
+    return model
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_attention_that_is_not_the_models_own_is_refused_with_both_numbers() -> None:
+    words = (
+        r"OwnForCausalLM answers otherwise.*differ by \d.* of their spread, and rounding explains \d.*skip_check: true"
+    )
+    with pytest.raises(BadModel, match=words), performing(own_model(), check=ModelCheck(None)):
+        pass
+
+
+def test_without_the_check_it_is_served() -> None:
+    with performing(own_model()) as batching:
+        assert len(said(batching, prompt(20), 4).ids) == 4
+
+
+def test_a_mask_of_the_models_own_is_refused_before_anybody_asks() -> None:
+    with (
+        pytest.raises(BadModel, match="OwnAttention makes an attention mask"),
+        performing(own_model(own_mask=True), check=ModelCheck(None)),
+    ):
+        pass
+
+
+def test_a_window_that_no_layer_speaks_of_is_refused_where_texts_can_be_longer() -> None:
+    """Phimoe masks by it and does not hand it on. Within the window all is well."""
+    model = tiny_model("phimoe")
+    model.config.sliding_window = 40
+    with pytest.raises(BadModel, match="ctx_size to at most 40"), performing(model, check=ModelCheck(None), context=64):
+        pass
+    with performing(model, check=ModelCheck(None), context=40) as batching:
+        assert said(batching, SEQUENCES[1], 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "mixtral", "qwen3_moe"])
+def test_rounding_is_no_reason_to_refuse(family: str, dtype: torch.dtype) -> None:
+    with awake(tiny_model(family).to(dtype), dtype):
+        pass
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_wrong_answer_is_told_from_rounding(dtype: torch.dtype) -> None:
+    with pytest.raises(BadModel, match="answers otherwise"), awake(own_model().to(dtype), dtype):
+        pass
+
+
+@contextmanager
+def awake(model: Any, dtype: torch.dtype) -> Iterator[Batching]:
+    """A model of another dtype than float32, woken with a check."""
+    register()
+    model.set_attn_implementation(IMPLEMENTATION)
+    kv = torch.zeros(kv_bytes(model.config, dtype, CONTEXT), dtype=torch.uint8)
+    stage = Stage(model, model.config, Flat(kv), dtype=dtype)
+    made = Batching(
+        stage,
+        cache_tokens=CONTEXT,
+        batch_max=1,
+        context=CONTEXT,
+        on_fatal=lambda error, say: say(),
+        check=ModelCheck(None),
+    )
+    try:
+        made.on_wake()
+        yield made
+    finally:
+        made.close()
+
+
+def test_a_model_with_fewer_places_than_the_check_needs_is_served_without() -> None:
+    with performing(random_model("gpt2", n_positions=16), context=16, check=ModelCheck(None)) as batching:
+        assert len(said(batching, prompt(8), 4).ids) == 4
+
+
+# --- what happens around it -----------------------------------------------------------------------------------------
+
+
+def test_memory_that_is_short_is_no_difference_and_the_next_wake_tries_again() -> None:
+    model = random_model("llama")
+    failures = [torch.OutOfMemoryError("out of memory")]
+    calls: list[int] = []
+
+    def fail_first(*_: object) -> None:
+        calls.append(1)
+        if failures:
+            raise failures.pop()
+
+    model.register_forward_pre_hook(fail_first)
+    with pytest.raises(OutOfMemory), performing(model, check=ModelCheck(None)) as batching:
+        pass
+    with performing(model, check=ModelCheck(None)) as batching:
+        assert said(batching, prompt(20), 4)
+
+
+def test_a_model_that_was_refused_can_be_woken_again_and_is_refused_again() -> None:
+    model = own_model()
+    stage_kv = kv_bytes(model.config, "float32", CONTEXT)
+    register()
+    model.set_attn_implementation(IMPLEMENTATION)
+    made = Batching(
+        Stage(model, model.config, Flat(torch.zeros(stage_kv, dtype=torch.uint8))),
+        cache_tokens=CONTEXT,
+        batch_max=2,
+        context=CONTEXT,
+        on_fatal=lambda error, say: pytest.fail(f"the thread has ended: {error}"),
+        check=ModelCheck(None),
+    )
+    for _ in range(2):
+        with pytest.raises(BadModel, match="answers otherwise"):
+            made.on_wake()
+    made.close()
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return tiny.make_model(tmp_path / "llama", "llama")
+
+
+class Counted:
+    """A model prepared from its folder, whose forward passes are counted from then on."""
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        order = Order("s", "m", folder, Path("unused"), device="cpu", cache_tokens=512, **more)
+        around = Surroundings(torch.device("cpu"), Wire(), on_fatal=lambda error, say: say())
+        self._memory = os.memfd_create("arena")
+        self.made: Prepared = prepare(order, self._memory, around, lambda share: None, threading.Event())
+        self.forwards = 0
+        self.made.stage.module.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self.forwards += 1
+
+    def woken(self) -> int:
+        """Wake and go to sleep again. Says how many forward passes that took."""
+        before = self.forwards
+        self.made.stage.wake()
+        self.made.performer.on_wake()
+        self.made.performer.on_sleep()
+        self.made.stage.sleep()
+        return self.forwards - before
+
+    def __enter__(self) -> Counted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.made.performer.close()
+        self.made.stage.close()
+        self.made.text.close()
+        os.close(self._memory)
+
+
+def test_each_set_of_files_is_checked_once_whatever_process_comes_next(llama: Path, tmp_path: Path) -> None:
+    checked = tmp_path / "checked"
+    with Counted(llama, checked=checked) as first:
+        assert first.woken() > 0
+        assert first.woken() == 0
+    with Counted(llama, checked=checked) as again:
+        assert again.woken() == 0
+    with Counted(llama, checked=checked, dtype="bfloat16") as other_dtype:
+        assert other_dtype.woken() > 0
+    tiny.make_model(llama, "llama", seed=2)
+    with Counted(llama, checked=checked) as other_weights:
+        assert other_weights.woken() > 0
+
+
+def test_an_operator_can_leave_it_out_and_what_only_embeds_has_none(llama: Path) -> None:
+    with Counted(llama, skip_check=True) as skipped:
+        assert skipped.woken() == 0
+    with Counted(llama, embedding=True) as embedding:
+        assert embedding.woken() == 0
+
+
+def test_code_that_comes_with_a_model_is_compared_with_itself(tmp_path: Path) -> None:
+    folder = tiny.make_model(tmp_path / "own", "llama")
+    bring_own_attention(folder)
+    with pytest.raises(BadModel, match="answers otherwise"), Counted(folder, trust_remote_code=True) as own:
+        own.woken()
+    with Counted(folder, trust_remote_code=True, skip_check=True) as own:
+        assert own.woken() == 0

@@ -1,0 +1,185 @@
+"""A step that does not fit the device's memory is computed in smaller parts: only what fits not even alone is ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from greenroom.workers.torch_host.engine.asks import Sampling
+from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
+from tests.workers.torch_host.performing import GREEDY, WAIT_S, Answer, ask, performing, prompt, random_model, said
+
+# Chosen with chance and with memory of what was said: a token that is chosen twice would be seen.
+WARM = Sampling(temperature=1.5, seed=7, frequency_penalty=0.7, repetition_penalty=1.2)
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return random_model("llama")
+
+
+@contextmanager
+def failing(model: Any, fails: Callable[[torch.Tensor, torch.Tensor], bool], error: Exception = FULL) -> Iterator[None]:
+    """The model raises this at steps of which `fails(ids, positions)` says so."""
+
+    def look(_module: object, _args: object, named: dict[str, Any]) -> None:
+        if fails(named["input_ids"], named.get("position_ids")):
+            raise error
+
+    hook = model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def alone(model: Any, prompts: list[list[int]], sampling: Sampling = WARM, tokens: int = 20) -> list[list[int]]:
+    with performing(model) as batching:
+        return [said(batching, one, tokens, sampling, uses_cache=False).ids for one in prompts]
+
+
+def together(batching: Batching, prompts: list[list[int]], sampling: Sampling = WARM, tokens: int = 20) -> list[Answer]:
+    """The answers, of asks that come at once."""
+    batching.on_sleep()
+    asked = [ask(one, tokens, sampling, uses_cache=False) for one in prompts]
+    batching.submit(*(one for one, _ in asked))
+    batching.on_wake()
+    answers = [answer for _, answer in asked]
+    assert all(answer.end for answer in answers)
+    return answers
+
+
+def is_prefill(ids: torch.Tensor) -> bool:
+    return ids.shape[0] == 1 and ids.shape[1] > 1
+
+
+def test_prompts_that_do_not_fit_together_are_computed_apart(llama: Any) -> None:
+    prompts = [prompt(length) for length in (5, 20, 11, 17, 8)]
+    wanted = alone(llama, prompts)
+    with performing(llama) as batching, failing(llama, lambda ids, _: ids.numel() > 24):
+        answers = together(batching, prompts)
+        assert [answer.end.reason for answer in answers] == ["length"] * 5
+        assert [answer.ids for answer in answers] == wanted
+        assert batching.in_flight == 0
+
+
+def test_a_prompt_that_does_not_fit_is_computed_in_smaller_pieces(llama: Any) -> None:
+    prompts = [prompt(200)]
+    wanted = alone(llama, prompts)
+    with performing(llama) as batching, failing(llama, lambda ids, _: ids.numel() > 24):
+        answers = together(batching, prompts)
+        assert [answer.ids for answer in answers] == wanted
+
+
+def test_steps_do_not_run_out_of_memory_again_and_again(llama: Any) -> None:
+    failures = 0
+
+    def fails(ids: torch.Tensor, _: object) -> bool:
+        nonlocal failures
+        failures += ids.numel() > 64
+        return ids.numel() > 64
+
+    with performing(llama) as batching, failing(llama, fails):
+        # Known to be quick, so that pieces would be as long as they may be.
+        together(batching, [prompt(500)], tokens=1)
+        assert failures < 6
+
+
+@pytest.mark.parametrize("error", [FULL, ValueError("this prompt cannot be computed")])
+def test_only_the_prompt_at_fault_is_ended(llama: Any, error: Exception) -> None:
+    prompts = [prompt(length) for length in (5, 20, 11, 17, 8)]
+    wanted = alone(llama, prompts)
+    bad = [9, 390, 9]
+
+    def fails(ids: torch.Tensor, at: torch.Tensor) -> bool:
+        return bool(((ids == 390) & (at == 1)).any())
+
+    with performing(llama) as batching, failing(llama, fails, error):
+        answers = together(batching, [*prompts[:2], bad, *prompts[2:]])
+        ended = answers.pop(2)
+        assert ended.end.reason == "error"
+        # What foreign code says of it may name files and other processes: that is for the log.
+        assert ended.end.error and str(error) not in ended.end.error
+        assert ended.end.is_memory is (error is FULL)
+        assert [answer.ids for answer in answers] == wanted
+        assert said(batching, prompts[0], 20, WARM).ids == wanted[0]
+        assert batching.in_flight == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_batch_that_does_not_fit_is_decoded_in_parts(llama: Any, rows: int) -> None:
+    prompts = [prompt(length) for length in (5, 20, 11, 17, 8, 6)]
+    wanted = alone(llama, prompts)
+    with performing(llama) as batching, failing(llama, lambda ids, _: ids.shape[0] > rows):
+        answers = together(batching, prompts)
+        assert [answer.end.reason for answer in answers] == ["length"] * 6
+        assert [answer.ids for answer in answers] == wanted
+    assert batching.in_flight == 0
+
+
+def test_only_the_answer_at_fault_is_ended(llama: Any) -> None:
+    prompts = [prompt(length) for length in (5, 20, 11, 17, 8)]
+    wanted = alone(llama, prompts)
+    long = prompt(300)
+    with performing(llama) as batching:
+        with failing(llama, lambda ids, at: not is_prefill(ids) and bool((at >= 300).any())):
+            answers = together(batching, [*prompts[:2], long, *prompts[2:]])
+            ended = answers.pop(2)
+            assert ended.end.reason == "error"
+            assert ended.end.is_memory
+            assert [answer.ids for answer in answers] == wanted
+        # Nothing is left of it: as many as before are computed together.
+        assert [answer.ids for answer in together(batching, prompts)] == wanted
+        assert max(batching._stage.forwards[-10:]) == len(prompts)  # type: ignore[attr-defined]
+
+
+def test_an_answer_goes_on_where_choosing_failed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is computed again; nothing counts twice that was chosen once."""
+    sampling = Sampling(temperature=1.5, seed=7, frequency_penalty=0.7, logprobs=2)
+    prompts = [prompt(length) for length in (5, 20, 11)]
+    wanted = alone(llama, prompts, sampling)
+    calls, plain = iter(range(10_000)), torch.Tensor.topk
+
+    def topk(self: torch.Tensor, *args: Any, **more: Any) -> Any:
+        if next(calls) % 3 == 1:
+            raise FULL
+        return plain(self, *args, **more)
+
+    with performing(llama) as batching:
+        monkeypatch.setattr(torch.Tensor, "topk", topk)
+        answers = together(batching, prompts, sampling)
+        assert [answer.end.reason for answer in answers] == ["length"] * 3
+        assert [answer.ids for answer in answers] == wanted
+
+
+def test_inputs_that_do_not_fit_together_are_embedded_apart() -> None:
+    bert = random_model("bert")
+    inputs = [prompt(length) for length in (5, 20, 11, 17, 8)]
+    with performing(bert, cache_tokens=0, sentence=SentenceConfig()) as batching:
+        wanted = embedded(batching, inputs)
+        with failing(bert, lambda ids, _: ids.shape[0] > 1):
+            found = embedded(batching, inputs)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), atol=1e-5, rtol=1e-4)
+
+
+def embedded(batching: Batching, inputs: list[list[int]]) -> Any:
+    import threading
+
+    done, found = threading.Event(), []
+    batching.embed(inputs, lambda result: (found.append(result), done.set()))  # type: ignore[func-returns-value]
+    assert done.wait(WAIT_S)
+    assert not isinstance(found[0], Exception), found[0]
+    return found[0]
+
+
+def test_what_greedy_answers_say_does_not_change(llama: Any) -> None:
+    prompts = [prompt(length) for length in (30, 31, 32)]
+    wanted = alone(llama, prompts, GREEDY)
+    with performing(llama) as batching, failing(llama, lambda ids, _: ids.numel() > 40):
+        assert [answer.ids for answer in together(batching, prompts, GREEDY)] == wanted

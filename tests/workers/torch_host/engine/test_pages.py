@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from greenroom.workers.torch_host.engine.pages import (
+    BLOCK_TOKENS,
+    Blocks,
+    LayerShape,
+    blocks_for,
+    kv_bytes,
+    layer_shapes,
+)
+from greenroom.workers.torch_host.failures import BadModel
+
+
+def config(**changes: Any) -> Any:
+    plain = {"model_type": "some", "num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 256}
+    return SimpleNamespace(**{**plain, **changes})
+
+
+def test_layers_keep_as_many_heads_as_the_configuration_says() -> None:
+    assert layer_shapes(config()) == (LayerShape(8, 32, 32),) * 4
+    assert layer_shapes(config(num_key_value_heads=2, head_dim=64)) == (LayerShape(2, 64, 64),) * 4
+    assert layer_shapes(config(multi_query=True)) == (LayerShape(1, 32, 32),) * 4
+
+
+def test_latent_attention_is_kept_unfolded() -> None:
+    latent = config(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+    assert layer_shapes(latent)[0] == LayerShape(8, 24, 12)
+
+
+def test_the_language_model_of_a_larger_one_is_what_counts() -> None:
+    assert layer_shapes(SimpleNamespace(get_text_config=config)) == layer_shapes(config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"num_kv_shared_layers": 2}, "shares keys"),
+        ({"num_attention_heads": None}, "num_attention_heads"),
+        ({"num_key_value_heads": [1, 2, 3, 4]}, "different widths"),
+    ],
+)
+def test_what_does_not_fit_pages_is_refused_by_name(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadModel, match=why) as refused:
+        layer_shapes(config(**changes))
+    assert "some" in str(refused.value)
+
+
+def test_kv_bytes_count_tokens_layers_and_the_scratch_block() -> None:
+    # 4 layers, keys and values, 8 heads of 32 numbers of 2 bytes; 100 tokens are 7 blocks, and one is nobody's.
+    assert kv_bytes(config(), "bfloat16", 100) == 4 * 2 * 8 * 32 * 2 * (7 + 1) * BLOCK_TOKENS
+    assert kv_bytes(config(), "torch.float32", 100) == 2 * kv_bytes(config(), "bfloat16", 100)
+
+
+def test_blocks_are_numbers_taken_once_and_given_back() -> None:
+    blocks = Blocks(100)
+    taken = blocks.take(7)
+    assert sorted(taken) == [1, 2, 3, 4, 5, 6, 7]
+    assert blocks.free == 0
+    blocks.give(taken[:3])
+    assert sorted(blocks.take(3)) == sorted(taken[:3])
+    blocks.clear()
+    assert blocks.free == blocks.total == 7
+
+
+def test_a_block_more_than_there_are_is_a_mistake_of_ours() -> None:
+    with pytest.raises(AssertionError):
+        Blocks(16).take(2)
+
+
+def test_blocks_for_rounds_up() -> None:
+    assert [blocks_for(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]

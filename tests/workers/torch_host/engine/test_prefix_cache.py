@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import random
+
+from greenroom.workers.torch_host.engine.pages import Blocks
+from greenroom.workers.torch_host.engine.prefix_cache import Node, PrefixCache
+
+A, B = ("a", ""), ("b", "")
+BLOCK_BYTES = 1000
+
+
+def made(blocks: int) -> tuple[Blocks, PrefixCache]:
+    free = Blocks(blocks * 16)
+    return free, PrefixCache(free, BLOCK_BYTES)
+
+
+def kept(cache: PrefixCache, owner: tuple[str, str], tokens: list[int]) -> list[Node]:
+    """Compute these tokens and keep them, as a sequence does; still in use."""
+    held = cache.match(owner, tokens)
+    whole = len(tokens) // 16
+    own = cache.take(whole - len(held))
+    added = cache.keep(owner, tokens, held, own)
+    assert len(added) == len(own)
+    return [*held, *added]
+
+
+def run(first: int, count: int) -> list[int]:
+    return list(range(first, first + count))
+
+
+def test_the_longest_known_beginning_is_found_but_never_the_last_token() -> None:
+    _, cache = made(8)
+    cache.release(kept(cache, A, run(0, 48)))
+    assert len(cache.match(A, run(0, 100))) == 3
+    assert len(cache.match(A, run(0, 48))) == 2
+    assert len(cache.match(A, [*run(0, 20), 7, *run(21, 40)])) == 1
+    assert cache.match(A, [1, *run(0, 48)]) == []
+    assert cache.match(B, run(0, 48)) == []
+
+
+def test_the_same_block_of_tokens_after_another_beginning_is_another_entry() -> None:
+    _, cache = made(8)
+    cache.release(kept(cache, A, [*run(0, 16), *run(500, 16)]))
+    assert len(cache.match(A, [*run(100, 16), *run(500, 17)])) == 0
+
+
+def test_unused_blocks_go_when_room_is_needed_oldest_first_and_leaves_first() -> None:
+    free, cache = made(4)
+    cache.release(kept(cache, A, run(0, 32)))
+    cache.release(kept(cache, A, run(100, 32)))
+    cache.release(cache.match(A, run(0, 33)))
+    assert (free.free, cache.available) == (0, 4)
+    cache.take(2)
+    assert len(cache.match(A, run(0, 33))) == 2
+    assert cache.match(A, run(100, 33)) == []
+
+
+def test_blocks_in_use_never_go() -> None:
+    _, cache = made(4)
+    held = kept(cache, A, run(0, 32))
+    assert cache.available == 2
+    cache.take(2)
+    assert [node.block for node in cache.match(A, run(0, 33))] == [node.block for node in held]
+
+
+def test_what_somebody_else_kept_first_is_not_kept_twice() -> None:
+    _, cache = made(8)
+    first = kept(cache, A, run(0, 32))
+    again = cache.take(2)
+    assert cache.keep(A, run(0, 32), [], again) == []
+    assert cache.entries == 2
+    cache.release(first)
+
+
+def test_a_flushed_block_in_use_is_found_by_nobody_and_freed_by_its_last_user() -> None:
+    free, cache = made(4)
+    held = kept(cache, A, run(0, 32))
+    assert cache.flush("a", None) == (2, 2 * BLOCK_BYTES)
+    assert cache.match(A, run(0, 33)) == []
+    assert free.free == 2
+    own = cache.take(1)
+    # What follows a flushed block is not kept: nobody could find it.
+    assert cache.keep(A, run(0, 48), held, own) == []
+    cache.release(held)
+    assert free.free == 3
+    assert cache.entries == 0
+
+
+def test_blocks_are_never_lost_and_never_in_two_places_whatever_happens() -> None:
+    chance = random.Random(7)
+    free, cache = made(24)
+    sequences: list[tuple[list[Node], list[int]]] = []
+    for _ in range(3000):
+        what = chance.random()
+        if what < 0.5:
+            owner = (chance.choice("ab"), chance.choice("xy"))
+            tokens = [chance.randrange(2) for _ in range(0, 16 * chance.randint(1, 5), 16) for _ in range(1)]
+            text = [token for token in tokens for _ in range(16)]
+            held = cache.match(owner, [*text, 9])
+            needed = len(tokens) - len(held)
+            if needed <= cache.available:
+                own = cache.take(needed)
+                added = cache.keep(owner, text, held, own)
+                sequences.append(([*held, *added], own[len(added) :]))
+            else:
+                cache.release(held)
+        elif sequences and what < 0.95:
+            nodes, own = sequences.pop(chance.randrange(len(sequences)))
+            free.give(own)
+            cache.release(nodes)
+        else:
+            cache.flush(chance.choice(["a", None]), chance.choice(["x", None]))
+        used = {node.block for nodes, _ in sequences for node in nodes}
+        private = [block for _, own in sequences for block in own]
+        assert len(private) == len(set(private))
+        assert not used & set(private)
+        assert cache.available == 24 - len(used) - len(private)

@@ -1,0 +1,163 @@
+"""Each kind of step against attention written out by hand: one query at a time, one key at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from greenroom.workers.torch_host.engine.pages import LayerShape, kv_bytes, slots_for
+from greenroom.workers.torch_host.engine.steps import Decode, Prefill, Span, slots_of
+from greenroom.workers.torch_host.failures import BadModel
+from greenroom.workers.torch_host.kernels.attention import How, Store, paged_attention, performing, stores_in
+from greenroom.workers.torch_host.kernels.flash import Kernels
+
+HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 6, 2, 8, 12
+SHAPE = LayerShape(KV_HEADS, KEY_DIM, VALUE_DIM)
+SINKS = torch.linspace(-1, 2, HEADS)
+HOWS = [
+    How(scale=0.3),
+    How(scale=0.3, window=5),
+    How(scale=0.7, softcap=2.0),
+    How(scale=0.3, sinks=SINKS),
+    How(scale=0.5, window=3, softcap=1.5, sinks=SINKS),
+]
+BLOCKS = [[3, 1, 5], [2, 7, 4]]
+
+
+def some(*size: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed + sum(size)))
+
+
+def by_hand(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, at: int, how: How) -> torch.Tensor:
+    """One token's `[heads, dim]` over the `[tokens, kv heads, dim]` it may see."""
+    first = 0 if how.window is None else max(0, at - how.window + 1)
+    out = []
+    for head in range(HEADS):
+        shared = head // (HEADS // KV_HEADS)
+        scores = [float(query[head] @ keys[one, shared]) * how.scale for one in range(first, at + 1)]
+        if how.softcap is not None:
+            scores = [how.softcap * math.tanh(score / how.softcap) for score in scores]
+        weights = [math.exp(score) for score in scores]
+        total = sum(weights) + (0 if how.sinks is None else math.exp(float(how.sinks[head])))
+        out.append(sum(weight / total * values[first + one, shared] for one, weight in enumerate(weights)))
+    return torch.stack(out)  # type: ignore[arg-type]
+
+
+def store() -> Store:
+    memory = torch.zeros(16 * 1024, dtype=torch.float32).view(torch.uint8)
+    return stores_in(memory, [SHAPE], torch.float32, 7 * 16)[0]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_pieces_of_prompts_see_their_own_past_and_nothing_else(how: How) -> None:
+    kept = store()
+    counts, query = [20, 11], [some(31, HEADS, KEY_DIM, seed=n) for n in (1, 2)]
+    keys, values = (
+        [some(31, KV_HEADS, KEY_DIM, seed=n) for n in (3, 4)],
+        [some(31, KV_HEADS, VALUE_DIM, seed=n) for n in (5, 6)],
+    )
+    done = [0, 0]
+    for pieces in ([9, 11], [11, 0]):
+        spans, write, read, asks, new_keys, new_values = [], [], [], [], [], []
+        for one, count in enumerate(pieces):
+            if count:
+                past = done[one]
+                spans.append(Span(len(write), count, past))
+                write += slots_of(BLOCKS[one], past, past + count)
+                read += slots_of(BLOCKS[one], 0, past + count)
+                asks.append(query[one][past : past + count])
+                new_keys.append(keys[one][past : past + count])
+                new_values.append(values[one][past : past + count])
+        step = Prefill([kept], Kernels(), spans, torch.tensor(write), torch.tensor(read))
+        out = step.attend(0, *(torch.cat(part).transpose(0, 1)[None] for part in (asks, new_keys, new_values)), how)[0]
+        at = 0
+        for one, count in enumerate(pieces):
+            for place in range(done[one], done[one] + count):
+                want = by_hand(query[one][place], keys[one], values[one], place, how)
+                assert torch.allclose(out[at], want, atol=1e-4)
+                at += 1
+            done[one] += count
+    assert done == counts
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_each_row_decodes_over_its_own_pages(how: How) -> None:
+    kept = store()
+    lengths = [33, 7]
+    keys, values = (
+        [some(40, KV_HEADS, KEY_DIM, seed=n) for n in (3, 4)],
+        [some(40, KV_HEADS, VALUE_DIM, seed=n) for n in (5, 6)],
+    )
+    for row, length in enumerate(lengths):
+        slots = torch.tensor(slots_of(BLOCKS[row], 0, length - 1))
+        kept.key[slots], kept.value[slots] = keys[row][: length - 1], values[row][: length - 1]
+    query = some(2, HEADS, 1, KEY_DIM)
+    step = Decode([kept], Kernels(), torch.tensor(lengths) - 1, torch.tensor(BLOCKS, dtype=torch.int32))
+    newest = [torch.stack([part[row][length - 1] for row, length in enumerate(lengths)]) for part in (keys, values)]
+    out = step.attend(0, query, newest[0][:, :, None], newest[1][:, :, None], how)
+    for row, length in enumerate(lengths):
+        want = by_hand(query[row, :, 0], keys[row], values[row], length - 1, how)
+        assert torch.allclose(out[row, 0], want, atol=1e-4)
+
+
+def test_stores_lie_one_after_the_other_and_fill_what_was_counted() -> None:
+    config: Any = type(
+        "C", (), {"model_type": "x", "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32}
+    )()
+    memory = torch.zeros(kv_bytes(config, "float16", 40), dtype=torch.uint8)
+    stores = stores_in(memory, [LayerShape(4, 8, 8)] * 3, torch.float16, 40)
+    for number, one in enumerate(stores):
+        one.key.fill_(2 * number + 1)
+        one.value.fill_(2 * number + 2)
+    assert stores[0].key.shape == (slots_for(40), 4, 8)
+    assert [float(part.float().mean()) for one in stores for part in (one.key, one.value)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("layer", "key", "why"),
+    [
+        (None, (1, KV_HEADS, 1, KEY_DIM), "number None"),
+        (1, (1, KV_HEADS, 1, KEY_DIM), "number 1"),
+        (0, (1, 3, 1, 8), "3 heads"),
+    ],
+)
+def test_a_model_that_does_otherwise_than_it_said_is_refused(layer: int | None, key: tuple[int, ...], why: str) -> None:
+    step = Decode([store()], Kernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
+    with pytest.raises(BadModel, match=why):
+        step.attend(layer, some(1, HEADS, 1, KEY_DIM), some(*key), some(1, KV_HEADS, 1, VALUE_DIM), How(scale=1.0))
+
+
+def test_a_layer_that_attends_twice_in_a_step_is_refused() -> None:
+    step = Decode([store()], Kernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
+    parts = some(1, HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, VALUE_DIM)
+    step.attend(0, *parts, How(scale=1.0))
+    with pytest.raises(BadModel, match="layer 0 attends twice"):
+        step.attend(0, *parts, How(scale=1.0))
+
+
+def test_a_mask_of_the_models_own_and_a_look_ahead_are_refused_where_pages_are_read() -> None:
+    class Attention(torch.nn.Module):
+        layer_idx, is_causal = 0, True
+
+    module, mask = Attention(), torch.zeros(1, 1, 1, 1)
+    parts = some(1, HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, VALUE_DIM)
+    step = Decode([store()], Kernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
+    with performing(step), pytest.raises(BadModel, match="Attention makes an attention mask of its own"):
+        paged_attention(module, *parts, mask)
+    with performing(step), pytest.raises(BadModel, match="Attention looks at later tokens"):
+        paged_attention(module, *parts, None, is_causal=False)
+    with performing(step):
+        assert paged_attention(module, *parts, None)[0].shape == (1, 1, HEADS, VALUE_DIM)
+
+
+def test_attention_outside_of_a_step_and_a_bias_by_position_are_refused() -> None:
+    module = torch.nn.Module()
+    parts = some(1, HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, VALUE_DIM)
+    with pytest.raises(RuntimeError, match="outside"):
+        paged_attention(module, *parts, None)
+    step = Decode([store()], Kernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
+    with performing(step), pytest.raises(BadModel, match="bias"):
+        paged_attention(module, *parts, None, position_bias=torch.zeros(1))

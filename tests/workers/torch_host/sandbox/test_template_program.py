@@ -1,0 +1,109 @@
+"""What templates see, beside what Transformers shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from greenroom.workers.torch_host.api.refusals import Refused
+from greenroom.workers.torch_host.sandbox.template_runner import Scribes
+from greenroom.workers.torch_host.text.templates import COMPLAINT_CHARS_MAX, Template
+from greenroom.workers.torch_host.text.tokens import Text
+from tests.workers.torch_host.chat_templates import (
+    CONVERSATIONS,
+    DEEPER_MISTAKES,
+    FAMILIES,
+    MISTAKES,
+    SWITCHES,
+    TODAY,
+    TOOLS,
+)
+
+CONTEXT = 2**20
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]] | None
+
+
+def theirs(text: Text, messages: Messages, tools: Tools, switches: Mapping[str, Any]) -> str:
+    """What Transformers makes of it, or says about it."""
+    apply = text.tokenizer.apply_chat_template
+    try:
+        return str(apply(list(messages), tools=tools, tokenize=False, add_generation_prompt=True, **switches))
+    except Exception as error:
+        return f"refused these messages: {str(error)[:COMPLAINT_CHARS_MAX]}"
+
+
+async def ours(template: Template, messages: Messages, tools: Tools, switches: Mapping[str, Any]) -> str:
+    try:
+        return await template.render(messages, tools, switches, CONTEXT)
+    except Refused as refused:
+        assert (refused.status, refused.code) == (400, "template_failed")
+        return refused.message[refused.message.index("refused these") :]
+
+
+@pytest.fixture
+def text(byte_text: Text, monkeypatch: pytest.MonkeyPatch) -> Text:
+    # The tokenizer has setters of its own, and keeps this where they put it.
+    monkeypatch.setitem(byte_text.tokenizer._special_tokens_map, "bos_token", "<s>")
+    return byte_text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_a_template_writes_what_it_writes_in_transformers(
+    text: Text, scribes: Scribes, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr(text.tokenizer, "chat_template", FAMILIES[family])
+    template = Template(text, scribes)
+    written = set()
+    for messages in CONVERSATIONS.values():
+        for tools in (None, TOOLS):
+            for switches in SWITCHES:
+                wanted = theirs(text, messages, tools, switches)
+                assert await ours(template, messages, tools, switches) == wanted
+                written.add(wanted)
+    # It has said something of its own to each of several conversations.
+    assert len({prompt for prompt in written if "refused these" not in prompt}) > (family != "white space")
+
+
+@pytest.mark.parametrize("source", MISTAKES)
+async def test_a_template_that_fails_says_what_it_says_in_transformers(
+    text: Text, scribes: Scribes, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setattr(text.tokenizer, "chat_template", source)
+    wanted = theirs(text, CONVERSATIONS["long"], None, {})
+    assert await ours(Template(text, scribes), CONVERSATIONS["long"], None, {}) == wanted
+
+
+@pytest.mark.parametrize("source", DEEPER_MISTAKES)
+async def test_a_template_that_fails_in_transformers_fails_here(
+    text: Text, scribes: Scribes, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setattr(text.tokenizer, "chat_template", source)
+    assert theirs(text, CONVERSATIONS["short"], None, {}).startswith("refused these")
+    assert (await ours(Template(text, scribes), CONVERSATIONS["short"], None, {})).startswith("refused these")
+
+
+async def test_the_date_is_todays(text: Text, scribes: Scribes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text.tokenizer, "chat_template", TODAY)
+    messages = CONVERSATIONS["short"]
+    before = theirs(text, messages, None, {})
+    written = await ours(Template(text, scribes), messages, None, {})
+    # Midnight may lie between.
+    assert written in (before, theirs(text, messages, None, {}))
+
+
+async def test_of_several_templates_the_one_for_tools_is_taken_where_there_are_some(
+    text: Text, scribes: Scribes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {"default": "plain {{ tools is none }}", "tool_use": "with {{ tools | length }}", "rag": "never"}
+    messages = CONVERSATIONS["short"]
+    monkeypatch.setattr(text.tokenizer, "chat_template", named)
+    template = Template(text, scribes)
+    assert await ours(template, messages, None, {}) == theirs(text, messages, None, {}) == "plain True"
+    assert await ours(template, messages, TOOLS, {}) == theirs(text, messages, TOOLS, {}) == "with 2"
+    monkeypatch.setattr(text.tokenizer, "chat_template", {"rag": "never"})
+    refused = theirs(text, messages, None, {})
+    assert "refused these" in refused and "rag" in refused
+    assert await ours(template, messages, None, {}) == refused

@@ -1,0 +1,246 @@
+"""Answers in the Harmony format through the API: channels, calls and what a model does not quite get right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greenroom.workers.torch_host.engine.asks import Ask
+from greenroom.workers.torch_host.text.tokens import Text
+from tests.workers.torch_host import tokenizer_folders
+from tests.workers.torch_host.api.test_chat import HI, TIME, WEATHER, ask, streamed
+from tests.workers.torch_host.conftest import Opener, Rig
+from tests.workers.torch_host.performing import generated, performing, prompt, random_model, said
+
+SPECIAL = ("<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|message|>", "<|call|>")
+# In the manner of gpt-oss: reasoning is called thinking, and may not stand beside content before a call.
+TEMPLATE = """
+{%- if tools %}<|start|>developer<|message|>namespace functions {
+{%- for tool in tools %} {{ tool.function.name }}{% endfor %} }<|end|>{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' and message.tool_calls %}
+{%- if message.content and message.thinking %}{{ raise_exception('Cannot pass both content and thinking') }}{% endif %}
+{%- if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}
+{%- set call = message.tool_calls[0].function %}<|start|>assistant to=functions.{{ call.name }}
+{%- raw %}<|channel|>commentary json<|message|>{% endraw %}{{ call.arguments | tojson }}<|call|>
+{%- elif message.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>
+{%- else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+
+THINKS = "<|channel|>analysis<|message|>They want a greeting."
+CALLS = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris", "days": 3}'
+PARIS = {"city": "Paris", "days": 3}
+
+
+def harmony_text(folder: Path, template: str = TEMPLATE) -> Text:
+    tokenizer_folders.byte_level(folder, template, SPECIAL)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|return|>"}))
+    return Text.load(folder)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    return harmony_text(tmp_path_factory.mktemp("harmony") / "tiny-oss")
+
+
+def saying(text: Text, *parts: str) -> Callable[[Ask], Sequence[int]]:
+    """Parts are encoded one by one: a mark that is cut in two is no mark."""
+    tokens = [token for part in parts for token in text._encode(part, False)]
+    return lambda _: tokens
+
+
+async def both(rig: Rig, **body: Any) -> tuple[str, str, list[tuple[str, Any]], str]:
+    """Content, reasoning, calls and reason: the same in a stream and in a whole answer."""
+    whole = (await ask(rig, **body)).choices[0]
+    message = whole.message
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or []]
+    found = message.content or "", getattr(message, "reasoning_content", ""), calls, whole.finish_reason
+    deltas = [chunk.choices[0] for chunk in await streamed(rig, **body)]
+    told = [call for one in deltas for call in one.delta.tool_calls or []]
+    assert found == (
+        "".join(one.delta.content or "" for one in deltas),
+        "".join(getattr(one.delta, "reasoning_content", None) or "" for one in deltas),
+        [(call.function.name, json.loads(call.function.arguments)) for call in told],
+        deltas[-1].finish_reason,
+    )
+    return found
+
+
+async def test_reasoning_and_answer_are_told_apart(open_api: Opener, text: Text) -> None:
+    said = saying(text, THINKS + "<|end|><|start|>assistant<|channel|>final<|message|>Hello, Wörld 🙂<|return|>never")
+    async with open_api(said, text) as rig:
+        assert await both(rig) == ("Hello, Wörld 🙂", "They want a greeting.", [], "stop")
+        raw = (await rig.http.post("/v1/chat/completions", json={"messages": HI})).json()["choices"][0]["message"]
+    assert raw == {"role": "assistant", "content": "Hello, Wörld 🙂", "reasoning_content": "They want a greeting."}
+
+
+async def test_reasoning_is_streamed_as_it_comes(open_api: Opener, text: Text) -> None:
+    async with open_api(saying(text, THINKS + "<|end|>"), text) as rig:
+        chunks = await streamed(rig)
+    pieces = [getattr(chunk.choices[0].delta, "reasoning_content", None) for chunk in chunks]
+    assert len([piece for piece in pieces if piece]) > 3
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        CALLS + "<|call|>",
+        ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris", "days": 3}<|call|>',
+        '<|channel|>commentary to=functions.get_weather<|message|>{"city": "Paris", "days": 3}<|call|>',
+        '<|channel|>commentary to=get_weather <|constrain|>json<|message|> {"city": "Paris", "days": 3} <|call|>',
+        '<|channel|>analysis to=functions.get_weather code<|message|>{"city": "Paris", "days": 3}<|end|>',
+        # The end of the answer ends the call, whatever token that was.
+        CALLS,
+    ],
+)
+@pytest.mark.parametrize("thinks", [True, False])
+async def test_a_call_is_found_wherever_its_recipient_is_said(
+    open_api: Opener, text: Text, call: str, thinks: bool
+) -> None:
+    said = saying(text, f"{THINKS}<|end|><|start|>assistant{call}" if thinks else call)
+    async with open_api(said, text) as rig:
+        reasoning = "They want a greeting." if thinks else ""
+        assert await both(rig, tools=[WEATHER]) == ("", reasoning, [("get_weather", PARIS)], "tool_calls")
+
+
+async def test_a_preamble_is_shown_before_its_call(open_api: Opener, text: Text) -> None:
+    preamble = "<|channel|>commentary<|message|>I look at the weather.<|end|><|start|>assistant"
+    async with open_api(saying(text, preamble + CALLS + "<|call|>"), text) as rig:
+        assert await both(rig, tools=[WEATHER]) == (
+            "I look at the weather.",
+            "",
+            [("get_weather", PARIS)],
+            "tool_calls",
+        )
+
+
+async def test_a_call_without_arguments_has_an_empty_object(open_api: Opener, text: Text) -> None:
+    said = saying(text, "<|channel|>commentary to=functions.get_time <|constrain|>json<|message|><|call|>")
+    async with open_api(said, text) as rig:
+        assert (await both(rig, tools=[TIME]))[2] == [("get_time", {})]
+
+
+async def test_nothing_is_a_call_where_nothing_is_offered(open_api: Opener, text: Text) -> None:
+    async with open_api(saying(text, CALLS + "<|call|>"), text) as rig:
+        assert await both(rig) == ('{"city": "Paris", "days": 3}', "", [], "stop")
+
+
+async def test_a_call_that_was_cut_off_is_text(open_api: Opener, text: Text) -> None:
+    async with open_api(saying(text, CALLS[:-6]), text) as rig:
+        assert await both(rig, tools=[WEATHER]) == ('{"city": "Paris", "day', "", [], "stop")
+
+
+async def test_messages_of_one_kind_are_one_text(open_api: Opener, text: Text) -> None:
+    again = "<|end|><|start|>assistant<|channel|>analysis<|message|>Once more."
+    final = "<|start|>assistant<|channel|>final<|message|>Yes."
+    # The end of the second is missing: the next one begins all the same.
+    async with open_api(saying(text, THINKS + again + final), text) as rig:
+        assert await both(rig) == ("Yes.", "They want a greeting.\n\nOnce more.", [], "stop")
+
+
+async def test_marks_in_letters_are_text(open_api: Opener, text: Text) -> None:
+    about = ["<|channel|>final<|message|>Write ", "<", "|channel|>final", "<", "|message|>", " first.<|return|>"]
+    async with open_api(saying(text, *about), text) as rig:
+        assert (await both(rig))[:2] == ("Write <|channel|>final<|message|> first.", "")
+
+
+@pytest.mark.parametrize("plain", ["Hello there.", "to be or not to be", "to=", " to"])
+async def test_an_answer_without_any_header_is_text(open_api: Opener, text: Text, plain: str) -> None:
+    async with open_api(saying(text, plain), text) as rig:
+        assert (await both(rig))[:2] == (plain, "")
+
+
+async def test_a_header_without_an_end_is_text(open_api: Opener, text: Text) -> None:
+    endless = "<|channel|>" + "final words " * 200
+    async with open_api(saying(text, endless), text) as rig:
+        chunks = await streamed(rig)
+        assert (await both(rig))[:2] == (endless.removeprefix("<|channel|>"), "")
+    assert len(chunks) > 100
+
+
+async def test_an_answer_that_ends_in_its_header_is_empty(open_api: Opener, text: Text) -> None:
+    async with open_api(saying(text, THINKS + "<|end|><|start|>assistant<|channel|>fin"), text) as rig:
+        assert await both(rig) == ("", "They want a greeting.", [], "stop")
+
+
+async def test_stop_sequences_are_found_in_either(open_api: Opener, text: Text) -> None:
+    said = saying(text, THINKS + "<|end|><|start|>assistant<|channel|>final<|message|>one two three<|return|>")
+    async with open_api(said, text) as rig:
+        assert await both(rig, stop=" three") == ("one two", "They want a greeting.", [], "stop")
+        assert await both(rig, stop="greet") == ("", "They want a ", [], "stop")
+
+
+async def test_log_probabilities_cover_every_token(open_api: Opener, text: Text) -> None:
+    said = saying(text, THINKS + "<|end|><|start|>assistant<|channel|>final<|message|>one two<|return|>")
+    async with open_api(said, text) as rig:
+        answer = await ask(rig, logprobs=True)
+        chunks = await streamed(rig, logprobs=True)
+    listed = [one for chunk in chunks if chunk.choices[0].logprobs for one in chunk.choices[0].logprobs.content]
+    assert len(answer.choices[0].logprobs.content) == len(listed) == answer.usage.completion_tokens
+    assert answer.choices[0].message.content == "one two"
+
+
+async def test_the_model_stops_at_its_call_even_where_its_files_do_not_say_so(open_api: Opener, text: Text) -> None:
+    async with open_api(saying(text, CALLS + "<|call|>and more"), text) as rig:
+        await ask(rig, tools=[WEATHER])
+        stops = rig.performer.asks[0].stop_tokens
+    assert {text.speller.spell(token)[0] for token in stops} == {"<|return|>", "<|call|>"}
+
+
+async def test_an_answer_held_to_a_schema_is_final_at_once(open_api: Opener, text: Text) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    async with open_api("", text) as rig:
+        content, reasoning, _, _ = await both(rig, response_format=wanted)
+        assert (json.loads(content), reasoning) == ({"a": 1}, "")
+        assert text.decode(rig.performer.asks[0].tokens).endswith("<|start|>assistant<|channel|>final<|message|>")
+
+
+async def test_a_tool_that_must_be_called_is(open_api: Opener, text: Text) -> None:
+    async with open_api("", text) as rig:
+        body = {"tools": [WEATHER, TIME], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+        ((name, arguments),) = (await both(rig, seed=1, **body))[2]
+    assert name == "get_weather"
+    assert set(arguments) == {"city", "days"}
+
+
+async def test_reasoning_comes_back_to_the_template(open_api: Opener, text: Text) -> None:
+    call = {"type": "function", "id": "1", "function": {"name": "get_weather", "arguments": json.dumps(PARIS)}}
+    said = {"role": "assistant", "content": "I look.", "reasoning_content": "Need weather.", "tool_calls": [call]}
+    messages: Any = [*HI, said, {"role": "tool", "tool_call_id": "1", "content": "sunny"}]
+    async with open_api(saying(text, "<|channel|>final<|message|>ok"), text) as rig:
+        assert (await ask(rig, messages=messages)).choices[0].message.content == "ok"
+        prompt = text.decode(rig.performer.asks[0].tokens)
+    assert "<|channel|>analysis<|message|>Need weather.\n\nI look.<|end|><|start|>assistant to=functions" in prompt
+
+
+def test_gpt_oss_says_what_transformers_itself_would_say() -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    sizes = {"model_type": "gpt_oss", "head_dim": 32, "sliding_window": 24, "layer_types": kinds, **experts}
+    model = random_model("llama", **sizes, rope_parameters=rope)
+    prompts = [prompt(length) for length in (1, 16, 50)]
+    wanted = [generated(model, one, 12) for one in prompts]
+    with performing(model) as batching:
+        assert [said(batching, one).ids for one in prompts] == wanted
+
+
+async def test_a_template_without_the_marks_is_read_as_before(open_api: Opener, tmp_path: Path) -> None:
+    plain = harmony_text(tmp_path / "plain", tokenizer_folders.TEMPLATE)
+    async with open_api(saying(plain, "<|channel|>final<|message|>hello"), plain) as rig:
+        answer = await ask(rig)
+    assert answer.choices[0].message.content == "finalhello"
+
+
+async def test_a_tokenizer_without_the_marks_is_read_as_before(open_api: Opener, tmp_path: Path) -> None:
+    plain = Text.load(tokenizer_folders.byte_level(tmp_path / "plain", TEMPLATE))
+    async with open_api(saying(plain, "<|channel|>final"), plain) as rig:
+        answer = await ask(rig)
+    assert answer.choices[0].message.content == "<|channel|>final"

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from greenroom.workers.torch_host.text.tool_calls import Call, CallReader, parse_calls
+
+A = '{"name": "look", "arguments": {"at": "x"}}'
+LLAMA = '{"name": "look", "parameters": {"at": "x"}}'
+LOOK = ("look", {"at": "x"})
+
+
+def read(pieces: list[str]) -> tuple[str, list[tuple[str, object]]]:
+    reader = CallReader({"look"})
+    found = [reader.add(piece) for piece in pieces] + [reader.end()]
+    calls = [call for one in found for call in one.calls]
+    return "".join(one.text for one in found), [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+CASES = [
+    ("plain text", "plain text", []),
+    ("", "", []),
+    ("  \n", "  \n", []),
+    (f"<tool_call>\n{A}\n</tool_call>", "", [LOOK]),
+    (f"I look.\n<tool_call>{A}</tool_call>\n<tool_call>{A}</tool_call>\n", "I look.\n", [LOOK, LOOK]),
+    (f"<tool_call>{A}</tool_call> done", "done", [LOOK]),
+    (f"<tool_call>{A}", "", [LOOK]),
+    ("<tool_call>not json</tool_call>", "<tool_call>not json</tool_call>", []),
+    ("<tool_call>{", "<tool_call>{", []),
+    ("a < b <tool", "a < b <tool", []),
+    (f"[TOOL_CALLS][{A}, {A}]", "", [LOOK, LOOK]),
+    ('[TOOL_CALLS]look[ARGS]{"at": "x"}[TOOL_CALLS]look{"at": "x"}', "", [LOOK, LOOK]),
+    ("[TOOL_CALLS]oh no", "[TOOL_CALLS]oh no", []),
+    (LLAMA, "", [LOOK]),
+    (f"  {LLAMA}; {LLAMA}", "", [LOOK, LOOK]),
+    (f"<|python_tag|>{LLAMA}", "", [LOOK]),
+    ('{"name": "unknown", "parameters": {}}', '{"name": "unknown", "parameters": {}}', []),
+    ('{"type": "function", "function": {"name": "look", "arguments": "{}"}}', "", [("look", {})]),
+    ('{"answer": 42, "name": "look"}', '{"answer": 42, "name": "look"}', []),
+    ('{"name": "look", "arguments": {}} and more', '{"name": "look", "arguments": {}} and more', []),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), CASES, ids=[case[0][:30] for case in CASES])
+def test_calls_are_found_wherever_the_pieces_end(text: str, content: str, calls: list[tuple[str, object]]) -> None:
+    assert read(list(text)) == (content, calls)
+    for count in (0, 1, 2):
+        for cuts in itertools.combinations(range(1, len(text)), count):
+            pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+            assert read(pieces) == (content, calls), pieces
+
+
+def test_text_before_a_call_does_not_wait_for_it() -> None:
+    reader = CallReader({"look"})
+    assert reader.add("I look. <tool").text == "I look. "
+    found = reader.add(f"_call>{A}</tool_call>")
+    assert (found.text, [call.name for call in found.calls]) == ("", ["look"])
+
+
+def test_an_answer_in_json_does_not_wait_for_its_end() -> None:
+    reader = CallReader({"look"})
+    assert reader.add('{"answ').text == ""
+    assert reader.add('er": 1').text == '{"answer": 1'
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"name": 1}', '{"name": "a", "arguments": 5}', "[" * 100_000, "{} x"])
+def test_what_is_no_call_is_none(text: str) -> None:
+    assert parse_calls(text) == []
+
+
+def test_arguments_are_json_as_they_were() -> None:
+    assert parse_calls('{"name": "a", "arguments": {"city": "Köln"}}') == [Call("a", '{"city": "Köln"}')]

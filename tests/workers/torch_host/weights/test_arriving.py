@@ -1,0 +1,146 @@
+"""The order of copies and unfolding on a device that only writes down what was enqueued, and after what."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from greenroom.workers.torch_host.weights import arriving
+from greenroom.workers.torch_host.weights.arena import HostArena, Layout, Place
+from greenroom.workers.torch_host.weights.arriving import Arrival
+from greenroom.workers.torch_host.weights.fold.fold import CHUNK_BYTES, LANDING_CHUNKS, Fold
+
+Clock = Counter[int]
+
+
+class FakeStream:
+    """Knows of every stream how much of its work is done before what is enqueued next."""
+
+    made = 0
+
+    def __init__(self, *_: object, **__: object) -> None:
+        FakeStream.made += 1
+        self.cuda_stream = FakeStream.made
+        self.after: Clock = Counter()
+        self.synchronized = 0
+
+    def enqueue(self) -> Clock:
+        self.after[self.cuda_stream] += 1
+        return self.after.copy()
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.after |= event.after
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+
+
+class FakeEvent:
+    def __init__(self, **_: object) -> None:
+        self.after: Clock = Counter()
+
+    def record(self, stream: FakeStream) -> None:
+        self.after = stream.after.copy()
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
+
+    def elapsed_time(self, _: FakeEvent) -> float:
+        return 1.0
+
+
+class Device:
+    """A driver, and a kernel that unfolds: what touches which bytes, and what is done by then."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, FakeStream] = {}
+        self.start = 0
+        self.done: list[tuple[str, int, int, Clock, int]] = []
+        self.unfolds_on: FakeStream
+
+    def copy_to_device(self, address: int, pointer: int, size: int, stream: int) -> None:
+        place = address - self.start
+        self.done.append(("copy", place, place + size, self.streams[stream].enqueue(), stream))
+
+    def unfold(self, folded: torch.Tensor, target: torch.Tensor, fold: Fold) -> None:
+        clock, stream = self.unfolds_on.enqueue(), self.unfolds_on.cuda_stream
+        for what, tensor in (("read", folded), ("write", target)):
+            place = tensor.data_ptr() - self.start
+            size = tensor.numel() * tensor.element_size()
+            self.done.append((what, place, place + size, clock, stream))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(arriving, "unfolder", lambda _: device.unfold)
+    yield device
+
+
+def arrival_of(device: Device, chunks: int, folds: Mapping[int, Fold]) -> tuple[Arrival, torch.nn.Module]:
+    size = chunks * CHUNK_BYTES + 512
+    memory = os.memfd_create("arena")
+    os.ftruncate(memory, size + 4096)
+    host = HostArena(memory, Layout({"weight": Place("uint8", (size,), 0, size)}, size), "these", folds)
+    os.close(memory)
+    weights = torch.empty(size, dtype=torch.uint8)
+    device.start = weights.data_ptr()
+    made: Any = Arrival(device, torch.device("cpu"), host, weights, lambda size, seconds: None)  # type: ignore[arg-type]
+    device.streams = {stream.cuda_stream: stream for stream in (made._wire, made._stream)}
+    device.unfolds_on = made._stream
+    module = torch.nn.Module()
+    module.register_buffer("weight", weights)
+    return made, module
+
+
+@pytest.mark.parametrize("chunks", [LANDING_CHUNKS + 1, LANDING_CHUNKS + 4, LANDING_CHUNKS + 7])
+@pytest.mark.parametrize("left_out", [None, 0, 1, 2])
+def test_nothing_is_overwritten_or_read_too_early(chunks: int, left_out: int | None, cuda: Device) -> None:
+    folds = {index: Fold(100, 9) for index in range(chunks - LANDING_CHUNKS) if index != left_out}
+    arrival, module = arrival_of(cuda, chunks, folds)
+    for _ in range(2):
+        cuda.done.clear()
+        arrival.begin(module)
+        arrival.arrived()
+        touched = cuda.done
+        for number, (what, start, end, clock, _) in enumerate(touched):
+            for before, other_start, other_end, other, stream in touched[:number]:
+                if other is clock or other_end <= start or end <= other_start or before == what == "read":
+                    continue
+                assert other[stream] <= clock[stream], f"{what} of {start} does not wait for the {before} before it"
+        written = {start for what, start, _, _, _ in touched if what == "write" or start // CHUNK_BYTES not in folds}
+        assert {index * CHUNK_BYTES for index in range(chunks + 1)} <= written
+        # Who waits for the last knows that all is there.
+        assert all(arrival._last.after[stream] >= clock[stream] for *_, clock, stream in touched)
+        assert arrival.bytes == sum(chunk.size for chunk in arrival._host.chunks)
+
+
+def test_a_wake_that_cannot_begin_leaves_nothing_under_way_and_the_next_one_works(
+    cuda: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrival, module = arrival_of(cuda, LANDING_CHUNKS + 1, {})
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            arrival.begin(module)
+    assert all(stream.synchronized for stream in cuda.streams.values())
+    assert arrival.is_here
+    assert not module._forward_pre_hooks
+    arrival.begin(module)
+    arrival.arrived()
+    arrival.finish()

@@ -1,0 +1,156 @@
+"""A model put to sleep: what runs beside the reading of its weights, and that nothing is left when a part fails."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from greenroom.workers.torch_host.control.orders import Order
+from greenroom.workers.torch_host.failures import BadModel
+from greenroom.workers.torch_host.text.tokens import Text
+from greenroom.workers.torch_host.weights import fallback, loading, preparing, reading
+from greenroom.workers.torch_host.weights.device_weights import StageModel, Wire
+from greenroom.workers.torch_host.weights.filling import Unplanned
+from greenroom.workers.torch_host.weights.preparing import Prepared, Surroundings, prepare
+from greenroom.workers.torch_host.weights.source_files import SourceFile
+from tests.workers.torch_host import tiny
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    made = os.memfd_create("arena")
+    yield made
+    os.close(made)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def prepared(folder: Path, descriptor: int, filled: bool = False) -> Prepared:
+    order = Order("s", "m", folder, Path("unused"), filled=filled, device="cpu", cache_tokens=512)
+    around = Surroundings(torch.device("cpu"), Wire(), on_fatal=lambda error, say: say())
+    return prepare(order, descriptor, around, lambda share: None, threading.Event())
+
+
+def let_go(made: Prepared) -> None:
+    made.performer.close()
+    made.stage.close()
+    made.text.close()
+
+
+def noted(call: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
+    def noting(*given: Any, **named: Any) -> Any:
+        note()
+        return call(*given, **named)
+
+    return noting
+
+
+def test_tokenizer_and_stage_are_made_while_weights_are_read(
+    llama: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads wait here until both are under way, and both say whether a read had begun before."""
+    reads, text, stage = threading.Event(), threading.Event(), threading.Event()
+    early: list[str] = []
+
+    def note(name: str, begun: threading.Event) -> Callable[[], None]:
+        def begin() -> None:
+            if not reads.is_set():
+                early.append(name)
+            begun.set()
+
+        return begin
+
+    fill = SourceFile.fill
+
+    def fill_beside(self: SourceFile, *what: Any) -> int:
+        assert text.wait(DEADLINE_S)
+        assert stage.wait(DEADLINE_S)
+        return fill(self, *what)
+
+    monkeypatch.setattr(SourceFile, "fill", fill_beside)
+    monkeypatch.setattr(reading._Work, "_next", noted(reading._Work._next, reads.set))
+    monkeypatch.setattr(Text, "load", noted(Text.load, note("text", text)))
+    monkeypatch.setattr(preparing, "StageModel", noted(StageModel, note("stage", stage)))
+    let_go(prepared(llama, descriptor))
+    assert text.is_set()
+    assert stage.is_set()
+    assert early == []
+
+
+def test_a_model_that_transformers_loads_is_prepared_too(
+    llama: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unplanned(*_: object) -> None:
+        raise Unplanned("as if it were stored in another form")
+
+    loads: list[int] = []
+    monkeypatch.setattr(loading, "plan", unplanned)
+    monkeypatch.setattr(fallback, "load", noted(fallback.load, lambda: loads.append(1)))
+    made = prepared(llama, descriptor)
+    assert loads == [1]
+    assert made.read_bytes > 0
+    let_go(made)
+
+
+def test_what_another_worker_filled_is_prepared_without_reading(llama: Path, descriptor: int) -> None:
+    let_go(prepared(llama, descriptor))
+    made = prepared(llama, descriptor, filled=True)
+    assert made.read_bytes == 0
+    assert os.fstat(descriptor).st_size <= made.host_bytes < os.fstat(descriptor).st_size + 8192
+    let_go(made)
+
+
+def break_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Text, "load", broken)
+
+
+def break_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "Batching", broken)
+
+
+def break_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SourceFile, "fill", broken)
+
+
+def broken(*_: object, **__: object) -> Any:
+    raise BadModel("broken on purpose")
+
+
+@pytest.mark.parametrize("spoil", [break_text, break_stage, break_reading])
+def test_whatever_fails_leaves_neither_thread_nor_mapping(
+    spoil: Callable[[pytest.MonkeyPatch], None],
+    llama: Path,
+    descriptor: int,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    before = set(threading.enumerate())
+    spoil(monkeypatch)
+    # Nothing may wait for the next round of the garbage collector: the memory is another model's by then.
+    gc.disable()
+    request.addfinalizer(gc.enable)
+    with pytest.raises(BadModel, match="broken on purpose") as caught:
+        prepared(llama, descriptor)
+    assert [thread for thread in threading.enumerate() if thread not in before] == []
+    if spoil is break_text:
+        # Not even while the error is still being told: the model was whole by then, and bound to its arena.
+        assert mappings(os.fstat(descriptor).st_ino) == 0
+    del caught
+    assert mappings(os.fstat(descriptor).st_ino) == 0
+
+
+def mappings(inode: int) -> int:
+    with open("/proc/self/maps") as lines:
+        return sum(1 for line in lines if line.split()[4] == str(inode) and "memfd:arena" in line)
