@@ -33,7 +33,7 @@ KEY = "none"
 
 def build_of(python: str) -> str:
     """The build that this interpreter would run, by its own word."""
-    argv = [python, "-c", "from greenroom.runtime.build import NAME; print(NAME)"]
+    argv = [python, "-c", "from greenroom.app import NAME; print(NAME)"]
     return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
 
 

@@ -31,12 +31,12 @@ from rich.console import Console
 from rich.table import Table
 
 import rig
+from greenroom import app
 from greenroom.app import GC_THRESHOLDS
 from greenroom.core.effects import Effects
 from greenroom.core.events import Event, Limits, ServeDone
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need, RequestId, TenantId
 from greenroom.core.scheduler import Scheduler
-from greenroom.runtime import build
 from greenroom.sim.records import Call
 from greenroom.sim.setting import Manners, SimConfig, SimModel
 from greenroom.sim.stats import quantile
@@ -278,7 +278,7 @@ def figures_of(costs: dict[Size, Cost]) -> dict[str, Any]:
     usual, large, heap, bare = costs[USUAL], costs[LARGE], heap_us(LARGE.waiting), dispatch_us()
     return {
         "machine": rig.machine(),
-        "build": build.NAME,
+        "build": app.NAME,
         "judged_by": "wall" if large.is_quiet else "cpu: the machine was not quiet",
         "usual_per_s": round(usual.per_s),
         "large_per_s": round(large.per_s),
@@ -301,7 +301,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="where the time goes at the large size")
     options = parser.parse_args()
     gc.set_threshold(*GC_THRESHOLDS)
-    print(f"{rig.machine()}, {build.NAME} build", flush=True)
+    print(f"{rig.machine()}, {app.NAME} build", flush=True)
     if options.profile:
         profile = cProfile.Profile()
         cost_of(LARGE, options.events, profile)

@@ -10,24 +10,24 @@ import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from greenroom.config import loader, plugins
 from greenroom.config.diff import Changes, diff, refuse_restart
-from greenroom.config.limits import limits_of
-from greenroom.config.named_tenants import is_named
+from greenroom.config.limits import is_named, limits_of
 from greenroom.config.problems import open_door
 from greenroom.config.schema import Config, Server
 from greenroom.core.decide import green_room
 from greenroom.core.events import ConfigChanged, ShutdownAsked
 from greenroom.core.model import ModelId
 from greenroom.errors import ConfigError
+from greenroom.http import edge
 from greenroom.process import orphans
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime import build
 from greenroom.runtime.catalogue import Draft
 from greenroom.runtime.detached import beside
-from greenroom.runtime.memory.first_look import first_look
 from greenroom.runtime.memory.probes.base import Probe, Reading
+from greenroom.runtime.memory.probes.choice import first_look
 from greenroom.runtime.operations import Operations
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.tickets import Desk
@@ -41,6 +41,8 @@ from greenroom.wiring.memory import wire_memory
 from greenroom.wiring.moves import wire_moves, wire_rejections
 from greenroom.wiring.shutdown import let_go, stopped, write_last
 
+# Which build this is: the hot path as Python or as machine code.
+BUILD: Final = "pure" if edge.__file__.endswith(".py") else "compiled"
 _log = get_logger("app")
 
 # A header is read in milliseconds; thousands of models on a slow disk take seconds.
@@ -129,7 +131,7 @@ class App:
         app._begin()
         if app.sharing is not None:
             await app.sharing.open()
-        _log.info("serving", address=app.edge.addresses[0], models=len(app.catalog), build=build.NAME)
+        _log.info("serving", address=app.edge.addresses[0], models=len(app.catalog), build=BUILD)
         return app
 
     async def _open(self, server: Server) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from greenroom.core import events as ev
 from greenroom.core.model import ModelId
 from greenroom.sim.records import Violation
-from greenroom.sim.trace import TraceHash
-from greenroom.sim.world import Watcher, World
+from greenroom.sim.trace import TraceHash, Watcher
+from greenroom.sim.world import World
 from tests.chaos.callers import Callers
 from tests.chaos.checks import checks_for
 from tests.chaos.mischief import HANG_MAX_S, Mischief

@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from greenroom.cli import events
-from greenroom.cli.events import ServerEvent, server_events
+from greenroom.cli import client
+from greenroom.cli.client import ServerEvent, server_events
 from greenroom.cli.failures import CommandFailed
 
 
@@ -39,6 +39,6 @@ def test_bytes_that_are_no_text_do_not_end_the_stream() -> None:
 
 @pytest.mark.parametrize("endless", ["data: " + "x" * 200, "data: x\n" * 50])
 def test_an_event_without_end_is_an_error(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "LINE_BYTES_MAX", 100)
+    monkeypatch.setattr(client, "LINE_BYTES_MAX", 100)
     with pytest.raises(CommandFailed, match="more than 100 bytes"):
         read(endless)

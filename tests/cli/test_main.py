@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from greenroom import __version__
-from greenroom.cli import interrupts
+from greenroom.cli import failures
 from greenroom.cli import main as main_module
 from greenroom.cli.commands import ps
 from greenroom.cli.failures import CommandFailed
@@ -153,7 +153,7 @@ def test_an_interrupt_while_a_command_begins_ends_it_without_a_word(tmp_path: Pa
 def test_an_interrupt_that_was_provided_for_is_left_to_those_who_did(handler: signal.Handlers) -> None:
     before = signal.signal(signal.SIGINT, handler)
     try:
-        with interrupts.end_at_once():
+        with failures.end_at_once():
             assert signal.getsignal(signal.SIGINT) is handler
         assert signal.getsignal(signal.SIGINT) is handler
     finally:
@@ -163,10 +163,10 @@ def test_an_interrupt_that_was_provided_for_is_left_to_those_who_did(handler: si
 def test_a_handler_that_a_command_sets_as_it_begins_stays() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with interrupts.end_at_once():
+        with failures.end_at_once():
             assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        with interrupts.end_at_once():
+        with failures.end_at_once():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from greenroom.config.commands import words
+from greenroom.config.kinds import words
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 from pydantic import ValidationError
 
-from greenroom.config.names import RESERVED_ENDINGS, RESERVED_IDS, id_problem
+from greenroom.config.kinds import RESERVED_ENDINGS, RESERVED_IDS, id_problem
 from greenroom.config.schema import Config, Model
 
 from .conftest import Complaints, Loads

@@ -12,9 +12,9 @@ import pytest
 from greenroom.config.schema import Model
 from greenroom.engines.estimates.command import estimate_command, files_of_command, folder_options
 from greenroom.engines.estimates.hf_folder import FolderOptions
-from greenroom.engines.estimates.name_size import bits_of, estimate_by_name, parameters_billion
 from greenroom.engines.identity import arguments_identity, embedded_identity
 from greenroom.engines.registry import engine_for
+from greenroom.runtime.memory.needs import bits_of, estimate_by_name, parameters_billion
 from tests.engines.test_estimate_hf import folder
 from tests.models import tiny
 

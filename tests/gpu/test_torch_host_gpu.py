@@ -25,12 +25,11 @@ from greenroom.workers.torch_host.failures import OutOfMemory
 from greenroom.workers.torch_host.weights import skeleton
 from greenroom.workers.torch_host.weights.arena import HostArena, lay_out
 from greenroom.workers.torch_host.weights.device_memory import CudaArena
-from greenroom.workers.torch_host.weights.device_weights import StageModel, Wire
+from greenroom.workers.torch_host.weights.device_weights import Registration, StageModel, Wire
 from greenroom.workers.torch_host.weights.driver import driver
 from greenroom.workers.torch_host.weights.fold.fold import CHUNK_BYTES
 from greenroom.workers.torch_host.weights.fold.folding import Folding
 from greenroom.workers.torch_host.weights.fold.unfolding import unfold_plainly, unfolder
-from greenroom.workers.torch_host.weights.registering import Registration
 from greenroom.workers.torch_host.weights.skeleton import Wish
 from tests.workers.torch_host import tiny
 from tests.workers.torch_host.worker_rig import WorkerRig

@@ -11,7 +11,7 @@ from typing import Any
 from greenroom.app import App
 from greenroom.core.model import ModelId
 from greenroom.leases.records import Lease
-from greenroom.leases.shared import scripts
+from greenroom.leases.shared import stored
 from tests import fake_gpu
 from tests.harness import fake, gateway
 from tests.redis_server import RedisServer
@@ -26,7 +26,7 @@ def grown_up(server: RedisServer) -> RedisServer:
     """As a store is that has been in use for long: it has no grace for those it might not know any more."""
     wall_us = int(time.time() * 1_000_000)
     words = {"wall": wall_us // 1000, "now": 10**10, "last": wall_us, "birth": wall_us, "version": 1}
-    key = scripts.keys(HOST)[0]
+    key = stored.keys(HOST)[0]
     server.say("HSET", key, *(str(word) for pair in words.items() for word in pair))
     return server
 

@@ -15,7 +15,7 @@ from greenroom.core.model import ModelId, MoveKind, Tier
 from greenroom.errors import BadModel, LoadFailed, OutOfMemory, OutsideRoots
 from greenroom.runtime.memory.hosted_memory import HostedMemory
 from greenroom.runtime.moves import hosted_moves, openings
-from greenroom.runtime.workers import liveness
+from greenroom.runtime.workers import worker_host
 from tests.harness import gateway, until, write_config
 from tests.integration.facts import at_rest
 from tests.integration.hosted_rig import Folder, arenas, fake_workers, move, tier, until_in, worker_of
@@ -178,8 +178,8 @@ async def test_a_request_in_flight_is_answered_by_the_next_worker_if_it_had_no_b
 async def test_a_worker_that_stands_still_is_ended_and_its_models_are_served_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness, "ASK_EVERY_S", 0.1)
-    monkeypatch.setattr(liveness, "ANSWER_MAX_S", 1.0)
+    monkeypatch.setattr(worker_host, "ASK_EVERY_S", 0.1)
+    monkeypatch.setattr(worker_host, "ANSWER_MAX_S", 1.0)
     folder = Folder(tmp_path, "alpha")
     async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
         await chat(app, "alpha")

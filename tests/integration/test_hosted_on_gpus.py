@@ -16,7 +16,7 @@ from greenroom.app import App
 from greenroom.core.model import DeviceId, MoveKind, SlotId, Tier
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.host import THIS_MACHINE
-from greenroom.runtime.memory.set_aside import WORKER_GPU_MIB
+from greenroom.runtime.memory.owners import WORKER_GPU_MIB
 from tests import fake_gpu
 from tests.harness import gateway, until, write_config
 from tests.integration.hosted_rig import Folder, fake_workers, move, tier, until_in, worker_of

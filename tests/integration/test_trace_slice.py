@@ -20,7 +20,7 @@ from greenroom.core.events import ConfigChanged, Event, MoveDone
 from greenroom.core.model import MoveId, MoveKind, Outcome
 from greenroom.core.scheduler import Scheduler
 from greenroom.runtime.record.recording import Asked, Recording, WatchedEffects, read
-from greenroom.sim.run import simulate
+from greenroom.sim.cases import simulate
 from greenroom.sim.setting import Manners, SimConfig, SimModel
 from greenroom.sim.traces import read_trace
 from greenroom.sim.workloads import Recorded

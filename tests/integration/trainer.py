@@ -66,13 +66,13 @@ def trainer(
 
 def main() -> None:
     import greenroom
-    from greenroom.leases import stores
+    from greenroom.leases import client
     from greenroom.leases.shared.redis_store import RedisStore
     from tests import fake_gpu
 
     url, _, mib, ttl_s, gpus, priority = sys.argv[1:]
     # A new store grants nothing for as long as a lease may last; that is the same short time for all who test it.
-    stores._redis_store = lambda url, host: RedisStore(url, sys.argv[2], ttl_s=float(ttl_s))
+    client._redis_store = lambda url, host: RedisStore(url, sys.argv[2], ttl_s=float(ttl_s))
     done = threading.Event()
     threading.Thread(target=_hear, args=(done,), daemon=True).start()
     with greenroom.lease(int(mib), name="train", priority=priority, ttl_s=float(ttl_s), wait_s=300, url=url) as lease:

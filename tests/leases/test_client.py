@@ -18,12 +18,11 @@ import pytest
 import greenroom
 from greenroom.app import App
 from greenroom.errors import BadRequest, GreenroomError, InvalidKey, LeaseDenied, LeaseLost, LeaseUnknown, StoreDown
+from greenroom.leases.client import Keeping, open_store, store_url
 from greenroom.leases.holder import holder_of
 from greenroom.leases.http_store import HttpStore
-from greenroom.leases.keeping import Keeping
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.shared.redis_store import RedisStore
-from greenroom.leases.stores import open_store, store_url
 from tests.harness import fake, gateway, until, url
 from tests.integration.facts import is_ready
 from tests.redis_server import redis_server

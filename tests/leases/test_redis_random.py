@@ -13,7 +13,7 @@ from redis import asyncio as aioredis
 
 from greenroom.errors import LeaseDenied, LeaseLost
 from greenroom.leases.records import LeaseAsk
-from greenroom.leases.shared import scripts
+from greenroom.leases.shared import stored
 from greenroom.leases.shared.redis_store import RedisStore
 from greenroom.leases.shared.store import SlotAsk
 from tests.redis_server import redis_server
@@ -128,7 +128,7 @@ class Chance:
 
 async def book(client: aioredis.Redis) -> tuple[dict[str, int], dict[str, int]]:
     """What the book says is taken, and what its leases add up to, read in one step."""
-    names = scripts.keys("box")
+    names = stored.keys("box")
     leases, taken = names[1], names[4]
     lua = "return {redis.call('HGETALL', KEYS[1]), redis.call('HVALS', KEYS[2])}"
     flat, records = await client.eval(lua, 2, taken, leases)

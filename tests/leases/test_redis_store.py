@@ -10,7 +10,7 @@ import pytest
 
 from greenroom.errors import LeaseDenied, LeaseLost, LeaseTaken, LeaseUnknown
 from greenroom.leases.records import Lease, LeaseAsk
-from greenroom.leases.shared import scripts
+from greenroom.leases.shared import stored
 from greenroom.leases.shared.redis_store import RedisStore
 from greenroom.leases.shared.store import SlotAsk
 from tests.leases.redis_rig import DEVICES, GRACE_S, PATIENCE_S, Opener, ask, claims, slot, until_claims
@@ -258,4 +258,4 @@ async def test_hosts_do_not_see_each_other(server: RedisServer, client: Opener) 
 
 
 def test_all_keys_of_a_host_lie_in_one_slot() -> None:
-    assert {key.partition("{")[2].partition("}")[0] for key in scripts.keys("box")} == {"box"}
+    assert {key.partition("{")[2].partition("}")[0] for key in stored.keys("box")} == {"box"}

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from greenroom.sim.clock import Clock
+from greenroom.sim.player import Clock
 
 
 def test_things_happen_in_order_of_time_and_then_of_arrangement() -> None:

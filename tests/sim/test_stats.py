@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from greenroom.core.model import ModelId, TenantId
-from greenroom.sim.run import simulate
+from greenroom.sim.cases import simulate
 from greenroom.sim.stats import jain, quantile, stats_of, waits_of
 from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World

@@ -11,7 +11,7 @@ from typing import get_args
 
 from greenroom.core import events as ev
 from greenroom.core.events import Event
-from greenroom.sim.run import simulate
+from greenroom.sim.cases import simulate
 from greenroom.sim.setting import scheduler_for
 from greenroom.sim.trace import TraceHash, Transcript
 from greenroom.sim.workloads import Bursty, Mix, zipf

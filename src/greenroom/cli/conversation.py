@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, Self
 
 from greenroom.cli import screen
-from greenroom.cli.client import Client
-from greenroom.cli.events import ServerEvent
+from greenroom.cli.client import Client, ServerEvent
 from greenroom.cli.failures import CommandFailed, NotAStream, Refused
 
 PATH: Final = "/v1/chat/completions"

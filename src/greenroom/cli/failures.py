@@ -5,8 +5,12 @@ Whatever is raised here is said in one line on standard error, without a traceba
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, Final
 
 
 class Exit(IntEnum):
@@ -54,3 +58,26 @@ class Refused(CommandFailed):
         super().__init__(message, details)
         self.status = status
         self.code = code
+
+
+# What shells give a program that was interrupted: `Exit.INTERRUPTED`, whose module would have to be imported.
+_INTERRUPTED: Final = 130
+
+
+@contextmanager
+def end_at_once() -> Iterator[None]:
+    """Until the end of the block, or until somebody in it sets another handler, which then stays."""
+    # Who was told to ignore it, as in the background of a script, goes on doing so.
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is _leave:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(number: int, frame: object) -> None:
+    os._exit(_INTERRUPTED)

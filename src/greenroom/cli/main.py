@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from greenroom.cli import interrupts
+from greenroom.cli import failures
 
 if TYPE_CHECKING:
     import argparse
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit status; argparse itself exits for wrong usage and --help."""
-    with interrupts.end_at_once():
+    with failures.end_at_once():
         # All that takes its time, now that an interrupt ends it without a word.
         from greenroom.cli import screen
         from greenroom.cli.failures import CommandFailed, Exit

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from greenroom.cli.failures import CommandFailed, WrongUsage
 from greenroom.config import plugins
-from greenroom.config.limits import limits_of
+from greenroom.config.limits import limits_of, ttl_s_of
 from greenroom.config.schema import PRIORITY_NAMES, Config, Model
-from greenroom.config.warmth import ttl_s_of
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need
 from greenroom.engines.registry import engine_for
 from greenroom.runtime.memory.devices import devices

@@ -6,12 +6,14 @@ Owns the bounds and what a name may be made of. Never knows a key: `schema.py` d
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from greenroom.config import names
+from greenroom.config.report import Problem, Where
 
 # What stands between two slashes of a path whose bytes mean only themselves.
 _ROUTE_PART = re.compile(r"\*{1,2}|[A-Za-z0-9._~!$&'()+,=:@-]*")
@@ -25,7 +27,7 @@ def _no_bool(value: Any) -> Any:
 
 
 def _model_id(name: str) -> str:
-    why = names.id_problem(name)
+    why = id_problem(name)
     if why is not None:
         raise PydanticCustomError("name", "{why}", {"why": why})
     return name
@@ -79,10 +81,74 @@ TenantWeight = Annotated[float, Field(ge=0.001, le=1_000), NotBool]
 Mib = Annotated[int, Field(ge=0, le=MIB_MAX), NotBool]
 MibAboveZero = Annotated[int, Field(ge=1, le=MIB_MAX), NotBool]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(_printable)]
+
+ID_CHARS_MAX = 256
+
+# These words follow /models/ in the management API, so a model may not be called by them.
+RESERVED_IDS = frozenset({"load", "unload", "loaded", "stats", "inventory", "download"})
+
+# These words follow /models/{id}/ there: an id that ends in one could be read as a shorter id and an order.
+RESERVED_ENDINGS = frozenset({"load", "unload", "logs", "sleep", "prepare"})
+
+
+def id_problem(name: str) -> str | None:
+    """Why this text cannot be an id; None if it can."""
+    segments = name.split("/")
+    if not name:
+        return "an id may not be empty"
+    if len(name) > ID_CHARS_MAX:
+        return f"an id has at most {ID_CHARS_MAX} characters, this one has {len(name):,}"
+    if not name.isprintable():
+        return "an id may not contain control or invisible characters"
+    if name != name.strip():
+        return "an id may not begin or end with a space"
+    if name in RESERVED_IDS:
+        return f"{name} is a word of the management API and cannot be an id"
+    if not all(segments):
+        return "an id may not begin or end with / nor contain //"
+    if "." in segments or ".." in segments:
+        return "an id may not contain the path segments . or .."
+    if segments[-1] in RESERVED_ENDINGS or segments[-2:] == ["logs", "stream"]:
+        return f"an id may not end in /{segments[-1]}: that is an order of the management API"
+    return None
+
+
+def clashes(models: Iterable[tuple[str, Sequence[str]]]) -> Iterator[Problem]:
+    """Aliases that are also an id, or are given twice. Takes ids with their aliases."""
+    named = list(models)
+    taken: dict[str, str] = {name: "is already a model's id" for name, _ in named}
+    for name, aliases in named:
+        for position, alias in enumerate(aliases):
+            where: Where = ("models", name, "aliases", position)
+            if alias in taken:
+                yield Problem(where, f"{alias} {taken[alias]}")
+            else:
+                taken[alias] = f"is already an alias of {name}"
+
+
 ModelId = Annotated[
     str,
     AfterValidator(_model_id),
-    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": names.ID_CHARS_MAX}),
+    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": ID_CHARS_MAX}),
 ]
 RoutePattern = Annotated[str, AfterValidator(_route_pattern)]
 HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$")]
+
+
+def words(command: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The program and its arguments. Raises ValueError if a quote is left open.
+
+    A list is taken as it is. In a text, lines that begin with # are comments and a line ending in \\ goes on in the
+    next, so that a long command can be written over several lines. Placeholders are to be filled after this, not
+    before: then no value can add words.
+    """
+    if not isinstance(command, str):
+        return command
+    lines = [line for line in command.splitlines() if not line.lstrip().startswith("#")]
+    return tuple(shlex.split("\n".join(lines).replace("\\\n", " ")))
+
+
+class Section(BaseModel):
+    """A part of the file. Unknown keys are refused: a typo must not silently become a default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from greenroom.config.coresidency import rules_of
-from greenroom.config.schema import Config
+from greenroom.config.schema import Config, Model, StayWarm
 from greenroom.core.events import Limits
 from greenroom.core.model import TenantId
 
@@ -31,3 +31,17 @@ def limits_of(config: Config) -> Limits:
         backoff_max_s=scheduler.backoff_max_s,
         green_room_mib=config.memory.green_room_mib,
     )
+
+
+def ttl_s_of(model: Model, stay_warm: StayWarm) -> float:
+    """Seconds; 0 = for ever. What a caller says with `keep_alive` comes before this."""
+    if model.ttl_s is not None:
+        return model.ttl_s
+    by_category = {"llm": stay_warm.llm_s, "vision": stay_warm.vision_s, "diffusion": stay_warm.diffusion_s}
+    return by_category[model.category]
+
+
+def is_named(config: Config, tenant: str) -> bool:
+    """Whether a key's requests belong to this tenant, or it has a weight."""
+    keys = config.server.api_keys
+    return tenant in config.scheduler.tenant_weights or any((key.tenant or key.name) == tenant for key in keys)

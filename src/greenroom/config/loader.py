@@ -6,20 +6,22 @@ keeps anything: a reload loads anew and compares (`diff.py`).
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from greenroom.config import macros, names, paths
+from greenroom.config import kinds, macros
 from greenroom.config.problems import clashing_recordings
 from greenroom.config.problems import problems as problems_of_config
 from greenroom.config.reader import Source, Value, read
-from greenroom.config.report import Problem, Where, refusal
-from greenroom.config.schema import Config
-from greenroom.config.wording import problems_of
+from greenroom.config.report import Lines, Problem, Where, refusal, shown
+from greenroom.config.schema import Company, Config, Model, Section
 from greenroom.errors import ConfigError
 
 ENVIRONMENT_NAME = "GREENROOM_CONFIG"
@@ -46,7 +48,7 @@ def load(path: str | Path, environ: Mapping[str, str] = os.environ) -> Loaded:
     if source.problems or not_expanded:
         raise refusal(str(file), [*source.problems, *not_expanded], source.lines)
     absolute = Path(os.path.abspath(file))
-    config = paths.resolved(checked, absolute.parent)
+    config = resolved(checked, absolute.parent)
     if clashes := list(clashing_recordings(config.server, absolute)):
         raise refusal(str(file), clashes, source.lines)
     return Loaded(config, absolute, tuple(problems_of_config(config)))
@@ -69,7 +71,7 @@ def _validated(tree: dict[str, Value], source: Source, not_expanded: tuple[Probl
         return Config.model_validate(tree)
     except ValidationError as error:
         # The schema compares the names of models only once each model is right; here that is not waited for.
-        found = [*problems_of(error, source.lines), *names.clashes(_names(tree))]
+        found = [*problems_of(error, source.lines), *kinds.clashes(_names(tree))]
     # A value whose macro is not known is wrong for that reason alone.
     blamed = {problem.where for problem in not_expanded}
     return [problem for problem in found if not any(_is_within(problem.where, where) for where in blamed)]
@@ -85,3 +87,190 @@ def _names(tree: dict[str, Value]) -> Iterator[tuple[str, list[str]]]:
     for name, model in models.items() if isinstance(models, dict) else ():
         aliases = model.get("aliases") if isinstance(model, dict) else None
         yield name, [str(alias) for alias in aliases] if isinstance(aliases, list) else []
+
+
+# A bare name in these is looked for on PATH when the engine starts, like a shell would.
+_PROGRAM_KEYS = frozenset({"program", "python"})
+_SERVER_KEYS = ("record_activity", "record_events")
+_MODEL_KEYS = ("path", "cwd", *sorted(_PROGRAM_KEYS))
+
+
+def resolved(config: Config, folder: Path) -> Config:
+    """The same configuration with ~ expanded and relative paths starting at `folder`."""
+    models = {name: _model(model, folder) for name, model in config.models.items()}
+    records = {
+        key: _absolute(path, folder) for key in _SERVER_KEYS if (path := getattr(config.server, key)) is not None
+    }
+    server = config.server.model_copy(update=records)
+    memory, state_dir = config.memory, _absolute(config.state_dir, folder)
+    if memory.file is not None:
+        memory = memory.model_copy(update={"file": _absolute(memory.file, folder)})
+    roots = tuple(_absolute(root, folder) for root in config.model_roots)
+    return config.model_copy(
+        update={"server": server, "memory": memory, "models": models, "state_dir": state_dir, "model_roots": roots}
+    )
+
+
+def _model(model: Model, folder: Path) -> Model:
+    said = {key: getattr(model, key) for key in _MODEL_KEYS}
+    return model.model_copy(
+        update={
+            key: _absolute(path, folder)
+            for key, path in said.items()
+            if path is not None and not (key in _PROGRAM_KEYS and _is_bare(path))
+        }
+    )
+
+
+def _is_bare(path: str) -> bool:
+    return "/" not in path and not path.startswith("~")
+
+
+def _absolute(path: str, folder: Path) -> str:
+    return os.path.normpath(folder / os.path.expanduser(path))
+
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number",
+    "int_from_float": "a whole number",
+    "number_wanted": "a number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "a mapping (key: value)",
+    "model_type": "a mapping (key: value)",
+    "model_attributes_type": "a mapping (key: value)",
+}
+_BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("more than", "gt"),
+    "less_than_equal": ("at most", "le"),
+}
+# Patterns that say less to people than a sentence does.
+_PATTERNS = {"sha256": "must be 64 hexadecimal digits in lower case, as `greenroom key` prints them"}
+# Values below these keys may be secrets and are never shown.
+_SECRET_KEYS = frozenset({"key", "sha256", "env"})
+
+
+def problems_of(error: ValidationError, lines: Lines) -> Iterator[Problem]:
+    """One problem a place, though a value that may have several shapes fails once for each of them."""
+    by_place: dict[Where, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        by_place.setdefault(_place(detail, lines), []).append(detail)
+    for where, details in by_place.items():
+        deeper = any(len(other) > len(where) and other[: len(where)] == where for other in by_place)
+        # An item of a list is wrong: that the list is no text either is not worth a line.
+        if deeper and all(detail["type"] in _WANTED for detail in details):
+            continue
+        yield from _told(where, details)
+
+
+def _place(detail: ErrorDetails, lines: Lines) -> Where:
+    """Where the value stands in the file: the schema's own names for alternatives are left out."""
+    where: Where = ()
+    for step in detail["loc"]:
+        if (*where, step) in lines:
+            where = (*where, step)
+    if detail["type"] == "missing":
+        where = (*where, detail["loc"][-1])
+    return where
+
+
+def _told(where: Where, details: list[ErrorDetails]) -> Iterator[Problem]:
+    wanted = dict.fromkeys(want for detail in details if (want := _wanted(detail)))
+    if wanted:
+        yield Problem(where, _not_wanted(" or ".join(wanted), where, details[0]["input"]))
+        return
+    for detail in details:
+        if detail["type"] == "rules":
+            for problem in detail["ctx"]["problems"]:
+                yield Problem((*where, *problem.where), problem.message)
+        else:
+            yield Problem(where, _message(where, detail))
+
+
+def _wanted(detail: ErrorDetails) -> str | None:
+    if detail["type"] in ("literal_error", "enum"):
+        return "one of " + str(detail["ctx"]["expected"]).replace("'", "").replace(" or ", ", ")
+    return _WANTED.get(detail["type"])
+
+
+def _not_wanted(wanted: str, where: Where, value: object) -> str:
+    if value is None:
+        return f"{wanted} is wanted, but nothing is given"
+    quotes = "; put it in quotes" if wanted == "text" and isinstance(value, int | float) else ""
+    return f"{wanted} is wanted{_not_this(where, value)}{quotes}"
+
+
+def _message(where: Where, detail: ErrorDetails) -> str:
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _unknown_key(where)
+    if kind == "missing":
+        return "is needed"
+    if kind in _BOUNDS:
+        word, key = _BOUNDS[kind]
+        return f"must be {word} {context[key]:,.12g}{_not_this(where, detail['input'])}"
+    if kind == "string_too_short":
+        return "may not be empty"
+    if kind == "string_too_long":
+        return f"may have at most {context['max_length']} characters"
+    if kind == "string_pattern_mismatch":
+        if where[-1] in _PATTERNS:
+            return _PATTERNS[str(where[-1])]
+        return f"must match {context['pattern']}{_not_this(where, detail['input'])}"
+    return detail["msg"]
+
+
+def _not_this(where: Where, value: object) -> str:
+    return "" if _SECRET_KEYS.intersection(where) else f", not {shown(value)}"
+
+
+def _unknown_key(where: Where) -> str:
+    """A key that is right elsewhere is told its place; otherwise the nearest key of this section is named."""
+    key = str(where[-1])
+    if home := _home_of(key):
+        return f"unknown key here; {key} belongs {home}"
+    # Other tools write ctxSize or ctx-size; compared in one spelling, both are near.
+    spellings = {_spelling(name): name for name in _section_at(where[:-1]).model_fields}
+    near = difflib.get_close_matches(_spelling(key), spellings, n=1)
+    return f"unknown key, did you mean {spellings[near[0]]}?" if near else "unknown key"
+
+
+def _spelling(key: str) -> str:
+    return key.replace("_", "").replace("-", "").lower()
+
+
+def _section_at(where: Where) -> type[Section]:
+    kind: Any = Config
+    for step in where:
+        if isinstance(kind, type) and issubclass(kind, Section):
+            kind = kind.model_fields[str(step)].annotation
+        else:
+            kind = get_args(kind)[1 if get_origin(kind) is dict else 0]
+        kind = _unless_none(kind)
+    section: type[Section] = kind
+    return section
+
+
+def _unless_none(kind: Any) -> Any:
+    """The kind of a value that may also be nothing."""
+    return get_args(kind)[0] if type(None) in get_args(kind) else kind
+
+
+def _home_of(key: str) -> str | None:
+    if key in Config.model_fields:
+        return "to the top level"
+    if key in Model.model_fields:
+        return "to a model, under models"
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section) and key in section.model_fields:
+            return f"under {name}"
+    return "under scheduler.company" if key in Company.model_fields else None

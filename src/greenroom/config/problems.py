@@ -13,8 +13,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from greenroom.config.commands import words
 from greenroom.config.coresidency import rules_of
+from greenroom.config.kinds import words
 from greenroom.config.report import Problem
 from greenroom.config.schema import Config, Model, Server
 from greenroom.core.model import ModelId

@@ -10,9 +10,9 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from greenroom.config import coresidency, names, store_address
-from greenroom.config.commands import words
+from greenroom.config import coresidency, kinds, store_address
 from greenroom.config.fields import KEYS_OF_ENGINES
+from greenroom.config.kinds import words
 from greenroom.config.report import Problem
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def of_ports(ports: Ports) -> Iterator[Problem]:
 
 
 def of_config(config: Config) -> Iterator[Problem]:
-    yield from names.clashes((name, model.aliases) for name, model in config.models.items())
+    yield from kinds.clashes((name, model.aliases) for name, model in config.models.items())
     yield from _equal_api_keys(config)
     yield from _company(config)
     yield from _memory(config)

@@ -34,9 +34,9 @@ from greenroom.config.kinds import (
     TenantName,
     TenantWeight,
 )
-from greenroom.config.names import RESERVED_IDS as RESERVED_IDS
+from greenroom.config.kinds import RESERVED_IDS as RESERVED_IDS
+from greenroom.config.kinds import Section as Section
 from greenroom.config.report import break_on
-from greenroom.config.section import Section as Section
 from greenroom.config.server_section import ApiKey as ApiKey
 from greenroom.config.server_section import Heartbeat as Heartbeat
 from greenroom.config.server_section import Server as Server

@@ -18,9 +18,9 @@ from greenroom.config.kinds import (
     Port,
     Seconds,
     SecondsAboveZero,
+    Section,
 )
 from greenroom.config.report import break_on
-from greenroom.config.section import Section
 
 
 class Heartbeat(StrEnum):

@@ -18,7 +18,7 @@ import struct
 from typing import TYPE_CHECKING, Final, cast
 
 from greenroom.errors import GatewayBug, GreenroomError, TooSlow
-from greenroom.http import wire
+from greenroom.http import head as wire
 from greenroom.http.exchange import Exchange, RawReceiver
 from greenroom.http.head import Head
 from greenroom.http.reader import RequestReader

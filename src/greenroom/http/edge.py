@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from greenroom.errors import GreenroomError, Overload
-from greenroom.http import wire
+from greenroom.http import head as wire
 from greenroom.http.body import Body, BodyBudget
 from greenroom.http.client import ClientConnection
 from greenroom.http.exchange import Exchange, RawReceiver

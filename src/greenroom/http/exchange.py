@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
 from greenroom.errors import GatewayBug
-from greenroom.http import wire
+from greenroom.http import head as wire
 from greenroom.http.body import Body
 from greenroom.http.head import Head, Headers
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from greenroom.http import wire
+from greenroom.http import head as wire
 from greenroom.http.engine_connection import Connection
 from greenroom.http.exchange import Exchange
 from greenroom.http.head import Headers

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from greenroom.config.diff import Changes
+from greenroom.config.limits import ttl_s_of
 from greenroom.config.schema import PRIORITY_NAMES, Config, Model, StayWarm
-from greenroom.config.warmth import ttl_s_of
 from greenroom.core.model import DeviceId, ModelId, ModelSpec, Need
 from greenroom.engines.base import Ability, Engine
 from greenroom.engines.registry import engine_for

@@ -16,8 +16,8 @@ from greenroom.http.head import Headers
 from greenroom.http.hosts import HostRule
 from greenroom.server import cors, render
 from greenroom.server.asgi import AsgiBridge
+from greenroom.server.inference.ids import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX
 from greenroom.server.inference.requests import Inference
-from greenroom.server.inference.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX
 from greenroom.server.inference.settings import Settings
 from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, presented_key
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from greenroom.core.model import Device, DeviceId, DeviceKind, Need
-from greenroom.sim.run import simulate
 from greenroom.sim.setting import SimConfig, SimModel
-from greenroom.sim.stats import Stats
+from greenroom.sim.stats import Stats, stats_of
+from greenroom.sim.trace import Watcher
 from greenroom.sim.workloads import Workload
+from greenroom.sim.world import World
 
 CASES_MAX = 100
 GPUS_MAX = 64
@@ -101,3 +102,25 @@ def _run(
     case: Case, base: SimConfig, workload: Workload, seed: int, on_progress: Callable[[Case, float], None]
 ) -> Stats:
     return simulate(setting_for(case, base), workload, seed, on_progress=lambda share: on_progress(case, share))
+
+
+# How often those who watch hear how far it is.
+PROGRESS_STEPS = 50
+
+
+def simulate(
+    config: SimConfig,
+    workload: Workload,
+    seed: int = 0,
+    watchers: Sequence[Watcher] = (),
+    on_progress: Callable[[float], None] | None = None,
+) -> Stats:
+    """Run until everything has drained. `on_progress` hears what share of the arrivals' time has passed."""
+    world = World(config, seed, watchers=watchers)
+    workload.begin(world)
+    if on_progress is not None:
+        for step in range(1, PROGRESS_STEPS + 1):
+            world.run(until=workload.seconds * step / PROGRESS_STEPS)
+            on_progress(step / PROGRESS_STEPS)
+    world.run()
+    return stats_of(world)

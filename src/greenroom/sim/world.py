@@ -25,7 +25,7 @@ from greenroom.sim.faults import Faults
 from greenroom.sim.player import Player
 from greenroom.sim.records import Arrival, Call, Fate, Violation
 from greenroom.sim.setting import SimConfig, SimModel, limits_for
-from greenroom.sim.trace import Watcher as Watcher
+from greenroom.sim.trace import Watcher
 
 # A world that has not come to rest after so many events never will.
 EVENTS_MAX = 50_000_000

@@ -18,7 +18,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from greenroom.telemetry import table
-from greenroom.telemetry.green_room import GreenRoomCounts
 from greenroom.telemetry.series import Count, Counter, Histogram, Spread, gauge_family
 
 # A series costs memory here and in every Prometheus that scrapes us. Callers choose tenants, and may ask for any model.
@@ -332,3 +331,49 @@ def _admit(values: set[_Label], value: _Label, most: int) -> bool:
         return False
     values.add(value)
     return True
+
+
+class GreenRoomCounts:
+    """What goes into the green room and comes out of it. `label` says by which name a model is counted."""
+
+    def __init__(self, label: Callable[[str], str]) -> None:
+        self._label = label
+        self._woken, self._wake_rate = Counter(table.WAKE_BYTES), Histogram(table.WAKE_RATE)
+        self._read, self._read_rate = Counter(table.PREPARE_BYTES), Histogram(table.PREPARE_RATE)
+        self._starts, self._losses = Counter(table.WORKER_STARTS), Counter(table.WORKER_LOSSES)
+        self._flushed, self._prefetched = Counter(table.FLUSHED_BYTES), Counter(table.PREFETCH_BYTES)
+        # Shown from the start, so that the first loss is an increase.
+        self._losses.at()
+
+    def woke(self, model: str, size_bytes: int, seconds: float) -> None:
+        """So many bytes of weights were copied to a device in so long."""
+        _add_copy(self._woken, self._wake_rate, self._label(model), size_bytes, seconds)
+
+    def prepared(self, model: str, size_bytes: int, seconds: float) -> None:
+        """So many bytes of weights were read from disk in so long."""
+        _add_copy(self._read, self._read_rate, self._label(model), size_bytes, seconds)
+
+    def worker_started(self, *, spare: bool) -> None:
+        self._starts.at("spare" if spare else "needed").add()
+
+    def worker_lost(self) -> None:
+        self._losses.at().add()
+
+    def flushed(self, model: str, size_bytes: int) -> None:
+        self._flushed.at(self._label(model)).add(size_bytes)
+
+    def prefetched(self, model: str, size_bytes: int) -> None:
+        self._prefetched.at(self._label(model)).add(size_bytes)
+
+    def families(self) -> Iterator[Metric]:
+        for counted in (self._woken, self._read, self._starts, self._losses, self._flushed, self._prefetched):
+            yield counted.family()
+        for measured in (self._wake_rate, self._read_rate):
+            yield measured.family()
+
+
+def _add_copy(total: Counter, rate: Histogram, label: str, size_bytes: int, seconds: float) -> None:
+    total.at(label).add(size_bytes)
+    # What took no time was not copied, and has no rate.
+    if size_bytes > 0 and seconds > 0:
+        rate.at(label).add(size_bytes / seconds)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from greenroom.config.schema import Config
 from greenroom.leases.holder import holder_of
-from greenroom.leases.shared.opening import open_store
+from greenroom.leases.shared.store import open_store
 from greenroom.runtime.leases.devices import leasable_mib, most_leasable_mib
 from greenroom.runtime.leases.local import Leasing
 from greenroom.runtime.leases.log import LeaseLog

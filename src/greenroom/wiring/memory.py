@@ -12,14 +12,12 @@ from greenroom.core.events import Event
 from greenroom.core.model import Device, DeviceId
 from greenroom.runtime.memory.book import NeedBook
 from greenroom.runtime.memory.devices import DeviceNames, devices
-from greenroom.runtime.memory.growth import Growth
 from greenroom.runtime.memory.needs import Needs, warn
-from greenroom.runtime.memory.owners import LeasePids, MemoryOwners
+from greenroom.runtime.memory.owners import Growth, LeasePids, MemoryOwners, set_aside, without
 from greenroom.runtime.memory.probes.base import Probe, Reading
-from greenroom.runtime.memory.set_aside import set_aside, without
 from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.memory.watch import MemoryWatch
-from greenroom.runtime.record.whole_file import replace_file
+from greenroom.runtime.record.appended import replace_file
 from greenroom.wiring.common import Common
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from greenroom.leases.journal import Kept
-from greenroom.runtime.leases.lifetime import GRACE_MIN_S, is_to_be_written, lasts_s, restart_grace_s
+from greenroom.runtime.leases.entry import GRACE_MIN_S, is_to_be_written, lasts_s, restart_grace_s
 
 HEARD_AT = 5_000.0
 

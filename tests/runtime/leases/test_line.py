@@ -7,9 +7,8 @@ import asyncio
 import pytest
 
 from greenroom.core.model import SlotId
-from greenroom.runtime.leases import line as lease_line
-from greenroom.runtime.leases.entry import Entry
-from greenroom.runtime.leases.line import is_behind, may_ask
+from greenroom.runtime.leases import entry as lease_line
+from greenroom.runtime.leases.entry import Entry, is_behind, may_ask
 from tests.runtime.leases.leasing_rig import ask
 
 

@@ -16,7 +16,7 @@ from greenroom.core.events import ConfigChanged
 from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, LeaseTooLarge, LeaseUnknown, ShuttingDown
 from greenroom.leases.holder import holder_of
-from greenroom.runtime.leases import lifetime
+from greenroom.runtime.leases import entry
 from greenroom.runtime.leases import local as leasing_module
 from greenroom.runtime.leases.log import FILE_NAME
 from greenroom.runtime.memory.devices import HOST
@@ -434,8 +434,8 @@ async def test_a_restart_gives_nobody_a_whole_ttl_again(tmp_path: Path) -> None:
 async def test_a_holder_that_was_heard_of_keeps_the_time_it_has_over_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifetime, "GRACE_MIN_S", 0.02)
-    monkeypatch.setattr(lifetime, "GRACE_SHARE", 0.0)
+    monkeypatch.setattr(entry, "GRACE_MIN_S", 0.02)
+    monkeypatch.setattr(entry, "GRACE_SHARE", 0.0)
     wall_s = 1_000.0
     async with rig(tmp_path, wall=lambda: wall_s) as before:
         lease = await before.leasing.acquire(ask(ttl_s=600.0))

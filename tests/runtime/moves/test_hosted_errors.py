@@ -14,7 +14,7 @@ from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.grants import NoGrant
 from greenroom.runtime.memory.hosted_memory import HostedMemory
 from greenroom.runtime.moves.evidence import Evidence
-from greenroom.runtime.moves.hosted_errors import Mishaps
+from greenroom.runtime.moves.openings import Mishaps
 from greenroom.runtime.workers.control_link import OpFailed
 from greenroom.runtime.workers.worker_host import Worker
 

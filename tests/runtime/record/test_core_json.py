@@ -16,7 +16,7 @@ from greenroom.core import effects, events
 from greenroom.core.effects import RejectCode, Rejection, because
 from greenroom.core.events import ConfigChanged, Event, Learned, RequestArrived
 from greenroom.core.model import ModelId, Move, MoveKind, RequestId
-from greenroom.runtime.record.core_json import decode, encode
+from greenroom.runtime.record.recording import decode, encode
 
 EVENTS = get_args(Event)
 

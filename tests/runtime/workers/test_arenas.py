@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from greenroom.runtime.workers.arenas import Arena
+from greenroom.runtime.workers.hosted_slots import Arena
 
 
 def test_the_next_worker_fills_another_file_than_the_one_that_ended_in_the_middle() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from greenroom.config.names import id_problem
+from greenroom.config.kinds import id_problem
 from greenroom.server.inference.ids import is_open, split_model
 
 # Another process may hold the machine for a while: that says nothing about the code.

@@ -13,7 +13,7 @@ from typing import Any
 
 from lupa import lua51
 
-from greenroom.leases.shared import scripts
+from greenroom.leases.shared import stored
 from greenroom.leases.shared.redis_store import RedisStore
 
 _US = 1_000_000
@@ -62,7 +62,7 @@ class Book:
 
     def __init__(self, wall_s: Callable[[], float], host: str = "box") -> None:
         self._wall_s = wall_s
-        self._keys = scripts.keys(host)
+        self._keys = stored.keys(host)
         self.hashes: dict[str, dict[str, str]] = {}
         self._sorted: dict[str, dict[str, float]] = {}
 
@@ -166,7 +166,7 @@ class _Lua:
 
     def __init__(self) -> None:
         self._runtime = lua51.LuaRuntime(encoding="utf-8", unpack_returned_tuples=True)
-        self._scripts = {name: self._runtime.compile(scripts.source(name)) for name in scripts.OPERATIONS}
+        self._scripts = {name: self._runtime.compile(stored.source(name)) for name in stored.OPERATIONS}
         self._globals = self._runtime.globals()
         self._globals.redis = self._runtime.table_from({"call": self._call})
         self._globals.cjson = self._runtime.execute(_JSON)(self._decode)

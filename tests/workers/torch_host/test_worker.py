@@ -333,9 +333,9 @@ def test_a_module_of_our_own_that_cannot_be_imported_is_a_traceback_and_no_advic
     shutil.copytree(PROGRAM.parent / "torch_host", package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(PROGRAM, tmp_path)
     if broken == "not there":
-        (package / "desk.py").unlink()
+        (package / "control" / "slots.py").unlink()
     else:
-        (package / "desk.py").write_text("from .asks import nothing_of_this_name")
+        (package / "control" / "slots.py").write_text("from ..engine.asks import nothing_of_this_name")
     # In the place of those that take long to import; the program's own folder comes first on the path.
     for name in ("torch", "transformers", "transformers/models", "transformers/models/llama"):
         (tmp_path / name).mkdir()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from greenroom.cli import interrupts, overrides, screen
+from greenroom.cli import failures, overrides, screen
 from greenroom.cli.failures import CommandFailed
 from greenroom.cli.overrides import Overrides
 from greenroom.errors import StateDirBusy
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     _need_llama_cpp()
     models = _prepared()
     # Until the gateway listens to signals itself.
-    with interrupts.end_at_once():
+    with failures.end_at_once():
         from greenroom.cli import serving
 
         said = Overrides.of(args)

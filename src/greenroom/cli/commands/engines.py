@@ -79,7 +79,7 @@ def looked_at(config: Config) -> list[Row]:
 
 
 def _place(engine: str, model: Model) -> tuple[str | None, ...]:
-    from greenroom.config.commands import words
+    from greenroom.config.kinds import words
 
     if engine == "command":
         return (words(model.cmd or ())[0],)

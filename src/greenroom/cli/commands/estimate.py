@@ -89,7 +89,7 @@ def _with_context(subject: Subject, ctx: int | None) -> Subject:
     """The last word on a command line counts, whatever was said before."""
     from dataclasses import replace
 
-    from greenroom.config.commands import words
+    from greenroom.config.kinds import words
 
     if ctx is None:
         return subject
@@ -100,7 +100,7 @@ def _with_context(subject: Subject, ctx: int | None) -> Subject:
 
 def _book(config: Config) -> Any:
     from greenroom.runtime.memory.book import NeedBook
-    from greenroom.runtime.record.whole_file import replace_file
+    from greenroom.runtime.record.appended import replace_file
 
     return NeedBook(
         Path(config.state_dir).expanduser(), replace_file, lambda what, error: screen.note(f"{what}: {error}")

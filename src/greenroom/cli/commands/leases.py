@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from greenroom.leases.stores import store_url
+    from greenroom.leases.client import store_url
 
     args.url = store_url(args.url)
     is_gateway = args.url.startswith(("http://", "https://"))
@@ -45,7 +45,7 @@ def _in_redis(url: str) -> Mapping[str, Any]:
     import asyncio
     from dataclasses import asdict
 
-    from greenroom.leases.stores import open_store
+    from greenroom.leases.client import open_store
 
     async def listed() -> list[dict[str, Any]]:
         store = open_store(url)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from greenroom.cli import interrupts, overrides, screen
+from greenroom.cli import failures, overrides, screen
 from greenroom.cli.address import DEFAULT_URL, KEY_NAME, URL_NAME
 from greenroom.cli.overrides import Overrides
 
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     # Until the gateway listens to signals itself.
-    with interrupts.end_at_once():
+    with failures.end_at_once():
         from greenroom.cli import serving
 
         return serving.serve(_plan(args), lambda app: _greet(app, time.monotonic() - began))

@@ -5,6 +5,9 @@ Owns the translation of redis-py's exceptions, and the address as it may be show
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import redis.exceptions as redis_errors
@@ -64,3 +67,16 @@ def translated(error: Exception, url: str) -> GreenroomError:
 
 def _down(where: str, meaning: str) -> StoreDown:
     return StoreDown(f"the lease store at {where} {meaning}", retry_after_s=RETRY_AFTER_S)
+
+
+@contextmanager
+def cancels_heard() -> Iterator[None]:
+    """Raise CancelledError at the end if this task was cancelled meanwhile, whatever became of it inside."""
+    task = asyncio.current_task()
+    assert task is not None, "only tasks can be cancelled"
+    before = task.cancelling()
+    try:
+        yield
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError

@@ -23,9 +23,8 @@ from greenroom.config import store_address
 from greenroom.errors import BadRequest, ConfigError, GatewayBug, LeaseLost, LeaseUnknown, StoreDown
 from greenroom.leases.records import PROGRAM_ID_MAX, Lease, LeaseAsk, is_program_id
 from greenroom.leases.refusals import TAKEN, program_refusal, refusal, taken
-from greenroom.leases.shared import scripts, stored
-from greenroom.leases.shared.cancels import cancels_heard
-from greenroom.leases.shared.outages import shown, translated
+from greenroom.leases.shared import stored
+from greenroom.leases.shared.outages import cancels_heard, shown, translated
 from greenroom.leases.shared.store import Orders, SlotAsk
 from greenroom.leases.shared.stored import Reply, Stored
 
@@ -60,9 +59,9 @@ class RedisStore:
         self._ttl_s = ttl_s
         self._grace_s = ttl_s * (1 + STEP_SHARE) if grace_s is None else grace_s
         self._offers = dict(offers or {})
-        self._keys = scripts.keys(host)
+        self._keys = stored.keys(host)
         self._client = _connected(url)
-        self._scripts = {name: self._client.register_script(scripts.source(name)) for name in scripts.OPERATIONS}
+        self._scripts = {name: self._client.register_script(stored.source(name)) for name in stored.OPERATIONS}
         # What is held through this object, so that a store that lost it can be told again.
         self._held: dict[str, Stored] = {}
         # The highest token heard of: a store that lost its data, and whose clock went back, learns it from us.

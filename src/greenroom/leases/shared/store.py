@@ -6,10 +6,13 @@ for a program that waits, one gateway at a time is named to make room.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from greenroom.config.schema import Config
+from greenroom.errors import ConfigError
 from greenroom.leases.records import Holder, Lease, LeaseAsk, LeaseStore
 
 
@@ -76,3 +79,13 @@ class SharedStore(LeaseStore, Protocol):
     async def recall(self, id: str) -> None:
         """Ask a preemptible holder to leave within the time that it named itself."""
         ...
+
+
+def open_store(config: Config, url: str) -> SharedStore:
+    """Raises ConfigError where the client of such a store is not installed."""
+    try:
+        # Only where it is used: it takes a while to import.
+        from greenroom.leases.shared.redis_store import RedisStore
+    except ImportError as error:
+        raise ConfigError("leases.store needs the client of Redis: pip install 'greenroom[redis]'.") from error
+    return RedisStore(url, config.leases.host or os.uname().nodename, ttl_s=config.leases.ttl_s)

@@ -7,6 +7,7 @@ same, so there are no lists in what comes back; and numbers keep 14 digits, so t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import resources
 from typing import Any
 
 import msgspec
@@ -145,3 +146,18 @@ def _ask_of(stored: Stored) -> LeaseAsk:
         ttl_s=stored.ttl_ms / _MS,
         holder=stored.holder,
     )
+
+
+OPERATIONS = ("acquire", "renew", "release", "leases", "publish", "pend", "hold", "recall")
+# In the order in which the scripts unpack them.
+_KEYS = ("meta", "leases", "expiry", "usable", "taken", "line", "gateways")
+
+
+def source(operation: str) -> str:
+    folder = resources.files(__package__) / "lua"
+    return "\n".join((folder / f"{part}.lua").read_text("utf-8") for part in ("book", "line", operation))
+
+
+def keys(host: str) -> list[str]:
+    """Every key of one host; the braces put them into one slot of a cluster."""
+    return [f"greenroom:{{{host}}}:{name}" for name in _KEYS]

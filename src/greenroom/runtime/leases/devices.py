@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from greenroom.core.effects import RejectCode, Rejection
 from greenroom.core.ledger import Ledger
 from greenroom.core.model import DeviceId, DeviceKind
 from greenroom.core.state import State
-from greenroom.errors import BadRequest
+from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, LeaseTooLarge, ShuttingDown, StoreDown
 from greenroom.leases.records import LeaseAsk
 from greenroom.runtime.memory.devices import HOST
 
@@ -41,3 +42,72 @@ def most_leasable_mib(state: State) -> dict[str, int]:
 
 def _leasable(ledger: Ledger) -> list[DeviceId]:
     return [one.id for one in ledger.devices.values() if one.kind is DeviceKind.GPU] or list(ledger.devices)
+
+
+# Models leave within seconds once they are idle; when that will be nobody knows.
+RETRY_AFTER_S = 5.0
+
+
+def refusal(ask: LeaseAsk, rejection: Rejection, free_mib: Mapping[str, int]) -> GreenroomError:
+    """What the scheduler's rejection means to who asked for a lease."""
+    match rejection.code:
+        case RejectCode.TOO_LARGE if ask.gpus > len(free_mib):
+            return _too_many(ask, len(free_mib), free_mib)
+        case RejectCode.TOO_LARGE:
+            return _too_much(ask, rejection.needs_mib, rejection.free_mib, free_mib)
+        case RejectCode.SHUTTING_DOWN:
+            return ShuttingDown("The gateway is shutting down; ask again when it is back.", retry_after_s=5.0)
+        case RejectCode.STORE_DOWN:
+            return StoreDown("The lease store does not answer; ask again.", retry_after_s=RETRY_AFTER_S)
+        case _:
+            return not_free(ask, free_mib)
+
+
+def never_free(ask: LeaseAsk, most_mib: Mapping[str, int], free_mib: Mapping[str, int]) -> LeaseTooLarge | None:
+    """What to tell who does not wait and would wait in vain; None where it could be had some time."""
+    most = sorted((mib for device, mib in most_mib.items() if not ask.devices or device in ask.devices), reverse=True)
+    if ask.gpus > len(most):
+        return _too_many(ask, len(most), free_mib)
+    last = max(0, most[ask.gpus - 1])
+    return _too_much(ask, ask.mib, last, free_mib) if ask.mib > last else None
+
+
+def _too_many(ask: LeaseAsk, gpus: int, free_mib: Mapping[str, int]) -> LeaseTooLarge:
+    return LeaseTooLarge(
+        f"{_wanted(ask)} can never be had: there are {gpus}. Ask for fewer.", beside=_numbers(ask, free_mib)
+    )
+
+
+def _too_much(ask: LeaseAsk, needs_mib: int, most_mib: int, free_mib: Mapping[str, int]) -> LeaseTooLarge:
+    return LeaseTooLarge(
+        f"{_wanted(ask)} can never be had: {needs_mib:,} MiB are needed, at most {most_mib:,} MiB can be made free. "
+        "Ask for less, or unpin a model.",
+        beside=_numbers(ask, free_mib),
+    )
+
+
+def not_free(ask: LeaseAsk, free_mib: Mapping[str, int]) -> LeaseDenied:
+    shown = ", ".join(f"{device} has {mib:,} MiB free" for device, mib in free_mib.items()) or "there is no GPU"
+    waited = f"not free within {ask.wait_s:g} s" if ask.wait_s else "not free now"
+    return LeaseDenied(
+        f"{_wanted(ask)}: {waited}; {shown}. Wait longer, ask for less, or unload a model.",
+        retry_after_s=RETRY_AFTER_S,
+        beside=_numbers(ask, free_mib),
+    )
+
+
+def not_written(ask: LeaseAsk, error: OSError) -> LeaseDenied:
+    return LeaseDenied(
+        f"{_wanted(ask)} could be had, but cannot be written down in the state directory "
+        f"({error.strerror or error}), so it would not survive a restart. Make room there and ask again.",
+        retry_after_s=30.0,
+    )
+
+
+def _wanted(ask: LeaseAsk) -> str:
+    where = f" on each of {ask.gpus} GPUs" if ask.gpus > 1 else ""
+    return f"{ask.mib:,} MiB{where} for {ask.name}"
+
+
+def _numbers(ask: LeaseAsk, free_mib: Mapping[str, int]) -> dict[str, object]:
+    return {"needed_mib": ask.mib, "gpus": ask.gpus, "free_mib": dict(free_mib)}

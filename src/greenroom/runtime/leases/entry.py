@@ -6,7 +6,7 @@ Owns what is known of it and how it is shown. Never decides: the scheduler grant
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -117,3 +117,54 @@ def ask_again(kept: Kept, settled: asyncio.Future[None], lasts_s: float) -> Entr
         token=kept.token,
         lasts_s=lasts_s,
     )
+
+
+def is_behind(entry: Entry, in_order: Iterable[Entry]) -> bool:
+    """Whether it stands behind another of these, which are in the order they came; it need not be among them yet."""
+    for other in in_order:
+        if other is entry:
+            return False
+        if _goes_first(other, entry):
+            return True
+    return False
+
+
+def may_ask(in_order: Iterable[Entry]) -> list[Entry]:
+    """Who stood behind another and does so no longer; the most urgent first."""
+    # Nobody stands behind one that is held; hundreds of those must not be passed again for each that waits.
+    waiting = [entry for entry in in_order if entry.is_waiting]
+    free = [entry for entry in waiting if not entry.is_asked and not is_behind(entry, waiting)]
+    return sorted(free, key=lambda entry: entry.ask.priority)
+
+
+def _goes_first(earlier: Entry, later: Entry) -> bool:
+    """It waits too, is as urgent, and could use the same GPU."""
+    if not earlier.is_waiting or earlier.ask.priority > later.ask.priority:
+        return False
+    mine, others = set(later.ask.devices), set(earlier.ask.devices)
+    return not mine or not others or not mine.isdisjoint(others)
+
+
+# Half its TTL: who renews every third of it, as our clients do, is heard of well within.
+GRACE_SHARE: Final = 0.5
+# Clients ask again every second while the gateway is away, and the fastest machine takes some to be back.
+GRACE_MIN_S: Final = 10.0
+
+
+def restart_grace_s(ttl_s: float) -> float:
+    return max(GRACE_MIN_S, ttl_s * GRACE_SHARE)
+
+
+def lasts_s(kept: Kept, wall_s: float) -> float:
+    """From the start of this run until it is lost, if its holder is not heard of. A clock that jumped costs nobody more
+    than the time that was left."""
+    if kept.heard_at is None:
+        return kept.ttl_s
+    left_s = max(0.0, kept.heard_at + kept.ttl_s - wall_s)
+    return min(kept.ttl_s, left_s + restart_grace_s(kept.ttl_s))
+
+
+def is_to_be_written(ttl_s: float, since_s: float) -> bool:
+    """Whether a renewal is, so long after the last that was. Where the grace is a whole TTL none has to be."""
+    grace_s = restart_grace_s(ttl_s)
+    return grace_s < ttl_s and since_s >= grace_s

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from greenroom.leases import holder as holders
-from greenroom.leases.records import Holder
+from greenroom.leases.records import Holder, Lease
 
 
 class Holders:
@@ -47,3 +48,37 @@ class Holders:
     def close(self) -> None:
         for lease in list(self._watched):
             self.forget(lease)
+
+
+class DeadHolders:
+    def __init__(self, on_death: Callable[[], None]) -> None:
+        self._on_death = on_death
+        self._holders = Holders()
+        self._watched: dict[str, int] = {}
+        # The ids of leases whose holders have ended.
+        self.found: set[str] = set()
+
+    def watch(self, leases: Iterable[Lease]) -> None:
+        """These are all there are; those that are only waited for are not held by anybody."""
+        now = {lease.id: lease for lease in leases if lease.holder is not None and lease.state != "waiting"}
+        for id in [id for id, token in self._watched.items() if id not in now or now[id].token != token]:
+            self._forget(id)
+        for id, lease in now.items():
+            if id not in self._watched and lease.holder is not None:
+                self._watched[id] = lease.token
+                self._holders.watch(id, lease.holder, partial(self._ended, id))
+
+    def _ended(self, id: str) -> None:
+        # Its file descriptor would call again at once.
+        self._holders.forget(id)
+        if id in self._watched:
+            self.found.add(id)
+            self._on_death()
+
+    def _forget(self, id: str) -> None:
+        del self._watched[id]
+        self.found.discard(id)
+        self._holders.forget(id)
+
+    def close(self) -> None:
+        self._holders.close()

@@ -21,13 +21,19 @@ from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, LeaseLost,
 from greenroom.leases import holder as holders
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.refusals import taken
-from greenroom.runtime.leases.devices import DeviceNamed, devices_meant
-from greenroom.runtime.leases.entry import SEVERAL, Entry, ask_again, core_id
+from greenroom.runtime.leases.devices import DeviceNamed, devices_meant, never_free, not_free, not_written, refusal
+from greenroom.runtime.leases.entry import (
+    SEVERAL,
+    Entry,
+    ask_again,
+    core_id,
+    is_behind,
+    is_to_be_written,
+    lasts_s,
+    may_ask,
+)
 from greenroom.runtime.leases.holders import Holders
-from greenroom.runtime.leases.lifetime import is_to_be_written, lasts_s
-from greenroom.runtime.leases.line import is_behind, may_ask
 from greenroom.runtime.leases.log import LeaseLog
-from greenroom.runtime.leases.refusals import never_free, not_free, not_written, refusal
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("leases")

@@ -6,9 +6,11 @@ word is enough (`Alone`); where it shares them, `shared_slots.py` asks the store
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
-from greenroom.core.model import Move, SlotId
+from greenroom.core.model import Claim, Device, DeviceId, DeviceKind, Move, SlotId
+from greenroom.runtime.catalogue import Entry
 
 
 class NoGrant(Exception):
@@ -43,3 +45,26 @@ class Alone:
 
     async def leave(self, slot: SlotId) -> None:
         return
+
+
+def visible_gpus(entry: Entry, claim: Claim, devices: Iterable[Device]) -> tuple[DeviceId, ...] | None:
+    """In the order of the claim. None: there are no GPUs to plan with, and nothing is to be said about them."""
+    gpus = [device.id for device in devices if device.kind is DeviceKind.GPU]
+    if not gpus:
+        return None
+    # 1. What it was given.
+    if claimed := tuple(device for device in claim if device in gpus):
+        return claimed
+    # 2. Nobody knows what it needs: it may use what the operator allows, is measured there, and fitted the next time.
+    if _is_unknown(entry, claim):
+        return tuple(gpu for gpu in gpus if not entry.spec.devices or gpu in entry.spec.devices)
+    # 3. It is known to need none.
+    return ()
+
+
+def _is_unknown(entry: Entry, claim: Claim) -> bool:
+    """Also where host memory alone is known: a program may have been measured when it had no GPU to use."""
+    config = entry.config
+    if config.device == "cpu" or config.memory_mib == 0:
+        return False
+    return not claim or (config.engine == "command" and config.memory_mib is None)

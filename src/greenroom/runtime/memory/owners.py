@@ -5,13 +5,15 @@ Owns the way from slots and leases to pids. Never looks at a process: that takes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
 
 from greenroom.core.ledger import Holding
-from greenroom.core.model import Claim, Slot, SlotId
+from greenroom.core.model import Claim, Device, DeviceId, DeviceKind, Slot, SlotId
 from greenroom.core.state import State
+from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.attribution import Owner
-from greenroom.runtime.memory.set_aside import WORKER_GPU_MIB
 from greenroom.runtime.slots import Slots
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 
@@ -84,3 +86,71 @@ class MemoryOwners:
         """An engine that need not hold its port itself may run elsewhere, in a container of a daemon."""
         live = self._slots.live.get(slot)
         return live is not None and live.entry.config.listener == "any"
+
+
+# A context of CUDA and the kernels of torch, loaded when first used, and the workspace of cuBLAS.
+WORKER_GPU_MIB: Final = 800
+
+
+def set_aside(entries: Iterable[Entry], devices: Iterable[Device]) -> dict[DeviceId, int]:
+    """What is kept on each GPU."""
+    gpus = [device.id for device in devices if device.kind is DeviceKind.GPU]
+    hosted = [entry for entry in entries if entry.engine.hosted and entry.config.device != "cpu"]
+    wanted = {gpu for entry in hosted for gpu in (entry.spec.devices or gpus)}
+    return {gpu: WORKER_GPU_MIB for gpu in gpus if gpu in wanted}
+
+
+def without(devices: Iterable[Device], kept_mib: Mapping[DeviceId, int]) -> tuple[Device, ...]:
+    """The same devices, to be planned with as if this were not there."""
+    return tuple(
+        replace(device, margin_mib=device.margin_mib + kept_mib.get(device.id, 0)) if device.id in kept_mib else device
+        for device in devices
+    )
+
+
+# Growth beyond this share is written down at once: so many steps lead from one size to twice that one, and no more.
+STEP: Final = 0.01
+# What grows by less is written down as often as this.
+EVERY_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """The peak of a slot that was remembered last."""
+
+    mib: int
+    at: float
+
+
+class Growth:
+    """`peak_of` is the most a slot was seen to use; `remember` writes it down for its model."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        peak_of: Callable[[SlotId], Claim],
+        remember: Callable[[SlotId, Entry], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._slots = slots
+        self._peak_of = peak_of
+        self._remember = remember
+        self._clock = clock
+        self._noted: dict[SlotId, Noted] = {}
+
+    def look(self) -> None:
+        """Memory was looked at."""
+        now, live = self._clock(), self._slots.live
+        self._noted = {slot: noted for slot, noted in self._noted.items() if slot in live}
+        for slot, one in list(live.items()):
+            peak_mib = sum(self._peak_of(slot).values())
+            if _is_worth_it(peak_mib, self._noted.get(slot), now):
+                self._noted[slot] = Noted(peak_mib, now)
+                self._remember(slot, one.entry)
+
+
+def _is_worth_it(peak_mib: int, noted: Noted | None, now: float) -> bool:
+    if noted is None:
+        return peak_mib > 0
+    is_much = peak_mib > noted.mib * (1 + STEP)
+    return is_much or (peak_mib > noted.mib and now >= noted.at + EVERY_S)

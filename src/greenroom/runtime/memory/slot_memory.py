@@ -17,7 +17,7 @@ from greenroom.core.state import State
 from greenroom.errors import OutOfMemory
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.devices import HOST
-from greenroom.runtime.memory.gpus import visible_gpus
+from greenroom.runtime.memory.grants import visible_gpus
 from greenroom.runtime.memory.needs import Needs
 from greenroom.runtime.memory.probes.base import Reading
 from greenroom.runtime.memory.watch import MemoryWatch

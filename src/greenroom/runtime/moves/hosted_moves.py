@@ -20,15 +20,13 @@ from greenroom.errors import EngineFault, LoadFailed
 from greenroom.process.spawn import Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.failures import LAST_LINES, Failures
 from greenroom.runtime.memory.grants import Grants, NoGrant
 from greenroom.runtime.memory.hosted_memory import HostedMemory
 from greenroom.runtime.moves.cleanup import Remains
 from greenroom.runtime.moves.evidence import Evidence
-from greenroom.runtime.moves.hosted_errors import Mishaps
-from greenroom.runtime.moves.openings import Openings, whole
+from greenroom.runtime.moves.openings import Mishaps, Openings, whole
 from greenroom.runtime.observer import Observer
-from greenroom.runtime.slots import LiveSlot, Slots
+from greenroom.runtime.slots import LAST_LINES, Failures, LiveSlot, Slots
 from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost, count, seconds
 from greenroom.runtime.workers.hosted_slots import HostedSlot, HostedSlots
 from greenroom.runtime.workers.hosts import Hosts

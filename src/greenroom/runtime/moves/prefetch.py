@@ -13,7 +13,7 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Final, TypeVar
 
 from greenroom.core.model import ModelId
 from greenroom.core.state import State
+from greenroom.errors import OutsideRoots
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import beside
 from greenroom.telemetry.logs import get_logger
@@ -174,3 +175,17 @@ def _is_cached(descriptor: int, piece: Piece) -> bool:
     except OSError:
         # It would have to wait for the disk, or the file system cannot tell.
         return False
+
+
+def check_roots(entry: Entry, roots: Sequence[str]) -> None:
+    """Raises OutsideRoots for a model with a file that lies elsewhere. Blocks for as long as its disk does."""
+    if not roots or entry.config.path is None:
+        return
+    allowed = [os.path.realpath(root) for root in roots]
+    for file in (Path(entry.config.path), *entry.engine.files(entry.config)):
+        whole = os.path.realpath(file)
+        if not any(os.path.commonpath((whole, root)) == root for root in allowed):
+            raise OutsideRoots(
+                f"{entry.id}: {file} lies outside of model_roots ({', '.join(roots)}) once links are resolved. Move it "
+                "there, or add its folder to model_roots in the configuration."
+            )

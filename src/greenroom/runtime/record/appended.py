@@ -101,3 +101,18 @@ def _refuse_unless_ours(fd: int, path: Path, head: str) -> None:
     begins = os.pread(fd, len(expected) + 1, 0)
     if begins and begins not in (expected, expected + b"\n"):
         raise OSError(errno.EEXIST, "holds something else; move it away or record to another file", str(path))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Whole or not at all, also if the machine stops meanwhile. Blocks; raises OSError, and then nothing is changed."""
+    draft = path.with_suffix(".new")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise

@@ -14,16 +14,18 @@ import contextlib
 import csv
 import io
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from greenroom.core import effects, events, model
 from greenroom.core.effects import Effects, OpOutcome, Reason, Rejection
 from greenroom.core.events import Event, Timer
 from greenroom.core.model import LeaseId, Move, MoveId, OpId, RequestId, SlotId
+from greenroom.core.policy import coresidency
 from greenroom.runtime.record.appended import first_bytes, set_aside
-from greenroom.runtime.record.core_json import decode, encode
 from greenroom.runtime.record.line_file import WAITING_MAX, LineFile
 from greenroom.telemetry.activity import Record
 from greenroom.telemetry.logs import get_logger
@@ -236,3 +238,59 @@ def _take(line: str, number: int, recording: Recording) -> str | None:
     else:
         recording.effects.append((said["effect"], decode(said["asked"])))
     return None
+
+
+# The key under which a value that is not plain JSON says what it is. No field of a record begins with an underscore.
+_KIND = "_"
+_MAP, _SET = "map", "set"
+
+
+def _named(module: object) -> dict[str, type[Any]]:
+    """The records and enums that can be reached by name in this module."""
+    found = {name: value for name, value in vars(module).items() if isinstance(value, type)}
+    return {name: kind for name, kind in found.items() if is_dataclass(kind) or issubclass(kind, Enum)}
+
+
+_TYPES: Mapping[str, type[Any]] = {**_named(model), **_named(coresidency), **_named(effects), **_named(events)}
+
+
+def encode(value: object) -> str:
+    """One line of JSON."""
+    return json.dumps(_plain(value), separators=(",", ":"))
+
+
+def decode(said: Any) -> Any:
+    """What was encoded, from its JSON as it was read. Raises ValueError for anything else."""
+    try:
+        return _made(said)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a record of the core: {error!r}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str | int | float | None):
+        return value
+    if isinstance(value, Enum):
+        return {_KIND: type(value).__name__, "is": value.value}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {_KIND: _MAP, "of": [[_plain(key), _plain(one)] for key, one in value.items()]}
+    if isinstance(value, frozenset):
+        return {_KIND: _SET, "of": [_plain(one) for one in sorted(value)]}
+    said = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return {_KIND: type(value).__name__, **said}
+
+
+def _made(said: Any) -> Any:
+    if isinstance(said, list):
+        return tuple(_made(one) for one in said)
+    if not isinstance(said, dict):
+        return said
+    kind = said.pop(_KIND)
+    if kind == _MAP:
+        return {_made(key): _made(one) for key, one in said["of"]}
+    if kind == _SET:
+        return frozenset(_made(one) for one in said["of"])
+    made = _TYPES[kind]
+    return made(said["is"]) if issubclass(made, Enum) else made(**{name: _made(one) for name, one in said.items()})

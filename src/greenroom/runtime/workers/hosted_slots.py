@@ -6,6 +6,7 @@ of them uses cannot be seen from outside; what the process uses beyond their wor
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from greenroom.engines.base import HostedEngine, HostKey
 from greenroom.http.upstream import Pool
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.devices import HOST
-from greenroom.runtime.workers.arenas import Arena
 from greenroom.runtime.workers.worker_host import Worker
 
 _BYTES_A_MIB = 1024 * 1024
@@ -108,3 +108,33 @@ class HostedSlots:
 
 def _mib(size_bytes: int) -> int:
     return -(-size_bytes // _BYTES_A_MIB)
+
+
+class Arena:
+    def __init__(self, name: str) -> None:
+        """Empty at first. Raises OSError when there is no descriptor left."""
+        self._name = f"greenroom-{name}"
+        self.fd = os.memfd_create(self._name, os.MFD_CLOEXEC)
+        # Filled whole, by a worker that said so: any other worker can take it over as it is.
+        self.is_filled = False
+
+    @property
+    def size_bytes(self) -> int:
+        return 0 if self.fd < 0 else os.fstat(self.fd).st_size
+
+    def empty(self) -> None:
+        """Give back what a worker that ended in the middle has left in it. Raises OSError as the first time.
+
+        The next one gets another file: a process that the last one has left behind may still write to the old one.
+        """
+        self.is_filled = False
+        fresh = os.memfd_create(self._name, os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, 0)
+        os.close(self.fd)
+        self.fd = fresh
+
+    def close(self) -> None:
+        """May be called again."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -19,7 +19,7 @@ from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.observer import Observer
-from greenroom.runtime.workers import liveness
+from greenroom.runtime.workers import worker_host
 from greenroom.runtime.workers.worker_host import Worker, start_worker
 from greenroom.telemetry.logs import get_logger
 
@@ -140,7 +140,7 @@ class Hosts:
         worker = await start_worker(engine, key, next(self._numbers), self._state_dir, log)
         self.workers[worker.id] = worker
         worker.child.on_exit(lambda exit: self._on_exit(worker, exit))
-        self._own(liveness.feel(worker), f"pulse {worker.id}")
+        self._own(worker_host.feel(worker), f"pulse {worker.id}")
         self._observer.worker_started(worker.id, spare=is_spare)
         return worker
 

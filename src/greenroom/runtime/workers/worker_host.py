@@ -7,6 +7,7 @@ decides who lives where: `hosts.py` does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,7 @@ from greenroom.process.logs import LogRing, SharedLog
 from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.workers.control_link import Answer, ControlLink, OpFailed, Progress, WorkerLost, connect
+from greenroom.telemetry.logs import get_logger
 
 # Importing torch takes seconds, and minutes from a cold network disk.
 START_MAX_S: Final = 300.0
@@ -179,3 +181,33 @@ def _failed(worker: Worker, exit: Exit | None, why: str = "") -> LoadFailed:
         said = f"it ended while it started ({exit})"
     details = "\n".join(worker.log.tail(LAST_LINES))
     return LoadFailed(f"the worker could not be started: {said}", details=details or None)
+
+
+_log = get_logger("workers")
+
+ASK_EVERY_S = 10.0
+# A worker that reads a folder in a way of Transformers' own, or makes its first kernels, may be busy for seconds.
+ANSWER_MAX_S = 60.0
+
+
+async def feel(worker: Worker) -> None:
+    """Until it has ended, by itself or because it did not answer."""
+    while not await _is_gone(worker):
+        try:
+            async with asyncio.timeout(ANSWER_MAX_S):
+                await worker.ask("look")
+        except OpFailed:
+            continue
+        except WorkerLost:
+            return
+        except TimeoutError:
+            _log.warning("a worker does not answer and is ended", worker=worker.id, after_s=ANSWER_MAX_S)
+            worker.end()
+            return
+
+
+async def _is_gone(worker: Worker) -> bool:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ASK_EVERY_S):
+            await worker.gone.wait()
+    return worker.gone.is_set()

@@ -14,14 +14,14 @@ from fastapi import FastAPI
 from pydantic import Field
 from starlette.requests import Request
 
-from greenroom.config.names import ID_CHARS_MAX
+from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.core.model import ModelId, Tier
 from greenroom.errors import BadRequest, GreenroomError, NotAllowed, Unsupported
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.listing import unknown_model
 from greenroom.server.admin.views import Order, View
-from greenroom.server.inference.cache_headers import TAG_CHARS_MAX, check_tag, tenant_word
+from greenroom.server.inference.ids import TAG_CHARS_MAX, check_tag, tenant_word
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Caller
 

@@ -5,21 +5,77 @@ Owns how its plan is told. The question is put as a request would put it: with t
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import Annotated, Literal, assert_never
 
 from fastapi import FastAPI
+from pydantic import Field
 
+from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.config.schema import Heartbeat
 from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.explain import Explanation
 from greenroom.core.model import ModelId, RequestId, TenantId
 from greenroom.runtime.catalogue import Entry
-from greenroom.server.admin import explain_views as views
+from greenroom.server.admin.answers import Priority
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.listing import unknown_model
-from greenroom.server.inference.arrival import arrival
-from greenroom.server.inference.settings import Settings
-from greenroom.tenancy.tenants import parse_priority
+from greenroom.server.admin.views import Order, Tier, View
+from greenroom.server.inference.settings import Settings, arrival
+from greenroom.tenancy.tenants import NAME_CHARS_MAX, parse_priority
+
+Action = Literal["serve", "join", "wait", "swap", "refuse"]
+
+
+class ExplainAsk(Order):
+    """A request as it might come, without what it would say."""
+
+    model: Annotated[str, Field(max_length=ID_CHARS_MAX)]
+    """Its id or an alias."""
+    priority: Priority | None = None
+    """high, normal, low or a number; the model's own when not given."""
+    tenant: Annotated[str, Field(max_length=NAME_CHARS_MAX)] = ""
+    stream: bool = False
+    """Whether it would be answered by a stream, whose caller can wait longer."""
+    x_budget_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Seconds the whole answer may take."""
+
+
+class Evicted(View):
+    model: str
+    slot: str
+    to: Tier
+    """Where it would go: asleep, or cold."""
+    why: str
+
+
+class Explained(View):
+    """What would happen to a request. Nothing was changed to find out."""
+
+    action: Action
+    """serve: at once. join: its model is being loaded already. swap: its model would be brought now. wait: nothing can
+    be done now. refuse: it would be answered with an error."""
+    model: str
+    slot: str | None = None
+    """The slot that would serve it, if there is one already."""
+    move: str | None = None
+    """How its model would be brought: load, or wake."""
+    why: str | None = None
+    """What it would wait for, or why it would be refused."""
+    behind: list[str] = []
+    """Models whose requests go first."""
+    evict: list[Evicted] = []
+    """Who would leave for it."""
+    calls_off: list[str] = []
+    """Less urgent models that are about to be brought and would have to ask for their place anew."""
+    too_late: bool = False
+    """Its model would be brought, but not in the time this caller has: the caller would be refused."""
+    position: int | None = None
+    """Its place among all who wait; null if it would not wait."""
+    eta_s: float | None = None
+    """Seconds until its answer would begin; null where nothing was learned yet."""
+    retry_after_s: float | None = None
+    """When a refused one may be worth another try, if that is known."""
+
 
 PATH = "/api/v1/explain"
 # No request has this id: theirs begin with r-.
@@ -33,7 +89,7 @@ class Explaining:
     def add_to(self, app: FastAPI) -> None:
         app.post(PATH)(self.explain)
 
-    async def explain(self, ask: views.ExplainAsk) -> views.Explained:
+    async def explain(self, ask: ExplainAsk) -> Explained:
         """What would happen if this request came now: served, or whom it would wait for and who would leave."""
         entry = self._gateway.catalog.find(ask.model)
         if entry is None:
@@ -52,14 +108,14 @@ class Explaining:
         return _told(entry.id, self._gateway.loop.scheduler.explanation(event))
 
 
-def _priority(ask: views.ExplainAsk, entry: Entry) -> int:
+def _priority(ask: ExplainAsk, entry: Entry) -> int:
     return entry.spec.priority if ask.priority is None else parse_priority(ask.priority, param="priority")
 
 
-def _told(model: ModelId, said: Explanation) -> views.Explained:
+def _told(model: ModelId, said: Explanation) -> Explained:
     plan = said.plan
-    evict = [views.Evicted(model=one.model, slot=one.slot, to=one.leaves_to.value, why=one.why) for one in said.evict]
-    told = views.Explained(
+    evict = [Evicted(model=one.model, slot=one.slot, to=one.leaves_to.value, why=one.why) for one in said.evict]
+    told = Explained(
         action=_action(plan),
         model=model,
         behind=[str(name) for name in said.behind],
@@ -72,7 +128,7 @@ def _told(model: ModelId, said: Explanation) -> views.Explained:
     return told.model_copy(update=_particulars(plan))
 
 
-def _action(plan: Plan) -> views.Action:
+def _action(plan: Plan) -> Action:
     match plan:
         case Serve():
             return "serve"

@@ -8,6 +8,7 @@ on the loop that owns the scheduler's state; none runs in a thread, where that s
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from html import escape
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -17,19 +18,16 @@ from starlette.routing import Match, Route
 
 import greenroom
 from greenroom.http.head import Head
-from greenroom.server.admin.answers import add_error_answers, error_answer, nothing_at
+from greenroom.server.admin.answers import add_error_answers, as_get, error_answer, nothing_at
 from greenroom.server.admin.cache import Caches
-from greenroom.server.admin.docs_page import HEADERS, docs_page
 from greenroom.server.admin.explaining import Explaining
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.gpus import Gpus
+from greenroom.server.admin.gpu_views import Gpus
 from greenroom.server.admin.leases import Leases
-from greenroom.server.admin.listing import Listing
-from greenroom.server.admin.model_status import ModelStatuses
+from greenroom.server.admin.listing import Listing, ModelStatuses
 from greenroom.server.admin.operating import Operating
 from greenroom.server.admin.snapshot import Snapshot
 from greenroom.server.admin.streams import Streams
-from greenroom.server.admin.verbs import as_get
 from greenroom.server.admin.views import ErrorBody
 from greenroom.server.admin.watching import Watching
 from greenroom.server.asgi import Message, scope_of
@@ -151,3 +149,52 @@ class Management:
                 others = (_NEEDS[key] for method in route.methods or () if (key := (method, route.path)) in _NEEDS)
                 needed = next(others, needed)
         return needed
+
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+}
+_STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:50rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
+    "code{font-size:.95em}h2{font-size:1rem;margin:1.5rem 0 0}p{margin:.2rem 0}ul{margin:.2rem 0}"
+)
+
+
+def docs_page(schema: Mapping[str, Any], schema_path: str) -> str:
+    title = escape(schema["info"]["title"])
+    operations = "\n".join(_operations(schema))
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>\n'
+        f"<h1>{title} {escape(schema['info']['version'])}</h1>\n"
+        f'<p>{escape(schema["info"].get("description", ""))} <a href="{escape(schema_path)}">OpenAPI schema</a></p>\n'
+        f"{operations}\n</html>\n"
+    )
+
+
+def _operations(schema: Mapping[str, Any]) -> Iterator[str]:
+    for path, methods in schema["paths"].items():
+        for method, operation in methods.items():
+            yield f"<h2><code>{escape(method.upper())} {escape(path)}</code></h2>"
+            yield f"<p>{escape(operation.get('description', ''))}</p>"
+            if items := [*_parameters(operation), *_body_fields(schema, operation)]:
+                yield f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
+
+
+def _parameters(operation: Mapping[str, Any]) -> Iterator[str]:
+    for parameter in operation.get("parameters", ()):
+        yield _item(parameter["name"], parameter["in"], parameter.get("description", ""))
+
+
+def _body_fields(schema: Mapping[str, Any], operation: Mapping[str, Any]) -> Iterator[str]:
+    """An order is one named shape, or nothing."""
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    for option in (content, *content.get("anyOf", ())):
+        name = option.get("$ref", "").rpartition("/")[2]
+        shape = schema.get("components", {}).get("schemas", {}).get(name, {})
+        for field, about in shape.get("properties", {}).items():
+            yield _item(field, "body", about.get("description", ""))
+
+
+def _item(name: str, where: str, about: str) -> str:
+    return f"<code>{escape(name)}</code> ({escape(where)}) {escape(about)}".rstrip()

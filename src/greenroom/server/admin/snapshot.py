@@ -18,8 +18,7 @@ from greenroom.runtime.memory.needs import Account
 from greenroom.server import render
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.gpu_views import GpuPicture
-from greenroom.server.admin.green_room_views import green_room_view
+from greenroom.server.admin.gpu_views import GpuPicture, green_room_view
 from greenroom.server.admin.status_word import StatusWord, is_failing, status_word, tier_of
 
 # A page of status stays readable, and small, however long the queue is.

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from greenroom.config.names import ID_CHARS_MAX
+from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.server.admin.status_word import StatusWord
 
 Tier = Literal["ready", "asleep", "cold"]

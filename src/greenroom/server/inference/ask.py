@@ -19,10 +19,8 @@ from greenroom.http.edge import Exchange, Head
 from greenroom.http.head import Headers
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.server.inference import multipart, peek
-from greenroom.server.inference.cache_headers import cache_headers
-from greenroom.server.inference.ids import is_open, split_model
+from greenroom.server.inference.ids import UPSTREAM_PREFIX, Route, cache_headers, is_open, split_model
 from greenroom.server.inference.keep_alive import capped
-from greenroom.server.inference.routes import UPSTREAM_PREFIX, Route
 from greenroom.tenancy.keys import Caller
 from greenroom.tenancy.tenants import Tenants, cap, parse_priority
 

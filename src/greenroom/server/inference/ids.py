@@ -7,10 +7,17 @@ decodes it once, so that what is authorised, routed and forwarded is the same by
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from urllib.parse import unquote_to_bytes
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import quote, unquote_to_bytes
 
-from greenroom.config.names import ID_CHARS_MAX
+from greenroom.config.kinds import ID_CHARS_MAX
+from greenroom.core.model import TenantId
+from greenroom.engines.base import Ability
+from greenroom.errors import BadRequest
+from greenroom.http.head import Headers
+from greenroom.http.heartbeat import StreamShape
 
 _BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PLAIN_PART = rb"(?!\.{1,2}(?:/|$))[A-Za-z0-9._~!$&'()+,=:@-]+"
@@ -78,3 +85,66 @@ def _decoded(segment: bytes) -> str | None:
     except UnicodeDecodeError:
         return None
     return text if text.isprintable() else None
+
+
+TAG_CHARS_MAX: Final = 64
+# Everything printable but the space, which may be lost at the ends, and the mark that stands for what is written so.
+_PLAIN: Final = "".join(chr(code) for code in range(0x21, 0x7F) if code != ord("%"))
+_TAG: Final = re.compile(rb"[!-~]([ -~]*[!-~])?")
+_MODES: Final = frozenset((b"prefix", b"none", b"auto"))
+
+
+def cache_headers(is_kept: bool, tenant: TenantId, said: Mapping[bytes, bytes]) -> Headers | None:
+    """What goes to an engine that keeps such a cache (`is_kept`); None for others. Raises BadRequest, for all alike."""
+    tag, mode = said.get(b"x-cache-tag"), said.get(b"x-cache-mode")
+    if tag:
+        check_tag(tag, "X-Cache-Tag")
+    if mode is not None and mode.lower() not in _MODES:
+        raise BadRequest("X-Cache-Mode is prefix, none or auto.", param="X-Cache-Mode")
+    if not is_kept:
+        return None
+    headers: Headers = [(b"x-tenant-id", tenant_word(tenant).encode())] if tenant else []
+    if tag:
+        headers.append((b"x-cache-tag", tag))
+    if mode is not None:
+        headers.append((b"x-cache-mode", mode.lower()))
+    return headers
+
+
+def tenant_word(tenant: str) -> str:
+    """A tenant as a header can carry it: other characters than those of a plain word are percent-encoded."""
+    return quote(tenant, safe=_PLAIN)
+
+
+def check_tag(tag: bytes, param: str) -> None:
+    """Raises BadRequest for what cannot be a tag."""
+    if len(tag) > TAG_CHARS_MAX or _TAG.fullmatch(tag) is None:
+        raise BadRequest(f"{param} has 1 to {TAG_CHARS_MAX} printable ASCII characters.", param=param)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`name` is its label in metrics; `shape` what an empty piece of its stream looks like.
+
+    `has_prefix`: what it sends begins with a text that a cache may know already.
+    """
+
+    name: str
+    ability: Ability | None = None
+    shape: StreamShape = StreamShape.TEXT
+    is_multipart: bool = False
+    has_prefix: bool = False
+
+
+MODEL_ROUTES: Mapping[bytes, Route] = {
+    b"/v1/chat/completions": Route("chat", Ability.CHAT, StreamShape.CHAT, has_prefix=True),
+    b"/v1/completions": Route("completions", Ability.COMPLETIONS, has_prefix=True),
+    b"/v1/embeddings": Route("embeddings", Ability.EMBEDDINGS),
+    b"/v1/rerank": Route("rerank", Ability.RERANK),
+    b"/v1/audio/transcriptions": Route("transcriptions", is_multipart=True),
+    b"/v1/audio/translations": Route("translations", is_multipart=True),
+    b"/v1/images/edits": Route("image_edits", is_multipart=True),
+}
+
+UPSTREAM_PREFIX = b"/upstream/"
+UPSTREAM = Route("upstream")

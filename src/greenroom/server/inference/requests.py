@@ -22,10 +22,9 @@ from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.tickets import Desk
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask, AskReader
-from greenroom.server.inference.routes import UPSTREAM, Route
+from greenroom.server.inference.ids import UPSTREAM, Route
 from greenroom.server.inference.running import Running, Shared
-from greenroom.server.inference.settings import Settings
-from greenroom.server.inference.sweep import Vigil
+from greenroom.server.inference.settings import Settings, Vigil
 from greenroom.telemetry.activity import Activity, Record
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.metrics import Metrics

@@ -26,10 +26,8 @@ from greenroom.http.tunnel import Tunnel
 from greenroom.runtime.slots import LiveSlot
 from greenroom.runtime.tickets import Desk, Ticket
 from greenroom.server import render
-from greenroom.server.inference.arrival import arrival
 from greenroom.server.inference.ask import Ask
-from greenroom.server.inference.settings import Settings
-from greenroom.server.inference.sweep import Vigil
+from greenroom.server.inference.settings import Settings, Vigil, arrival
 from greenroom.telemetry.activity import Record
 from greenroom.telemetry.logs import get_logger
 

@@ -7,8 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from greenroom.workers.torch_host.engine.asks import Sampling
-from greenroom.workers.torch_host.engine.noise import chance
-from greenroom.workers.torch_host.engine.sampling import Chooser, Choosers, Chosen, allowed_by, filled_masks
+from greenroom.workers.torch_host.engine.sampling import Chooser, Choosers, Chosen, allowed_by, chance, filled_masks
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -8.0])

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from greenroom.workers.torch_host.text.detokenising import HELD_TOKENS_MAX, Detokeniser
-from greenroom.workers.torch_host.text.tokens import Text
+from greenroom.workers.torch_host.text.tokens import HELD_TOKENS_MAX, Detokeniser, Text
 
 TEXTS = [
     "the cat sat",

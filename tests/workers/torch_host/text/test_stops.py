@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from greenroom.workers.torch_host.text.stops import StopFinder
+from greenroom.workers.torch_host.text.output_stream import StopFinder
 
 
 def let_out(stops: list[str], pieces: list[str]) -> tuple[str, bool]:

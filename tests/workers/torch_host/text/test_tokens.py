@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.workers.torch_host.api.refusals import Refused
-from greenroom.workers.torch_host.text.spelling import Speller
-from greenroom.workers.torch_host.text.tokens import INLINE_CHARS_MAX, Text
+from greenroom.workers.torch_host.text.tokens import INLINE_CHARS_MAX, Speller, Text
 from tests.workers.torch_host import tokenizer_folders
 
 

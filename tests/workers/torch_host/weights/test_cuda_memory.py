@@ -10,7 +10,7 @@ import torch
 
 from greenroom.workers.torch_host.failures import DriverError, OutOfMemory
 from greenroom.workers.torch_host.weights.device_memory import CudaArena
-from greenroom.workers.torch_host.weights.registering import Registration
+from greenroom.workers.torch_host.weights.device_weights import Registration
 
 GRANULE = 2 * 2**20
 DEADLINE_S = 60.0

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from greenroom.workers.torch_host.weights import numa
+from greenroom.workers.torch_host.weights import preparing
 from greenroom.workers.torch_host.weights.arriving import outermost_parts
 from greenroom.workers.torch_host.weights.device_memory import BorrowedArena, PrivateArena
 from greenroom.workers.torch_host.weights.device_weights import RATE_UNKNOWN, Wire
-from greenroom.workers.torch_host.weights.numa import numbers_in, processors_near, settle_near
+from greenroom.workers.torch_host.weights.preparing import numbers_in, processors_near, settle_near
 
 SIZE = 64 * 2**20
 
@@ -84,7 +84,7 @@ def test_where_all_memory_is_equally_near_cuda_is_not_asked(tmp_path: Path, monk
     """Asking makes the device's context, for which the first read would wait."""
     asked: list[torch.device] = []
     (tmp_path / "node0").mkdir()
-    monkeypatch.setattr(numa, "NODES", tmp_path)
+    monkeypatch.setattr(preparing, "NODES", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_properties", asked.append)
     assert processors_near(torch.device("cuda", 0)) == set()
     assert asked == []

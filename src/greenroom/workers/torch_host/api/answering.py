@@ -15,8 +15,7 @@ from ..engine.asks import Performer, TooLong, UnknownToken
 from ..failures import Failure
 from ..text.output_stream import Piece, Voice
 from .http import Answer
-from .refusals import Refused, too_long, unavailable
-from .written import encoded
+from .refusals import Refused, encoded, too_long, unavailable
 
 Usage = Mapping[str, Any]
 

@@ -10,16 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..text.output_stream import Chosen, Piece
-from ..text.spelling import Speller
+from ..text.tokens import Speller
 from .answering import answer_stream, answer_whole
-from .chat_written import finite
+from .chat import finite
 from .fields import Body, boolean, integer
 from .http import Answer
 from .model_context import House, Origin
 from .prompts import inputs_of, read_inputs
-from .refusals import unsupported
+from .refusals import encoded, new_id, unsupported
 from .sampling_params import LOGPROBS_MAX, SEQUENCES_MAX, read_wishes
-from .written import encoded, new_id
 
 
 async def complete(house: House, body: Body, origin: Origin, answer: Answer) -> None:

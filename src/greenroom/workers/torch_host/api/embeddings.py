@@ -20,8 +20,7 @@ from .fields import Body, boolean, integer, refuse
 from .http import Answer
 from .model_context import House
 from .prompts import inputs_of, read_inputs
-from .refusals import Refused, too_long, unavailable, unsupported
-from .written import encoded
+from .refusals import Refused, encoded, too_long, unavailable, unsupported
 
 INPUTS_MAX = 2_048
 DIMENSIONS_MAX = 1_048_576

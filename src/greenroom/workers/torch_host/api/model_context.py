@@ -9,20 +9,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..engine.asks import Ask, Performer
-from ..engine.mail import Mailbox
+from ..engine.asks import Ask, Mailbox, Performer
 from ..sandbox.grammar import Grammars, JsonConstraint
 from ..text.harmony import Harmony
-from ..text.output_stream import Voice
-from ..text.stops import StopFinder
+from ..text.output_stream import StopFinder, Voice
 from ..text.templates import Template
 from ..text.tokens import Text
 from ..text.tool_calls import Reader
 from ..weights.sentence_config import SentenceConfig
 from .answering import Score
-from .refusals import Refused
+from .refusals import Refused, new_id
 from .sampling_params import SEQUENCES_MAX, Wishes
-from .written import new_id
 
 CACHE_MODES = ("prefix", "none", "auto")
 # Of a token that does not exist so much is repeated.

@@ -6,6 +6,8 @@ Owns the one shape of an error body. The worker cannot use the gateway's error t
 from __future__ import annotations
 
 import json
+import secrets
+from typing import Any
 
 MESSAGE_CHARS_MAX = 2_048
 
@@ -49,3 +51,14 @@ def unavailable(message: str) -> Refused:
 
 def unsupported(message: str, param: str | None = None) -> Refused:
     return Refused(message, param=param, code="unsupported")
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+def encoded(value: Any) -> bytes:
+    return _ENCODER.encode(value).encode()
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..engine.asks import Performer
-from ..engine.mail import Mailbox
+from ..engine.asks import Mailbox, Performer
 from ..sandbox.grammar import Grammars
 from ..sandbox.schema_trials import SchemaTrials
 from ..sandbox.template_runner import Scribes
@@ -28,8 +27,7 @@ from .fields import parse_body
 from .http import Answer, Server
 from .http_parser import Request
 from .model_context import House, Origin
-from .refusals import Refused, unsupported
-from .written import encoded
+from .refusals import Refused, encoded, unsupported
 
 # Bodies larger than this are read in a thread, so that streams of others go on meanwhile.
 INLINE_BODY_BYTES_MAX = 64 * 1024

@@ -20,13 +20,11 @@ import torch
 
 from ..failures import Failure, OnFatal, OutOfMemory, is_fatal, told, translated
 from .asks import Ask, EndReason
-from .block_manager import Seats
 from .pages import BLOCK_TOKENS
-from .readback import Readback
-from .rows import Row
+from .rows import Readback, Row
 from .runner import Piece, Runner
 from .sampling import Choosers, filled_masks
-from .sequence import Speech
+from .sequence import Seats, Speech
 
 log = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from ..failures import Failure, OnFatal, OutOfMemory, Stuck, is_fatal, told, tra
 from ..weights.sentence_config import SentenceConfig
 from .asks import Ask, TooLong, UnknownToken, Vectors
 from .batch_scheduler import Ensemble
-from .block_manager import Seats
 from .embedding import Embedder, grouped
 from .limits import limits_of
 from .model_check import ModelCheck
 from .pages import BLOCK_TOKENS, item_bytes
 from .runner import Runner, Stage
+from .sequence import Seats
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 Owns the world a template sees, which is the one Transformers 5 gives it, and the bounds of this process. Never imports
 torch, Transformers or anything of ours, so that it starts in a tenth of a second. `scribes.py` is the side that asks.
 
-    python -I -S scribe.py WORKER_PID FOLDER…          (stdin is a socket, for both ways; FOLDERs are where Jinja lies)
+    python -I -S template_program.py WORKER_PID FOLDER…   (stdin is a socket, both ways; FOLDERs hold Jinja)
 
 One letter says that it is ready. Then orders come and are answered, one after the other: an order is 8 bytes of length
 and JSON, an answer is a word, 8 bytes of length and bytes. The words: `text` and the prompt, `fail` and what the

@@ -1,7 +1,7 @@
 """The processes that run chat templates, from the worker's side.
 
 Owns how many there are, who waits for one, how long each may think, and that one which is late, full or gone is
-replaced. Never knows what a template says: `scribe.py`, the program they run, does. They are started when they are
+replaced. Never knows what a template says: the program they run, `template_program.py`, does. They are started when
 first needed, by a path and not by a copy of this process, which holds a device. Read `Share.write` first.
 """
 
@@ -36,7 +36,7 @@ COMPLAINT_BYTES_MAX: Final = 4_096
 # Sandboxes of earlier ones have holes that are known.
 JINJA_MIN: Final = (3, 1, 6)
 
-_PROGRAM: Final = Path(__file__).with_name("scribe.py")
+_PROGRAM: Final = Path(__file__).with_name("template_program.py")
 _ORDER_HEAD: Final = struct.Struct("!Q")
 _ANSWER_HEAD: Final = struct.Struct("!4sQ")
 _READY: Final = b"r"

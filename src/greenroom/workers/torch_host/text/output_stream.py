@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..api.refusals import Refused, failed, unavailable
-from ..engine.asks import Ask, End, Token
-from ..engine.mail import Mailbox
+from ..engine.asks import Ask, End, Mailbox, Token
 from ..sandbox.grammar import JsonConstraint
 from ..sandbox.schema_trials import too_complex
-from .detokenising import Detokeniser
-from .stops import StopFinder
+from .tokens import Detokeniser
 from .tool_calls import Call, Reader
 
 _log = logging.getLogger(__name__)
@@ -171,3 +169,41 @@ class Voice:
         _log.exception("an answer could not be read")
         self.error = failed("Something went wrong inside the worker.")
         self.ask.cancelled = True
+
+
+class StopFinder:
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self.is_found = False
+
+    def add(self, text: str) -> str:
+        """The text that surely comes before any stop sequence."""
+        if not self._stops:
+            return text
+        if self.is_found:
+            return ""
+        self._held += text
+        # The one that is complete first counts, so that it does not matter where pieces end; of several the longest.
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.is_found = True
+            return self._release(min(found)[1])
+        return self._release(len(self._held) - self._hopeful())
+
+    def end(self) -> str:
+        """No more text comes: what was held back was no stop sequence."""
+        return "" if self.is_found else self._release(len(self._held))
+
+    def _release(self, length: int) -> str:
+        released, self._held = self._held[:length], "" if self.is_found else self._held[length:]
+        return released
+
+    def _hopeful(self) -> int:
+        """How many of the last characters could be the beginning of a stop sequence."""
+        for length in range(min(len(self._held), self._longest - 1), 0, -1):
+            tail = self._held[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,6 @@ from typing import Any
 
 from ..api.refusals import Refused, too_long
 from ..failures import BadModel
-from .detokenising import Detokeniser
-from .spelling import Speller
 
 # Encoding so many characters takes about a millisecond; more of them go to a thread.
 INLINE_CHARS_MAX = 4_096
@@ -154,3 +153,103 @@ def read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
+
+
+# A character has at most four bytes; tokens of noise that never becomes one are let go after this many.
+HELD_TOKENS_MAX = 16
+# Tokens before the first that are decoded with it, so that a continuation begins with its space.
+BEFORE_TOKENS = 6
+_BROKEN = "\ufffd"
+
+
+class Detokeniser:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        unspoken: Collection[int],
+        before: Sequence[int] = (),
+        marks: Mapping[int, str] | None = None,
+    ) -> None:
+        """`unspoken` tokens have no text, `marks` the one given. `before` ends the text that is being continued."""
+        self._decode = decode
+        self._marks = marks or {}
+        self._unspoken = unspoken
+        self._said = [token for token in before[-BEFORE_TOKENS:] if token not in unspoken]
+        self._held: list[int] = []
+
+    def add(self, token: int) -> str:
+        """The text that is certain now; empty while a character is incomplete."""
+        if token in self._marks:
+            text = self.end() + self._marks[token]
+            self._said = []
+            return text
+        if token in self._unspoken:
+            return ""
+        self._held.append(token)
+        text = self._new_text()
+        if text.endswith(_BROKEN) and len(self._held) < HELD_TOKENS_MAX:
+            return ""
+        return self._say(text)
+
+    def end(self) -> str:
+        """What was held back, with a replacement for a character that never became whole."""
+        return self._say(self._new_text()) if self._held else ""
+
+    def _new_text(self) -> str:
+        before = self._decode(self._said) if self._said else ""
+        return self._decode(self._said + self._held)[len(before) :]
+
+    def _say(self, text: str) -> str:
+        # The last tokens are company enough for the next. A token without text is no company: it keeps the old.
+        if text:
+            self._said, self._held = self._held[-BEFORE_TOKENS:], []
+        else:
+            self._said, self._held = (self._said + self._held)[-BEFORE_TOKENS:], []
+        return text
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "▁"
+
+
+class Speller:
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._size = len(tokenizer)
+        self._added = set(getattr(tokenizer, "added_tokens_decoder", {}))
+        decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
+        self._is_byte_level = "ByteLevel" in decoder
+        # One entry for each token ever asked for: bounded by the vocabulary.
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def spell(self, token: int) -> tuple[str, bytes]:
+        """Text and bytes of this token; both empty for one that the tokenizer does not have."""
+        known = self._known.get(token)
+        if known is None:
+            raw = self._bytes(token)
+            known = self._known[token] = raw.decode(errors="replace"), raw
+        return known
+
+    def _bytes(self, token: int) -> bytes:
+        # A head may be wider than its tokenizer.
+        piece = self._tokenizer.convert_ids_to_tokens(token) if token < self._size else None
+        if not isinstance(piece, str):
+            return b""
+        if token in self._added:
+            return piece.encode()
+        if self._is_byte_level:
+            return b"".join(_BYTES.get(letter, letter.encode()) for letter in piece)
+        if match := _BYTE_TOKEN.fullmatch(piece):
+            return bytes.fromhex(match[1])
+        return piece.replace(_SPACE, " ").encode()
+
+
+def _byte_letters() -> dict[str, bytes]:
+    """Byte-level tokenizers write each byte as a letter: itself where it can be seen, else one from 256 onwards."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {chr(byte): bytes([byte]) for byte in seen}
+    hidden = [byte for byte in range(256) if byte not in seen]
+    return letters | {chr(256 + place): bytes([byte]) for place, byte in enumerate(hidden)}
+
+
+_BYTES = _byte_letters()

@@ -7,17 +7,19 @@ Knows nothing of requests: whoever computes with the module has stopped before `
 from __future__ import annotations
 
 import gc
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
+from ..failures import Failure
 from .arena import HostArena
 from .arriving import Arrival
 from .device_memory import BorrowedArena, CudaArena, DeviceArena, PrivateArena
-from .driver import driver
-from .registering import Registration
+from .driver import Driver, driver
 from .skeleton import bind
 
 # Until the first wake has been timed: what a wire of the last but one generation does.
@@ -166,3 +168,42 @@ def _arenas(host: HostArena, device: torch.device, kv_bytes: int) -> tuple[Devic
 def _dtype_of(module: torch.nn.Module) -> torch.dtype:
     """What the model computes in: the kind its floating-point weights have."""
     return next((tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()), torch.float32)
+
+
+class Registration:
+    """Pieces of memory (address, bytes), registered as far as the system allows. No copy may be of two."""
+
+    def __init__(self, driver: Driver, pieces: Sequence[tuple[int, int]]) -> None:
+        self._driver, self._pieces = driver, pieces
+        self._registered: list[int] = []
+        self._stop = threading.Event()
+        self.problem: str | None = None
+        self._thread = threading.Thread(target=self._run, name="register", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when all is registered, or as much as can be."""
+        self._thread.join()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def undo(self) -> None:
+        """Stop, and take back what was done. Nothing may be copying from the memory any more."""
+        self._stop.set()
+        self._thread.join()
+        while self._registered:
+            self._driver.unregister(self._registered.pop())
+
+    def _run(self) -> None:
+        for pointer, size in self._pieces:
+            if self._stop.is_set():
+                return
+            try:
+                self._driver.register(pointer, size)
+            except Failure as reason:
+                # Copies from the rest still work, slowly. Whoever looks at this worker is told.
+                self.problem = str(reason)
+                return
+            self._registered.append(pointer)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from ..engine import sentence_head
+from ..engine import embedding
 from ..failures import BadModel, shortened
 from .arena import HostArena, view_of
 from .skeleton import Wish, asked, maker_of, state_of
@@ -58,8 +58,8 @@ def load(wish: Wish, config: Any, dtype: torch.dtype) -> Any:
             " right kind of model, and is it complete?"
         )
     if wish.sentence is not None:
-        sentence_head.attach(module, wish.sentence, dtype, "cpu")
-        sentence_head.fill(module, wish.sentence)
+        embedding.attach(module, wish.sentence, dtype, "cpu")
+        embedding.fill(module, wish.sentence)
     _refuse_odd(module)
     return module.eval().requires_grad_(False)
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 import transformers
 
-from ..engine import sentence_head
+from ..engine import embedding
 from ..engine.pages import text_config
 from ..failures import BadModel, Cancelled
 from . import fallback, reading, skeleton
@@ -94,7 +94,7 @@ def load(wish: Wish, descriptor: int, filled: bool, around: Circumstances) -> Lo
 
 def _tensors(wish: Wish) -> dict[str, StoredTensor]:
     """What the files hold; nothing where they are not safetensors, which must have been allowed."""
-    head = sentence_head.stored_weights(wish.sentence, wish.allow_pickle) if wish.sentence is not None else {}
+    head = embedding.stored_weights(wish.sentence, wish.allow_pickle) if wish.sentence is not None else {}
     if wish.gguf_file is not None:
         return {}
     if files_of(wish.folder):

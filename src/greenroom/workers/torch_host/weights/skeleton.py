@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForTextEncoding
 
-from ..engine import sentence_head
+from ..engine import embedding
 from ..failures import BadModel, is_fatal, is_memory, shortened
 from .arena import Layout, view_of
 from .sentence_config import SentenceConfig
@@ -95,7 +95,7 @@ def build(wish: Wish, config: Any, dtype: torch.dtype) -> torch.nn.Module | None
     if made is None:
         return None
     if wish.sentence is not None:
-        sentence_head.attach(made, wish.sentence, dtype, "meta")
+        embedding.attach(made, wish.sentence, dtype, "meta")
     module: torch.nn.Module = made.eval().requires_grad_(False)
     return module if _restore_buffers(module) and not _stray(module) else None
 
