@@ -101,8 +101,8 @@ test-compiled: compiled torch ## the tests of the gateway, against the compiled 
 bench: setup            ## CPU per request and per chunk of both builds, beside nginx in the same run
 	@command -v nginx >/dev/null || (apt-get update -qq && apt-get install -y -qq nginx-light)
 	@if command -v cc >/dev/null; then $(MAKE) --no-print-directory compiled && \
-	  $(BIN)/python benchmarks/gateway.py --compiled $(COMPILED)/bin/python; \
-	else echo "no C compiler: only the pure build is measured"; $(BIN)/python benchmarks/gateway.py; fi
+	  $(BIN)/python -m benchmarks.gateway.cost --compiled $(COMPILED)/bin/python; \
+	else echo "no C compiler: only the pure build is measured"; $(BIN)/python -m benchmarks.gateway.cost; fi
 
 soak: setup             ## long fault runs: 300 kills of the gateway under load; GREENROOM_HISTORY_S=300 of leases
 	@$(BIN)/python -m pytest -m soak --timeout 7200 --ignore=$(TORCH_TESTS)

@@ -1,0 +1,157 @@
+"""Two minutes of mixed traffic over three models of 8 B, with a training job that takes a share of the GPU in between.
+
+    python -m benchmarks.hosted.mixed --models FOLDER [--python PYTHON] [--seconds 120] [--only asleep|restarts]
+
+The same generated trace is served twice by a gateway on the same budget, which holds two of the three: once by
+Greenroom's own worker, whose models sleep in host memory; once by a plain Transformers program a model, which is
+started and stopped at every change, as one does without it. In the middle third a program leases as much as one model
+takes. How long a request waited before its engine got it is what the gateway itself says (X-Queue-Wait-Ms).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openai import APIError, AsyncOpenAI
+
+from benchmarks import rig
+from benchmarks.hosted.gateway import Stage, hosted, stage
+from benchmarks.hosted.swap import EIGHT, Card, make
+
+# Callers stay with a model for a while, then turn to another; some come in between.
+PER_S, STAYS_S, STRAY_SHARE = 1.5, 12.0, 0.15
+TOKENS = (16, 96)
+CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    at_s: float
+    model: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    wait_s: float
+    whole_s: float
+    error: str | None = None
+
+
+def trace(seconds: float, seed: int) -> list[Request]:
+    draw = random.Random(seed)
+    at_s, turns_at_s, model, requests = 0.0, 0.0, EIGHT[0], []
+    while (at_s := at_s + draw.expovariate(PER_S)) < seconds:
+        if at_s >= turns_at_s:
+            model, turns_at_s = draw.choice(EIGHT), at_s + draw.expovariate(1 / STAYS_S)
+        asked = draw.choice(EIGHT) if draw.random() < STRAY_SHARE else model
+        requests.append(Request(at_s, asked, draw.randint(*TOKENS)))
+    return requests
+
+
+async def play(home: Stage, requests: Sequence[Request]) -> list[Served]:
+    began = time.perf_counter()
+    address = f"http://127.0.0.1:{home.port}/v1"
+    async with AsyncOpenAI(base_url=address, api_key="none", max_retries=0, timeout=rig.ASK_MAX_S) as client:
+
+        async def one(request: Request) -> Served:
+            await asyncio.sleep(max(0.0, began + request.at_s - time.perf_counter()))
+            sent = time.perf_counter()
+            try:
+                said = await client.completions.with_raw_response.create(
+                    model=request.model, prompt="w7 w8 w9 " * 16, max_tokens=request.tokens, temperature=0
+                )
+            except APIError as error:
+                return Served(0.0, time.perf_counter() - sent, repr(error))
+            wait_s = int(said.headers.get("x-queue-wait-ms", "0")) / 1000
+            return Served(wait_s, time.perf_counter() - sent)
+
+        return await asyncio.gather(*map(one, requests))
+
+
+async def scene(home: Stage, seconds: float, requests: Sequence[Request], share_mib: int) -> dict[str, Any]:
+    """The trace, and the training job in its middle third."""
+    playing = asyncio.create_task(play(home, requests))
+    await asyncio.sleep(seconds / 3)
+    asked = time.perf_counter()
+    with contextlib.ExitStack() as job:
+        await asyncio.to_thread(job.enter_context, home.lease(share_mib, wait_s=seconds))
+        granted_s = time.perf_counter() - asked
+        await asyncio.sleep(seconds / 3)
+        await asyncio.to_thread(job.pop_all().close)
+    served = await playing
+    waits = sorted(one.wait_s for one in served)
+    failed = [one.error for one in served if one.error]
+    return {
+        "requests": len(served),
+        "failed": len(failed),
+        "first_failure": failed[0] if failed else None,
+        "lease_granted_s": granted_s,
+        "mean_wait_s": statistics.fmean(waits),
+        "p50_wait_s": waits[len(waits) // 2],
+        "p95_wait_s": waits[int(len(waits) * 0.95)],
+        "worst_wait_s": waits[-1],
+        "p95_whole_s": sorted(one.whole_s for one in served)[int(len(served) * 0.95)],
+    }
+
+
+def restarted(folder: Path, python: str, memory_mib: int) -> dict[str, Any]:
+    """A plain program a model: weights loaded at its start, one caller at a time."""
+    said = ["--model", str(folder), "--ctx-size", str(CONTEXT), "--port", "${PORT}"]
+    cmd = [python, str(rig.HERE / "gpu_worker.py"), *said]
+    return {"cmd": cmd, "memory_mib": memory_mib, "concurrency": 1, "env": {"HF_HUB_OFFLINE": "1"}}
+
+
+def run(kind: str, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    if kind == "asleep":
+        models = {name: hosted(args.models / name, args.python, ctx_size=CONTEXT) for name in EIGHT}
+    else:
+        models = {name: restarted(args.models / name, args.python, 20_000) for name in EIGHT}
+    with stage(scratch / kind, models) as home:
+        if kind == "asleep":
+            for name in EIGHT:
+                home.order(name, "prepare")
+        home.order(EIGHT[0], "load")
+        home.order(EIGHT[0], "sleep" if kind == "asleep" else "unload")
+        need_mib = home.need_mib(EIGHT[0])
+        with home.lease(home.free_mib() - int(2.2 * need_mib)):
+            figures = asyncio.run(scene(home, args.seconds, trace(args.seconds, 7), need_mib))
+    print(f"{kind}: {json.dumps(figures)}", flush=True)
+    return figures
+
+
+def main() -> None:
+    said = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    said.add_argument("--models", type=Path, required=True)
+    said.add_argument("--python", default=sys.executable)
+    said.add_argument("--seconds", type=float, default=120.0)
+    said.add_argument("--only", choices=("asleep", "restarts"))
+    args = said.parse_args()
+    make(args.python, args.models, *EIGHT)
+    print(f"{Card().name}, {args.seconds:g} s of traffic, {len(trace(args.seconds, 7))} requests", flush=True)
+    kinds = (args.only,) if args.only else ("asleep", "restarts")
+    with tempfile.TemporaryDirectory(prefix="greenroom-bench-") as scratch:
+        figures = {kind: run(kind, args, Path(scratch)) for kind in kinds}
+    met = {kind: not one["failed"] for kind, one in figures.items() if kind == "asleep"}
+    if len(kinds) == 2:
+        ratio = figures["restarts"]["p95_wait_s"] / max(figures["asleep"]["p95_wait_s"], 0.001)
+        print(f"p95 wait with restarts is {ratio:.0f} times that with sleep")
+        met["shorter waits"] = ratio > 1
+    goals = {"failed": 0}
+    print(json.dumps({"bench": "mixed_gpu", "figures": figures, "goals": goals, "met": all(met.values())}))
+
+
+if __name__ == "__main__":
+    main()

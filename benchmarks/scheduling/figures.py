@@ -1,0 +1,108 @@
+"""What a run came to, small enough to be sent between processes, and medians over runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from statistics import fmean, median
+
+from benchmarks.scheduling.workloads import FLOODER
+from greenroom.sim.stats import Waits, quantile, stats_of, waits_of
+from greenroom.sim.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    count: float
+    mean_s: float
+    p50_s: float
+    p95_s: float
+    p99_s: float
+    max_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run; of several runs, the median of each figure."""
+
+    waits: Waited
+    by_class: Mapping[str, Waited]
+    by_tenant: Mapping[str, Waited]
+    others: Waited  # all but the flooding tenant
+    by_model: Mapping[str, Waited]
+    # Answers that ended while requests still came, by model: what is served in the tail proves nothing.
+    in_time: Mapping[str, float]
+    arrivals_s: float  # for how long they came
+    swaps_per_request: float
+    jain: float
+    busy: float  # the share of memory and time that served
+    moving: float  # and that was on its way
+    service_mean_s: float
+    service_p95_s: float
+    service_max_s: float
+    events: float
+    took_s: float
+
+    @property
+    def served_per_s(self) -> float:
+        """While requests came."""
+        return sum(self.in_time.values()) / self.arrivals_s
+
+    @property
+    def occupied(self) -> float:
+        return self.busy + self.moving
+
+
+def figures_of(world: World, arrivals_end: float, took_s: float) -> Figures:
+    stats = stats_of(world)
+    services = sorted(call.ended_at - call.granted_at for call in world.ended)
+    return Figures(
+        waits=_waited(stats.waits),
+        by_class={name: _waited(waits) for name, waits in stats.by_class.items()},
+        by_tenant={name: _waited(waits) for name, waits in stats.by_tenant.items()},
+        others=_waited(waits_of(call.wait_s for call in world.ended if call.tenant != FLOODER)),
+        by_model={name: _waited(waits) for name, waits in stats.by_model.items()},
+        in_time=Counter(str(call.model) for call in world.ended if call.ended_at <= arrivals_end),
+        arrivals_s=arrivals_end,
+        swaps_per_request=stats.swaps_per_request,
+        jain=stats.jain,
+        busy=stats.busy,
+        moving=fmean(use.moving for use in stats.devices.values()),
+        service_mean_s=fmean(services),
+        service_p95_s=quantile(services, 0.95),
+        service_max_s=services[-1],
+        events=stats.events,
+        took_s=took_s,
+    )
+
+
+def _waited(waits: Waits) -> Waited:
+    return Waited(waits.count, waits.mean_s, waits.p50_s, waits.p95_s, waits.p99_s, waits.max_s)
+
+
+def medians(runs: list[Figures]) -> Figures:
+    """The median of every figure over runs that differ only in their seed."""
+    numbers = [one.name for one in fields(Figures) if one.type == "float"]
+    return replace(
+        runs[0],
+        waits=_median_of([run.waits for run in runs]),
+        by_class=_medians_by(run.by_class for run in runs),
+        by_tenant=_medians_by(run.by_tenant for run in runs),
+        others=_median_of([run.others for run in runs]),
+        by_model=_medians_by(run.by_model for run in runs),
+        in_time={name: median(run.in_time.get(name, 0) for run in runs) for name in runs[0].by_model},
+        **{name: median(getattr(run, name) for run in runs) for name in numbers},
+    )
+
+
+def _medians_by(splits: Iterable[Mapping[str, Waited]]) -> dict[str, Waited]:
+    groups: dict[str, list[Waited]] = {}
+    for split in splits:
+        for name, waited in split.items():
+            groups.setdefault(name, []).append(waited)
+    return {name: _median_of(group) for name, group in groups.items()}
+
+
+def _median_of(group: list[Waited]) -> Waited:
+    return Waited(*(median(getattr(waited, one.name) for waited in group) for one in fields(Waited)))

@@ -1,0 +1,79 @@
+"""Runs many cells on all cores and keeps what they came to, with a progress bar.
+
+Owns the processes. Every cell is run once however many goals ask for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from benchmarks.scheduling.cells import Cell, run_cell, stretch_for
+from benchmarks.scheduling.figures import Figures, medians
+
+_COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeElapsedColumn(),
+    TimeRemainingColumn(),
+)
+
+Task = TypeVar("Task")
+Found = TypeVar("Found")
+
+
+class Results:
+    """Figures by cell. Comparisons are between medians over the seeds of a cell."""
+
+    def __init__(self) -> None:
+        self._runs: dict[Cell, dict[int, Figures]] = {}
+
+    def add(self, cell: Cell, figures: Figures) -> None:
+        self._runs.setdefault(replace(cell, seed=0), {})[cell.seed] = figures
+
+    def lacks(self, cells: Iterable[Cell]) -> list[Cell]:
+        return [cell for cell in dict.fromkeys(cells) if cell.seed not in self._runs.get(replace(cell, seed=0), {})]
+
+    def median(self, cell: Cell, policy: str) -> Figures:
+        """Over all seeds that were run."""
+        return medians(list(self._runs[replace(cell, policy=policy, seed=0)].values()))
+
+    def policies_at(self, cell: Cell) -> list[str]:
+        like = replace(cell, policy="", seed=0)
+        return [one.policy for one in self._runs if replace(one, policy="") == like]
+
+
+def over(cells: Iterable[Cell], policies: Sequence[str], seeds: int) -> list[Cell]:
+    """These cells under each policy with each seed."""
+    return [replace(cell, policy=policy, seed=seed) for cell in cells for policy in policies for seed in range(seeds)]
+
+
+def run_all(cells: Iterable[Cell], results: Results, what: str) -> None:
+    """Run those that were not run yet. The slowest go first, so that no core idles at the end."""
+    todo = sorted(results.lacks(cells), key=lambda cell: (cell.slots, cell.stretch))
+    for cell, figures in zip(todo, each(run_cell, todo, what), strict=True):
+        results.add(cell, figures)
+
+
+def stretched(cells: Sequence[Cell], occupied: float, steps: int) -> list[Cell]:
+    """Each of these cells at the stretch that makes it that busy under collating FIFO."""
+    return each(stretch_for, cells, f"looking for {occupied:.0%} busy", occupied, steps)
+
+
+def each(work: Callable[..., Found], tasks: Sequence[Task], what: str, *details: object) -> list[Found]:
+    """The work done on each task, in the order of the tasks."""
+    with Progress(*_COLUMNS, console=Console(stderr=True)) as progress, ProcessPoolExecutor(os.cpu_count()) as pool:
+        bar = progress.add_task(what, total=len(tasks))
+        futures = {pool.submit(work, task, *details): place for place, task in enumerate(tasks)}
+        found: dict[int, Found] = {}
+        for future in as_completed(futures):
+            found[futures[future]] = future.result()
+            progress.advance(bar)
+    return [found[place] for place in range(len(tasks))]
