@@ -1,27 +1,23 @@
-"""How the gateway takes size: a thousand configured models, and ten thousand requests that wait at once.
+"""How the gateway scales: a thousand configured models, and ten thousand requests that wait at once.
 
-Starting and listing with a thousand models stand beside the same with one, and listing beside writing the same JSON.
-Requests are queued while their engine is held back by a gate; when all wait, memory is read, the gate opens, and every
-one has to be answered. The last round has more bodies than there is memory for them: what does not fit must be refused
-at once, and everybody else answered.
+Starting and listing with a thousand models are shown beside the same with one, and listing beside writing the same
+JSON. Requests queue while a gate holds their engine back; when all wait, memory is read, the gate opens, and every
+request must be answered. The last round has more bodies than there is memory for them: what does not fit must be
+refused at once, and everything else answered.
 
     python -m benchmarks.gateway.scale [--requests 10000]
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import http.client
 import json
-import os
 import socket
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -29,20 +25,22 @@ from typing import Any
 
 import uvloop
 
-from benchmarks import rig
+from benchmarks.rig.gateways import Gateway, gateway
+from benchmarks.rig.processes import engine_argv, memory_mib, own_cpu_s
+from benchmarks.rig.result import Run, options_of
 
 MODELS = 1_000
 GOALS = {
     "start_s_max": 2.0,
     "list_ms_max": 50.0,
     "lost_max": 0,
-    # Beyond the bodies themselves: a connection, a task, a place in the queue.
+    # Besides its body: a connection, a task, a place in the queue.
     "kib_per_waiting_max": 32.0,
 }
-# As many requests are sent at once; the others follow. They all wait together in the end.
+# So many requests are sent at a time. In the end all wait together.
 SENDING_AT_ONCE = 100
 ENGINE_CONCURRENCY = 64
-# A wait ends badly after this long; the gate opens well before.
+# A request fails after this wait; the gate opens well before.
 WAIT_MAX_S = 600
 LISTINGS = 50
 KIB = 1024
@@ -67,62 +65,28 @@ ROUNDS = (
 # --- the gateway --------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def gateway(models: dict[str, Any], port: int, requests: int, bodies_memory_mib: int = 512) -> Iterator[int]:
-    """The gateway as users run it; gives its pid."""
-    with tempfile.TemporaryDirectory(prefix="greenroom-bench-") as folder:
-        server = {
-            "port": port,
-            # Those who look at it come besides.
-            "connections_max": requests + 100,
-            "bodies_memory_mib": bodies_memory_mib,
-            "wait_max_s": WAIT_MAX_S,
-        }
-        config = {
-            "server": server,
-            "scheduler": {"queue_depth_max": requests + 1},
-            "gpus": [{"memory_mib": 24_000}],
-            "log": {"level": "error"},
-            "state_dir": f"{folder}/state",
-            "models": models,
-        }
-        path = Path(folder) / "greenroom.yaml"
-        # JSON is YAML.
-        path.write_text(json.dumps(config))
-        with rig.running([sys.executable, "-m", "greenroom", "serve", "--config", str(path)], port) as pid:
-            yield pid
+def started(
+    models: dict[str, Any], requests: int, bodies_memory_mib: int = 512
+) -> contextlib.AbstractContextManager[Gateway]:
+    """A gateway that can hold so many requests at once."""
+    server = {
+        # The benchmark's own connections come on top.
+        "connections_max": requests + 100,
+        "bodies_memory_mib": bodies_memory_mib,
+        "wait_max_s": WAIT_MAX_S,
+    }
+    return gateway(
+        models,
+        server=server,
+        scheduler={"queue_depth_max": requests + 1},
+        gpus=[{"memory_mib": 24_000}],
+        log={"level": "error"},
+    )
 
 
-def engine(gate: str = "") -> dict[str, Any]:
+def model_of(gate: str = "") -> dict[str, Any]:
     """A model whose engine costs almost nothing; with a gate it starts when that file is there."""
-    cmd = [sys.executable, "-m", "benchmarks.gateway.scale", "--engine", "${PORT}", "--gate", gate]
-    return {"cmd": cmd, "memory_mib": 1_000, "concurrency": ENGINE_CONCURRENCY}
-
-
-def run_engine(port: int, gate: str) -> None:
-    """Become the mock engine once the gate is open."""
-    deadline = time.monotonic() + WAIT_MAX_S
-    while gate and not os.path.exists(gate) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.execv(sys.executable, [sys.executable, str(rig.HERE / "mock_engine.py"), "--port", str(port)])
-
-
-def get(port: int, path: str) -> bytes:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        body = response.read()
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise SystemExit(f"GET {path}: {response.status} {body[:300]!r}")
-    return body
-
-
-def rss_mib(pid: int) -> float:
-    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) / KIB
+    return {"cmd": engine_argv("${PORT}", gate=gate), "memory_mib": 1_000, "concurrency": ENGINE_CONCURRENCY}
 
 
 # --- many models --------------------------------------------------------------------------------------------------
@@ -130,15 +94,15 @@ def rss_mib(pid: int) -> float:
 
 def start_and_list(count: int) -> dict[str, float]:
     """Seconds until the first listing is there, and milliseconds of a later one."""
-    models = {f"model-{number:04}": engine() for number in range(count)}
-    port, began = rig.free_port(), time.perf_counter()
-    with gateway(models, port, requests=100) as pid:
-        listed = json.loads(get(port, "/v1/models"))
-        start_s, start_cpu_s = time.perf_counter() - began, rig.own_cpu_s(pid)
+    models = {f"model-{number:04}": model_of() for number in range(count)}
+    began = time.perf_counter()
+    with started(models, requests=100) as own:
+        listed = own.ask("/v1/models")
+        start_s, start_cpu_s = time.perf_counter() - began, own_cpu_s(own.pid)
         if len(listed["data"]) != count:
             raise SystemExit(f"{len(listed['data'])} of {count} models are listed")
-        took_ms = [_took_ms(lambda: get(port, "/v1/models")) for _ in range(LISTINGS)]
-        list_cpu_ms = 1e3 * (rig.own_cpu_s(pid) - start_cpu_s) / LISTINGS
+        took_ms = [_took_ms(lambda: own.fetch("/v1/models")) for _ in range(LISTINGS)]
+        list_cpu_ms = 1e3 * (own_cpu_s(own.pid) - start_cpu_s) / LISTINGS
         json_ms = median(_took_ms(lambda: json.dumps(listed).encode()) for _ in range(LISTINGS))
         return {
             "start_s": round(start_s, 2),
@@ -147,21 +111,21 @@ def start_and_list(count: int) -> dict[str, float]:
             "list_worst_ms": round(max(took_ms), 2),
             "list_cpu_ms": round(list_cpu_ms, 2),
             "same_json_ms": round(json_ms, 3),
-            "rss_mib": round(rss_mib(pid), 1),
+            "rss_mib": round(memory_mib(own.pid), 1),
         }
 
 
-def _took_ms(work: Any) -> float:
+def _took_ms(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return (time.perf_counter() - began) * 1e3
 
 
-# --- many who wait ------------------------------------------------------------------------------------------------
+# --- many waiting requests ----------------------------------------------------------------------------------------
 
 
-class Crowd:
-    """So many callers, each on a connection of its own, who all send the same and wait for their answer."""
+class Callers:
+    """So many callers, each on a connection of its own. All send the same request and wait for its answer."""
 
     def __init__(self, port: int, count: int, request: bytes) -> None:
         self._port, self._count, self._request = port, count, request
@@ -171,7 +135,7 @@ class Crowd:
         self.statuses: Counter[int] = Counter()
 
     async def arrive(self) -> list[asyncio.Task[None]]:
-        """Everybody has sent all of its request, or heard that it is not taken."""
+        """Returns when each has sent its whole request, or was refused."""
         callers = [asyncio.create_task(self._call(), name=f"caller-{number}") for number in range(self._count)]
         await self._all_sent.wait()
         return callers
@@ -219,23 +183,23 @@ def request_of(model: str, body_bytes: int) -> bytes:
 
 def queue_and_drain(which: Round, requests: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="greenroom-gate-") as folder:
-        gate, port = Path(folder) / "open", rig.free_port()
-        with gateway({"gated": engine(str(gate))}, port, requests, which.bodies_memory_mib) as pid:
-            get(port, "/v1/models")
-            return uvloop.run(_queue_and_drain(which, requests, port, pid, gate))
+        gate = Path(folder) / "open"
+        with started({"gated": model_of(str(gate))}, requests, which.bodies_memory_mib) as own:
+            own.fetch("/v1/models")
+            return uvloop.run(_queue_and_drain(which, requests, own, gate))
 
 
-async def _queue_and_drain(which: Round, requests: int, port: int, pid: int, gate: Path) -> dict[str, float]:
-    idle_mib, idle_cpu_s = rss_mib(pid), rig.own_cpu_s(pid)
-    crowd, began = Crowd(port, requests, request_of("gated", which.body_bytes)), time.perf_counter()
-    callers = await crowd.arrive()
-    waiting = await asyncio.to_thread(_settled_depth, port)
-    queued_s, full_mib = time.perf_counter() - began, rss_mib(pid)
-    status_ms = await asyncio.to_thread(_took_ms, lambda: get(port, "/api/v1/status"))
+async def _queue_and_drain(which: Round, requests: int, own: Gateway, gate: Path) -> dict[str, float]:
+    idle_mib, idle_cpu_s = memory_mib(own.pid), own_cpu_s(own.pid)
+    callers, began = Callers(own.port, requests, request_of("gated", which.body_bytes)), time.perf_counter()
+    calls = await callers.arrive()
+    waiting = await asyncio.to_thread(_settled_depth, own)
+    queued_s, full_mib = time.perf_counter() - began, memory_mib(own.pid)
+    status_ms = await asyncio.to_thread(_took_ms, lambda: own.fetch("/api/v1/status"))
     began = time.perf_counter()
     await asyncio.to_thread(gate.touch)
-    await asyncio.gather(*callers)
-    drained_s, answered = time.perf_counter() - began, crowd.statuses
+    await asyncio.gather(*calls)
+    drained_s, answered = time.perf_counter() - began, callers.statuses
     bodies_mib = waiting * which.body_bytes / KIB / KIB
     return {
         "waiting": waiting,
@@ -246,20 +210,20 @@ async def _queue_and_drain(which: Round, requests: int, port: int, pid: int, gat
         "drained_s": round(drained_s, 1),
         "drained_per_s": round(answered[200] / drained_s),
         "status_ms": round(status_ms, 1),
-        "cpu_ms_per_request": round(1e3 * (rig.own_cpu_s(pid) - idle_cpu_s) / requests, 2),
+        "cpu_ms_per_request": round(1e3 * (own_cpu_s(own.pid) - idle_cpu_s) / requests, 2),
         "idle_mib": round(idle_mib, 1),
         "full_mib": round(full_mib, 1),
-        "after_mib": round(rss_mib(pid), 1),
+        "after_mib": round(memory_mib(own.pid), 1),
         "bodies_mib": round(bodies_mib, 1),
         "kib_per_waiting": round((full_mib - idle_mib - bodies_mib) * KIB / waiting, 1),
     }
 
 
-def _settled_depth(port: int) -> int:
-    """How many wait, once that no longer grows."""
+def _settled_depth(own: Gateway) -> int:
+    """How many requests wait, once that no longer grows."""
     depth, looks = -1, 0
     while looks < 10:
-        now = int(json.loads(get(port, "/health"))["queueDepth"])
+        now = int(own.ask("/health")["queueDepth"])
         looks = looks + 1 if now == depth else 0
         depth = now
         time.sleep(0.1)
@@ -267,7 +231,7 @@ def _settled_depth(port: int) -> int:
 
 
 def is_met(many: dict[str, float], rounds: dict[str, dict[str, float]], requests: int) -> bool:
-    """Where the bodies fit, everybody waits and is answered; where they do not, nobody is left without an answer."""
+    """Where the bodies fit, all requests wait and are served; where they do not, each still gets an answer."""
     fitting = [
         rounds[which.name] for which in ROUNDS if which.body_bytes * requests < which.bodies_memory_mib * KIB * KIB
     ]
@@ -281,14 +245,10 @@ def is_met(many: dict[str, float], rounds: dict[str, dict[str, float]], requests
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--gate", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.engine:
-        run_engine(options.engine, options.gate)
-    print(rig.machine(), flush=True)
+    run = Run("scale", options)
     one, many = start_and_list(1), start_and_list(MODELS)
     print("1 model      ", one, flush=True)
     print(f"{MODELS:,} models ", many, flush=True)
@@ -297,14 +257,13 @@ def main() -> None:
         rounds[which.name] = queue_and_drain(which, options.requests)
         print(f"{which.name:18}", rounds[which.name], flush=True)
     figures = {
-        "machine": rig.machine(),
         "models": many,
         "one_model": one,
         "start_ratio": round(many["start_s"] / one["start_s"], 2),
         "list_in_json_dumps": round(many["list_ms"] / many["same_json_ms"], 1),
         "queued": rounds,
     }
-    rig.report("scale", figures, GOALS, is_met(many, rounds, options.requests))
+    run.report(figures, GOALS, is_met(many, rounds, options.requests))
 
 
 if __name__ == "__main__":

@@ -10,18 +10,16 @@ in two (`isolate`).
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.hosted.gateway import PROMPT, Stage, hosted, program, stage
-from benchmarks.hosted.models import weight_bytes
-from benchmarks.hosted.swap import EIGHT, Card, make
+from benchmarks.hosted.gateway import PROMPT, HostedGateway, hosted_gateway, hosted_model, hosted_options
+from benchmarks.hosted.hardware import Card, program
+from benchmarks.hosted.models import EIGHT, make_models, weight_bytes
+from benchmarks.rig.result import Run
 
 CALLERS = (1, 8, 32, 128)
 ONE_PER_S, MANY_RATIO, AFTER_WAKE = 120.0, 8.0, 0.97
@@ -46,64 +44,61 @@ for batch in map(int, sys.argv[3:]):
 """
 
 
-def one_caller(home: Stage, model: str) -> float:
+def one_caller(gateway: HostedGateway, model: str) -> float:
     """Tokens a second after the first."""
-    heard = [home.hear(model, TOKENS, f"w{number} {PROMPT}") for number in range(4)]
-    return statistics.median((one.tokens - 1) / (one.whole_s - one.first_s) for one in heard)
+    answers = [gateway.stream(model, TOKENS, f"w{number} {PROMPT}") for number in range(4)]
+    return statistics.median((one.tokens - 1) / (one.whole_s - one.first_s) for one in answers)
 
 
-def many_callers(home: Stage, model: str, callers: int) -> float:
+def many_callers(gateway: HostedGateway, model: str, callers: int) -> float:
     """Tokens a second of all together, from the first request to the last answer."""
     prompts = [f"w{1000 + number} {PROMPT}" for number in range(callers)]
     with ThreadPoolExecutor(callers) as pool:
         began = time.perf_counter()
-        tokens = sum(pool.map(lambda prompt: home.say(model, TOKENS, prompt), prompts))
+        tokens = sum(pool.map(lambda prompt: gateway.complete(model, TOKENS, prompt), prompts))
         return tokens / (time.perf_counter() - began)
 
 
 def main() -> None:
-    said = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    said.add_argument("--models", type=Path, required=True)
-    said.add_argument("--python", default=sys.executable)
-    args = said.parse_args()
-    card, folder = Card(), args.models / EIGHT[0]
-    make(args.python, args.models, *EIGHT[:2])
-    print(f"{card.name}, {weight_bytes(folder) / 1e9:.1f} GB of weights", flush=True)
+    args = hosted_options(__doc__).parse_args()
+    run, folder = Run("decode_gpu", args, Card().name), args.models / EIGHT[0]
+    make_models(args.python, args.models, *EIGHT[:2])
+    print(f"{weight_bytes(folder) / 1e9:.1f} GB of weights", flush=True)
     printed = program(args.python, _EAGER, str(folder), "64", *map(str, CALLERS))[1]
     eager = dict(zip(CALLERS, map(float, printed.split()), strict=True))
     with tempfile.TemporaryDirectory(prefix="greenroom-bench-") as scratch:
-        models = {model: hosted(args.models / model, args.python, **SETTINGS) for model in EIGHT[:2]}
-        with stage(Path(scratch) / "one", models) as home:
-            home.hear(EIGHT[0], 8)
-            ours = {callers: _spoken(home, EIGHT[0], callers) for callers in CALLERS}
-            home.order(EIGHT[0], "sleep")
-            home.hear(EIGHT[0], 8)
-            again = one_caller(home, EIGHT[0])
-            in_one = together(home)
+        models = {model: hosted_model(args.models / model, args.python, **SETTINGS) for model in EIGHT[:2]}
+        with hosted_gateway(Path(scratch) / "one", models) as gateway:
+            gateway.stream(EIGHT[0], 8)
+            ours = {callers: _rate(gateway, EIGHT[0], callers) for callers in CALLERS}
+            gateway.order(EIGHT[0], "sleep")
+            gateway.stream(EIGHT[0], 8)
+            again = one_caller(gateway, EIGHT[0])
+            in_one = together(gateway)
         apart = {model: {**said, "isolate": True} for model, said in models.items()}
-        with stage(Path(scratch) / "two", apart) as home:
-            in_two = together(home)
-    report(eager, ours, again, (in_one, in_two), MEMORY_BYTES_S / weight_bytes(folder))
+        with hosted_gateway(Path(scratch) / "two", apart) as gateway:
+            in_two = together(gateway)
+    report(run, eager, ours, again, (in_one, in_two), MEMORY_BYTES_S / weight_bytes(folder))
 
 
-def together(home: Stage) -> float:
+def together(gateway: HostedGateway) -> float:
     """Tokens a second of two models that are asked at the same time."""
     for model in EIGHT[:2]:
-        many_callers(home, model, 8)
+        many_callers(gateway, model, 8)
     with ThreadPoolExecutor(2) as pool:
-        return sum(pool.map(lambda model: many_callers(home, model, 8), EIGHT[:2]))
+        return sum(pool.map(lambda model: many_callers(gateway, model, 8), EIGHT[:2]))
 
 
-def _spoken(home: Stage, model: str, callers: int) -> float:
+def _rate(gateway: HostedGateway, model: str, callers: int) -> float:
     if callers == 1:
-        return one_caller(home, model)
+        return one_caller(gateway, model)
     # The first time graphs of these sizes are made.
-    many_callers(home, model, callers)
-    return max(many_callers(home, model, callers) for _ in range(2))
+    many_callers(gateway, model, callers)
+    return max(many_callers(gateway, model, callers) for _ in range(2))
 
 
 def report(
-    eager: dict[int, float], ours: dict[int, float], again: float, pair: tuple[float, float], bound: float
+    run: Run, eager: dict[int, float], ours: dict[int, float], again: float, pair: tuple[float, float], bound: float
 ) -> None:
     print(f"\n{'callers':>8}{'eager generate':>16}{'through the gateway':>21}{'ratio':>8}   tokens/s")
     for callers in CALLERS:
@@ -127,7 +122,7 @@ def report(
         "goals_met": met,
     }
     goals = {"one_per_s": ONE_PER_S, "ratio_32": MANY_RATIO, "after_wake": AFTER_WAKE, "together": TOGETHER}
-    print(json.dumps({"bench": "decode_gpu", "figures": figures, "goals": goals, "met": all(met.values())}))
+    run.report(figures, goals, all(met.values()))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import contextlib
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,9 +25,12 @@ from typing import Any
 
 from openai import APIError, AsyncOpenAI
 
-from benchmarks import rig
-from benchmarks.hosted.gateway import Stage, hosted, stage
-from benchmarks.hosted.swap import EIGHT, Card, make
+from benchmarks.hosted.gateway import HostedGateway, hosted_gateway, hosted_model, hosted_options
+from benchmarks.hosted.hardware import Card
+from benchmarks.hosted.models import EIGHT, make_models
+from benchmarks.rig.gateways import ASK_MAX_S
+from benchmarks.rig.processes import gpu_worker_argv
+from benchmarks.rig.result import Run
 
 # Callers stay with a model for a while, then turn to another; some come in between.
 PER_S, STAYS_S, STRAY_SHARE = 1.5, 12.0, 0.15
@@ -61,10 +63,10 @@ def trace(seconds: float, seed: int) -> list[Request]:
     return requests
 
 
-async def play(home: Stage, requests: Sequence[Request]) -> list[Served]:
+async def play(gateway: HostedGateway, requests: Sequence[Request]) -> list[Served]:
     began = time.perf_counter()
-    address = f"http://127.0.0.1:{home.port}/v1"
-    async with AsyncOpenAI(base_url=address, api_key="none", max_retries=0, timeout=rig.ASK_MAX_S) as client:
+    address = f"http://127.0.0.1:{gateway.port}/v1"
+    async with AsyncOpenAI(base_url=address, api_key="none", max_retries=0, timeout=ASK_MAX_S) as client:
 
         async def one(request: Request) -> Served:
             await asyncio.sleep(max(0.0, began + request.at_s - time.perf_counter()))
@@ -81,13 +83,15 @@ async def play(home: Stage, requests: Sequence[Request]) -> list[Served]:
         return await asyncio.gather(*map(one, requests))
 
 
-async def scene(home: Stage, seconds: float, requests: Sequence[Request], share_mib: int) -> dict[str, Any]:
+async def play_with_job(
+    gateway: HostedGateway, seconds: float, requests: Sequence[Request], share_mib: int
+) -> dict[str, Any]:
     """The trace, and the training job in its middle third."""
-    playing = asyncio.create_task(play(home, requests))
+    playing = asyncio.create_task(play(gateway, requests))
     await asyncio.sleep(seconds / 3)
     asked = time.perf_counter()
     with contextlib.ExitStack() as job:
-        await asyncio.to_thread(job.enter_context, home.lease(share_mib, wait_s=seconds))
+        await asyncio.to_thread(job.enter_context, gateway.lease(share_mib, wait_s=seconds))
         granted_s = time.perf_counter() - asked
         await asyncio.sleep(seconds / 3)
         await asyncio.to_thread(job.pop_all().close)
@@ -109,48 +113,45 @@ async def scene(home: Stage, seconds: float, requests: Sequence[Request], share_
 
 def restarted(folder: Path, python: str, memory_mib: int) -> dict[str, Any]:
     """A plain program a model: weights loaded at its start, one caller at a time."""
-    said = ["--model", str(folder), "--ctx-size", str(CONTEXT), "--port", "${PORT}"]
-    cmd = [python, str(rig.HERE / "gpu_worker.py"), *said]
+    cmd = gpu_worker_argv(python, folder, CONTEXT)
     return {"cmd": cmd, "memory_mib": memory_mib, "concurrency": 1, "env": {"HF_HUB_OFFLINE": "1"}}
 
 
-def run(kind: str, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+def measure(kind: str, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     if kind == "asleep":
-        models = {name: hosted(args.models / name, args.python, ctx_size=CONTEXT) for name in EIGHT}
+        models = {name: hosted_model(args.models / name, args.python, ctx_size=CONTEXT) for name in EIGHT}
     else:
         models = {name: restarted(args.models / name, args.python, 20_000) for name in EIGHT}
-    with stage(scratch / kind, models) as home:
+    with hosted_gateway(scratch / kind, models) as gateway:
         if kind == "asleep":
             for name in EIGHT:
-                home.order(name, "prepare")
-        home.order(EIGHT[0], "load")
-        home.order(EIGHT[0], "sleep" if kind == "asleep" else "unload")
-        need_mib = home.need_mib(EIGHT[0])
-        with home.lease(home.free_mib() - int(2.2 * need_mib)):
-            figures = asyncio.run(scene(home, args.seconds, trace(args.seconds, 7), need_mib))
+                gateway.order(name, "prepare")
+        gateway.order(EIGHT[0], "load")
+        gateway.order(EIGHT[0], "sleep" if kind == "asleep" else "unload")
+        need_mib = gateway.need_mib(EIGHT[0])
+        with gateway.lease(gateway.free_mib() - int(2.2 * need_mib)):
+            figures = asyncio.run(play_with_job(gateway, args.seconds, trace(args.seconds, 7), need_mib))
     print(f"{kind}: {json.dumps(figures)}", flush=True)
     return figures
 
 
 def main() -> None:
-    said = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    said.add_argument("--models", type=Path, required=True)
-    said.add_argument("--python", default=sys.executable)
-    said.add_argument("--seconds", type=float, default=120.0)
-    said.add_argument("--only", choices=("asleep", "restarts"))
-    args = said.parse_args()
-    make(args.python, args.models, *EIGHT)
-    print(f"{Card().name}, {args.seconds:g} s of traffic, {len(trace(args.seconds, 7))} requests", flush=True)
+    parser = hosted_options(__doc__)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--only", choices=("asleep", "restarts"))
+    args = parser.parse_args()
+    run = Run("mixed_gpu", args, Card().name)
+    make_models(args.python, args.models, *EIGHT)
+    print(f"{args.seconds:g} s of traffic, {len(trace(args.seconds, 7))} requests", flush=True)
     kinds = (args.only,) if args.only else ("asleep", "restarts")
     with tempfile.TemporaryDirectory(prefix="greenroom-bench-") as scratch:
-        figures = {kind: run(kind, args, Path(scratch)) for kind in kinds}
+        figures = {kind: measure(kind, args, Path(scratch)) for kind in kinds}
     met = {kind: not one["failed"] for kind, one in figures.items() if kind == "asleep"}
     if len(kinds) == 2:
         ratio = figures["restarts"]["p95_wait_s"] / max(figures["asleep"]["p95_wait_s"], 0.001)
         print(f"p95 wait with restarts is {ratio:.0f} times that with sleep")
         met["shorter waits"] = ratio > 1
-    goals = {"failed": 0}
-    print(json.dumps({"bench": "mixed_gpu", "figures": figures, "goals": goals, "met": all(met.values())}))
+    run.report(figures, {"failed": 0}, all(met.values()))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
-"""The models of `swap.py`, `decode.py` and `mixed.py`: language models with random weights and a tokenizer.
+"""The models of `swap`, `decode` and `mixed`: language models with random weights and a tokenizer.
 
-    python benchmarks/hosted/models.py FOLDER NAME …
+    python -m benchmarks.hosted.models FOLDER NAME …
 
-Writes one folder a model where it is not there yet. A token is a word (`w17`), so that whatever a random model says can
-be read, counted and sent again. The table is plain data; only writing needs torch, Transformers and a GPU.
+Writes one folder a model where it is not there yet. A token is a word (`w17`), so that whatever a random model answers
+can be read, counted and sent again. The table is plain data; only writing needs torch, Transformers and a GPU.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 import zlib
 from pathlib import Path
 from typing import Any, Final
 
-# Written last, so that a folder that was left half-written is made anew.
-WRITTEN: Final = "written.json"
+from benchmarks.rig.random_models import WRITTEN, draw, make, write_missing
+
+EIGHT: Final = ("llama-8b-a", "llama-8b-b", "llama-8b-c")
+SMALL, LARGE = "llama-1.5b", "llama-14b"
 CHAT_TEMPLATE: Final = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 _8B: Final[dict[str, Any]] = {
@@ -48,9 +49,9 @@ _1B5: Final[dict[str, Any]] = {
     "tie_word_embeddings": True,
 }
 SHAPES: Final[dict[str, dict[str, Any]]] = {
-    **{f"llama-8b-{letter}": _8B for letter in "abc"},
-    "llama-14b": _14B,
-    "llama-1.5b": _1B5,
+    **dict.fromkeys(EIGHT, _8B),
+    LARGE: _14B,
+    SMALL: _1B5,
     # To try the scripts where there is no GPU.
     **{
         f"tiny-{letter}": {**_8B, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -60,20 +61,24 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def write(name: str, folder: Path) -> None:
-    """Random weights, another draw for every name, made on the GPU where there is one."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def make_models(python: str, folders: Path, *names: str) -> None:
+    """All at once: drawing and writing them takes turns on GPU and disk."""
+    make(python, "benchmarks.hosted.models", folders, [[name] for name in names])
 
-    said = dict(SHAPES[name])
-    config = AutoConfig.for_model(said.pop("kind"), max_position_embeddings=32_768, **said)
+
+def write(name: str, folder: Path) -> str:
+    """Random weights, another draw for every name."""
+    import torch
+    from transformers import AutoConfig
+
+    shape = dict(SHAPES[name])
+    config = AutoConfig.for_model(shape.pop("kind"), max_position_embeddings=32_768, **shape)
     config.eos_token_id = config.bos_token_id = config.pad_token_id = config.vocab_size - 1
     torch.manual_seed(zlib.crc32(name.encode()))
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder, max_shard_size="4GB")
+    draw(config, "bfloat16").save_pretrained(folder, max_shard_size="4GB")
     _write_tokenizer(config.vocab_size, folder)
     (folder / WRITTEN).write_text(json.dumps({"bytes": weight_bytes(folder)}))
+    return f"{weight_bytes(folder) / 1e9:.1f} GB written"
 
 
 def _write_tokenizer(words: int, folder: Path) -> None:
@@ -96,14 +101,5 @@ def weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in weight_files(folder))
 
 
-def main(root: Path, names: list[str]) -> None:
-    for name in names:
-        if not (root / name / WRITTEN).exists():
-            began = time.monotonic()
-            write(name, root / name)
-            size, took_s = weight_bytes(root / name) / 1e9, time.monotonic() - began
-            print(f"{name}: {size:.1f} GB written in {took_s:.1f} s", flush=True)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    write_missing(Path(sys.argv[1]), sys.argv[2:], write)

@@ -1,11 +1,11 @@
-"""How fast the torch worker's bare decode loop is on a GPU, and what stands between it and the memory's speed.
+"""How fast the torch worker's bare decode loop is on a GPU, and what keeps it from the memory's speed.
 
-    python3 -m benchmarks.hosted.probe_decode --layers 32 --hidden 4096
+    PYTHONPATH=src PYTHON -m benchmarks.hosted.probe_decode --layers 32 --hidden 4096
 
 Builds a Llama of random weights straight on the GPU (no files), checks that paged decoding chooses as Transformers
 does, then times batches with captured steps, beside Transformers' own `generate`, and the same through the model's
-thread with asks and listeners; times prompts; lists the kernels of a step. Every section stands alone: one that fails
-prints why, and the next goes on. Runs on the CPU too, to be tested.
+thread; times prompts; lists the kernels of a step. Every section stands alone: one that fails prints why, and the next
+goes on. PYTHON is an interpreter with torch and Transformers. Runs on the CPU too, to be tested.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.rig.result import Run, options_of
 from greenroom.workers.torch_host.engine import runner as runner_module
 from greenroom.workers.torch_host.engine.asks import Ask, End, Sampling, Token
 from greenroom.workers.torch_host.engine.engine_loop import Batching
@@ -34,6 +35,11 @@ from greenroom.workers.torch_host.kernels.flash import Kernels
 
 WARM_STEPS = 5
 ALIGN = 512
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "temperature": Sampling(temperature=0.8),
+    "top-p": Sampling(temperature=0.8, top_p=0.95),
+}
 
 
 @dataclass
@@ -42,7 +48,7 @@ class Flat:
 
 
 @dataclass
-class Stage:
+class FlatWeights:
     """A model whose weights lie in one flat buffer in the order of its layers, as in the worker."""
 
     module: torch.nn.Module
@@ -52,10 +58,10 @@ class Stage:
     kv: Flat
 
     def arrived(self) -> None:
-        """They were made here."""
+        """Nothing to wait for: the weights were made on the device."""
 
 
-def build(args: argparse.Namespace, device: torch.device, dtype: torch.dtype, cache_tokens: int) -> Stage:
+def build(args: argparse.Namespace, device: torch.device, dtype: torch.dtype, cache_tokens: int) -> FlatWeights:
     register()
     config = LlamaConfig(
         hidden_size=args.hidden,
@@ -86,7 +92,7 @@ def build(args: argparse.Namespace, device: torch.device, dtype: torch.dtype, ca
         module._parameters[name] = torch.nn.Parameter(weight, requires_grad=False)
     kv = torch.empty(Runner.kv_bytes(config, dtype, cache_tokens), dtype=torch.uint8, device=device)
     print(f"weights {total / 1e9:.2f} GB, KV {kv.numel() / 1e9:.2f} GB for {cache_tokens} tokens")
-    return Stage(model, config, device, dtype, Flat(kv))
+    return FlatWeights(model, config, device, dtype, Flat(kv))
 
 
 @contextmanager
@@ -101,7 +107,7 @@ def section(title: str) -> Iterator[None]:
 
 
 def reserved(device: torch.device) -> int:
-    """What torch has taken of the device and cannot give back."""
+    """Bytes of the device that torch keeps reserved."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize()
@@ -115,7 +121,7 @@ def settle(device: torch.device) -> None:
 
 
 def timed(device: torch.device, work: Callable[[], object], times: int) -> float:
-    """Seconds of one, of so many in a row."""
+    """Seconds of one call, averaged over so many in a row."""
     settle(device)
     began = time.perf_counter()
     for _ in range(times):
@@ -135,7 +141,7 @@ def prompt(tokens: int, vocabulary: int, seed: int) -> list[int]:
 
 
 class Loop:
-    """Decoding without anybody around it: prompts computed, then the likeliest token again and again."""
+    """The bare decode loop: prompts are computed, then the likeliest token again and again."""
 
     def __init__(self, runner: Runner, prompts: list[list[int]], steps: int) -> None:
         self.runner = runner
@@ -157,8 +163,9 @@ class Loop:
             row.append(token)
 
 
-def check(runner: Runner, stage: Stage, vocabulary: int, steps: int) -> None:
-    prompts = [prompt(tokens, vocabulary, tokens) for tokens in (9, 64, 200)]
+def check(runner: Runner, stage: FlatWeights, vocabulary: int, batch_max: int, steps: int = 24) -> None:
+    """Print how often paged decoding chooses as Transformers does."""
+    prompts = [prompt(tokens, vocabulary, tokens) for tokens in (9, 64, 200)[:batch_max]]
     loop = Loop(runner, prompts, steps)
     for _ in range(steps):
         loop.note()
@@ -168,7 +175,7 @@ def check(runner: Runner, stage: Stage, vocabulary: int, steps: int) -> None:
             ids = torch.tensor([one + chosen], device=stage.device)
             with torch.no_grad():
                 logits = stage.module(ids, use_cache=False).logits[0, len(one) - 1 : -1].float()
-            # Judged along the same text: how far below the likeliest is what we chose, in units of the spread.
+            # Compared along the same text: how far the chosen token is below the likeliest, in standard deviations.
             picked = logits.gather(1, torch.tensor(chosen, device=stage.device)[:, None])[:, 0]
             behind = (logits.max(-1).values - picked) / logits.std(-1)
             same = int((behind == 0).sum())
@@ -179,8 +186,9 @@ def check(runner: Runner, stage: Stage, vocabulary: int, steps: int) -> None:
         stage.module.set_attn_implementation(IMPLEMENTATION)
 
 
-def speeds(runner: Runner, args: argparse.Namespace, vocabulary: int) -> None:
-    alone = 0.0
+def speeds(runner: Runner, args: argparse.Namespace, vocabulary: int) -> dict[int, float]:
+    """Tokens a second by batch size."""
+    rates: dict[int, float] = {}
     for count in args.batches:
         prompts = [prompt(args.prompt, vocabulary, row) for row in range(count)]
         loop = Loop(runner, prompts, args.steps + WARM_STEPS)
@@ -191,12 +199,13 @@ def speeds(runner: Runner, args: argparse.Namespace, vocabulary: int) -> None:
         for _ in range(WARM_STEPS - 1):
             loop.step()
         each = timed(runner.stage.device, loop.step, args.steps)
-        alone = alone or 1 / each
+        rates[count] = count / each
         print(
             f"batch {count:4d}: {each * 1e3:7.3f} ms/step, {count / each:9.1f} tokens/s, "
-            f"{count / each / alone:6.2f} x one, first step {captured_s:.3f} s",
+            f"{rates[count] / rates[args.batches[0]]:6.2f} x the first, first step {captured_s:.3f} s",
             flush=True,
         )
+    return rates
 
 
 def prompts_speed(runner: Runner, vocabulary: int) -> None:
@@ -209,7 +218,8 @@ def prompts_speed(runner: Runner, vocabulary: int) -> None:
         print(f"{count} x {tokens} tokens after {past}: {each * 1e3:.1f} ms", flush=True)
 
 
-def generated(stage: Stage, count: int, prompt_tokens: int, steps: int, vocabulary: int) -> None:
+def generated(stage: FlatWeights, count: int, prompt_tokens: int, steps: int, vocabulary: int) -> float:
+    """Tokens a second of plain `generate`."""
     stage.module.set_attn_implementation("sdpa")
     try:
         ids = torch.tensor([prompt(prompt_tokens, vocabulary, row) for row in range(count)], device=stage.device)
@@ -223,12 +233,13 @@ def generated(stage: Stage, count: int, prompt_tokens: int, steps: int, vocabula
         generate()
         each = timed(stage.device, generate, 1)
         print(f"Transformers generate, batch {count}: {count * steps / each:.1f} tokens/s", flush=True)
+        return count * steps / each
     finally:
         stage.module.set_attn_implementation(IMPLEMENTATION)
 
 
-class Heard:
-    """Notes when the tokens of one ask came."""
+class Listener:
+    """Notes when the tokens of one sequence came."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -243,33 +254,36 @@ class Heard:
         self.over.set()
 
 
-def performed(batching: Batching, args: argparse.Namespace, name: str, sampling: Sampling) -> None:
-    """All at once, through the thread: what the API would see."""
+def threaded(batching: Batching, args: argparse.Namespace, name: str, sampling: Sampling) -> dict[int, float]:
+    """All sequences at once, through the model's thread: what the API sees. Gives tokens a second by how many."""
+    rates: dict[int, float] = {}
     for count in args.batches:
         for _ in range(2):
             asked = [_asked(args, number, sampling) for number in range(count)]
             began = time.perf_counter()
             for one, _ in asked:
                 batching.submit(one)
-            for _, heard in asked:
-                heard.over.wait()
-        ends = {heard.end.reason if heard.end else "?" for _, heard in asked}
-        firsts = sorted(heard.times[0] - began for _, heard in asked if heard.times)
-        last = max(heard.times[-1] for _, heard in asked if heard.times)
-        tokens = sum(len(heard.times) for _, heard in asked)
+            for _, listener in asked:
+                listener.over.wait()
+        ends = {listener.end.reason if listener.end else "?" for _, listener in asked}
+        firsts = sorted(listener.times[0] - began for _, listener in asked if listener.times)
+        last = max(listener.times[-1] for _, listener in asked if listener.times)
+        tokens = sum(len(listener.times) for _, listener in asked)
         decoding = (tokens - count) / (last - firsts[-1] - began)
+        rates[count] = tokens / (last - began)
         print(
-            f"{name}, {count:4d} asks: {tokens / (last - began):9.1f} tokens/s, {decoding:9.1f} once all decode, "
+            f"{name}, {count:4d} at once: {rates[count]:9.1f} tokens/s, {decoding:9.1f} once all decode, "
             f"first token {firsts[0] * 1e3:.0f} to {firsts[-1] * 1e3:.0f} ms, ends {ends}",
             flush=True,
         )
+    return rates
 
 
-def _asked(args: argparse.Namespace, number: int, sampling: Sampling) -> tuple[Ask, Heard]:
-    heard = Heard()
+def _asked(args: argparse.Namespace, number: int, sampling: Sampling) -> tuple[Ask, Listener]:
+    listener = Listener()
     tokens = prompt(args.prompt, args.vocabulary, number)
-    made = Ask(str(number), tokens, args.steps, sampling, frozenset(), heard, uses_cache=False)
-    return made, heard
+    made = Ask(str(number), tokens, args.steps, sampling, frozenset(), listener, uses_cache=False)
+    return made, listener
 
 
 def kernels(runner: Runner, count: int, prompt_tokens: int, vocabulary: int) -> None:
@@ -298,7 +312,7 @@ def kernels(runner: Runner, count: int, prompt_tokens: int, vocabulary: int) -> 
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--intermediate", type=int, default=14336)
@@ -315,6 +329,8 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     args = parsed()
     device = torch.device(args.device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "no GPU"
+    run, figures = Run("probe_decode", args, name, f"torch {torch.__version__}"), dict[str, Any]()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     cache_tokens = max(max(args.batches) * (args.prompt + args.steps + 64), 8192)
     stage = build(args, device, dtype, cache_tokens)
@@ -332,40 +348,43 @@ def main() -> None:
     with section("before any module is changed"):
         first = made(None)
         print(f"kernels that work here: {first.kernels}")
-        check(first, stage, args.vocabulary, 24)
-        speeds(first, args, args.vocabulary)
+        check(first, stage, args.vocabulary, batch_max)
+        figures["unchanged_per_s"] = speeds(first, args, args.vocabulary)
         del first
     with section("the same without the paged kernel (keys gathered first)"):
         gathered = made(Kernels(packs=device.type == "cuda"))
-        check(gathered, stage, args.vocabulary, 24)
-        speeds(gathered, args, args.vocabulary)
+        check(gathered, stage, args.vocabulary, batch_max)
+        figures["gathered_per_s"] = speeds(gathered, args, args.vocabulary)
         del gathered
-    for count in (1, args.batches[-2] if len(args.batches) > 1 else 1):
+    few_and_many = sorted({1, args.batches[-2] if len(args.batches) > 1 else 1})
+    for count in few_and_many:
         with section("Transformers' own generate"):
-            generated(stage, count, args.prompt, min(args.steps, 64), args.vocabulary)
+            rate = generated(stage, count, args.prompt, min(args.steps, 64), args.vocabulary)
+            figures.setdefault("generate_per_s", {})[count] = rate
     runner_module.quicken = plain_quicken
     with section("as the worker runs it"):
         before = reserved(device)
         whole = made(None)
-        check(whole, stage, args.vocabulary, 24)
-        speeds(whole, args, args.vocabulary)
+        check(whole, stage, args.vocabulary, batch_max)
+        figures["worker_per_s"] = speeds(whole, args, args.vocabulary)
         print(f"graphs keep {(reserved(device) - before) / 2**20:.0f} MiB on the device")
     with section("prompts"):
         prompts_speed(whole, args.vocabulary)
-    for count in sorted({1, args.batches[-2] if len(args.batches) > 1 else 1}):
+    for count in few_and_many:
         with section(f"kernels of a step, batch {count}"):
             kernels(whole, count, args.prompt, args.vocabulary)
     del whole
     with section("through the model's thread"):
         batching = Batching(stage, cache_tokens=cache_tokens, batch_max=batch_max, context=context, on_fatal=print)
         batching.on_wake()
-        performed(batching, args, "greedy", Sampling(temperature=0.0))
-        performed(batching, args, "temperature", Sampling(temperature=0.8))
-        performed(batching, args, "top-p", Sampling(temperature=0.8, top_p=0.95))
+        for title, sampling in SAMPLINGS.items():
+            figures.setdefault("thread_per_s", {})[title] = threaded(batching, args, title, sampling)
         batching.close()
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated() / 1e9
-        print(f"\ntorch {torch.__version__}, {torch.cuda.get_device_name()}, {peak:.1f} GB at most")
+        figures["allocated_max_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    # A section that failed has left no figures.
+    sections = ("unchanged_per_s", "gathered_per_s", "generate_per_s", "worker_per_s", "thread_per_s")
+    run.report(figures, {"sections": sections}, all(one in figures for one in sections))
 
 
 def _with(runner: Runner, kernels: Kernels) -> Runner:

@@ -17,104 +17,41 @@ Needs an NVIDIA GPU of 96 GB, 64 GB of host memory, 60 GB of disk, and an interp
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pynvml
+from benchmarks.hosted.gateway import HostedGateway, hosted_gateway, hosted_model, hosted_options
+from benchmarks.hosted.hardware import MIB, Card, disk_rate, drop_pages, fresh_process_s, host_used_mib, wire_rate
+from benchmarks.hosted.models import EIGHT, LARGE, SMALL, make_models, weight_bytes
+from benchmarks.rig.result import Run
 
-from benchmarks.hosted.gateway import MIB, Stage, fresh_process_s, hosted, program, stage, wire_rate
-from benchmarks.hosted.models import weight_bytes, weight_files
-
-EIGHT = ("llama-8b-a", "llama-8b-b", "llama-8b-c")
-SMALL, LARGE = "llama-1.5b", "llama-14b"
 # The goal: what the wire needs at nine tenths of its rate, and so much besides.
 WIRE_SHARE, BESIDES_S, EVICTION_S = 0.9, 0.090, 0.025
 FRESH_RATIO, DISK_SHARE = 40.0, 0.8
 # Memory that may come and go: the driver's own and the allocator's rounding.
 LEAK_MIB = 64
-_DISK = """
-import mmap, os, sys, time
-from concurrent.futures import ThreadPoolExecutor
-piece, tasks = 16 << 20, []
-for path in sys.argv[1:]:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    tasks += [(fd, start) for start in range(0, os.fstat(fd).st_size, piece)]
-def read(task):
-    with_room = mmap.mmap(-1, piece)
-    got = os.preadv(task[0], [with_room], task[1])
-    with_room.close()
-    return got
-began = time.perf_counter()
-with ThreadPoolExecutor(8) as pool:
-    done = sum(pool.map(read, tasks))
-print(done / (time.perf_counter() - began))
-"""
-
-
-class Card:
-    """The GPU as NVML shows it, asked by nobody but this benchmark."""
-
-    def __init__(self) -> None:
-        pynvml.nvmlInit()
-        self._gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
-        self.name = str(pynvml.nvmlDeviceGetName(self._gpu))
-
-    @property
-    def used_mib(self) -> float:
-        return float(pynvml.nvmlDeviceGetMemoryInfo(self._gpu).used) / MIB
-
-    def until_below(self, mib: float, limit_s: float = 5.0) -> float:
-        """How long it takes until less than this is used."""
-        began = time.perf_counter()
-        while self.used_mib > mib and time.perf_counter() - began < limit_s:
-            time.sleep(0.001)
-        return time.perf_counter() - began
-
-
-def host_used_mib() -> float:
-    """Of the whole machine, caches of files not counted."""
-    said = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    kib = {name: int(said[name].split()[0]) for name in ("MemTotal", "MemAvailable")}
-    return (kib["MemTotal"] - kib["MemAvailable"]) / 1024
-
-
-def drop_pages(folder: Path) -> None:
-    for path in weight_files(folder):
-        fd = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
-
-
-def disk_rate(python: str, folder: Path) -> float:
-    drop_pages(folder)
-    return float(program(python, _DISK, *map(str, weight_files(folder)))[1])
-
 
 # --- the parts ------------------------------------------------------------------------------------------------------
 
 
-def swaps(home: Stage, card: Card, count: int) -> dict[str, Any]:
+def swaps(gateway: HostedGateway, card: Card, count: int) -> dict[str, Any]:
     """Sixty in a row, with room for one."""
-    before = {model: home.logits(model) for model in EIGHT}
+    before = {model: gateway.logits(model) for model in EIGHT}
     for model in EIGHT:
-        home.hear(model)
+        gateway.stream(model)
     host_mib, gpu_mib, first_s = host_used_mib(), card.used_mib, []
     for number in range(count):
-        first_s.append(home.hear(EIGHT[number % 3]).first_s)
+        first_s.append(gateway.stream(EIGHT[number % 3]).first_s)
     host_more, gpu_more = host_used_mib() - host_mib, card.used_mib - gpu_mib
     slowest = sorted(range(count), key=first_s.__getitem__)[-3:]
     print("slowest:", ", ".join(f"swap {number} {first_s[number]:.3f} s" for number in slowest), flush=True)
-    equal = all(home.logits(model) == before[model] and before[model] for model in EIGHT)
-    ready_s = statistics.median(home.hear(EIGHT[2]).first_s for _ in range(5))
+    equal = all(gateway.logits(model) == before[model] and before[model] for model in EIGHT)
+    ready_s = statistics.median(gateway.stream(EIGHT[2]).first_s for _ in range(5))
     return {
         "first_token_s": statistics.median(first_s),
         "first_token_worst_s": max(first_s),
@@ -125,30 +62,30 @@ def swaps(home: Stage, card: Card, count: int) -> dict[str, Any]:
     }
 
 
-def evictions(home: Stage, card: Card, empty_mib: float, count: int = 6) -> dict[str, float]:
+def evictions(gateway: HostedGateway, card: Card, empty_mib: float, count: int = 6) -> dict[str, float]:
     """Ordered to sleep: how long until the gateway says so, and until NVML shows the memory free."""
     told_s, back_mib = [], []
     for number in range(count):
         model = EIGHT[number % 3]
-        home.hear(model)
-        told_s.append(home.order(model, "sleep"))
+        gateway.stream(model)
+        told_s.append(gateway.order(model, "sleep"))
         card.until_below(empty_mib + 1024, 1.0)
         back_mib.append(card.used_mib)
     return {"eviction_s": statistics.median(told_s), "asleep_mib": max(back_mib)}
 
 
-def beside(home: Stage) -> dict[str, float]:
+def beside(gateway: HostedGateway) -> dict[str, float]:
     """With room for two: one answers, the next is asked for."""
     serving, next_one = EIGHT[0], EIGHT[1]
     for model in EIGHT:
-        home.hear(model)
-        home.order(model, "sleep")
-    home.hear(serving)
-    alone = home.hear(serving, 256)
+        gateway.stream(model)
+        gateway.order(model, "sleep")
+    gateway.stream(serving)
+    alone = gateway.stream(serving, 256)
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(home.hear, serving, 512)
+        long = pool.submit(gateway.stream, serving, 512)
         time.sleep(0.5)
-        came = home.hear(next_one)
+        came = gateway.stream(next_one)
         during = long.result()
     return {
         "beside_first_token_s": came.first_s,
@@ -157,22 +94,22 @@ def beside(home: Stage) -> dict[str, float]:
     }
 
 
-def one_size(home: Stage, model: str) -> float:
+def one_size(gateway: HostedGateway, model: str) -> float:
     """From sleep to the first token, the GPU free."""
-    home.hear(model)
+    gateway.stream(model)
     seen = []
     for _ in range(5):
-        home.order(model, "sleep")
-        seen.append(home.hear(model).first_s)
+        gateway.order(model, "sleep")
+        seen.append(gateway.stream(model).first_s)
     return statistics.median(seen)
 
 
-def from_disk(home: Stage, python: str, folder: Path, model: str) -> dict[str, float]:
+def from_disk(gateway: HostedGateway, python: str, folder: Path, model: str) -> dict[str, float]:
     """Cold to asleep, pages dropped, a worker there already; beside what the disk gives to plain parallel reads."""
     rates = [disk_rate(python, folder) for _ in range(2)]
-    home.order(model, "unload")
+    gateway.order(model, "unload")
     drop_pages(folder)
-    took_s = home.order(model, "prepare")
+    took_s = gateway.order(model, "prepare")
     return {"disk_rate": max(rates), "prepare_rate": weight_bytes(folder) / took_s, "prepare_s": took_s}
 
 
@@ -180,67 +117,56 @@ def from_disk(home: Stage, python: str, folder: Path, model: str) -> dict[str, f
 
 
 def main() -> None:
-    said = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    said.add_argument("--models", type=Path, required=True)
-    said.add_argument("--python", default=sys.executable)
-    said.add_argument("--swaps", type=int, default=60)
-    args = said.parse_args()
+    parser = hosted_options(__doc__)
+    parser.add_argument("--swaps", type=int, default=60)
+    args = parser.parse_args()
     card, folders = Card(), args.models
-    make(args.python, folders, *EIGHT, SMALL)
+    run = Run("swap_gpu", args, card.name)
+    make_models(args.python, folders, *EIGHT, SMALL)
     rate = wire_rate(args.python)
-    print(f"{card.name}; host to device {rate / 1e9:.1f} GB/s", flush=True)
+    print(f"host to device {rate / 1e9:.1f} GB/s", flush=True)
     figures: dict[str, Any] = {"wire_gb_s": rate / 1e9}
     fresh = [fresh_process_s(args.python, folders / EIGHT[0], "cuda") for _ in range(2)]
     figures["fresh_process_s"] = min(fresh)
     print(f"fresh process to first token: {', '.join(f'{one:.1f}' for one in fresh)} s", flush=True)
     with tempfile.TemporaryDirectory(prefix="greenroom-bench-") as scratch:
-        eights = {model: hosted(folders / model, args.python) for model in EIGHT}
-        small = {SMALL: hosted(folders / SMALL, args.python)}
-        with stage(Path(scratch) / "one", eights | small) as home:
-            figures |= eight_billions(home, card, args, folders)
-            figures["small_first_token_s"] = one_size(home, SMALL)
+        eights = {model: hosted_model(folders / model, args.python) for model in EIGHT}
+        small = {SMALL: hosted_model(folders / SMALL, args.python)}
+        with hosted_gateway(Path(scratch) / "one", eights | small) as gateway:
+            figures |= eight_billions(gateway, card, args, folders)
+            figures["small_first_token_s"] = one_size(gateway, SMALL)
         for model in EIGHT[1:]:
             # The largest needs their room on disk.
             shutil.rmtree(folders / model)
-        make(args.python, folders, LARGE)
-        with stage(Path(scratch) / "two", {LARGE: hosted(folders / LARGE, args.python)}) as home:
-            figures["large_first_token_s"] = one_size(home, LARGE)
-    report(figures, {name: weight_bytes(folders / name) for name in (EIGHT[0], SMALL, LARGE)}, rate)
+        make_models(args.python, folders, LARGE)
+        with hosted_gateway(Path(scratch) / "two", {LARGE: hosted_model(folders / LARGE, args.python)}) as gateway:
+            figures["large_first_token_s"] = one_size(gateway, LARGE)
+    report(run, figures, {name: weight_bytes(folders / name) for name in (EIGHT[0], SMALL, LARGE)}, rate)
 
 
-def make(python: str, folders: Path, *names: str) -> None:
-    """All at once: drawing and writing them takes turns on GPU and disk."""
-    script = str(Path(__file__).parent / "models.py")
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    running = [subprocess.Popen([python, script, str(folders), name], env=env) for name in names]
-    codes = [one.wait() for one in running]
-    if any(codes):
-        raise SystemExit("the models could not be made")
-
-
-def eight_billions(home: Stage, card: Card, args: argparse.Namespace, folders: Path) -> dict[str, Any]:
+def eight_billions(gateway: HostedGateway, card: Card, args: argparse.Namespace, folders: Path) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for model in EIGHT:
         before_mib = host_used_mib()
-        took_s = home.order(model, "prepare")
+        took_s = gateway.order(model, "prepare")
         print(f"{model}: prepared in {took_s:.1f} s (its file in the page cache, the worker's start with the first);")
         held_mib = host_used_mib() - before_mib
         print(
             f"    {held_mib:,.0f} MiB of host memory for {weight_bytes(folders / model) / MIB:,.0f} of weights",
             flush=True,
         )
-    home.hear(EIGHT[0])
-    home.order(EIGHT[0], "sleep")
+    gateway.stream(EIGHT[0])
+    gateway.order(EIGHT[0], "sleep")
     time.sleep(1.0)
-    empty_mib, need_mib, free_mib = card.used_mib, home.need_mib(EIGHT[0]), home.free_mib()
+    empty_mib, need_mib, free_mib = card.used_mib, gateway.need_mib(EIGHT[0]), gateway.free_mib()
     print(f"all asleep: {empty_mib:,.0f} MiB used by NVML; each needs {need_mib:,} of {free_mib:,} MiB", flush=True)
-    with home.lease(free_mib - int(need_mib * 1.5)):
-        figures |= swaps(home, card, args.swaps)
-        figures |= evictions(home, card, empty_mib)
+    with gateway.lease(free_mib - int(need_mib * 1.5)):
+        figures |= swaps(gateway, card, args.swaps)
+        figures |= evictions(gateway, card, empty_mib)
     show(figures)
-    with home.lease(free_mib - int(need_mib * 2.5)):
-        figures |= beside(home)
-    figures |= from_disk(home, args.python, folders / EIGHT[2], EIGHT[2])
+    with gateway.lease(free_mib - int(need_mib * 2.5)):
+        figures |= beside(gateway)
+    figures |= from_disk(gateway, args.python, folders / EIGHT[2], EIGHT[2])
     figures["empty_mib"] = empty_mib
     show(figures)
     return figures
@@ -251,7 +177,7 @@ def show(figures: dict[str, Any]) -> None:
         print(f"  {name:24} {value:,.4f}" if isinstance(value, float) else f"  {name:24} {value}", flush=True)
 
 
-def report(figures: dict[str, Any], sizes: dict[str, int], rate: float) -> None:
+def report(run: Run, figures: dict[str, Any], sizes: dict[str, int], rate: float) -> None:
     bound_s = {name: size / (WIRE_SHARE * rate) + BESIDES_S + EVICTION_S for name, size in sizes.items()}
     ratio = figures["fresh_process_s"] / figures["first_token_s"]
     took_s = {EIGHT[0]: "first_token_s", SMALL: "small_first_token_s", LARGE: "large_first_token_s"}
@@ -284,7 +210,7 @@ def report(figures: dict[str, Any], sizes: dict[str, int], rate: float) -> None:
         "disk_share": DISK_SHARE,
     }
     figures |= {"fresh_ratio": ratio, "goals_met": met}
-    print(json.dumps({"bench": "swap_gpu", "figures": figures, "goals": goals, "met": all(met.values())}))
+    run.report(figures, goals, all(met.values()))
 
 
 if __name__ == "__main__":

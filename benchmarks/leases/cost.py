@@ -1,17 +1,15 @@
 """What a lease costs in Redis: acquire and release over one connection, beside bare SET and DEL in the same run.
 
-Starts a Redis of its own on a free port. `pair` is one acquire and one release, one after the other, as by a program;
-`load` is what a gateway adds to a swap: pend, the victim's release, hold. Of several rounds the best counts, because
-other load on the machine can only add; the ratio to bare commands says what a slow machine does not explain. The goal
-is judged by the rate where the machine was quiet, and by the median time of one pair where it was not; the output says
-which.
+Starts a Redis of its own on a free port. `pair` is one acquire and one release, one after the other; `load` is what a
+gateway adds to a swap: pend, the release of the victim, hold. Of several rounds the best counts, because other load on
+the machine can only add; the ratio to bare commands shows what a slow machine does not explain. The goal is judged by
+the rate where the machine was quiet, and by the median time of one pair where it was not; the output says which.
 
     python -m benchmarks.leases.cost [--pairs 3000] [--rounds 3]
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -21,7 +19,8 @@ from collections.abc import Awaitable, Callable
 import redis.asyncio as aioredis
 import uvloop
 
-from benchmarks import rig
+from benchmarks.rig.processes import free_port, running
+from benchmarks.rig.result import Run, options_of
 from greenroom.leases.records import LeaseAsk
 from greenroom.leases.shared.redis_store import RedisStore
 from greenroom.leases.shared.store import SlotAsk
@@ -36,7 +35,7 @@ LEASE_MIB = 100
 
 
 async def timed(step: Callable[[int], Awaitable[object]], count: int) -> dict[str, float]:
-    """So many steps one after the other: how many a second, and how long one takes."""
+    """So many steps one after the other: steps a second, and how long one takes."""
     took: list[float] = []
     began = time.perf_counter()
     for number in range(count):
@@ -69,7 +68,7 @@ async def pairs(store: RedisStore, count: int) -> dict[str, float]:
 
 
 async def loads(store: RedisStore, count: int) -> dict[str, float]:
-    """A swap of one slot for another on a full GPU, again and again: the newcomer is the next one's victim."""
+    """Swaps of one slot for another on a full GPU: the newcomer of one swap is the victim of the next."""
     whole = 40_000
     held = await store.hold(SlotAsk("slot-0", "slot", {"full": whole}), gateway=GATEWAY)
 
@@ -77,11 +76,11 @@ async def loads(store: RedisStore, count: int) -> dict[str, float]:
         nonlocal held
         newcomer = SlotAsk(f"slot-{number + 1}", "slot", {"full": whole})
         await store.pend(newcomer, [held.id], gateway=GATEWAY, pending_s=30)
-        await store.release(held.id, held.token)
+        await store.release(held.id, held.token, kind="slot")
         held = await store.hold(newcomer, gateway=GATEWAY)
 
     figures = await timed(step, count)
-    await store.release(held.id, held.token)
+    await store.release(held.id, held.token, kind="slot")
     return figures
 
 
@@ -90,7 +89,7 @@ def better(one: dict[str, float], other: dict[str, float] | None) -> dict[str, f
 
 
 def is_quiet(figures: dict[str, float]) -> bool:
-    """On a quiet machine steps take as long on average as in the middle."""
+    """On a quiet machine the mean time of a step is its median."""
     return figures["per_s"] * figures["p50_ms"] >= QUIET_SHARE * 1e3
 
 
@@ -106,8 +105,8 @@ async def measure(url: str, live: int, count: int, rounds: int) -> dict[str, dic
         await store.acquire(LeaseAsk(f"live-{number}", "live", LEASE_MIB, devices=tuple(DEVICES), ttl_s=30))
     best: dict[str, dict[str, float]] = {}
     for number in range(rounds):
-        renewed = [(lease.id, lease.token) for lease in await store.leases()]
-        await store.renew_all(renewed)
+        for lease in await store.leases():
+            await store.renew(lease.id, lease.token)
         for name, figures in (
             ("bare", await bare(client, count)),
             ("pair", await pairs(store, count)),
@@ -120,7 +119,7 @@ async def measure(url: str, live: int, count: int, rounds: int) -> dict[str, dic
     return best
 
 
-async def everything(url: str, count: int, rounds: int) -> None:
+async def everything(run: Run, url: str, count: int, rounds: int) -> None:
     figures = {str(live): await measure(url, live, count, rounds) for live in LIVE}
     for of_live in figures.values():
         of_live["pair"]["of_bare"] = round(of_live["pair"]["per_s"] / of_live["bare"]["per_s"], 2)
@@ -131,23 +130,22 @@ async def everything(url: str, count: int, rounds: int) -> None:
         and of_live["load"]["p50_ms"] < GOALS["load_p50_ms_max"]
         for of_live in figures.values()
     )
-    rig.report("leases", figures, GOALS, met)
+    run.report(figures, GOALS, met)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = options_of(__doc__)
     parser.add_argument("--pairs", type=int, default=3_000)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         sys.exit("redis-server was not found. Type: apt-get install redis-server")
-    port = rig.free_port()
-    print(rig.machine(), flush=True)
+    port, run = free_port(), Run("leases", given)
     with tempfile.TemporaryDirectory(prefix="greenroom-bench-") as folder:
         argv = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
-        with rig.running(argv, port):
-            uvloop.run(everything(f"redis://127.0.0.1:{port}", given.pairs, given.rounds))
+        with running(argv, port):
+            uvloop.run(everything(run, f"redis://127.0.0.1:{port}", given.pairs, given.rounds))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The models of `estimates.py`: made here with random weights, in the shapes of models that people run.
+"""The models of `estimates`: made here with random weights, in the shapes of models that people run.
 
-    python benchmarks/memory/models.py FOLDER [NAME …]
+    python -m benchmarks.memory.models FOLDER [NAME …]
 
 Writes one folder a model (config.json and safetensors) where it is not there yet. The table is plain data, so that the
 benchmark reads it without torch; only writing needs Transformers.
@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Written last, so that a folder that was left half-written is made anew.
-WRITTEN = "written.json"
+from benchmarks.rig.random_models import WRITTEN, draw, write_missing
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model on disk: its kind in Transformers' words, its dtype, and what differs from that kind's defaults."""
+    """A model on disk: its kind in Transformers' words, its dtype, and its sizes where they are not that kind's own."""
 
-    name: str
     kind: str
     dtype: str
     sizes: dict[str, Any] = field(hash=False)
@@ -52,18 +49,18 @@ _GEMMA = {"head_dim": 256, "sliding_window": 512}
 # Every layer looks back 4,096 tokens only.
 _MISTRAL = {"head_dim": 128, "sliding_window": 4096}
 
-SHAPES = (
-    Shape("llama-0.1b-f32", "llama", "float32", _sizes(768, 2048, 12, 12, 12, 32_000)),
-    Shape("qwen3-0.6b-bf16", "qwen3", "bfloat16", _sizes(1024, 3072, 28, 16, 8, 151_936, **_TIED_128)),
-    Shape("llama-1b-bf16", "llama", "bfloat16", _LLAMA_1B),
-    Shape("llama-1b-f16", "llama", "float16", _LLAMA_1B),
-    Shape("gemma3-1b-bf16", "gemma3_text", "bfloat16", _sizes(1152, 6912, 26, 4, 1, 262_144, **_GEMMA)),
-    Shape("qwen2-1.5b-bf16", "qwen2", "bfloat16", _sizes(1536, 8960, 28, 12, 2, 151_936, tie_word_embeddings=True)),
-    Shape("mistral-3b-f16", "mistral", "float16", _sizes(3072, 8192, 26, 24, 8, 32_000, **_MISTRAL)),
-    Shape("qwen3-moe-3b-bf16", "qwen3_moe", "bfloat16", _sizes(2048, 6144, 16, 32, 4, 151_936, **_EXPERTS)),
-    Shape("llama-3b-f32", "llama", "float32", _sizes(3072, 8192, 28, 24, 8, 128_256, **_TIED_128)),
-    Shape("llama-8b-bf16", "llama", "bfloat16", _sizes(4096, 14336, 32, 32, 8, 128_256)),
-)
+SHAPES = {
+    "llama-0.1b-f32": Shape("llama", "float32", _sizes(768, 2048, 12, 12, 12, 32_000)),
+    "qwen3-0.6b-bf16": Shape("qwen3", "bfloat16", _sizes(1024, 3072, 28, 16, 8, 151_936, **_TIED_128)),
+    "llama-1b-bf16": Shape("llama", "bfloat16", _LLAMA_1B),
+    "llama-1b-f16": Shape("llama", "float16", _LLAMA_1B),
+    "gemma3-1b-bf16": Shape("gemma3_text", "bfloat16", _sizes(1152, 6912, 26, 4, 1, 262_144, **_GEMMA)),
+    "qwen2-1.5b-bf16": Shape("qwen2", "bfloat16", _sizes(1536, 8960, 28, 12, 2, 151_936, tie_word_embeddings=True)),
+    "mistral-3b-f16": Shape("mistral", "float16", _sizes(3072, 8192, 26, 24, 8, 32_000, **_MISTRAL)),
+    "qwen3-moe-3b-bf16": Shape("qwen3_moe", "bfloat16", _sizes(2048, 6144, 16, 32, 4, 151_936, **_EXPERTS)),
+    "llama-3b-f32": Shape("llama", "float32", _sizes(3072, 8192, 28, 24, 8, 128_256, **_TIED_128)),
+    "llama-8b-bf16": Shape("llama", "bfloat16", _sizes(4096, 14336, 32, 32, 8, 128_256)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +93,19 @@ CONFIGURATIONS = (
 )
 
 
-def write(shape: Shape, folder: Path) -> None:
-    """Make this model's folder, on the GPU where there is one: random numbers of 16 GB take a second there."""
+def write(name: str, folder: Path) -> str:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    config = AutoConfig.for_model(shape.kind, **shape.sizes)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape.dtype))
+    shape = SHAPES[name]
+    model = draw(AutoConfig.for_model(shape.kind, **shape.sizes), shape.dtype)
     model.save_pretrained(folder, max_shard_size="4GB")
-    (folder / WRITTEN).write_text(json.dumps({"parameters": sum(part.numel() for part in model.parameters())}))
+    count = sum(part.numel() for part in model.parameters())
+    (folder / WRITTEN).write_text(json.dumps({"parameters": count}))
     del model
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    return f"{count:,} weights"
 
 
 def parameters(folder: Path) -> int:
@@ -116,16 +113,5 @@ def parameters(folder: Path) -> int:
     return count
 
 
-def main(root: Path, names: list[str]) -> None:
-    for shape in SHAPES:
-        if (not names or shape.name in names) and not (root / shape.name / WRITTEN).exists():
-            began = time.monotonic()
-            write(shape, root / shape.name)
-            print(
-                f"{shape.name}: {parameters(root / shape.name):,} weights in {time.monotonic() - began:.1f} s",
-                flush=True,
-            )
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    write_missing(Path(sys.argv[1]), sys.argv[2:] or list(SHAPES), write)

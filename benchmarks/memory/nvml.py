@@ -1,7 +1,7 @@
-"""What `estimates.py` sees for itself, beside what the gateway says: NVML's figures, peaks by process, time to free.
+"""What NVML shows of a GPU: its memory, peaks by process, and how long memory takes to come back.
 
 Never uses the gateway's own probe: a figure is not checked against itself. Imports no torch, so that the benchmark
-holds no memory of the GPU.
+holds no GPU memory.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pynvml
 
 MIB = 1 << 20
 SAMPLE_S = 0.02
-# How closely memory on its way back is watched, for how long at most, and what may stay away: drivers keep a little.
+# How often memory on its way back is sampled, for how long at most, and how much may stay away: drivers keep a little.
 BACK_SAMPLE_S = 0.002
 BACK_MAX_S = 30.0
 BACK_SLACK_MIB = 64
@@ -41,17 +40,17 @@ class Return:
     """Memory on its way back, in seconds since the stop was ordered."""
 
     ended_s: float
-    """Its process was gone for everybody. The first thread ends at once, the driver's work goes on."""
+    """Its process was gone from /proc. Its first thread ends at once; the driver's work goes on."""
     back_s: float
     """NVML showed its memory free."""
     told_s: float
-    """The order was answered."""
+    """The gateway answered the order."""
     missing_mib: float
-    """What was not back by then."""
+    """What was not back when the gateway answered."""
 
 
-class Eyes:
-    """On the first GPU. Between `open` and leaving it, every process on it is sampled for its peak."""
+class GpuWatch:
+    """Watches the first GPU. While it is open, every process on it is sampled for its peak."""
 
     def __init__(self) -> None:
         pynvml.nvmlInit()
@@ -60,8 +59,8 @@ class Eyes:
         self._is_over = threading.Event()
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[Eyes]:
-        sampling = threading.Thread(target=self._sample, name="eyes")
+    def open(self) -> Iterator[GpuWatch]:
+        sampling = threading.Thread(target=self._sample, name="gpu watch")
         sampling.start()
         try:
             yield self
@@ -94,7 +93,7 @@ class Eyes:
         return {one.pid: one.usedGpuMemory / MIB for one in running if one.usedGpuMemory}
 
     def returns(self, pid: int, stop: Callable[[], object]) -> Return:
-        """Carry this order out and watch the memory of that process come back."""
+        """Call `stop` and watch the memory of this process come back."""
         expected = self.used_mib() - self.processes().get(pid, 0.0) + BACK_SLACK_MIB
         began = time.monotonic()
         seen: dict[str, float] = {}
@@ -113,9 +112,3 @@ class Eyes:
         told_s, missing = time.monotonic() - began, self.used_mib() - expected
         watching.join()
         return Return(seen.get("ended", BACK_MAX_S), seen.get("back", BACK_MAX_S), told_s, max(0.0, missing))
-
-
-def host_mib(pid: int) -> float:
-    """What a process has of the host for itself: pages of files are the page cache's, which gives them back."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(("RssAnon", "RssShmem"))) / 1024

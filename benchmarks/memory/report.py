@@ -1,4 +1,4 @@
-"""What `estimates.py` found, as records, as tables for people, and as figures against goals."""
+"""What `estimates` found, as records, as tables for people, and as figures against goals."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import rig
-from benchmarks.memory.gateway import Figure, Spoken
+from benchmarks.memory.gateway import Answer, Figure
 from benchmarks.memory.models import Configuration, parameters
 from benchmarks.memory.nvml import Card, Return
+from benchmarks.rig.result import Run
 
 CONFIGURATIONS_MIN = 8
 # Of an estimate: one of these has to hold.
@@ -35,7 +35,7 @@ class Load:
     claim_mib: int
     peak_mib: float
     host_mib: float
-    spoken: Spoken
+    answer: Answer
 
     @property
     def error_mib(self) -> float:
@@ -61,8 +61,9 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Who would leave for a newcomer before, while and after a stranger was there (None: it could not come)."""
+class Encounter:
+    """What a load of the newcomer would evict before, while and after an undeclared process held memory (None: the
+    newcomer could not be loaded)."""
 
     before: list[str] | None
     during: list[str] | None
@@ -70,9 +71,9 @@ class Meeting:
     foreign_mib: int
     noticed_s: float
     is_named: bool
-    """The gateway said which process it is."""
+    """The gateway named the process."""
     ready: list[str]
-    """Who was ready once the newcomer had come, with the stranger there."""
+    """The models that were ready once the newcomer was, while the process held its memory."""
     used_mib: float
 
     @property
@@ -125,7 +126,7 @@ def _show_parts(rows: Sequence[Row]) -> None:
     print("\nby part, estimated / held by torch (its workspace counts as cache); the rest is the process's context")
     print(f"{'model and context':24}{'weights':>17}{'cache':>14}{'work':>12}{'context':>12}{'of the host':>15}")
     for row in rows:
-        parts, held = row.first.figure.parts, row.first.spoken.memory_mib
+        parts, held = row.first.figure.parts, row.first.answer.memory_mib
         work = parts.get("compute buffers", 0) + parts.get("allocator", 0)
         context = row.first.peak_mib - sum(held.values())
         print(
@@ -148,11 +149,11 @@ def _show_returns(rows: Sequence[Row]) -> None:
         )
 
 
-def show_meeting(met: Meeting) -> None:
+def show_encounter(met: Encounter) -> None:
     def told(leaving: list[str] | None) -> str:
-        return "it could not come" if leaving is None else f"{', '.join(leaving) or 'nobody'} would leave"
+        return "it could not be loaded" if leaving is None else f"{', '.join(leaving) or 'nothing'} would be evicted"
 
-    print("\na process that nobody declared takes 20 GB; who leaves for a newcomer?")
+    print("\nan undeclared process takes 20 GB; what is evicted for a newcomer?")
     print(f"before      {told(met.before)}")
     print(
         f"with it     {told(met.during)}; {met.foreign_mib:,} MiB were counted as foreign after {met.noticed_s:.2f} s"
@@ -164,12 +165,12 @@ def show_meeting(met: Meeting) -> None:
 # --- for goals ------------------------------------------------------------------------------------------------------
 
 
-def show_goals(rows: Sequence[Row], met: Meeting) -> None:
+def report_goals(run: Run, rows: Sequence[Row], met: Encounter) -> None:
     figures = _figures(rows, met)
-    rig.report("memory_gpu", figures, GOALS, _is_met(figures))
+    run.report(figures, GOALS, _is_met(figures))
 
 
-def _figures(rows: Sequence[Row], met: Meeting) -> dict[str, Any]:
+def _figures(rows: Sequence[Row], met: Encounter) -> dict[str, Any]:
     errors = [abs(row.first.error) for row in rows]
     return {
         "configurations": len(rows),

@@ -3,9 +3,9 @@
     python benchmarks/rig/gpu_worker.py --model FOLDER --ctx-size 8192 --port 9000
 
 Loads with `from_pretrained` in the folder's own dtype, allocates a `StaticCache` for the context, runs one piece of a
-prompt and one token before it says it is ready, and reads prompts in pieces of --ubatch-size tokens: after that its
-memory does not grow. A letter is a token. Every answer says which process gave it and what torch holds by part, so that
-a figure from outside can be taken apart. Never samples, never streams, never checks who asks.
+prompt and one token before it is ready, and reads prompts in pieces of --ubatch-size tokens: after that its memory does
+not grow. A letter is a token. Every answer names its process and what torch holds by part, which splits a figure that
+was measured from outside. Never samples, never streams, never checks keys.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-class Speaker:
-    """The model, its cache and the lock that lets one caller in."""
+class Model:
+    """The model, its cache and the lock that lets one caller in at a time."""
 
     def __init__(self, folder: str, context: int, piece: int, spare_mib: int) -> None:
         self._context, self._piece = context, piece
         self._spare = torch.empty(spare_mib * MIB, dtype=torch.uint8, device=device())
         self._lock = threading.Lock()
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map=device()).eval()
-        # Loading has its own scratch memory; what is not weights goes back to the device.
+        # Scratch memory of the load goes back to the device.
         _empty_cache()
         self._weights = _allocated()
         self._cache = StaticCache(config=self._model.config, max_cache_len=context)
@@ -45,7 +45,7 @@ class Speaker:
         self._kept = _allocated()
 
     def complete(self, prompt: list[int], new_tokens: int) -> list[int]:
-        """The tokens it finds likeliest after this prompt, which is cut to the context."""
+        """The likeliest tokens after this prompt, which is cut to the context."""
         with self._lock, torch.inference_mode():
             self._cache.reset()
             tokens, answer = prompt[-(self._context - new_tokens) :] or [0], list[int]()
@@ -78,7 +78,7 @@ def _empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def handler(speaker: Speaker) -> type[BaseHTTPRequestHandler]:
+def handler(model: Model) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -92,8 +92,8 @@ def handler(speaker: Speaker) -> type[BaseHTTPRequestHandler]:
                 return self._answer(413, {"error": {"message": "too long", "code": "too_long"}})
             asked = json.loads(self.rfile.read(length))
             prompt = [letter % 256 for letter in str(asked.get("prompt", "")).encode()]
-            answer = speaker.complete(prompt, min(int(asked.get("max_tokens", 16)), NEW_TOKENS_MAX))
-            return self._answer(200, _completion(asked.get("model"), prompt, answer, speaker.memory()))
+            answer = model.complete(prompt, min(int(asked.get("max_tokens", 16)), NEW_TOKENS_MAX))
+            return self._answer(200, _completion(asked.get("model"), prompt, answer, model.memory()))
 
         def _answer(self, status: int, value: dict[str, Any]) -> None:
             data = json.dumps(value).encode()
@@ -109,11 +109,11 @@ def handler(speaker: Speaker) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _completion(model: object, prompt: list[int], answer: list[int], memory: dict[str, float]) -> dict[str, Any]:
+def _completion(name: object, prompt: list[int], answer: list[int], memory: dict[str, float]) -> dict[str, Any]:
     choice = {"index": 0, "text": " ".join(map(str, answer)), "finish_reason": "length"}
     usage = {"prompt_tokens": len(prompt), "completion_tokens": len(answer), "total_tokens": len(prompt) + len(answer)}
     worker = {"pid": os.getpid(), "memory_mib": memory}
-    return {"object": "text_completion", "model": model, "choices": [choice], "usage": usage, "worker": worker}
+    return {"object": "text_completion", "model": name, "choices": [choice], "usage": usage, "worker": worker}
 
 
 def main() -> None:
@@ -124,12 +124,12 @@ def main() -> None:
     parser.add_argument("--spare-mib", type=int, default=0, help="held besides, to stand for a larger model")
     parser.add_argument("--port", type=int, required=True)
     options = parser.parse_args()
-    # Several threads would load experts and merge them in an order of their own, and what the allocator is left with
-    # would differ from load to load. Transformers reads this when it loads.
+    # Several threads would load and merge experts in an order that differs from load to load, and so would the memory
+    # that the allocator keeps. Transformers reads this when it loads.
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
-    speaker = Speaker(options.model, options.ctx_size, options.ubatch_size, options.spare_mib)
-    print(f"ready {json.dumps(speaker.memory())}", flush=True)
-    ThreadingHTTPServer(("127.0.0.1", options.port), handler(speaker)).serve_forever()
+    model = Model(options.model, options.ctx_size, options.ubatch_size, options.spare_mib)
+    print(f"ready {json.dumps(model.memory())}", flush=True)
+    ThreadingHTTPServer(("127.0.0.1", options.port), handler(model)).serve_forever()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """An engine that costs almost nothing, so that what is measured is the gateway.
 
 Speaks just enough HTTP/1.1 for a benchmark: a small JSON answer at once, or a stream of events at a steady pace when
-the body asks for one. One timer paces all streams together. Never checks its input.
+the body asks for one. One timer paces all streams together. With --gate it listens only once that file is there. Never
+checks its input.
 
     python benchmarks/rig/mock_engine.py --port 9000 --chunks 100 --chunk-s 0.02
 """
@@ -11,10 +12,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import time
 from typing import cast
 
 import uvloop
 
+GATE_POLL_S = 0.05
 _CHOICE = {"index": 0, "message": {"role": "assistant", "content": "x" * 260}, "finish_reason": "stop"}
 _USAGE = {"prompt_tokens": 12, "completion_tokens": 64, "total_tokens": 76}
 _ANSWER = json.dumps(
@@ -104,25 +108,23 @@ class Engine(asyncio.Protocol):
             self._transport.write(JSON_ANSWER)
 
 
-async def serve(port: int, uds: str, chunks: int, chunk_s: float) -> None:
+async def serve(port: int, chunks: int, chunk_s: float) -> None:
     loop = asyncio.get_running_loop()
     pace = Pace(chunks, chunk_s)
-    if uds:
-        await loop.create_unix_server(lambda: Engine(pace), uds)
-    else:
-        await loop.create_server(lambda: Engine(pace), "127.0.0.1", port, backlog=1024)
-    print("READY", flush=True)
+    await loop.create_server(lambda: Engine(pace), "127.0.0.1", port, backlog=1024)
     await asyncio.Event().wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--uds", default="")
+    parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--chunks", type=int, default=100)
     parser.add_argument("--chunk-s", type=float, default=0.02)
+    parser.add_argument("--gate", default="")
     options = parser.parse_args()
-    uvloop.run(serve(options.port, options.uds, options.chunks, options.chunk_s))
+    while options.gate and not os.path.exists(options.gate):
+        time.sleep(GATE_POLL_S)
+    uvloop.run(serve(options.port, options.chunks, options.chunk_s))
 
 
 if __name__ == "__main__":

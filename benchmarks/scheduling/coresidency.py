@@ -1,27 +1,26 @@
-"""What the rules about company cost: one answer of the matrix, found symbolically, beside writing every set out.
+"""What coresidency rules cost: one answer of the matrix, found symbolically, beside writing every set out.
 
-Ten choices of six models joined by `&` are sixty million companies; of these 60 models 10 or 20 are ready when another
-comes. The same question on a size that can be written out shows the ratio, and that both answers are equal. A matrix
-remembers its answers, so a new one is asked each time; that it is read and compiled before is not counted.
+Ten choices of six models joined by `&` are sixty million sets of models; of these 60 models 10 or 20 are ready when
+another is loaded. The same question on a size that can be written out shows the ratio, and that both answers are equal.
+A matrix remembers its answers, so each question goes to a new one; parsing and compiling it are not counted.
 
     python -m benchmarks.scheduling.coresidency [--rounds 500]
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from benchmarks import rig
+from benchmarks.rig.result import Run, options_of
 from greenroom.core.model import ModelId
 from greenroom.core.policy.coresidency.matrix import ByMatrix, Matrix
 
 GOALS = {"large_10_ready_us_max": 1000.0, "large_20_ready_us_max": 1000.0}
 LARGE, SMALL = (10, 6), (5, 6)
-# In any n of m the parts share every model, which is the hard case; printed, without a goal.
+# In "any n of m" the parts share every model: the hard case. Printed, without a goal.
 OVERLAPS = ((3, 20), (6, 20))
 
 Answer = frozenset[ModelId]
@@ -45,10 +44,10 @@ def ready(groups: int, size: int, each: int) -> list[ModelId]:
 
 
 def written_out(groups: int, size: int, newcomer: ModelId, present: Sequence[ModelId]) -> Answer:
-    """The answer from every single company."""
+    """The answer from every allowed set of models."""
     there = frozenset(present)
-    companies = (frozenset(chosen) for chosen in itertools.product(*choices(groups, size)))
-    return min((there - company for company in companies if newcomer in company), key=len)
+    allowed = (frozenset(chosen) for chosen in itertools.product(*choices(groups, size)))
+    return min((there - models for models in allowed if newcomer in models), key=len)
 
 
 def median_us(prepared: Callable[[], Callable[[], object]], rounds: int) -> float:
@@ -63,8 +62,8 @@ def median_us(prepared: Callable[[], Callable[[], object]], rounds: int) -> floa
 
 def fresh(spec: Matrix, newcomer: ModelId, present: Sequence[ModelId]) -> Callable[[], Callable[[], Answer | None]]:
     def prepared() -> Callable[[], Answer | None]:
-        company = ByMatrix(spec)
-        return lambda: company.leavers(newcomer, present, frozenset())
+        rules = ByMatrix(spec)
+        return lambda: rules.leavers(newcomer, present, frozenset())
 
     return prepared
 
@@ -89,13 +88,14 @@ def figures_of(rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--rounds", type=int, default=500)
-    figures = figures_of(parser.parse_args().rounds)
+    options = parser.parse_args()
+    run, figures = Run("company", options), figures_of(options.rounds)
     for name, value in figures.items():
         print(f"{name:24} {value:12,.1f}")
     met = all(figures[name.removesuffix("_max")] < most for name, most in GOALS.items())
-    rig.report("company", {"machine": rig.machine(), **figures}, GOALS, met)
+    run.report(figures, GOALS, met)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """What a decision costs: the scheduler alone, at growing numbers of models, tenants and waiting requests.
 
-Callers ask again as soon as they are answered, so that the number of waiting requests stays. Only the scheduler's own
-time is counted, call by call: its orders are noted and played by the simulated world when the clock has stopped. Two
-clocks run: the wall's, and that of the thread, which other load on the machine changes little. Of several rounds the
-best counts. The goal is judged by the wall where the machine was quiet and by the thread's clock where it was not; the
-output says which. The collector is set as in the gateway. In the same run stand two things everybody knows: a heap of
-as many entries, and the bare call of a handler that does nothing.
+Callers ask again as soon as they are answered, so that the number of waiting requests stays the same. Only the
+scheduler's own time is counted, call by call: its effects are noted, and the simulated world plays them when the clock
+has stopped. Two clocks run: the wall clock, and that of the thread, which other load on the machine changes little. Of
+several rounds the best counts. The goal is judged by the wall clock where the machine was quiet and by the thread's
+clock where it was not; the output says which. The garbage collector is set as in the gateway. Two known costs are
+measured in the same run: a heap of as many entries, and the bare call of a handler that does nothing.
 
     python -m benchmarks.scheduling.cost [--events 20000] [--rounds 3] [--profile]
 
@@ -14,10 +14,10 @@ With `.venv-compiled/bin/python` (`make compiled`) the compiled build is measure
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import gc
 import pstats
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ from typing import Any, cast
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import rig
-from greenroom import app
+from benchmarks.rig.gateways import build_of
+from benchmarks.rig.result import Run, options_of
 from greenroom.app import GC_THRESHOLDS
 from greenroom.core.effects import Effects
 from greenroom.core.events import Event, Limits, ServeDone
@@ -43,13 +43,13 @@ from greenroom.sim.stats import quantile
 from greenroom.sim.workloads import zipf
 from greenroom.sim.world import World
 
-# At 1, doing n things would be quadratic. It is steepest where models begin to be more than there is room for.
+# At 1, n events cost n². Growth is steepest where models begin to be more than there is room for.
 GOALS = {"large_p99_us_max": 1_000.0, "growth_exponent_max": 0.9}
-# The wall's clock may run this much longer than the thread's on a machine that is called quiet.
+# On a quiet machine the wall clock runs at most this much longer than the thread's.
 QUIET_RATIO = 1.05
 CONCURRENCY = 16
 MODEL_MIB, MODELS_PER_GPU = 1_000, 8
-# Shorter answers than usual keep the queues moving; what they are does not matter to the scheduler.
+# Short answers keep the queues moving; their length does not matter to the scheduler.
 PROMPT_LEN, OUTPUT_LEN = 300, 60
 
 
@@ -71,7 +71,7 @@ GROWTH = tuple(Size(count, count, 10 * count, 1) for count in (10, 30, 100, 300,
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """One call of `handle`: nanoseconds by the wall and by the thread's clock, and what it was about."""
+    """One call of `handle`: nanoseconds by the wall clock and by the thread's, and the kind of its event."""
 
     wall_ns: int
     cpu_ns: int
@@ -108,7 +108,7 @@ class Cost:
 
 
 class Noted:
-    """Effects that are only noted, to be played later."""
+    """Notes effects, to play them later."""
 
     def __init__(self, effects: Effects) -> None:
         self._effects = effects
@@ -120,7 +120,7 @@ class Noted:
         def note(*details: Any) -> None:
             self._orders.append((order, details))
 
-        # It is found without coming here from now on.
+        # From now on it is found without __getattr__.
         setattr(self, name, note)
         return note
 
@@ -131,7 +131,7 @@ class Noted:
 
 
 class TimedWorld(World):
-    """A world with a stopwatch on every event. It wraps the scheduler, so that a compiled one can be measured."""
+    """A world that times every event. It wraps the scheduler, so that a compiled one can be measured too."""
 
     def _configure(self) -> None:
         self.took: list[Took] = []
@@ -151,7 +151,7 @@ class TimedWorld(World):
 
 
 class Callers:
-    """So many callers, each of one tenant, who ask for a drawn model again as soon as they are answered."""
+    """So many callers, each of one tenant. Each asks for a random model again as soon as it is answered."""
 
     def __init__(self, size: Size, world: World) -> None:
         self._random, self._world, self._size = Random(1), world, size
@@ -182,13 +182,13 @@ def world_of(size: Size) -> TimedWorld:
 
 
 def cost_of(size: Size, events: int, profile: cProfile.Profile | None = None) -> Cost:
-    """Let everybody arrive, then time this many events."""
+    """Let all callers arrive, then time this many events."""
     world = world_of(size)
     Callers(size, world).begin()
     # The first rounds of loads are over before anything counts.
     _run(world, events // 4)
     world.took.clear()
-    # What earlier worlds have left is cleared away, and what is there stays: as in the gateway when it begins to serve.
+    # As in the gateway when it begins to serve: garbage is collected, and what is left is not looked at again.
     gc.collect()
     gc.freeze()
     if profile is not None:
@@ -199,7 +199,7 @@ def cost_of(size: Size, events: int, profile: cProfile.Profile | None = None) ->
     gc.unfreeze()
     waiting = len(world.waiting())
     if waiting < size.waiting // 2:
-        raise SystemExit(f"{size}: only {waiting} wait; this is not what was to be measured")
+        raise SystemExit(f"{size}: only {waiting} requests wait, which is too few to measure")
     return _cost(world.took)
 
 
@@ -223,7 +223,7 @@ def _times(took_ns: list[int]) -> Times:
     return Times(sum(ordered) / len(ordered), quantile(ordered, 0.50), quantile(ordered, 0.99), ordered[-1])
 
 
-# --- beside something real ----------------------------------------------------------------------------------------
+# --- known costs to compare with ----------------------------------------------------------------------------------
 
 
 def heap_us(entries: int) -> float:
@@ -240,7 +240,7 @@ def heap_us(entries: int) -> float:
 
 
 def dispatch_us() -> float:
-    """An event is made, its handler found, and nothing done."""
+    """An event is made, its handler is found, and it does nothing."""
     handlers: dict[type[Event], Callable[[Event], None]] = {ServeDone: lambda _: None}
     request = RequestId("r1")
 
@@ -259,7 +259,7 @@ def _each_us(work: Callable[[], None], times: int = 100_000) -> float:
 
 
 def exponent(costs: dict[Size, Cost]) -> float:
-    """The steepest growth of the mean cost between two sizes: 0 is flat; at 1 doing n things would be quadratic."""
+    """The steepest growth of the mean cost between two sizes: 0 is flat; at 1, n events cost n²."""
     points = [(log(size.models), log(cost.cpu.mean_us)) for size, cost in costs.items()]
     return max((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in pairwise(points))
 
@@ -277,8 +277,6 @@ def table_of(costs: dict[Size, Cost]) -> Table:
 def figures_of(costs: dict[Size, Cost]) -> dict[str, Any]:
     usual, large, heap, bare = costs[USUAL], costs[LARGE], heap_us(LARGE.waiting), dispatch_us()
     return {
-        "machine": rig.machine(),
-        "build": app.BUILD,
         "judged_by": "wall" if large.is_quiet else "cpu: the machine was not quiet",
         "usual_per_s": round(usual.per_s),
         "large_per_s": round(large.per_s),
@@ -295,13 +293,14 @@ def figures_of(costs: dict[Size, Cost]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--events", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=3, help="of which the best counts")
     parser.add_argument("--profile", action="store_true", help="where the time goes at the large size")
     options = parser.parse_args()
     gc.set_threshold(*GC_THRESHOLDS)
-    print(f"{rig.machine()}, {app.BUILD} build", flush=True)
+    run, build = Run("scheduler_cost", options), build_of(sys.executable)
+    print(f"{build} build", flush=True)
     if options.profile:
         profile = cProfile.Profile()
         cost_of(LARGE, options.events, profile)
@@ -312,7 +311,7 @@ def main() -> None:
     figures = figures_of(costs)
     p99_us, growth = costs[LARGE].judged.p99_us, figures["growth_exponent"]
     met = p99_us <= GOALS["large_p99_us_max"] and growth <= GOALS["growth_exponent_max"]
-    rig.report("scheduler_cost", figures, GOALS, met)
+    run.report({"build": build, **figures}, GOALS, met)
 
 
 if __name__ == "__main__":

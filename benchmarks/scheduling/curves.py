@@ -1,7 +1,7 @@
-"""What is traded for what: one limit of the scheduler changes, and what it costs and buys stands side by side.
+"""Trade-offs: one limit of the scheduler changes, and what that costs and gains is shown side by side.
 
-Owns the sweeps. They explain where a goal cannot be met: serving somebody sooner takes switches, and every switch costs
-the answers that are waited for, the load, and a slot that is not full.
+Owns the sweeps. They explain where a goal cannot be met: serving a request sooner takes swaps, and every swap costs the
+answers that must end first, the load, and a slot that is not full.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Sweep:
     settings: tuple[str, ...]
     titles: tuple[str, ...]
     numbers: Callable[[Figures], tuple[str, ...]]
-    busy: float | None = None  # its cells are stretched until their slots are taken for this share of the time
+    busy: float | None = None  # cells are stretched until their slots are occupied for this share of the time
 
 
 def _cold(own: Figures) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ CURVES = {"starved": _STARVED, "batch": _BATCH, "classes": _CLASSES, "mean": _ME
 
 
 def curve_of(name: str, results: Results, seeds: int) -> list[Cell]:
-    """Run a sweep; gives its cells in the order of its settings."""
+    """Run a sweep; gives its cells in the order of their settings."""
     sweep = CURVES[name]
     bases = sweep.cells if sweep.busy is None else stretched(list(sweep.cells), sweep.busy, BUSY_STEPS)
     cells = [replace(cell, limits=setting) for cell in bases for setting in sweep.settings]
@@ -97,13 +97,18 @@ def curve_of(name: str, results: Results, seeds: int) -> list[Cell]:
     return cells
 
 
-def show_curve(name: str, results: Results, cells: list[Cell]) -> None:
+def show_curve(name: str, results: Results, cells: list[Cell]) -> list[dict[str, str]]:
+    """Print a sweep; gives its rows by their titles."""
     sweep = CURVES[name]
-    table = Table("cell", *sweep.titles, "swaps/req", "served a second", "lost to fifo", "mean to fifo", box=None)
+    titles = ("cell", *sweep.titles, "swaps/req", "served a second", "lost to fifo", "mean to fifo")
+    table, rows = Table(*titles, box=None), []
     for cell in cells:
         own, fifo = results.median(cell, "default"), results.median(replace(cell, limits=""), "fifo")
         lost = 1 - own.served_per_s / fifo.served_per_s
         mean = own.waits.mean_s / fifo.waits.mean_s - 1
         shared = (f"{own.swaps_per_request:.4f}", f"{own.served_per_s:.2f}", f"{lost:.1%}", f"{mean:+.1%}")
-        table.add_row(cell.place, *sweep.numbers(own), *shared)
+        row = (cell.place, *sweep.numbers(own), *shared)
+        table.add_row(*row)
+        rows.append(dict(zip(titles, row, strict=True)))
     Console(width=180, highlight=False).print(table)
+    return rows

@@ -1,8 +1,8 @@
 """How well the scheduler decides: the default policy beside strict first-come, collating FIFO and offline references.
 
 Simulated, so the machine does not matter: traces given as CSV files and generated workloads, for 1, 2, 4 and 8 slots,
-swaps of 0.4 to 20 s, several stretches of time, equal and unequal models. Medians over seeds, which draw the workload,
-the spread of a trace that names no models, and how far moves stray from their usual time.
+swaps of 0.4 to 20 s, several stretches of time, equal and unequal models. Figures are medians over seeds. A seed draws
+the workload, the models of a trace that names none, and how much the times of moves vary.
 
     python -m benchmarks.scheduling.quality [TRACE.csv …] [--quick] [--goals p95,mean,starved,classes,flood]
     python -m benchmarks.scheduling.quality TRACE.csv --cell arena27,slots=2,swap=5,stretch=4 [--seeds 3]
@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from benchmarks import rig
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.rig.result import Run, options_of
 from benchmarks.scheduling.cells import Cell, cell_from
 from benchmarks.scheduling.curves import CURVES, curve_of, show_curve
+from benchmarks.scheduling.figures import Figures
 from benchmarks.scheduling.goals import FEW_SLOTS, Goal, class_goal, flood_goal, mean_goal, p95_goal, starved_goals
-from benchmarks.scheduling.references import CLAIRVOYANT, ORACLE, STRICT
-from benchmarks.scheduling.report import goal_figures, show_cells, show_goal, show_offline
+from benchmarks.scheduling.references import CLAIRVOYANT, ORACLE, STRICT, swaps_per_request
 from benchmarks.scheduling.runs import Results, over, run_all, stretched
 from benchmarks.scheduling.workloads import GRID, trace_name, trace_rows
 from greenroom.errors import ConfigError
@@ -33,9 +36,13 @@ SLOTS = (1, 2, 4, 8)
 COMPARED = ("default", "fifo")
 EVERY_POLICY = (*COMPARED, STRICT, CLAIRVOYANT, ORACLE)
 STARVING = ("starve-rare", "starve-some", "starve-short")
-# How busy is "under load", and how many times as much asks for more than can be done.
+# How busy "under load" is, and how many times that load is more than can be served.
 UNDER_LOAD, OVERLOAD = 0.95, 2.0
 GOALS = ("p95", "mean", "starved", "classes", "flood")
+WORST_SHOWN = 10
+# A pipe gets a table as wide as a terminal does.
+_console = Console(width=160, highlight=False)
+_TITLES = ("cell", "policy", "swaps/req", "mean", "p50", "p95", "p99", "max", "Jain", "serving", "swapping")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +54,9 @@ class Extent:
     generated: tuple[str, ...]
     stretches_of_traces: tuple[float, ...]
     stretches_of_generated: tuple[float, ...]
-    stretches_of_mixed: tuple[float, ...]  # where models are of unequal size
-    reference_slots: tuple[int, ...]  # where the references are run too, at the last stretch that all have
-    busy: tuple[float, ...]  # shares that are looked for, in so many steps
+    stretches_of_mixed: tuple[float, ...]  # for models of unequal size
+    reference_slots: tuple[int, ...]  # the references run for these too, at the stretch that all workloads have
+    busy: tuple[float, ...]  # cells are stretched until they are this busy, in so many steps
     busy_steps: int
     class_slots: tuple[int, ...]
 
@@ -92,16 +99,16 @@ class Bench:
         run_all(over(cells, policies, self.seeds), self.results, what)
 
     def goals(self, wanted: Iterable[str]) -> list[Goal]:
-        """In this order, because the first two share their cells."""
+        """The wanted goals; the first two share their cells."""
         grid = self._grid() if {"p95", "mean"} & set(wanted) else []
-        ways = {
+        computed = {
             "p95": lambda: [p95_goal(self.results, grid)],
             "mean": lambda: [mean_goal(self.results, grid)],
             "starved": self._starved,
             "classes": self._classes,
             "flood": self._flood,
         }
-        return [goal for name in GOALS if name in wanted for goal in ways[name]()]
+        return [goal for name in GOALS if name in wanted for goal in computed[name]()]
 
     def _grid(self) -> list[Cell]:
         extent = self.extent
@@ -159,8 +166,61 @@ def run_single(bench: Bench, cells: list[Cell]) -> list[Goal]:
     return [p95_goal(bench.results, cells), mean_goal(bench.results, cells)]
 
 
+# --- what is printed ----------------------------------------------------------------------------------------------
+
+
+def show_cells(results: Results, cells: Iterable[Cell]) -> None:
+    table = Table(*_TITLES, title="waits in seconds, medians over seeds", box=None)
+    for cell in cells:
+        for policy in results.policies_at(cell):
+            figures = results.median(cell, policy)
+            table.add_row(cell.place, policy, *_row(figures))
+            for name, waits in figures.by_class.items():
+                if len(figures.by_class) > 1:
+                    seconds = (waits.mean_s, waits.p50_s, waits.p95_s, waits.p99_s, waits.max_s)
+                    table.add_row("", f"  {name}", "", *(f"{value:.2f}" for value in seconds))
+    _console.print(table)
+
+
+def _row(figures: Figures) -> list[str]:
+    waits = figures.waits
+    seconds = [f"{value:.2f}" for value in (waits.mean_s, waits.p50_s, waits.p95_s, waits.p99_s, waits.max_s)]
+    shares = [f"{figures.jain:.3f}", f"{figures.busy:.0%}", f"{figures.moving:.0%}"]
+    return [f"{figures.swaps_per_request:.3f}", *seconds, *shares]
+
+
+def show_offline(traces: dict[str, str], slots: Sequence[int]) -> dict[str, dict[int, dict[str, float]]]:
+    """Swaps per request if service took no time."""
+    table = Table("trace", "slots", "LRU", "Belady", "regrouped 10 s", "regrouped 30 s", title="offline", box=None)
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for name, path in traces.items():
+        asked = [(row.at, str(row.model)) for row in trace_rows(path, 0)]
+        found[name] = {count: swaps_per_request(asked, count) for count in slots}
+        for count, swaps in found[name].items():
+            table.add_row(name, str(count), *(f"{value:.3f}" for value in swaps.values()))
+    _console.print(table)
+    return found
+
+
+def show_goal(goal: Goal) -> None:
+    verdict = "PASS" if goal.is_met else "FAIL"
+    _console.print(f"\n{verdict} {goal.name}: {goal.wanted} ({len(goal.cases)} cases, {goal.misses} missed)")
+    for case in goal.worst(WORST_SHOWN):
+        _console.print(f"  {case.excess:+7.1%} {case.place}: {case.found}", soft_wrap=True)
+
+
+def goal_figures(goal: Goal) -> dict[str, Any]:
+    worst = goal.worst(1)
+    return {
+        "met": goal.is_met,
+        "cases": len(goal.cases),
+        "missed": goal.misses,
+        "worst": f"{worst[0].place}: {worst[0].found}" if worst else "",
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("traces", nargs="*")
     parser.add_argument("--quick", action="store_true", help="one seed and a small grid")
     parser.add_argument("--cell", action="append", default=[], help="only this cell; may be given several times")
@@ -175,11 +235,11 @@ def main() -> None:
             trace_rows(path, 0)
     except ConfigError as error:
         parser.error(str(error))
-    began, bench = time.perf_counter(), Bench(options)
-    figures: dict[str, Any] = {"machine": rig.machine(), "seeds": bench.seeds}
+    run, began, bench = Run("scheduling", options), time.perf_counter(), Bench(options)
+    figures: dict[str, Any] = {"seeds": bench.seeds}
     if options.curve:
-        show_curve(options.curve, bench.results, curve_of(options.curve, bench.results, bench.seeds))
-        return
+        curve = show_curve(options.curve, bench.results, curve_of(options.curve, bench.results, bench.seeds))
+        return run.report(figures | {options.curve: curve}, {}, met=True)
     if options.cell:
         goals = run_single(bench, [cell_from(text, options.traces) for text in options.cell])
     else:
@@ -189,7 +249,7 @@ def main() -> None:
     for goal in goals:
         show_goal(goal)
     figures |= {"took_s": round(time.perf_counter() - began, 1)} | {goal.name: goal_figures(goal) for goal in goals}
-    rig.report("scheduling", figures, {goal.name: goal.wanted for goal in goals}, all(goal.is_met for goal in goals))
+    return run.report(figures, {goal.name: goal.wanted for goal in goals}, all(goal.is_met for goal in goals))
 
 
 if __name__ == "__main__":
