@@ -1,11 +1,11 @@
-"""How fast a model of 8 B speaks through the gateway: one caller, 8, 32 and 128 at once, beside plain eager `generate`.
+"""How fast a model of 8 B decodes through the gateway: 1, 8, 32 and 128 callers, beside plain eager `generate`.
 
     python -m benchmarks.hosted.decode --models FOLDER [--python PYTHON]
 
-The single caller streams with the OpenAI client; many callers ask for whole answers, so that it is the engine that is
-measured and not the client. `generate` runs in a process of its own before, with the same model and batch sizes. After
-a sleep and a wake one caller is timed again. Then two models speak at once, to eight callers each: in one process, and
-in two (`isolate`).
+The single caller streams with the OpenAI client; many callers ask for whole answers, so that the engine is measured and
+not the client. `generate` runs in a process of its own before, with the same model and batch sizes. After
+a sleep and a wake one caller is timed again. Then two models answer eight callers each at the same time: in one
+process, and in two (`isolate`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from benchmarks.rig.result import Run
 
 CALLERS = (1, 8, 32, 128)
 ONE_PER_S, MANY_RATIO, AFTER_WAKE = 120.0, 8.0, 0.97
-# Two models that speak at once in one process, against two processes.
+# Two models that decode at once in one process, against two processes.
 TOGETHER = 0.9
 TOKENS = 256
 SETTINGS = {"concurrency": 128, "ctx_size": 2048, "cache_tokens": 128 * 512}
-# What the H200's memory gives at best; weights are read once a token.
+# The bandwidth of the H200's memory; weights are read once a token.
 MEMORY_BYTES_S = 4.8e12
 _EAGER = """
 import sys, time, torch
@@ -51,7 +51,7 @@ def one_caller(gateway: HostedGateway, model: str) -> float:
 
 
 def many_callers(gateway: HostedGateway, model: str, callers: int) -> float:
-    """Tokens a second of all together, from the first request to the last answer."""
+    """Tokens a second of all callers, from the first request to the last answer."""
     prompts = [f"w{1000 + number} {PROMPT}" for number in range(callers)]
     with ThreadPoolExecutor(callers) as pool:
         began = time.perf_counter()
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def together(gateway: HostedGateway) -> float:
-    """Tokens a second of two models that are asked at the same time."""
+    """Tokens a second of two models that decode at the same time."""
     for model in EIGHT[:2]:
         many_callers(gateway, model, 8)
     with ThreadPoolExecutor(2) as pool:
@@ -92,7 +92,7 @@ def together(gateway: HostedGateway) -> float:
 def _rate(gateway: HostedGateway, model: str, callers: int) -> float:
     if callers == 1:
         return one_caller(gateway, model)
-    # The first time graphs of these sizes are made.
+    # The first run captures graphs of these sizes.
     many_callers(gateway, model, callers)
     return max(many_callers(gateway, model, callers) for _ in range(2))
 

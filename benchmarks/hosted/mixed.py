@@ -2,10 +2,10 @@
 
     python -m benchmarks.hosted.mixed --models FOLDER [--python PYTHON] [--seconds 120] [--only asleep|restarts]
 
-The same generated trace is served twice by a gateway on the same budget, which holds two of the three: once by
-Greenroom's own worker, whose models sleep in host memory; once by a plain Transformers program a model, which is
-started and stopped at every change, as one does without it. In the middle third a program leases as much as one model
-takes. How long a request waited before its engine got it is what the gateway itself says (X-Queue-Wait-Ms).
+The same generated trace is served twice by a gateway with memory for two of the three: once by Greenroom's own worker,
+where models sleep in host memory; once by one plain Transformers program per model, which is started and stopped at
+every swap. In the middle third a program leases as much as one model takes. How long a request waited before its engine
+got it is what the gateway says (X-Queue-Wait-Ms).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.rig.gateways import ASK_MAX_S
 from benchmarks.rig.processes import gpu_worker_argv
 from benchmarks.rig.result import Run
 
-# Callers stay with a model for a while, then turn to another; some come in between.
+# Callers stay with a model for a while, then turn to another; a share of requests goes to any model.
 PER_S, STAYS_S, STRAY_SHARE = 1.5, 12.0, 0.15
 TOKENS = (16, 96)
 CONTEXT = 4096
@@ -112,7 +112,7 @@ async def play_with_job(
 
 
 def restarted(folder: Path, python: str, memory_mib: int) -> dict[str, Any]:
-    """A plain program a model: weights loaded at its start, one caller at a time."""
+    """A plain program for one model: weights are loaded at its start; one caller at a time."""
     cmd = gpu_worker_argv(python, folder, CONTEXT)
     return {"cmd": cmd, "memory_mib": memory_mib, "concurrency": 1, "env": {"HF_HUB_OFFLINE": "1"}}
 

@@ -52,7 +52,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     **dict.fromkeys(EIGHT, _8B),
     LARGE: _14B,
     SMALL: _1B5,
-    # To try the scripts where there is no GPU.
+    # To try this where there is no GPU.
     **{
         f"tiny-{letter}": {**_8B, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
         | {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2_000}

@@ -1,13 +1,13 @@
-"""Changing models on one GPU: from a request to its first token while the model sleeps in host memory.
+"""Swapping models on one GPU: from a request to its first token while the model sleeps in host memory.
 
 Serves language models with random weights through a running gateway and asks with the OpenAI client:
 
   1. three models of 8 B, and a lease that leaves room for one: sixty swaps, each timed from request to first token;
-     the same answers with the same figures before and after; host and device memory at the beginning and at the end;
-  2. room for two: while one answers a long request, the next is asked for;
+     logits before and after; host and device memory at the beginning and at the end;
+  2. room for two: while one answers a long request, another is requested;
   3. a small and a large model, to see that the cost follows the bytes;
   4. a fresh process for the same model, its file in the page cache: what a restart costs;
-  5. from disk, its pages dropped, beside the rate at which the disk gives the same files.
+  5. a load from disk with no pages cached, beside the rate at which plain reads get the same files.
 
     python -m benchmarks.hosted.swap --models FOLDER [--python PYTHON] [--swaps 60]
 
@@ -30,7 +30,7 @@ from benchmarks.hosted.hardware import MIB, Card, disk_rate, drop_pages, fresh_p
 from benchmarks.hosted.models import EIGHT, LARGE, SMALL, make_models, weight_bytes
 from benchmarks.rig.result import Run
 
-# The goal: what the wire needs at nine tenths of its rate, and so much besides.
+# The goal: the copy at nine tenths of the wire's rate, so much time besides, and an eviction.
 WIRE_SHARE, BESIDES_S, EVICTION_S = 0.9, 0.090, 0.025
 FRESH_RATIO, DISK_SHARE = 40.0, 0.8
 # Memory that may come and go: the driver's own and the allocator's rounding.
@@ -40,7 +40,7 @@ LEAK_MIB = 64
 
 
 def swaps(gateway: HostedGateway, card: Card, count: int) -> dict[str, Any]:
-    """Sixty in a row, with room for one."""
+    """So many swaps in a row, with room for one model."""
     before = {model: gateway.logits(model) for model in EIGHT}
     for model in EIGHT:
         gateway.stream(model)
@@ -63,7 +63,7 @@ def swaps(gateway: HostedGateway, card: Card, count: int) -> dict[str, Any]:
 
 
 def evictions(gateway: HostedGateway, card: Card, empty_mib: float, count: int = 6) -> dict[str, float]:
-    """Ordered to sleep: how long until the gateway says so, and until NVML shows the memory free."""
+    """Sleep on order: how long the gateway says it takes, and what NVML shows as used afterwards."""
     told_s, back_mib = [], []
     for number in range(count):
         model = EIGHT[number % 3]
@@ -75,7 +75,7 @@ def evictions(gateway: HostedGateway, card: Card, empty_mib: float, count: int =
 
 
 def beside(gateway: HostedGateway) -> dict[str, float]:
-    """With room for two: one answers, the next is asked for."""
+    """With room for two: while one answers, the next is requested."""
     serving, next_one = EIGHT[0], EIGHT[1]
     for model in EIGHT:
         gateway.stream(model)
@@ -105,7 +105,7 @@ def one_size(gateway: HostedGateway, model: str) -> float:
 
 
 def from_disk(gateway: HostedGateway, python: str, folder: Path, model: str) -> dict[str, float]:
-    """Cold to asleep, pages dropped, a worker there already; beside what the disk gives to plain parallel reads."""
+    """Cold to asleep with no pages cached, the worker already running; beside plain parallel reads."""
     rates = [disk_rate(python, folder) for _ in range(2)]
     gateway.order(model, "unload")
     drop_pages(folder)

@@ -44,9 +44,9 @@ def _sizes(
 _LLAMA_1B = _sizes(2048, 8192, 16, 32, 8, 128_256, tie_word_embeddings=True)
 _TIED_128 = {"head_dim": 128, "tie_word_embeddings": True}
 _EXPERTS = {"head_dim": 128, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768}
-# Five of six layers look back 512 tokens only.
+# Five of six layers attend to the last 512 tokens only.
 _GEMMA = {"head_dim": 256, "sliding_window": 512}
-# Every layer looks back 4,096 tokens only.
+# Every layer attends to the last 4,096 tokens only.
 _MISTRAL = {"head_dim": 128, "sliding_window": 4096}
 
 SHAPES = {
@@ -65,7 +65,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """A model as it is served: with room for so long a text."""
+    """A model and the context it is served with."""
 
     shape: str
     context: int

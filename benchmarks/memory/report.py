@@ -1,4 +1,4 @@
-"""What `estimates` found, as records, as tables for people, and as figures against goals."""
+"""What `estimates` found, as records, as tables, and as figures against goals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.memory.nvml import Card, Return
 from benchmarks.rig.result import Run
 
 CONFIGURATIONS_MIN = 8
-# Of an estimate: one of these has to hold.
+# An estimate meets its goal if one of these holds.
 ESTIMATE_ERROR_MAX, ESTIMATE_ERROR_MIB_MAX = 0.05, 300
 REMEMBERED_ERROR_MAX = 0.01
 GOALS = {
@@ -81,7 +81,7 @@ class Encounter:
         return self.before == [] and self.after == [] and bool(self.during) and self.is_named
 
 
-# --- for people -----------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------------------------
 
 
 def versions(python: str) -> str:
@@ -95,7 +95,7 @@ def show_card(card: Card, gpus: dict[str, Any]) -> None:
     gpu, probe = gpus["gpus"][0], gpus["probe"]
     same = "the same UUID" if gpu["id"] == card.uuid else f"UUID {gpu['id']}"
     print(f"NVML     {card.name}, driver {card.driver}, {card.total_mib:,.0f} MiB", end="")
-    print(f", {card.reserved_mib:,.0f} of them the driver's own, {card.used_mib:,.0f} used")
+    print(f", {card.reserved_mib:,.0f} of them reserved by the driver, {card.used_mib:,.0f} used")
     print(
         f"gateway  {same}, probe {probe['kind']}, {gpu['total_mib']:,} MiB, {gpu['free_mib']:,} to plan with",
         flush=True,
@@ -162,7 +162,7 @@ def show_encounter(met: Encounter) -> None:
     print(f"after it    {told(met.after)}")
 
 
-# --- for goals ------------------------------------------------------------------------------------------------------
+# --- goals ----------------------------------------------------------------------------------------------------------
 
 
 def report_goals(run: Run, rows: Sequence[Row], met: Encounter) -> None:

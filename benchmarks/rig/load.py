@@ -1,6 +1,6 @@
 """A load generator: raw keep-alive connections, no client library between the clock and the socket.
 
-Two kinds of load, each ending in one JSON line. `requests` sends small requests one after the other on each connection;
+Two kinds of load, each ends in one JSON line. `requests` sends small requests one after the other on each connection;
 `streams` opens paced streams and counts events and reads, because a slow proxy coalesces chunks and then looks cheap.
 
     python benchmarks/rig/load.py requests --port 8000 --concurrency 16 --count 20000
@@ -32,7 +32,7 @@ def request_bytes(path: str, model: str, *, stream: bool) -> bytes:
 
 
 class Caller(asyncio.Protocol):
-    """One connection that asks again and again. Reads just enough of an answer to know its end."""
+    """One connection that sends requests one after the other. Reads just enough of an answer to find its end."""
 
     def __init__(self, request: bytes, left: list[int], latencies_s: list[float], over: asyncio.Event) -> None:
         self._request = request

@@ -1,6 +1,6 @@
 """Cells of the grid: one workload on one machine under one policy with one seed.
 
-Owns how a cell becomes a simulated world. A cell is plain data, so that other processes can run it, and is written as
+A cell is plain data, so that other processes can run it. This file turns it into a simulated world. It is written as
 `workload=arena27,slots=2,swap=5,stretch=4,sizes=equal`.
 """
 
@@ -22,10 +22,10 @@ from greenroom.sim.workloads import Agents, Bursty, Poisson, Recorded, Workload
 
 # One slot's worth of memory; equal models take exactly one.
 SLOT_MIB = 1_000
-# Of unequal models, in turn; a GPU of N slots then holds fewer or more of them than N.
+# Sizes of unequal models, in turn; a GPU of N slots then holds fewer or more than N of them.
 MIXED_MIB = (500, 1_000, 1_500, 2_000)
 JITTER, CONCURRENCY = 0.1, 16
-# A stretch for a wanted load is looked for between these.
+# The search for the stretch that gives a wanted load goes between these.
 STRETCH_MIN, STRETCH_MAX = 1.0, 64.0
 
 
@@ -36,21 +36,21 @@ class Cell:
     swap_s: float
     stretch: float = 1.0
     sizes: str = "equal"
-    limits: str = ""  # other numbers for the scheduler than its own, such as `batch_swaps=3;deadlines_s=5/30/240`
+    limits: str = ""  # of the scheduler, where they are not the defaults: `batch_swaps=3;deadlines_s=5/30/240`
     policy: str = "default"
     seed: int = 0
-    trace: str = ""  # the file, where the workload is a recorded one
+    trace: str = ""  # the file of a recorded workload
 
     @property
     def place(self) -> str:
-        """What it has in common with the cells it is compared with."""
+        """All but policy and seed: equal for cells that are compared."""
         text = f"{self.workload},slots={self.slots},swap={self.swap_s:g},stretch={self.stretch:g}"
         text += f",sizes={self.sizes}" if self.sizes != "equal" else ""
         return text + (f",limits={self.limits}" if self.limits else "")
 
 
 def cell_from(text: str, traces: Sequence[str]) -> Cell:
-    """`workload=arena27,slots=2,swap=5,stretch=4`; `trace` is another word for workload, which may stand alone."""
+    """`workload=arena27,slots=2,swap=5,stretch=4`; `trace` is another key for the workload, which needs no key."""
     said = dict(_part(part) for part in text.split(","))
     name = said.pop("trace", None) or said.pop("workload", None) or "poisson"
     files = {trace_name(path): path for path in traces}
@@ -69,7 +69,7 @@ def _part(text: str) -> tuple[str, str]:
 
 
 def run_cell(cell: Cell) -> Figures:
-    """Simulate until everything has drained."""
+    """Simulate until every request has ended."""
     began = time.perf_counter()
     workload, names = _workload(cell)
     config = SimConfig(_models(cell, names), (_gpu(cell),), limits_of(cell), cell.policy, JITTER)
@@ -77,12 +77,12 @@ def run_cell(cell: Cell) -> Figures:
     workload.begin(world)
     world.run()
     if world.calls or any(call.code is not None for call in world.ended):
-        raise SystemExit(f"{cell.place}, {cell.policy}, seed {cell.seed}: not everybody was served")
+        raise SystemExit(f"{cell.place}, {cell.policy}, seed {cell.seed}: not every request was served")
     return figures_of(world, workload.seconds, time.perf_counter() - began)
 
 
 def stretch_for(cell: Cell, occupied: float, steps: int) -> Cell:
-    """The same cell with time stretched so that collating FIFO serves or swaps for about this share of it."""
+    """The cell, stretched so that slots serve or swap for about this share of the time under collating FIFO."""
     low, high = STRETCH_MIN, STRETCH_MAX
     for _ in range(steps):
         middle = sqrt(low * high)
@@ -92,7 +92,7 @@ def stretch_for(cell: Cell, occupied: float, steps: int) -> Cell:
 
 
 def limits_of(cell: Cell) -> Limits:
-    """The scheduler's own numbers but for those the cell says. Queues may be long: what is measured is waiting."""
+    """The scheduler's defaults, except for what the cell sets. Queues may be long: what is measured is waiting."""
     known = {one.name for one in fields(Limits)}
     said: dict[str, Any] = {}
     for part in filter(None, cell.limits.split(";")):
@@ -121,7 +121,7 @@ def _models(cell: Cell, names: Sequence[str]) -> tuple[SimModel, ...]:
 def _size_mib(cell: Cell, number: int) -> int:
     if cell.sizes == "equal":
         return SLOT_MIB
-    # The largest must fit a single slot too.
+    # The largest model must fit where there is a single slot, too.
     return MIXED_MIB[number % len(MIXED_MIB)] // (2 if cell.slots == 1 else 1)
 
 
@@ -132,7 +132,7 @@ def _workload(cell: Cell) -> tuple[Workload, tuple[str, ...]]:
 
 
 def _future(cell: Cell, workload: Workload) -> Future:
-    """What the clairvoyant knows. Agents' future depends on how they fare, so they have none."""
+    """What the clairvoyant knows. When agents ask depends on when they are answered, so they have no known future."""
     if cell.policy != CLAIRVOYANT or isinstance(workload, Agents):
         return {}
     assert isinstance(workload, Recorded | Poisson | Bursty)

@@ -1,4 +1,4 @@
-"""What a run came to, small enough to be sent between processes, and medians over runs."""
+"""The figures of a run, small enough to be sent between processes, and medians over runs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Figures:
     by_tenant: Mapping[str, Waited]
     others: Waited  # all but the flooding tenant
     by_model: Mapping[str, Waited]
-    # Answers that ended while requests still came, by model: what is served in the tail proves nothing.
+    # Answers that ended while requests still arrived, by model: what is served after that proves nothing.
     in_time: Mapping[str, float]
-    arrivals_s: float  # for how long they came
+    arrivals_s: float  # for how long requests arrived
     swaps_per_request: float
     jain: float
-    busy: float  # the share of memory and time that served
-    moving: float  # and that was on its way
+    busy: float  # share of memory and time spent serving
+    moving: float  # and spent on moves
     service_mean_s: float
     service_p95_s: float
     service_max_s: float
@@ -46,7 +46,7 @@ class Figures:
 
     @property
     def served_per_s(self) -> float:
-        """While requests came."""
+        """While requests arrived."""
         return sum(self.in_time.values()) / self.arrivals_s
 
     @property

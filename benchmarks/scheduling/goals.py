@@ -1,6 +1,6 @@
 """The goals of the default policy, each computed from runs: what was wanted, what was found, and where it was worst.
 
-Owns the definitions. A goal is met if its worst case is; every case is kept, so that the worst can be shown.
+A goal is met if its worst case is; every case is kept, so that the worst can be shown.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Goal:
 
     @property
     def is_met(self) -> bool:
-        """One that nothing was measured for is not met."""
+        """A goal without cases is not met."""
         return bool(self.cases) and all(case.excess <= 0 for case in self.cases)
 
     @property
@@ -65,7 +65,7 @@ def p95_goal(results: Results, cells: Iterable[Cell]) -> Goal:
 
 
 def mean_goal(results: Results, cells: Iterable[Cell]) -> Goal:
-    """(b) Clearly better on average where it matters: where slots serve or swap most of the time under FIFO."""
+    """(b) Clearly better on average where slots serve or swap most of the time under FIFO."""
     goal = Goal("mean_better", "mean wait at least 10 % below collating FIFO's where 1 or 2 slots are 70 to 90 % busy")
     for cell in cells:
         own, fifo = results.median(cell, "default"), results.median(cell, "fifo")
@@ -85,11 +85,12 @@ def mean_goal(results: Results, cells: Iterable[Cell]) -> Goal:
 
 
 def bound_s(cell: Cell, service_max_s: float) -> float:
-    """How long a normal request may wait behind one other model that is always asked for.
+    """How long a normal request may wait behind one other model that always has requests.
 
-    At its arrival the other model may just have been chosen: its own model's answers end, the other one comes and stays
-    for its minimum residency. Then, or when its deadline is reached if that is later, the other's answers end and its
-    own model comes. A reached deadline ends a batch. Answers end within the longest of the run; moves stray by JITTER.
+    When it arrives, the other model may just have been chosen: the answers of its own model end, the other model is
+    loaded and stays for its minimum residency. Then, or at the request's deadline if that is later, the answers of the
+    other model end and its own model is loaded. A reached deadline ends a batch. An answer takes at most the longest
+    service time of the run; the times of moves vary by JITTER.
     """
     limits, swap_s = limits_of(cell), cell.swap_s * (1 + JITTER)
     held_s = service_max_s + swap_s + limits.residency_swaps * swap_s
@@ -97,7 +98,7 @@ def bound_s(cell: Cell, service_max_s: float) -> float:
 
 
 def starved_goals(results: Results, cells: Iterable[Cell]) -> list[Goal]:
-    """(c) A model that collating FIFO starves is served in time, and what that costs."""
+    """(c) A model that collating FIFO starves is served in time, at a bounded cost."""
     in_time = Goal(
         "starved_served", "a model that collating FIFO starves for the whole run waits no longer than the bound"
     )
@@ -137,10 +138,7 @@ def class_goal(results: Results, cells: Iterable[Cell]) -> Goal:
 
 
 def flood_goal(results: Results, cells: Iterable[Cell]) -> Goal:
-    """(e) A tenant with 99 % of the traffic costs the others little.
-
-    A service time at p95 is a service time that only one in twenty exceeds.
-    """
+    """(e) A tenant with 99 % of traffic adds to others' p95 a service time, a swap and, if cold, a batch at most."""
     wanted = (
         "99 % of traffic by one tenant adds to others' p95 no more than a service and a swap; if not ready, a batch"
     )

@@ -1,6 +1,6 @@
-"""Runs many cells on all cores and keeps what they came to, with a progress bar.
+"""Runs many cells on all cores, with a progress bar, and keeps their figures.
 
-Owns the processes. Every cell is run once however many goals ask for it.
+Every cell is run once, however many goals need it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def over(cells: Iterable[Cell], policies: Sequence[str], seeds: int) -> list[Cel
 
 
 def run_all(cells: Iterable[Cell], results: Results, what: str) -> None:
-    """Run those that were not run yet. The slowest go first, so that no core idles at the end."""
+    """Run the cells that were not run yet. The slowest go first, so that no core idles at the end."""
     todo = sorted(results.lacks(cells), key=lambda cell: (cell.slots, cell.stretch))
     for cell, figures in zip(todo, each(run_cell, todo, what), strict=True):
         results.add(cell, figures)

@@ -1,7 +1,7 @@
 """Workloads of the grid and of the single goals, by name; and recorded traces.
 
-Owns what is asked for. All are drawn from the cell's seed, so that every policy is given the same. Stretching makes the
-time between arrivals longer and leaves the answers as they are.
+All are drawn from the cell's seed, so that every policy gets the same requests. Stretching makes the time between
+arrivals longer and leaves the answers as they are.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from greenroom.sim.records import Arrival
 from greenroom.sim.traces import Known, read_trace
 from greenroom.sim.workloads import Agents, Bursty, Mix, Poisson, Recorded, Workload, zipf
 
-# Rows taken of a trace that names no models, and the models it is spread over.
+# Of a trace that names no models: how many rows are taken, and over how many models they are spread.
 SPREAD_ROWS, SPREAD_MODELS = 1_500, 16
-# Generated workloads: before time is stretched as busy as the traces.
+# Generated workloads are as busy as the traces before time is stretched.
 RATE, SECONDS, MODELS = 2.5, 240.0, 12
 BURST_S, SILENCE_S = 10.0, 30.0
 AGENTS, THINK_S = 12, 2.0
@@ -27,11 +27,11 @@ HIGH_SHARE = 0.1
 # A slot answers 16 at a time, in 3.5 s on average: 4.6 a second. This is more.
 SATURATING_RATE, SATURATED_S = 6.0, 600.0
 RARE_RATE, SOME_RATE = 1 / 20, 1 / 2
-# Short answers: five times as many a second, and a slot that is left by them is empty five times as soon.
+# Short answers: five times as many a second, and a slot drains five times as fast.
 SHORT_TIMES, SHORT_LEN = 5, 40
-# The busy model is there first, so that it is the other one that has to wait.
+# The busy model is ready first, so that the other one has to wait.
 HEAD_START_S = 20.0
-# The others have a hundredth of all requests, and are several.
+# Several other tenants share a hundredth of all requests.
 FLOOD_S, FLOOD_SHARE, OTHERS = 1_200.0, 0.99, 5
 FLOODER = "flooder"
 
@@ -62,20 +62,20 @@ def _agents(stretch: float, seed: int) -> Workload:
 
 
 def _classes(stretch: float, seed: int) -> Workload:
-    """Some requests are urgent, whatever they are for."""
+    """Some requests are urgent, whatever their model."""
     mix = Mix(zipf(_names(MODELS)), priorities={0: HIGH_SHARE, 1: 1 - HIGH_SHARE})
     return Poisson(mix, RATE / stretch, SECONDS * stretch, seed)
 
 
 def _stream(model: str, rate: float, seconds: float, seed: int, output_len: float = 200.0) -> Iterable[Arrival]:
-    # Streams of one run must not be drawn alike.
+    # The streams of one run must differ.
     mix = Mix({model: 1.0}, prompt_len=1.5 * output_len, output_len=output_len)
     arrivals = Poisson(mix, rate, seconds, seed * 1_000 + int(model[1:])).arrivals()
     return (one for one in arrivals if model == BUSY_MODEL or one.at > HEAD_START_S)
 
 
 def _starve_rare(stretch: float, seed: int) -> Workload:
-    """One model is asked for more than it can answer; another now and then."""
+    """One model gets more requests than it can serve; another gets one now and then."""
     return _together(
         _stream(BUSY_MODEL, SATURATING_RATE / stretch, SATURATED_S * stretch, seed),
         _stream(COLD_MODEL, RARE_RATE / stretch, SATURATED_S * stretch, seed),
@@ -83,7 +83,7 @@ def _starve_rare(stretch: float, seed: int) -> Workload:
 
 
 def _starve_some(stretch: float, seed: int) -> Workload:
-    """One model is asked for more than it can answer; another every other second."""
+    """One model gets more requests than it can serve; another gets one every other second."""
     return _together(
         _stream(BUSY_MODEL, SATURATING_RATE / stretch, SATURATED_S * stretch, seed),
         _stream(COLD_MODEL, SOME_RATE / stretch, SATURATED_S * stretch, seed),
@@ -91,7 +91,7 @@ def _starve_some(stretch: float, seed: int) -> Workload:
 
 
 def _starve_short(stretch: float, seed: int) -> Workload:
-    """One model is asked for more than it can answer, in short answers; another now and then."""
+    """One model gets more requests than it can serve, with short answers; another gets one now and then."""
     seconds = SATURATED_S * stretch
     return _together(
         _stream(BUSY_MODEL, SHORT_TIMES * SATURATING_RATE / stretch, seconds, seed, SHORT_LEN),
@@ -106,12 +106,12 @@ def _others(model: str, stretch: float, seed: int) -> Iterable[Arrival]:
 
 
 def _calm(model: str) -> Callable[[float, int], Workload]:
-    """The others alone."""
+    """The other tenants alone."""
     return lambda stretch, seed: _together(_others(model, stretch, seed))
 
 
 def _flood(model: str) -> Callable[[float, int], Workload]:
-    """The others beside a tenant who asks the busy model for more than it can answer."""
+    """The other tenants beside one that sends the busy model more requests than it can serve."""
 
     def together(stretch: float, seed: int) -> Workload:
         mix = Mix({BUSY_MODEL: 1.0}, {FLOODER: 1.0})
@@ -140,7 +140,7 @@ GENERATED = GRID | SINGLE
 
 
 def generated(name: str, stretch: float, seed: int) -> tuple[Workload, tuple[str, ...]]:
-    """A workload and the models it may ask for."""
+    """A workload and the models that its requests name."""
     models = _names(MODELS) if name in GRID or name == "classes" else (BUSY_MODEL, COLD_MODEL)
     return GENERATED[name](stretch, seed), models
 
@@ -170,7 +170,7 @@ def _names_models(path: str) -> bool:
         with open(path, encoding="utf-8-sig") as file:
             return "model" in _titles(file.readline())
     except (OSError, UnicodeDecodeError):
-        # Whoever reads the rest of it says what is wrong.
+        # read_trace tells what is wrong with it.
         return True
 
 
