@@ -1,0 +1,69 @@
+"""Benchmarks are run seldom, so these keep them importable, listed, and alike in their first and last lines."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.rig import result
+
+ROOT = Path(__file__).resolve().parents[1] / "benchmarks"
+# These import torch, which is never installed beside the gateway; tests/workers/torch_host tries them.
+WITH_TORCH = {"benchmarks.rig.gpu_worker", "benchmarks.hosted.probe_decode"}
+MODULES = {
+    ".".join(("benchmarks", *path.relative_to(ROOT).with_suffix("").parts)): path
+    for path in sorted(ROOT.rglob("*.py"))
+    if path.name != "__init__.py"
+}
+BENCHMARKS = {name for name, path in MODULES.items() if 'Run("' in path.read_text()}
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - WITH_TORCH))
+def test_every_module_can_be_imported(name: str) -> None:
+    importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", sorted(BENCHMARKS - WITH_TORCH))
+def test_every_benchmark_tells_its_options(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module(name).main()
+    assert "--save" in capsys.readouterr().out
+
+
+def test_every_benchmark_is_listed() -> None:
+    listed = set(re.findall(r"^\| `([a-z_.]+)`", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert listed == {name.removeprefix("benchmarks.") for name in BENCHMARKS}
+
+
+def test_every_result_is_in_the_index() -> None:
+    index = (ROOT / "results" / "README.md").read_text()
+    listed = re.findall(r"^\| \[([^]]+)\]\(\1\)", index, re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "results").glob("*.txt"))
+
+
+def test_saved_run_is_kept_with_its_heading_and_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(result, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    for _ in range(2):
+        run = result.Run("some_cost", argparse.Namespace(save=True, commit="abc"), "a card")
+        sys.stdout.write("round 1\n")
+        run.report({"cost_us": 3}, {"cost_us_max": 4}, True)
+    first, second = sorted(tmp_path.glob("*some-cost*.txt"))
+    command, machine, commit, *_, body, last = first.read_text().splitlines()
+    assert command.startswith("$ python") and "a card" in machine and commit == "commit abc" and body == "round 1"
+    closing = json.loads(last)
+    assert {"bench": "some_cost", "goals": {"cost_us_max": 4}, "met": True}.items() <= closing.items()
+    assert closing["figures"] == {"machine": machine, "commit": "abc", "cost_us": 3}
+    index = (tmp_path / "README.md").read_text()
+    assert first.name in index and second.name in index and index.count("| abc |") == 2
+    assert capsys.readouterr().out.count('"bench"') == 2
