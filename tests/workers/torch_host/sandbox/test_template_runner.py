@@ -28,7 +28,7 @@ NUMBERS = ("{{ 10 ** 100000000 }}", "{{ messages[0].number ** 100000000 }}")
 # A worker with a template that does not end.
 WORKER = f"""
 import asyncio
-from torch_host.scribes import Scribes, Share
+from torch_host.sandbox.template_runner import Scribes, Share
 
 order = dict(template={LOOPING!r}, messages=[dict(role="user")], tools=None, names=dict())
 asyncio.run(Share(Scribes()).write(order, 1000, {PATIENCE_S}))
@@ -55,7 +55,7 @@ def _is_scribe(pid: int, parent: int | None) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    return state != "Z" and b"scribe.py" in command and parent in (None, int(ppid))
+    return state != "Z" and b"template_program.py" in command and parent in (None, int(ppid))
 
 
 def busy_s(pid: int) -> float:
@@ -242,8 +242,8 @@ async def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scribes: Scribes)
     """Makes every scribe from now on run this program instead."""
 
     def become(program: str) -> Share:
-        (tmp_path / "scribe.py").write_text(f"import os, time\n{program}")
-        monkeypatch.setattr(module, "_PROGRAM", tmp_path / "scribe.py")
+        (tmp_path / "template_program.py").write_text(f"import os, time\n{program}")
+        monkeypatch.setattr(module, "_PROGRAM", tmp_path / "template_program.py")
         return Share(scribes)
 
     yield become
