@@ -25,9 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.rig.result import Run, options_of
 from greenroom.workers.torch_host.engine import runner as runner_module
-from greenroom.workers.torch_host.engine.asks import Ask, End, Sampling, Token
 from greenroom.workers.torch_host.engine.engine_loop import Batching
-from greenroom.workers.torch_host.engine.pages import BLOCK_TOKENS, blocks_for
+from greenroom.workers.torch_host.engine.model_shape import BLOCK_TOKENS, blocks_for
+from greenroom.workers.torch_host.engine.requests import Ask, End, Sampling, Token
 from greenroom.workers.torch_host.engine.rows import Row
 from greenroom.workers.torch_host.engine.runner import Piece, Runner
 from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, register

@@ -12,7 +12,7 @@ from greenroom.core.model import Need
 from greenroom.engines.estimates import hosted as module
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.hosted import HostedOptions, estimate_asleep, estimate_ready
-from greenroom.workers.torch_host.engine.pages import kv_bytes
+from greenroom.workers.torch_host.engine.model_shape import kv_bytes
 from tests.engines.test_estimate_hf import LLAMA, MIB, folder
 
 ARENA = 64 + module.ARENA_ROUNDING_MIB

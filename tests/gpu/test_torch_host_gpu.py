@@ -22,15 +22,15 @@ import pytest
 import torch
 
 from greenroom.workers.torch_host.failures import OutOfMemory
-from greenroom.workers.torch_host.weights import skeleton
+from greenroom.workers.torch_host.weights import building
 from greenroom.workers.torch_host.weights.arena import HostArena, lay_out
+from greenroom.workers.torch_host.weights.building import Wish
 from greenroom.workers.torch_host.weights.device_memory import CudaArena
 from greenroom.workers.torch_host.weights.device_weights import Registration, StageModel, Wire
 from greenroom.workers.torch_host.weights.driver import driver
 from greenroom.workers.torch_host.weights.fold.fold import CHUNK_BYTES
 from greenroom.workers.torch_host.weights.fold.folding import Folding
 from greenroom.workers.torch_host.weights.fold.unfolding import unfold_plainly, unfolder
-from greenroom.workers.torch_host.weights.skeleton import Wish
 from tests.workers.torch_host import tiny
 from tests.workers.torch_host.worker_rig import WorkerRig
 
@@ -83,13 +83,13 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     torch.zeros(1, device=GPU)
     folder = tiny.make_model(tmp_path_factory.mktemp("model"), "llama")
     wish = Wish(folder, attention="sdpa", dtype="bfloat16")
-    config = skeleton.read_config(wish)
+    config = building.read_config(wish)
     config.update(SIZES)
     # Derived from the tiny sizes when the file was read.
     config.head_dim = SIZES["hidden_size"] // SIZES["num_attention_heads"]
-    module = skeleton.build(wish, config, torch.bfloat16)
+    module = building.build(wish, config, torch.bfloat16)
     assert module is not None
-    layout = lay_out(skeleton.state_of(module))
+    layout = lay_out(building.state_of(module))
     memory = os.memfd_create("arena")
     host = HostArena.create(memory, layout, "test", None)
     fill(host.tensor)

@@ -14,13 +14,13 @@ import pytest
 
 from greenroom.workers.torch_host.api.http import Server
 from greenroom.workers.torch_host.api.routes import serve_text
-from greenroom.workers.torch_host.engine.asks import Ask
+from greenroom.workers.torch_host.engine.requests import Ask
 from greenroom.workers.torch_host.sandbox.schema_trials import SchemaTrials
 from greenroom.workers.torch_host.sandbox.template_runner import Scribes
 from greenroom.workers.torch_host.text.tokens import Text
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host import tokenizer_folders
-from tests.workers.torch_host.fake_performer import FakePerformer
+from tests.workers.torch_host.fake_inference import FakePerformer
 
 if TYPE_CHECKING:
     import httpx2

@@ -22,13 +22,13 @@ import transformers
 from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from greenroom.workers.torch_host.engine.asks import Sampling
 from greenroom.workers.torch_host.engine.model_check import ModelCheck
+from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.engine.rows import Row
 from greenroom.workers.torch_host.engine.runner import Piece, Runner
 from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, paged_attention
-from tests.workers.torch_host.performing import performing, said, stage_of
+from tests.workers.torch_host.engine_rig import performing, said, stage_of
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 DOCUMENT = Path(__file__).parents[3] / "docs" / "transformers.md"

@@ -18,7 +18,7 @@ from greenroom.workers.torch_host.engine.engine_loop import Batching
 from greenroom.workers.torch_host.sandbox.schema_trials import SchemaTrials
 from greenroom.workers.torch_host.sandbox.template_runner import Scribes
 from greenroom.workers.torch_host.text.tokens import Text
-from tests.workers.torch_host.performing import performing, random_model
+from tests.workers.torch_host.engine_rig import performing, random_model
 from tests.workers.torch_host.tiny import save_tokenizer
 from tests.workers.torch_host.waiting import until
 

@@ -335,7 +335,7 @@ def test_a_module_of_our_own_that_cannot_be_imported_is_a_traceback_and_no_advic
     if broken == "not there":
         (package / "control" / "slots.py").unlink()
     else:
-        (package / "control" / "slots.py").write_text("from ..engine.asks import nothing_of_this_name")
+        (package / "control" / "slots.py").write_text("from ..engine.requests import nothing_of_this_name")
     # In the place of those that take long to import; the program's own folder comes first on the path.
     for name in ("torch", "transformers", "transformers/models", "transformers/models/llama"):
         (tmp_path / name).mkdir()

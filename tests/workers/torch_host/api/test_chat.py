@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.workers.torch_host.engine.asks import Ask
+from greenroom.workers.torch_host.engine.requests import Ask
 from greenroom.workers.torch_host.text.tokens import Text
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.conftest import Opener, Rig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.workers.torch_host.engine.asks import Ask
+from greenroom.workers.torch_host.engine.requests import Ask
 from greenroom.workers.torch_host.text.tokens import Text
 from tests.workers.torch_host.conftest import Opener, Rig
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.workers.torch_host.engine.asks import TooLong
+from greenroom.workers.torch_host.engine.requests import TooLong
 from greenroom.workers.torch_host.text.tokens import Text
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host import tokenizer_folders

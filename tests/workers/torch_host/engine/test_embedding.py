@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from greenroom.workers.torch_host.engine.asks import TooLong, Vectors
 from greenroom.workers.torch_host.engine.embedding import TOKENS_MAX, grouped
 from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.engine.requests import TooLong, Vectors
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
-from tests.workers.torch_host.performing import WAIT_S, ask, performing, prompt, random_model
+from tests.workers.torch_host.engine_rig import WAIT_S, ask, performing, prompt, random_model
 
 MEAN = SentenceConfig()
 INPUTS = [prompt(length) for length in (9, 3, 30, 9, 17)]

@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from greenroom.workers.torch_host.engine.asks import Sampling, TooLong, UnknownToken
 from greenroom.workers.torch_host.engine.limits import Limits, limits_of
+from greenroom.workers.torch_host.engine.requests import Sampling, TooLong, UnknownToken
 from tests.workers.torch_host import tiny
-from tests.workers.torch_host.performing import ask, generated, performing, prompt, random_model, said
+from tests.workers.torch_host.engine_rig import ask, generated, performing, prompt, random_model, said
 from tests.workers.torch_host.worker_rig import WorkerRig
 
 ROWS = 300

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from greenroom.workers.torch_host.control.orders import Order
+from greenroom.workers.torch_host.control.preparing import Prepared, Surroundings, prepare
 from greenroom.workers.torch_host.engine.engine_loop import Batching
 from greenroom.workers.torch_host.engine.model_check import ModelCheck
-from greenroom.workers.torch_host.engine.pages import kv_bytes
+from greenroom.workers.torch_host.engine.model_shape import kv_bytes
 from greenroom.workers.torch_host.failures import BadModel, OutOfMemory
 from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, register
 from greenroom.workers.torch_host.weights.device_weights import Wire
-from greenroom.workers.torch_host.weights.preparing import Prepared, Surroundings, prepare
 from tests.torch_python import bring_own_attention
 from tests.workers.torch_host import tiny
+from tests.workers.torch_host.engine_rig import Flat, Stage, performing, prompt, random_model, said
 from tests.workers.torch_host.families import CONTEXT, SEQUENCES, tiny_model
 from tests.workers.torch_host.own_attention import OwnConfig, OwnForCausalLM
-from tests.workers.torch_host.performing import Flat, Stage, performing, prompt, random_model, said
 
 
 def own_model(**changes: Any) -> Any:

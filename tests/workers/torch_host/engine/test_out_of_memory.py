@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.workers.torch_host.engine.asks import Sampling
 from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
-from tests.workers.torch_host.performing import GREEDY, WAIT_S, Answer, ask, performing, prompt, random_model, said
+from tests.workers.torch_host.engine_rig import GREEDY, WAIT_S, Answer, ask, performing, prompt, random_model, said
 
 # Chosen with chance and with memory of what was said: a token that is chosen twice would be seen.
 WARM = Sampling(temperature=1.5, seed=7, frequency_penalty=0.7, repetition_penalty=1.2)

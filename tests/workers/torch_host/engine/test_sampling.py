@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from greenroom.workers.torch_host.engine.asks import Sampling
+from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.engine.sampling import Chooser, Choosers, Chosen, allowed_by, chance, filled_masks
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.workers.torch_host.engine.pages import LayerShape, kv_bytes, slots_for
+from greenroom.workers.torch_host.engine.model_shape import LayerShape, kv_bytes, slots_for
 from greenroom.workers.torch_host.engine.steps import Decode, Prefill, Span, slots_of
 from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.kernels.attention import How, Store, paged_attention, performing, stores_in

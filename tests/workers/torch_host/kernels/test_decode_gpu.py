@@ -14,16 +14,16 @@ import torch
 import transformers
 from packaging.version import Version
 
-from greenroom.workers.torch_host.engine.asks import Sampling
 from greenroom.workers.torch_host.engine.engine_loop import Batching
-from greenroom.workers.torch_host.engine.pages import LayerShape, kv_bytes
+from greenroom.workers.torch_host.engine.model_shape import LayerShape, kv_bytes
+from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.engine.steps import Decode
 from greenroom.workers.torch_host.kernels.attention import How, stores_in
 from greenroom.workers.torch_host.kernels.flash import Kernels
 from greenroom.workers.torch_host.kernels.rope import quicken_rope
+from tests.workers.torch_host.engine_rig import Flat, Stage, ask, prompt, random_model, said, stage_of
 from tests.workers.torch_host.kernels.test_rope import CONTEXT as LONGEST
 from tests.workers.torch_host.kernels.test_rope import ORIGINAL, built, check, told
-from tests.workers.torch_host.performing import Flat, Stage, ask, prompt, random_model, said, stage_of
 
 pytestmark = pytest.mark.gpu
 TOKENS = 1024

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from greenroom.workers.torch_host.kernels.fuse import quicken
-from tests.workers.torch_host.performing import random_model
+from tests.workers.torch_host.engine_rig import random_model
 
 
 def in_one_buffer(model: Any) -> None:

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from greenroom.workers.torch_host.engine import batch_scheduler
-from greenroom.workers.torch_host.engine.asks import Sampling
 from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.engine.runner import UNCAPTURABLE, Runner
 from greenroom.workers.torch_host.engine.steps import Decode
 from greenroom.workers.torch_host.failures import BadModel
@@ -20,7 +20,7 @@ from greenroom.workers.torch_host.kernels.attention import performing as perform
 from greenroom.workers.torch_host.kernels.flash import Kernels
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host.engine.test_embedding import embedded
-from tests.workers.torch_host.performing import Answer, ask, performing, prompt, stage_of
+from tests.workers.torch_host.engine_rig import Answer, ask, performing, prompt, stage_of
 from tests.workers.torch_host.tiny import _SHARED, _SIZES
 
 ORIGINAL, CONTEXT = 40, 160

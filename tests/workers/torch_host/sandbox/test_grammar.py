@@ -20,7 +20,7 @@ from greenroom.workers.torch_host.sandbox.schema_trials import SchemaTrials
 from greenroom.workers.torch_host.sandbox.template_runner import Scribes
 from greenroom.workers.torch_host.text.tokens import Text
 from tests.workers.torch_host import tokenizer_folders
-from tests.workers.torch_host.fake_performer import FakePerformer
+from tests.workers.torch_host.fake_inference import FakePerformer
 from tests.workers.torch_host.waiting import PATIENCE_S, until
 
 CITY = {

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from greenroom.workers.torch_host.engine.asks import Ask
+from greenroom.workers.torch_host.engine.requests import Ask
 from greenroom.workers.torch_host.text.tokens import Text
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.api.test_chat import HI, TIME, WEATHER, ask, streamed
 from tests.workers.torch_host.conftest import Opener, Rig
-from tests.workers.torch_host.performing import generated, performing, prompt, random_model, said
+from tests.workers.torch_host.engine_rig import generated, performing, prompt, random_model, said
 
 SPECIAL = ("<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|message|>", "<|call|>")
 # In the manner of gpt-oss: reasoning is called thinking, and may not stand beside content before a call.

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from greenroom.workers.torch_host.weights import preparing
-from greenroom.workers.torch_host.weights.arriving import outermost_parts
+from greenroom.workers.torch_host.control import preparing
+from greenroom.workers.torch_host.control.preparing import numbers_in, processors_near, settle_near
 from greenroom.workers.torch_host.weights.device_memory import BorrowedArena, PrivateArena
 from greenroom.workers.torch_host.weights.device_weights import RATE_UNKNOWN, Wire
-from greenroom.workers.torch_host.weights.preparing import numbers_in, processors_near, settle_near
+from greenroom.workers.torch_host.weights.upload import outermost_parts
 
 SIZE = 64 * 2**20
 

@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 
 from greenroom.workers.torch_host.weights import loading
 from greenroom.workers.torch_host.weights.arena import HostArena, lay_out, view_of
-from greenroom.workers.torch_host.weights.arriving import landing
-from greenroom.workers.torch_host.weights.filling import Unplanned
+from greenroom.workers.torch_host.weights.building import Wish
 from greenroom.workers.torch_host.weights.fold import fold as fold_module
 from greenroom.workers.torch_host.weights.fold import folding
 from greenroom.workers.torch_host.weights.fold.fold import (
@@ -35,8 +34,9 @@ from greenroom.workers.torch_host.weights.fold.fold import (
 from greenroom.workers.torch_host.weights.fold.folding import Folding, Unfolded
 from greenroom.workers.torch_host.weights.fold.unfolding import unfold_plainly, unfolder
 from greenroom.workers.torch_host.weights.loading import Circumstances
+from greenroom.workers.torch_host.weights.read_plan import Unplanned
 from greenroom.workers.torch_host.weights.reading import Transfer
-from greenroom.workers.torch_host.weights.skeleton import Wish
+from greenroom.workers.torch_host.weights.upload import landing
 from tests.workers.torch_host import tiny
 
 NUMBERS = 4 * STEP

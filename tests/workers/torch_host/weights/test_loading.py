@@ -17,12 +17,12 @@ from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForCausalLM
 
 from greenroom.workers.torch_host.failures import BadModel, Cancelled, OutOfMemory
-from greenroom.workers.torch_host.weights import fallback, loading, skeleton
+from greenroom.workers.torch_host.weights import building, fallback, loading
+from greenroom.workers.torch_host.weights.building import Wish
 from greenroom.workers.torch_host.weights.device_weights import StageModel, Wire
-from greenroom.workers.torch_host.weights.filling import Unplanned
 from greenroom.workers.torch_host.weights.loading import Circumstances, Loaded, load
+from greenroom.workers.torch_host.weights.read_plan import Unplanned
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
-from greenroom.workers.torch_host.weights.skeleton import Wish
 from tests.workers.torch_host import tiny
 
 CPU = torch.device("cpu")
@@ -382,8 +382,8 @@ def test_a_load_is_called_off_between_its_steps_and_within_its_own(
         monkeypatch.setattr(owner, name, calling)
 
     monkeypatch.setattr(loading, "plan", unplanned)
-    during(skeleton, "read_config", "before it is built")
-    during(skeleton, "build", "after it was built")
+    during(building, "read_config", "before it is built")
+    during(building, "build", "after it was built")
     during(fallback, "load", "after Transformers had it")
     during(fallback, "view_of", "poured")
     with pytest.raises(Cancelled, match="nobody waits"):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..engine.asks import Performer, TooLong, UnknownToken
+from ..engine.requests import Performer, TooLong, UnknownToken
 from ..failures import Failure
 from ..text.output_stream import Piece, Voice
 from .http import Answer

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..engine.asks import TooLong, UnknownToken, Vectors
+from ..engine.requests import TooLong, UnknownToken, Vectors
 from ..failures import Failure
 from ..weights.sentence_config import SentenceConfig
 from .fields import Body, boolean, integer, refuse

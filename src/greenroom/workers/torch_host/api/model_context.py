@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..engine.asks import Ask, Mailbox, Performer
+from ..engine.requests import Ask, Mailbox, Performer
 from ..sandbox.grammar import Grammars, JsonConstraint
 from ..text.harmony import Harmony
 from ..text.output_stream import StopFinder, Voice

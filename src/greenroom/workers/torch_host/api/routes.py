@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..engine.asks import Mailbox, Performer
+from ..engine.requests import Mailbox, Performer
 from ..sandbox.grammar import Grammars
 from ..sandbox.schema_trials import SchemaTrials
 from ..sandbox.template_runner import Scribes

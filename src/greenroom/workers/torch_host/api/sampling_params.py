@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..engine.asks import Sampling
+from ..engine.requests import Sampling
 from .fields import Body, boolean, integer, mapping, number, refuse
 from .refusals import Refused, too_long
 

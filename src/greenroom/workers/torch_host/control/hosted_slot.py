@@ -23,8 +23,8 @@ from ..failures import BadModel, Cancelled, OnFatal, Stuck
 from ..sandbox.schema_trials import SchemaTrials
 from ..sandbox.template_runner import Scribes
 from ..weights.device_weights import StageModel, Wire
-from ..weights.preparing import Surroundings, prepare
 from .orders import Order
+from .preparing import Surroundings, prepare
 
 # Opening and closing a socket happen between requests; a loop that does not get to it for this long is stuck.
 LOOP_TIMEOUT_S: Final = 60.0

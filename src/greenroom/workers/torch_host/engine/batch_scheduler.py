@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from ..failures import Failure, OnFatal, OutOfMemory, is_fatal, told, translated
-from .asks import Ask, EndReason
-from .pages import BLOCK_TOKENS
+from .model_shape import BLOCK_TOKENS
+from .requests import Ask, EndReason
 from .rows import Readback, Row
 from .runner import Piece, Runner
 from .sampling import Choosers, filled_masks

@@ -18,9 +18,9 @@ from ..failures import BadModel, is_memory, shortened
 from ..kernels.rope import LONGROPE, rope_kinds
 from ..weights.safetensors_files import StoredTensor
 from ..weights.sentence_config import PICKLE_NAME, PoolingMode, SentenceConfig
-from .asks import Vectors
 from .limits import limits_of
-from .pages import text_config
+from .model_shape import text_config
+from .requests import Vectors
 from .runner import Stage
 
 # Tokens computed at once, fill included.

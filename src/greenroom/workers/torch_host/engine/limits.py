@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .pages import text_config
+from .model_shape import text_config
 
 # Where nothing says how many there are: what an index can be.
 UNKNOWN = 2**63 - 1

@@ -27,7 +27,7 @@ from ..kernels.attention import IMPLEMENTATION
 from ..kernels.fuse import unquickened
 from ..kernels.rope import unquickened_rope
 from .limits import limits_of
-from .pages import BLOCK_TOKENS, blocks_for, text_config
+from .model_shape import BLOCK_TOKENS, blocks_for, text_config
 from .rows import Row
 from .runner import Piece, Runner
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .pages import BLOCK_TOKENS, Blocks
+from .model_shape import BLOCK_TOKENS, Blocks
 
 # Tenant, tag, and a number for what else must be equal: keys of another kind are never mixed.
 Owner = tuple[str, str, int]

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .asks import Token
-from .pages import SCRATCH_BLOCK
+from .model_shape import SCRATCH_BLOCK
+from .requests import Token
 from .sampling import Chosen
 
 

@@ -22,7 +22,7 @@ from ..kernels.fuse import quicken
 from ..kernels.graphs import Graphs, batch_sizes, bucket, token_sizes
 from ..kernels.rope import quicken_rope, turn_by_length
 from .limits import limits_of
-from .pages import BLOCK_TOKENS, blocks_for, kv_bytes, layer_shapes, text_config
+from .model_shape import BLOCK_TOKENS, blocks_for, kv_bytes, layer_shapes, text_config
 from .rows import Rows
 from .steps import Decode, Prefill, Span, slots_of
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .asks import Constraint, Sampling
+from .requests import Constraint, Sampling
 
 # Colder than this, everything but the likeliest token vanishes in rounding.
 TEMPERATURE_MIN = 1e-4

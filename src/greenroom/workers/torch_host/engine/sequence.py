@@ -13,9 +13,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from ..failures import shortened
-from .asks import Ask, End, EndReason, Token
-from .pages import BLOCK_TOKENS, Blocks, blocks_for
+from .model_shape import BLOCK_TOKENS, Blocks, blocks_for
 from .prefix_cache import Node, Owner, PrefixCache
+from .requests import Ask, End, EndReason, Token
 from .sampling import Chooser
 
 log = logging.getLogger(__name__)

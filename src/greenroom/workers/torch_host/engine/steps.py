@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..failures import BadModel
 from ..kernels.attention import How, Store, attend_plainly, store_of
 from ..kernels.flash import Kernels, Lengths, attend_packed, attend_paged
-from .pages import BLOCK_TOKENS
+from .model_shape import BLOCK_TOKENS
 
 
 def slots_of(blocks: Sequence[int], first: int, last: int) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..engine.pages import STORE_ALIGN, LayerShape, slots_for, store_bytes
+from ..engine.model_shape import STORE_ALIGN, LayerShape, slots_for, store_bytes
 from ..failures import BadModel
 
 IMPLEMENTATION = "greenroom_paged"

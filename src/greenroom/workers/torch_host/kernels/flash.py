@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine.pages import BLOCK_TOKENS, LayerShape
+from ..engine.model_shape import BLOCK_TOKENS, LayerShape
 from .attention import How, Store, attend_plainly
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Kernels:
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, store: Store) -> None:
         """New keys and values, `[tokens, heads, dim]`, to their slots."""
         if self.pages and key.stride(-1) == value.stride(-1) == 1:
-            from .paged_kernel import write
+            from .triton_kernels import write
 
             write(key, value, slots, store.key, store.value)
             return
@@ -96,7 +96,7 @@ def attend_paged(
     query: torch.Tensor, store: Store, table: torch.Tensor, lengths: torch.Tensor, how: How
 ) -> torch.Tensor:
     """`[rows, heads, dim]`, one token a row, straight from the pages. To be asked only where `can_page` is true."""
-    from .paged_kernel import attend
+    from .triton_kernels import attend
 
     return attend(query, store.key, store.value, table, lengths, how.scale, how.window, how.softcap)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..engine.pages import text_config
+from ..engine.model_shape import text_config
 from ..failures import BadModel
 from .attention import current_step
 

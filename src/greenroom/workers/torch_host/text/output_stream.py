@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..api.refusals import Refused, failed, unavailable
-from ..engine.asks import Ask, End, Mailbox, Token
+from ..engine.requests import Ask, End, Mailbox, Token
 from ..sandbox.grammar import JsonConstraint
 from ..sandbox.schema_trials import too_complex
 from .tokens import Detokeniser

@@ -17,10 +17,10 @@ import torch
 
 from ..failures import Failure
 from .arena import HostArena
-from .arriving import Arrival
+from .building import bind
 from .device_memory import BorrowedArena, CudaArena, DeviceArena, PrivateArena
 from .driver import Driver, driver
-from .skeleton import bind
+from .upload import Arrival
 
 # Until the first wake has been timed: what a wire of the last but one generation does.
 RATE_UNKNOWN: Final = 20e9

@@ -15,7 +15,7 @@ import torch
 from ..engine import embedding
 from ..failures import BadModel, shortened
 from .arena import HostArena, view_of
-from .skeleton import Wish, asked, maker_of, state_of
+from .building import Wish, asked, maker_of, state_of
 
 PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 NAMED_MAX: Final = 4

@@ -20,14 +20,14 @@ import torch
 import transformers
 
 from ..engine import embedding
-from ..engine.pages import text_config
+from ..engine.model_shape import text_config
 from ..failures import BadModel, Cancelled
-from . import fallback, reading, skeleton
+from . import building, fallback, reading
 from .arena import HostArena, lay_out
-from .filling import Unplanned, plan
+from .building import Wish
 from .fold.folding import Folding, Unfolded
+from .read_plan import Unplanned, plan
 from .safetensors_files import StoredTensor, files_of, find_tensors
-from .skeleton import Wish
 
 # Few models have a hundred. Some share the tensors of one layer among all, so that fewer tensors alone mean nothing.
 LAYERS_PLAUSIBLE: Final = 1_000
@@ -67,17 +67,17 @@ class Circumstances:
 
 def load(wish: Wish, descriptor: int, filled: bool, around: Circumstances) -> Loaded:
     """Fill or adopt the arena behind this memfd. Raises BadModel, OutOfMemory, Cancelled; then it is empty."""
-    config = skeleton.read_config(wish)
+    config = building.read_config(wish)
     tensors = _tensors(wish)
     _check_layers(wish, config, tensors)
     dtype = _dtype(config, tensors)
     identity = _identity(wish, dtype)
     around.go_on()
-    module = skeleton.build(wish, config, dtype)
+    module = building.build(wish, config, dtype)
     around.go_on()
     if filled and module is not None:
         arena = HostArena.adopt(descriptor, identity, unfolds=around.folds)
-        if arena is not None and skeleton.fits(module, arena.layout):
+        if arena is not None and building.fits(module, arena.layout):
             around.on_built(module, arena)
             return Loaded(module, arena, 0)
     try:
@@ -134,7 +134,7 @@ def _planned(
 ) -> Loaded:
     if module is None:
         raise Unplanned("it cannot be built before its weights are there")
-    layout = lay_out(skeleton.state_of(module))
+    layout = lay_out(building.state_of(module))
     transfers = plan(module, layout, tensors, dtype)
     arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes, around.host_free_bytes)
 
@@ -221,10 +221,10 @@ def _by_transformers(
     around.on_reading()
     loaded = fallback.load(wish, config, dtype)
     around.go_on()
-    layout = lay_out(skeleton.state_of(loaded))
+    layout = lay_out(building.state_of(loaded))
     arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes, around.host_free_bytes)
     copied = _filled(arena, descriptor, around, partial(_poured, loaded, arena, around), _nothing)
-    if module is None or not skeleton.fits(module, layout):
+    if module is None or not building.fits(module, layout):
         module = loaded
     del loaded
     # The first copy of the weights must be gone before anyone counts on the memory.

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.workers.torch_host.engine.pages import (
+from greenroom.workers.torch_host.engine.model_shape import (
     BLOCK_TOKENS,
     Blocks,
     LayerShape,

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from greenroom.workers.torch_host.control import preparing
 from greenroom.workers.torch_host.control.orders import Order
+from greenroom.workers.torch_host.control.preparing import Prepared, Surroundings, prepare
 from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.text.tokens import Text
-from greenroom.workers.torch_host.weights import fallback, loading, preparing, reading
+from greenroom.workers.torch_host.weights import fallback, loading, reading
 from greenroom.workers.torch_host.weights.device_weights import StageModel, Wire
-from greenroom.workers.torch_host.weights.filling import Unplanned
-from greenroom.workers.torch_host.weights.preparing import Prepared, Surroundings, prepare
+from greenroom.workers.torch_host.weights.read_plan import Unplanned
 from greenroom.workers.torch_host.weights.source_files import SourceFile
 from tests.workers.torch_host import tiny
 

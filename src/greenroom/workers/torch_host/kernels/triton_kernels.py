@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..engine.pages import BLOCK_TOKENS
+from ..engine.model_shape import BLOCK_TOKENS
 
 # Keys looked at together.
 TILE = 64

@@ -17,20 +17,20 @@ from typing import Any, Final
 
 import torch
 
-from ..control.orders import CACHE_CONTEXTS, Order
 from ..engine.engine_loop import Batching
 from ..engine.model_check import ModelCheck, fingerprint
-from ..engine.pages import kv_bytes, text_config
+from ..engine.model_shape import kv_bytes, text_config
 from ..failures import OnFatal
 from ..kernels.attention import IMPLEMENTATION, register
 from ..text.tokens import Text
-from .arena import HostArena
-from .device_weights import StageModel, Wire
-from .driver import driver
-from .fallback import gguf_in
-from .loading import Circumstances, load
-from .sentence_config import SentenceConfig, read_sentence_config
-from .skeleton import Wish, asked
+from ..weights.arena import HostArena
+from ..weights.building import Wish, asked
+from ..weights.device_weights import StageModel, Wire
+from ..weights.driver import driver
+from ..weights.fallback import gguf_in
+from ..weights.loading import Circumstances, load
+from ..weights.sentence_config import SentenceConfig, read_sentence_config
+from .orders import CACHE_CONTEXTS, Order
 
 # Where neither the configuration nor the model says how long a text may be.
 CONTEXT_UNKNOWN: Final = 2048

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from greenroom.workers.torch_host.engine.asks import Ask, Constraint, End, Sampling, Token
 from greenroom.workers.torch_host.engine.embedding import attach
 from greenroom.workers.torch_host.engine.engine_loop import Batching
-from greenroom.workers.torch_host.engine.pages import kv_bytes
+from greenroom.workers.torch_host.engine.model_shape import kv_bytes
+from greenroom.workers.torch_host.engine.requests import Ask, Constraint, End, Sampling, Token
 from greenroom.workers.torch_host.failures import OnFatal
 from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, register
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.workers.torch_host.weights import arriving
+from greenroom.workers.torch_host.weights import upload
 from greenroom.workers.torch_host.weights.arena import HostArena, Layout, Place
-from greenroom.workers.torch_host.weights.arriving import Arrival
 from greenroom.workers.torch_host.weights.fold.fold import CHUNK_BYTES, LANDING_CHUNKS, Fold
+from greenroom.workers.torch_host.weights.upload import Arrival
 
 Clock = Counter[int]
 
@@ -84,7 +84,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     for name in ("stream", "device"):
         monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(arriving, "unfolder", lambda _: device.unfold)
+    monkeypatch.setattr(upload, "unfolder", lambda _: device.unfold)
     yield device
 
 

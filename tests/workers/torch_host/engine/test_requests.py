@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from greenroom.workers.torch_host.engine.asks import Mailbox
+from greenroom.workers.torch_host.engine.requests import Mailbox
 from tests.workers.torch_host.waiting import until
 
 
