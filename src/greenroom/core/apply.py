@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
+from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait, decide
+from greenroom.core.decide.placement import Places
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, Rejection, because
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import LeaseId, ModelId, Move, OpId, RequestId, Slot, SlotId
@@ -36,10 +37,15 @@ def wish_for(model: ModelId) -> RequestId:
 
 
 class Actions:
-    def __init__(self, state: State, effects: Effects, stage: Stage) -> None:
+    def __init__(self, state: State, effects: Effects, stage: Stage, places: Places) -> None:
         self._state = state
         self._effects = effects
         self._stage = stage
+        self._places = places
+
+    def settle(self, waiter: Waiter, now: float) -> None:
+        """Decide on this waiter as things are now, and carry that out."""
+        self.carry_out(waiter, decide(self._state, waiter, now, self._places), now)
 
     def carry_out(self, waiter: Waiter, plan: Plan, now: float) -> None:
         """Do what was decided for this waiter, which may stand in the waitlist or be about to."""

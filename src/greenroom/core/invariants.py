@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from greenroom.core.decide import green_room
 from greenroom.core.decide.decision import Join, Refuse, Swap, Wait, decide
-from greenroom.core.decide.residents import Cast
+from greenroom.core.decide.placement import Places
+from greenroom.core.decide.residents import Residents
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import LEGAL_MOVES, MoveKind, RequestId, Slot, Tier
 from greenroom.core.queue.rounds import ASKED_MAX
@@ -113,12 +114,13 @@ def _nobody_waits_for_nothing(state: State, now: float) -> None:
     waiting than are asked for in one round, those further back wait for their turn.
     """
     looked_at = Timer(TimerKind.SWITCH, "") in state.timers or len(state.waitlist.queues) > ASKED_MAX
-    # Nothing changes between these questions, so all of them are asked of the same cast.
-    cast = Cast(state, now)
+    # Nothing changes between these questions, so all of them are asked of the same residents.
+    places = Places()
+    residents = Residents(state, now, places)
     for head in [head for queue in state.waitlist.queues.values() for head in queue.heads()]:
         if head.kind is WaiterKind.PRELOAD or Timer(TimerKind.RETRY, head.model) in state.timers:
             continue
-        plan = decide(state, head, now, cast)
+        plan = decide(state, head, now, places, residents)
         # Whoever named another model hears bad news of its own by turning to that one.
         is_bad_news = isinstance(plan, Refuse) or (isinstance(plan, Swap) and plan.model != head.model)
         bad_news_later = is_bad_news and (state.moves or state.ledger.promises)

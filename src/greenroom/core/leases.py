@@ -6,7 +6,6 @@ Owns the two lease events. Planning, eviction and recall are those of every othe
 from __future__ import annotations
 
 from greenroom.core.apply import Actions
-from greenroom.core.decide.decision import decide
 from greenroom.core.events import LeaseAsked, LeaseGone
 from greenroom.core.model import LeaseId, ModelId, ModelSpec
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
@@ -40,7 +39,7 @@ class Leases:
             event.now if event.waits_since is None else event.waits_since,
             give_up_at=event.give_up_at,
         )
-        self._act.carry_out(waiter, decide(state, waiter, event.now), event.now)
+        self._act.settle(waiter, event.now)
 
     def gone(self, event: LeaseGone) -> None:
         """The holder has left, or no longer waits."""

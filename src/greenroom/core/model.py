@@ -174,8 +174,8 @@ class Slot:
     spec: ModelSpec
     claim: Claim
     claim_asleep: Claim = field(default_factory=dict)
-    # On both tiers at once, from when it was first asked for.
-    claim_between: Claim | None = field(default=None, compare=False)
+    # On both tiers at once: what it holds while it falls asleep or wakes.
+    claim_between: Claim = field(init=False)
     can_sleep: bool = False
     tier: Tier = Tier.COLD
     move: Move | None = None
@@ -209,6 +209,9 @@ class Slot:
     lost: bool = False
     # Its process went away during a move, which can only end badly now, whatever its MoveDone says.
     fell: bool = False
+
+    def __post_init__(self) -> None:
+        self.claim_between = larger(self.claim, self.claim_asleep)
 
     @property
     def model(self) -> ModelId:
@@ -249,8 +252,6 @@ class Slot:
             return self.claim
         if kind is MoveKind.PREPARE:
             return self.claim_asleep
-        if self.claim_between is None:
-            self.claim_between = larger(self.claim, self.claim_asleep)
         return self.claim_between
 
     def sleeps_in(self, seen: Claim) -> None:
@@ -264,7 +265,7 @@ class Slot:
             self.claim = {
                 on: min(mib, max(mib - spared[on], seen[on])) if on in spared else mib for on, mib in self.claim.items()
             }
-            self.claim_between = None
+            self.claim_between = larger(self.claim, self.claim_asleep)
 
     @property
     def is_arriving(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import inf
 
 from greenroom.core.apply import Actions
-from greenroom.core.decide.decision import Refuse, decide, refusal
+from greenroom.core.decide.decision import Refuse, refusal
 from greenroom.core.decide.placement import bounded
 from greenroom.core.decide.residents import drain_s
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, because
@@ -67,7 +67,7 @@ class Moves:
         waiter = Waiter(
             event.op, WaiterKind.OP, number, event.model, (event.model,), priority, event.now, wants=event.kind
         )
-        self._act.carry_out(waiter, decide(state, waiter, event.now), event.now)
+        self._act.settle(waiter, event.now)
 
     def _ask_to_leave(self, event: MoveAsked, record: ModelRecord) -> None:
         to = LEGAL_MOVES[event.kind][1]

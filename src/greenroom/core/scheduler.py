@@ -13,6 +13,7 @@ from greenroom.core import events as ev
 from greenroom.core.apply import Actions
 from greenroom.core.configuration import Configuration
 from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait, decide
+from greenroom.core.decide.placement import Places
 from greenroom.core.effects import Effects, RejectCode, because
 from greenroom.core.explain import Explanation, explanation
 from greenroom.core.leases import Leases
@@ -37,8 +38,9 @@ class Scheduler:
     def __init__(self, effects: Effects, policies: Policies = BUILT_IN, swappers: Swappers = SWAPPERS) -> None:
         self.state = State(make_policy(ev.Limits()))
         self._stage = Stage(self.state, effects)
-        self._act = Actions(self.state, effects, self._stage)
-        self._rounds = Rounds(self.state, self._stage, self._act)
+        self._places = Places()
+        self._act = Actions(self.state, effects, self._stage, self._places)
+        self._rounds = Rounds(self.state, self._stage, self._act, self._places)
         configuration = Configuration(self.state, self._stage, self._act, policies, swappers)
         moves = Moves(self.state, effects, self._stage, self._act)
         leases = Leases(self.state, self._act)
@@ -186,7 +188,7 @@ class Scheduler:
         in_crowd = len(queues) > RANKED_MANY and model in queues and len(waiter.candidates) == 1
         if in_crowd and self._rounds.is_away(model, now) and not self.state.shutting_down:
             return Wait("crowd", model, now + LOOK_SOON_S)
-        return decide(self.state, waiter, now)
+        return decide(self.state, waiter, now, self._places)
 
     def _too_late(self, event: ev.RequestArrived, waiter: Waiter, model: ModelId) -> Refuse | None:
         """The refusal of a caller who would have given up before its answer could begin, or end within its budget."""
@@ -312,7 +314,7 @@ class Scheduler:
         self._fill(now)
         for waiter in list(state.waitlist.choosy.values()):
             if any(state.has_room(model) for model in waiter.candidates):
-                self._act.carry_out(waiter, decide(state, waiter, now), now)
+                self._act.settle(waiter, now)
         self._rounds.bring(now)
 
     def _fill(self, now: float) -> None:

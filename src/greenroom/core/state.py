@@ -76,8 +76,6 @@ class ModelRecord:
     # How often it was asked for, fading; as of `heat_at`.
     heat: float = 0.0
     heat_at: float = 0.0
-    # Where it could go, as of the last time that anybody asked: remembered, not known. Asking changes nothing.
-    ways: placement.Ways | None = field(default=None, compare=False)
 
     def answered(self, took_s: float) -> None:
         """An answer has ended by itself."""

@@ -11,8 +11,8 @@ from math import inf
 from typing import NamedTuple
 
 from greenroom.core.decide import green_room, placement
-from greenroom.core.decide.placement import Way, way_to
-from greenroom.core.decide.residents import Cast
+from greenroom.core.decide.placement import Places, Way, way_to
+from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import RejectCode
 from greenroom.core.model import Claim, DeviceId, ModelId, ModelSpec, MoveKind, Need, Outcome, Slot, SlotId
 from greenroom.core.policy.swapper import Eviction, Resident, Target
@@ -72,16 +72,20 @@ class Refuse:
 Plan = Serve | Join | Wait | Swap | Refuse
 
 
-def decide(state: State, waiter: Waiter, now: float, cast: Cast | None = None) -> Plan:
+def decide(state: State, waiter: Waiter, now: float, places: Places, residents: Residents | None = None) -> Plan:
     """The plan for this waiter: its own queue's model first, another candidate if that can serve at once.
 
-    Another candidate is also turned to when its own model can only be refused. `cast` is who is on stage, if the caller
-    knows that nothing has changed since it was made.
+    Another candidate is also turned to when its own model can only be refused. `residents` are those at this moment, if
+    the caller knows that nothing has changed since they were made.
     """
-    own = _decide_for(state, waiter, waiter.model, cast, now)
+    own = _decide_for(state, waiter, waiter.model, now, places, residents)
     if isinstance(own, Serve) or len(waiter.candidates) == 1:
         return own
-    others = [_decide_for(state, waiter, model, cast, now) for model in waiter.candidates if model != waiter.model]
+    others = [
+        _decide_for(state, waiter, model, now, places, residents)
+        for model in waiter.candidates
+        if model != waiter.model
+    ]
     for plan in others:
         if isinstance(plan, Serve):
             return plan
@@ -90,7 +94,9 @@ def decide(state: State, waiter: Waiter, now: float, cast: Cast | None = None) -
     return own
 
 
-def _decide_for(state: State, waiter: Waiter, model: ModelId, cast: Cast | None, now: float) -> Plan:
+def _decide_for(
+    state: State, waiter: Waiter, model: ModelId, now: float, places: Places, residents: Residents | None
+) -> Plan:
     if state.shutting_down:
         return Refuse(RejectCode.SHUTTING_DOWN)
     record = state.models.get(model)
@@ -114,7 +120,7 @@ def _decide_for(state: State, waiter: Waiter, model: ModelId, cast: Cast | None,
     asleep = slots[0] if slots else None
     if waiter.wants is MoveKind.PREPARE and asleep is not None:
         return Serve(asleep.id)
-    return _decide_swap(state, waiter, record, asleep, cast or Cast(state, now), now)
+    return _decide_swap(state, waiter, record, asleep, residents or Residents(state, now, places), now)
 
 
 def _decide_ready(waiter: Waiter, model: ModelId, serving: list[Slot]) -> Plan:
@@ -141,14 +147,14 @@ def _decide_pause(state: State, waiter: Waiter, record: ModelRecord, now: float)
 
 
 def _decide_swap(
-    state: State, waiter: Waiter, record: ModelRecord, asleep: Slot | None, cast: Cast, now: float
+    state: State, waiter: Waiter, record: ModelRecord, asleep: Slot | None, residents: Residents, now: float
 ) -> Plan:
-    spec, most = record.spec, cast.most_mib if asleep is None else state.most_mib(asleep)
+    spec, most = record.spec, residents.most_mib if asleep is None else state.most_mib(asleep)
     kind = _kind(waiter, spec, asleep)
-    ways = _ways(state, record, kind, asleep, cast, most)
+    ways = _ways(state, record, kind, asleep, residents, most)
     if not ways and asleep is not None:
         # It can never wake where it sleeps: bring it elsewhere, as if it were cold.
-        return _decide_swap(state, waiter, record, None, cast, now)
+        return _decide_swap(state, waiter, record, None, residents, now)
     if not ways:
         if kind is MoveKind.PREPARE and spec.need_asleep is not None:
             within = green_room.within(state, most)
@@ -167,7 +173,7 @@ def _decide_swap(
     queue = _queue(state, waiter, spec.id)
     urgency = _urgency(waiter, queue)
     target = Target(spec.id, tuple(way.wants for way in open_ways), urgency.priority, on_stage)
-    eviction, until = _eviction(state, queue, urgency, target, asleep, cast, now)
+    eviction, until = _eviction(state, queue, urgency, target, asleep, residents, now)
     if eviction is None:
         return Wait("no_room", spec.id, until, frozenset().union(*(way.on for way in open_ways)))
     way = open_ways[target.options.index(eviction.claim)]
@@ -199,7 +205,7 @@ def _ways(
     record: ModelRecord,
     kind: MoveKind,
     asleep: Slot | None,
-    cast: Cast,
+    residents: Residents,
     most: Mapping[DeviceId, int],
 ) -> list[Way]:
     """Every place where it can ever be; none if it is too large."""
@@ -207,7 +213,7 @@ def _ways(
         during = asleep.needs_for(kind)
         held = state.ledger.held_by(asleep.id)
         return [way_to(asleep.claim, _less(during, held))] if _fits(during, most) else []
-    ways = cast.ways(record)
+    ways = residents.ways(record)
     if kind is MoveKind.LOAD:
         return ways
     ways = [way_to(way.claim, state.asleep_at(record.spec, way.claim)) for way in ways]
@@ -241,17 +247,15 @@ def _urgency(waiter: Waiter, queue: Queue) -> Urgency:
 
 
 def _eviction(
-    state: State, queue: Queue, urgency: Urgency, target: Target, but: Slot | None, cast: Cast, now: float
+    state: State, queue: Queue, urgency: Urgency, target: Target, but: Slot | None, residents: Residents, now: float
 ) -> tuple[Eviction | None, float]:
     """Let residents sleep if that makes enough room, else let them go cold; and when more of them may be asked to."""
-    swapper, room = state.policy.swapper, cast.room_mib
-    asleep = cast.residents(may_sleep=True, but=but)
-    until = _fix(state, urgency, queue, asleep, now)
+    swapper, room = state.policy.swapper, residents.room_mib
+    asleep, until = _askable(state, urgency, queue, residents, residents.those(may_sleep=True, but=but), now)
     found = swapper.eviction_for(target, asleep, room)
-    if (found is not None and not found.is_blocked) or not cast.may_fall_asleep:
+    if (found is not None and not found.is_blocked) or not residents.may_fall_asleep:
         return found, until
-    cold = cast.residents(may_sleep=False, but=but)
-    until_cold = _fix(state, urgency, queue, cold, now)
+    cold, until_cold = _askable(state, urgency, queue, residents, residents.those(may_sleep=False, but=but), now)
     colder = swapper.eviction_for(target, cold, room)
     use_colder = colder is not None and (found is None or not colder.is_blocked)
     return colder if use_colder else found, min(until, until_cold)
@@ -267,21 +271,25 @@ def _queue(state: State, waiter: Waiter, model: ModelId) -> Queue:
     return joined
 
 
-def _fix(state: State, urgency: Urgency, queue: Queue, there: list[Resident], now: float) -> float:
-    """Fix those who may not be asked to leave for this queue; return when the next of them may be."""
+def _askable(
+    state: State, urgency: Urgency, queue: Queue, residents: Residents, there: list[Resident], now: float
+) -> tuple[list[Resident], float]:
+    """These residents, fixed where they may not be asked to leave for this queue; and when the next of them may be."""
     until, takes_at = inf, state.policy.takes_at
     by_policy = urgency.kind is WaiterKind.REQUEST
+    found: list[Resident] = []
     for resident in there:
         if resident.cannot_leave:
-            at = inf
-        elif by_policy and resident.on_stage:
+            found.append(resident)
+            continue
+        if by_policy and resident.on_stage:
             at = takes_at(queue, resident, now)
         else:
             at = _askable_at(state, urgency, queue, resident, now)
-        resident.is_fixed = at > now
+        found.append(residents.fixed(resident) if at > now else resident)
         if now < at < until:
             until = at
-    return until
+    return found, until
 
 
 def _askable_at(state: State, urgency: Urgency, queue: Queue, resident: Resident, now: float) -> float:

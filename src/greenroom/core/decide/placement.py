@@ -17,6 +17,8 @@ Shape = tuple[tuple[DeviceId, ...], int, bool, int, int]
 
 # How many sets of GPUs are looked at for who wants several: all of them with 8 GPUs; with more, those that are freest.
 SETS_MAX = 100
+# Shapes that are remembered: more than most configurations have models.
+SHAPES_MAX = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +34,25 @@ def way_to(claim: Claim, wants: Claim) -> Way:
     return Way(claim, wants, frozenset(device for device, mib in wants.items() if mib > 0))
 
 
-@dataclass(frozen=True, slots=True)
-class Ways:
-    """Every place where a model of this shape could be with these devices and this much memory at most."""
+class Places:
+    """Remembers every way of a shape for as long as devices and the memory there could be at most stay the same.
 
-    shape: Shape
-    devices: Mapping[DeviceId, Device]
-    most_mib: Mib
-    there: list[Way]
+    A memo of a pure function, which belongs to who asks and not to the state: without it each answer is the same.
+    """
+
+    def __init__(self) -> None:
+        self._devices: Mapping[DeviceId, Device] = {}
+        self._most_mib: Mib = {}
+        self._ways: dict[Shape, list[Way]] = {}
+
+    def ways(self, shape: Shape, devices: Mapping[DeviceId, Device], most_mib: Mib) -> list[Way] | None:
+        """What was remembered; None if nothing is known under these circumstances."""
+        if self._devices is not devices or self._most_mib != most_mib or len(self._ways) > SHAPES_MAX:
+            self._devices, self._most_mib, self._ways = devices, most_mib, {}
+        return self._ways.get(shape)
+
+    def remember(self, shape: Shape, ways: list[Way]) -> None:
+        self._ways[shape] = ways
 
 
 def shape(spec: ModelSpec, need: Need) -> Shape:

@@ -9,18 +9,19 @@ from __future__ import annotations
 from math import inf, log
 
 from greenroom.core.decide import green_room, placement
-from greenroom.core.decide.placement import Way, way_to
+from greenroom.core.decide.placement import Places, Way, way_to
 from greenroom.core.model import Claim, DeviceId, MoveKind, Slot, SlotId, Tier
 from greenroom.core.policy.swapper import Resident
 from greenroom.core.state import ModelRecord, State
 
 
-class Cast:
+class Residents:
     """Residents and free memory at one moment. Only for as long as nothing changes."""
 
-    def __init__(self, state: State, now: float) -> None:
+    def __init__(self, state: State, now: float, places: Places) -> None:
         self._state = state
         self._now = now
+        self._places = places
         self._made: dict[bool, list[Resident]] = {}
         self._room_mib: dict[DeviceId, int] | None = None
         self._most_mib: dict[DeviceId, int] | None = None
@@ -28,10 +29,11 @@ class Cast:
         self._ways: dict[placement.Shape, list[Way]] = {}
         # Those who would go cold, who are the same for everybody.
         self._cold: dict[SlotId, Resident] = {}
+        self._fixed: dict[Resident, Resident] = {}
 
-    def after_swap(self) -> Cast:
+    def after_swap(self) -> Residents:
         """The cast after a swap was ordered at this moment: whom it does not concern is as before."""
-        after, slots = Cast(self._state, self._now), self._state.slots
+        after, slots = Residents(self._state, self._now, self._places), self._state.slots
         after._cold = {slot: one for slot, one in self._cold.items() if not (one.cannot_leave or slots[slot].can_sleep)}
         return after
 
@@ -56,11 +58,12 @@ class Cast:
         return self._ways[shape]
 
     def _ways_known(self, record: ModelRecord, shape: placement.Shape) -> list[Way]:
-        """Where free memory does not decide, this changes seldom, and the model remembers it."""
-        known, devices = record.ways, self._state.ledger.devices
-        if known is None or known.shape != shape or known.devices is not devices or known.most_mib != self.most_mib:
-            known = record.ways = placement.Ways(shape, devices, self.most_mib, self._ways_now(record))
-        return known.there
+        """Where free memory does not decide, this changes seldom and is remembered."""
+        known = self._places.ways(shape, self._state.ledger.devices, self.most_mib)
+        if known is None:
+            known = self._ways_now(record)
+            self._places.remember(shape, known)
+        return known
 
     def _ways_now(self, record: ModelRecord) -> list[Way]:
         state, most = self._state, self.most_mib
@@ -68,7 +71,7 @@ class Cast:
         claims = placement.options(record.spec, record.need, state.devices, self.room_mib, most, likely)
         return [way_to(claim, claim) for claim in claims]
 
-    def residents(self, may_sleep: bool, but: Slot | None) -> list[Resident]:
+    def those(self, may_sleep: bool, but: Slot | None) -> list[Resident]:
         """Everybody but one, who is to wake, who holds memory, or will, and is not about to give it back."""
         if may_sleep and but is not None and self._state.limits.green_room_mib is not None:
             # In the green room there will be the place of the one who wakes: this differs from one to the other.
@@ -78,6 +81,15 @@ class Cast:
         made = self._made[may_sleep]
         return made if but is None else [resident for resident in made if resident.slot != but.id]
 
+    def fixed(self, resident: Resident) -> Resident:
+        """The same resident as one that may not be asked to leave."""
+        if resident.is_fixed:
+            return resident
+        held = self._fixed.get(resident)
+        if held is None:
+            held = self._fixed[resident] = resident.fixed()
+        return held
+
     def _stay(self) -> list[Slot]:
         return [slot for slot in self._state.slots.values() if slot.leaving_to is None and not slot.lost]
 
@@ -85,7 +97,7 @@ class Cast:
     def may_fall_asleep(self) -> bool:
         """Whether anybody would leave to the green room."""
         if self._may_fall_asleep is None:
-            self._may_fall_asleep = any(one.leaves_to is Tier.ASLEEP for one in self.residents(True, None))
+            self._may_fall_asleep = any(one.leaves_to is Tier.ASLEEP for one in self.those(True, None))
         return self._may_fall_asleep
 
     def _resident(self, slot: Slot, may_sleep: bool, wakes: Slot | None) -> Resident:

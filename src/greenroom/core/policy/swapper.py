@@ -33,7 +33,8 @@ class Target:
 class Resident:
     """What is there, targets of moves in flight included. `gives_mib` is what its leaving would free per device.
 
-    Made anew for each round of decisions. Only `is_fixed` differs from one question to the next.
+    Made anew for each round of decisions and never changed. `is_fixed` is the answer for one newcomer: for another the
+    same resident may be asked to leave.
     """
 
     slot: SlotId
@@ -56,6 +57,31 @@ class Resident:
     passed_since: float = -inf  # the time since which it was granted as often as others may be overtaken
     is_asleep: bool = False
     loss: float = 0.0  # how bad the policy finds losing it
+
+    def fixed(self) -> Resident:
+        """A copy that may not be asked to leave."""
+        return Resident(
+            self.slot,
+            self.model,
+            self.gives_mib,
+            self.leaves_to,
+            self.priority,
+            self.last_used,
+            self.is_busy,
+            True,
+            self.cannot_leave,
+            self.on_stage,
+            self.ready_since,
+            self.stays_until,
+            self.batch_until,
+            self.queue,
+            self.rate,
+            self.reload_s,
+            self.drain_s,
+            self.passed_since,
+            self.is_asleep,
+            self.loss,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from math import inf
 from greenroom.core import events as ev
 from greenroom.core.apply import Actions
 from greenroom.core.decide.decision import Plan, Swap, Wait, decide
-from greenroom.core.decide.residents import Cast
+from greenroom.core.decide.placement import Places
+from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import because
 from greenroom.core.model import DeviceId, ModelId
 from greenroom.core.queue.kept_order import KeptOrder
@@ -39,8 +40,9 @@ _LAST = (inf,)
 
 
 class Rounds:
-    def __init__(self, state: State, stage: Stage, act: Actions) -> None:
+    def __init__(self, state: State, stage: Stage, act: Actions, places: Places) -> None:
         self._state = state
+        self._places = places
         self._stage = stage
         self._act = act
         self._crowd: KeptOrder[ModelId] = KeptOrder()
@@ -63,7 +65,7 @@ class Rounds:
         state.kept.clear()
         is_crowd = len(state.waitlist.queues) > RANKED_MANY
         ranking, until = self._ranked_in_crowd(now) if is_crowd else self._ranked(now)
-        cast, asked, few = Cast(state, now), 0, ASKED_IN_CROWD if is_crowd else ASKED_MAX
+        residents, asked, few = Residents(state, now, self._places), 0, ASKED_IN_CROWD if is_crowd else ASKED_MAX
         least: dict[tuple[DeviceId, ...], int] = {}
         for model in ranking:
             queue = state.waitlist.queues.get(model)
@@ -76,11 +78,11 @@ class Rounds:
             if asked >= few + ASKED_MAX:
                 break
             asked += 1
-            until_this, then = self._ask_for(queue, cast, now)
+            until_this, then = self._ask_for(queue, residents, now)
             until = min(until, until_this)
-            if then is cast:
+            if then is residents:
                 least[devices] = min(mib, least.get(devices, mib))
-            cast = then
+            residents = then
         self.look_again_at(until, now)
 
     def _ranked(self, now: float) -> tuple[list[ModelId], float]:
@@ -132,27 +134,27 @@ class Rounds:
                 return False
         return True
 
-    def _ask_for(self, queue: Queue, cast: Cast, now: float) -> tuple[float, Cast]:
+    def _ask_for(self, queue: Queue, residents: Residents, now: float) -> tuple[float, Residents]:
         """Decide on the first of this queue, and on the next if that one left; and on those who want it asleep.
 
-        Returns when to ask again, and the cast as it is then: the same if nothing has changed.
+        Returns when to ask again, and the residents as it is then: the same if nothing has changed.
         """
-        if self._is_kept_out(queue, cast, now):
-            return inf, cast
+        if self._is_kept_out(queue, residents, now):
+            return inf, residents
         until, first = inf, self._act.first_of(queue, now)
         while first is not None:
-            plan, cast = self._decide_on(first, cast, now)
+            plan, residents = self._decide_on(first, residents, now)
             stays = first.id in self._state.waitlist and first.model == queue.model
             if stays and isinstance(plan, Wait):
                 self._keep_devices(queue, plan, now)
                 until = plan.until
             first = None if stays else self._act.first_of(queue, now)
         for waiter in list(queue.preparing.values()):
-            plan, cast = self._decide_on(waiter, cast, now)
+            plan, residents = self._decide_on(waiter, residents, now)
             until = min(until, plan.until) if isinstance(plan, Wait) else until
-        return until, cast
+        return until, residents
 
-    def _is_kept_out(self, queue: Queue, cast: Cast, now: float) -> bool:
+    def _is_kept_out(self, queue: Queue, residents: Residents, now: float) -> bool:
         """Whether all it could hear is that what it could use is kept for others. That changes nothing.
 
         Nothing is kept for itself yet: each is asked for once in a round.
@@ -162,15 +164,15 @@ class Rounds:
             return False
         if queue.model in state.slots_by_model:
             return False
-        ways, kept = cast.ways(record), frozenset[DeviceId]().union(*state.kept.values())
+        ways, kept = residents.ways(record), frozenset[DeviceId]().union(*state.kept.values())
         return bool(ways) and not any(kept.isdisjoint(way.on) for way in ways)
 
-    def _decide_on(self, waiter: Waiter, cast: Cast, now: float) -> tuple[Plan, Cast]:
-        plan = decide(self._state, waiter, now, cast)
+    def _decide_on(self, waiter: Waiter, residents: Residents, now: float) -> tuple[Plan, Residents]:
+        plan = decide(self._state, waiter, now, self._places, residents)
         self._act.carry_out(waiter, plan, now)
         if isinstance(plan, Wait):
-            return plan, cast
-        return plan, cast.after_swap() if isinstance(plan, Swap) else Cast(self._state, now)
+            return plan, residents
+        return plan, residents.after_swap() if isinstance(plan, Swap) else Residents(self._state, now, self._places)
 
     def _keep_devices(self, queue: Queue, plan: Wait, now: float) -> None:
         """Who has been late for as long again, and only needs time or the end of a move, has its devices kept.

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from greenroom.core.decide.residents import Cast
+from greenroom.core.decide.placement import Places
+from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import Rejection
 from greenroom.core.events import Event, LeaseAsked, LeaseGone
 from greenroom.core.leases import model_of
@@ -72,7 +73,7 @@ class MakingRoom:
         return {str(device): min(PRICE_MAX, loss[device] * MIB_A_GIB / mib[device]) for device in mib}
 
     def _movable(self) -> list[Resident]:
-        there = Cast(self._state, self._clock()).residents(may_sleep=False, but=None)
+        there = Residents(self._state, self._clock(), Places()).those(may_sleep=False, but=None)
         return [one for one in there if not one.cannot_leave and self._state.slots[one.slot].lease is None]
 
     # --- orders -----------------------------------------------------------------------------------------------------
