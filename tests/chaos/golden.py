@@ -3,7 +3,7 @@
     python -m tests.chaos.golden [--seeds N] [--jobs N] [--only KIND] [--write]
 
 plays scheduling workloads, fault seeds, the replay scenario and gateways that share a store, and compares each hash
-with `golden.json`. Equal hashes mean equal decisions. `--write` keeps the hashes of this tree instead, which is only for
+with `golden.json`. Equal hashes mean equal decisions. `--write` keeps the hashes of this tree instead, only for
 changes that are meant to decide otherwise. The text that is hashed names no modules, and `RENAMED` and `DROPPED` map
 the records of today to the words of the kept hashes, so that renaming a record or a field changes nothing.
 """
