@@ -148,7 +148,7 @@ def test_the_first_deadline_is_not_always_that_of_the_first_to_come() -> None:
 
 def test_a_question_about_one_more_leaves_the_queue_as_it_is() -> None:
     queue, more = queue_of(waiter(0, arrived=10.0)), waiter(1, arrived=20.0, priority=0)
-    asked = queue.joined_by(more)
+    asked = queue.joined_by(more, (2.0, 1.0, 4))
     assert (asked.waiting, asked.weight, asked.deadline_at) == (2, 3.0, 25.0)
     assert asked.waited_s(30.0) == 40.0 and asked.oldest == 10.0
     assert (queue.waiting, queue.weight, queue.deadline_at) == (1, 1.0, 70.0)

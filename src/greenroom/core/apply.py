@@ -6,15 +6,15 @@ before.
 
 from __future__ import annotations
 
-from collections import deque
+from math import inf
 
 from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait, decide
 from greenroom.core.decide.placement import Places
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, Rejection, because
 from greenroom.core.events import Timer, TimerKind
-from greenroom.core.model import LeaseId, ModelId, Move, OpId, RequestId, Slot, SlotId
+from greenroom.core.model import LeaseId, ModelId, Move, OpId, RequestId, Slot
 from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
-from greenroom.core.slots import Stage
+from greenroom.core.slots import SlotWriter
 from greenroom.core.state import Grant, State, learn
 
 # Preloads wait behind everybody.
@@ -37,21 +37,20 @@ def wish_for(model: ModelId) -> RequestId:
 
 
 class Actions:
-    def __init__(self, state: State, effects: Effects, stage: Stage, places: Places) -> None:
+    def __init__(self, state: State, effects: Effects, slots: SlotWriter, places: Places) -> None:
         self._state = state
         self._effects = effects
-        self._stage = stage
+        self._slots = slots
         self._places = places
 
     def settle(self, waiter: Waiter, now: float) -> None:
         """Decide on this waiter as things are now, and carry that out."""
         self.carry_out(waiter, decide(self._state, waiter, now, self._places), now)
 
-    def carry_out(self, waiter: Waiter, plan: Plan, now: float) -> None:
-        """Do what was decided for this waiter, which may stand in the waitlist or be about to."""
+    def carry_out(self, waiter: Waiter, plan: Plan, now: float) -> float:
+        """Do what was decided for this waiter, which may wait already or not yet. Returns what `serve` does."""
         if isinstance(plan, Serve):
-            self.serve(waiter, self._state.slots[plan.slot], now)
-            return
+            return self.serve(waiter, self._state.slots[plan.slot], now)
         match plan:
             case Join() | Wait():
                 self._keep_waiting(waiter, plan.model)
@@ -60,6 +59,7 @@ class Actions:
                 self._swap(waiter, plan, now)
             case _:
                 self.refuse(waiter, plan)
+        return -inf
 
     # --- waiting --------------------------------------------------------------------------------------------------
 
@@ -70,16 +70,20 @@ class Actions:
                 return
             waitlist.remove(waiter.id)
         elif waiter.give_up_at is not None:
-            self._stage.set_timer(Timer(TimerKind.EXPIRE, waiter.id), waiter.give_up_at, because("patience"))
-        waiter.model = model
-        waitlist.add(waiter)
+            self._slots.set_timer(Timer(TimerKind.EXPIRE, waiter.id), waiter.give_up_at, because("patience"))
+        waitlist.add(waiter, model)
         self._state.price_queue(model)
+
+    def put_back(self, waiter: Waiter) -> None:
+        """A granted request goes back to its place, which it may do once."""
+        self._state.waitlist.mark_returned(waiter)
+        self._keep_waiting(waiter, waiter.model)
 
     def forget(self, waiter_id: str, served_at: float | None = None) -> None:
         """This one no longer waits, if it did."""
         waiter = self._state.waitlist.remove(waiter_id, served_at)
         if waiter is not None and waiter.give_up_at is not None:
-            self._stage.forget_timer(Timer(TimerKind.EXPIRE, waiter_id))
+            self._slots.forget_timer(Timer(TimerKind.EXPIRE, waiter_id))
 
     def preload(self, model: ModelId, now: float) -> None:
         """Wish for this model: it comes as soon as there is room. Only a pinned one makes others leave."""
@@ -124,7 +128,7 @@ class Actions:
         """End everybody who waits for this model, except those who named another that may still serve them."""
         state = self._state
         for waiter in state.waitlist.of(model):
-            waiter.candidates = tuple(name for name in waiter.candidates if name != model)
+            state.waitlist.strike(waiter, model)
             other = next((name for name in waiter.candidates if name in state.models), None)
             if other is not None:
                 self._keep_waiting(waiter, other)
@@ -135,13 +139,12 @@ class Actions:
         """Nothing is left of this lease: neither its record nor what it holds or was promised."""
         state = self._state
         del state.models[model]
-        self._stage.forget_timer(Timer(TimerKind.RETRY, model))
+        self._slots.forget_timer(Timer(TimerKind.RETRY, model))
         for slot in list(state.slots_of(model)):
             for request in slot.in_flight:
                 del state.grants[request]
                 state.counters.dones += 1
-            slot.in_flight.clear()
-            self._stage.remove(slot)
+            self._slots.empty(slot)
 
     # --- next -----------------------------------------------------------------------------------------------------
 
@@ -150,97 +153,83 @@ class Actions:
         policy, accounts = self._state.policy, self._state.accounts
         return queue.first(lambda waiter: policy.turn(waiter, accounts.served_s(waiter.tenant), now), now)
 
-    def fill(self, model: ModelId, now: float) -> None:
-        """Give the free places of this model's slots to those who wait for it."""
+    def fill(self, model: ModelId, now: float) -> float:
+        """Give the free places of this model's slots to those who wait for it. Returns the latest that `serve` does."""
+        passed_since = -inf
         queue = self._state.waitlist.queues.get(model)
         if queue is None or not (serving := self._state.serving(model)):
-            return
+            return passed_since
         # Operators and wishes ask only that the model be there.
         for waiter in queue.asking():
             self.serve(waiter, serving[0], now)
         while queue.waiting and (free := [slot for slot in serving if slot.has_room]):
             first = self.first_of(queue, now)
             assert first is not None, "those who want it asleep have been told that it is there"
-            self.serve(first, min(free, key=lambda slot: len(slot.in_flight)), now)
+            passed = self.serve(first, min(free, key=lambda slot: len(slot.in_flight)), now)
+            passed_since = max(passed_since, passed)
+        return passed_since
 
     # --- served ---------------------------------------------------------------------------------------------------
 
-    def serve(self, waiter: Waiter, slot: Slot, now: float) -> None:
+    def serve(self, waiter: Waiter, slot: Slot, now: float) -> float:
+        """Grant it this slot. Returns since when others were overtaken as often as may be, as `count_overtake` does."""
         state = self._state
         waited = waiter.id in state.waitlist
         if waited:
             self.forget(waiter.id, now)
         if waiter.kind is WaiterKind.OP:
             self._effects.answer(OpId(waiter.id), OpOutcome.DONE, because("there", slot=slot.id))
-            return
+            return -inf
         if waiter.kind is WaiterKind.PRELOAD:
-            return
-        self._grant(waiter, slot, now)
+            return -inf
+        passed_since = self._grant(waiter, slot, now)
         reason = because("ready", waited_s=round(max(0.0, now - waiter.arrived), 3)) if waited else _READY
         self._effects.grant(RequestId(waiter.id), slot.id, reason)
+        return passed_since
 
-    def _grant(self, waiter: Waiter, slot: Slot, now: float) -> None:
+    def _grant(self, waiter: Waiter, slot: Slot, now: float) -> float:
         state, request = self._state, RequestId(waiter.id)
-        grant = state.grants[request] = Grant(slot.id, waiter, slot.share(now))
-        slot.in_flight[request] = None
-        slot.last_used = now
-        slot.last_priority = waiter.priority
-        if waiter.keep_alive_s is not None:
-            slot.keep_alive_s = waiter.keep_alive_s
-        waiter.granted_at = now
+        share_from = self._slots.take(slot, request, waiter.priority, waiter.keep_alive_s, now)
+        grant = state.grants[request] = Grant(slot.id, waiter, now, share_from)
         state.counters.grants += 1
         if waiter.kind is WaiterKind.REQUEST:
             state.avg_wait_s = learn(state.avg_wait_s, max(0.0, now - waiter.arrived))
             record = state.models[slot.model]
             grant.charged_s = record.share_s or record.service_s or 0.0
             state.accounts.serve(waiter.tenant, grant.charged_s)
-            self._count_overtake(slot, now)
             if waiter.answer_by is not None:
                 record.tried_at = now
-                self._stage.set_timer(Timer(TimerKind.BUDGET, request), waiter.answer_by, because("budget"))
-
-    def _count_overtake(self, slot: Slot, now: float) -> None:
-        """Who waits for another model may be passed so often; then the policy is asked again."""
-        recent = slot.recent_grants
-        recent.append(now)
-        state = self._state
-        if state.oldest_cold <= now and len(recent) == recent.maxlen and recent:
-            state.ask_again = state.ask_again or recent[0] >= max(slot.batch_until, state.oldest_cold)
+                self._slots.set_timer(Timer(TimerKind.BUDGET, request), waiter.answer_by, because("budget"))
+            return self._slots.count_overtake(slot, now)
+        return -inf
 
     # --- swapped in -----------------------------------------------------------------------------------------------
 
     def _swap(self, waiter: Waiter, plan: Swap, now: float) -> None:
         state = self._state
         slot = state.slots[plan.wakes] if plan.wakes is not None else self._new_slot(waiter, plan)
-        state.kept.pop(plan.model, None)
         # First of all: where it sleeps now there may be a place for those who leave for it.
-        self._stage.plan(slot, plan.kind)
+        self._slots.plan(slot, plan.kind)
         for victim in plan.evict:
             facts = {"loss": round(victim.loss, 4), "idle_s": round(now - victim.last_used, 1)}
             why = because("evicted", model=victim.model, for_model=plan.model, for_request=str(waiter.id), **facts)
-            self._stage.evict(state.slots[victim.slot], victim.leaves_to, slot.id, why, now)
+            self._slots.evict(state.slots[victim.slot], victim.leaves_to, slot.id, why, now)
         # It comes for all of them, so plans of the less urgent among them are not called off for a newcomer.
-        slot.last_priority = min(waiter.priority, state.waitlist.queues[plan.model].priorities.first)
-        slot.last_used = now
-        slot.caused_by = waiter.tenant if waiter.kind is WaiterKind.REQUEST else None
+        priority = min(waiter.priority, state.waitlist.queues[plan.model].priorities.first)
+        self._slots.comes_for(slot, priority, waiter.tenant if waiter.kind is WaiterKind.REQUEST else None, now)
         state.counters.swaps += 1
         self._start(slot, now)
 
     def _new_slot(self, waiter: Waiter, plan: Swap) -> Slot:
-        state, spec = self._state, self._state.models[plan.model].spec
-        slot = Slot(SlotId(f"s{state.next_number()}"), spec, plan.claim, state.asleep_at(spec, plan.claim))
-        slot.can_sleep = spec.need_asleep is not None
-        slot.recent_grants = deque(maxlen=state.limits.overtakes_max)
-        slot.lease = LeaseId(waiter.id) if waiter.kind is WaiterKind.LEASE else None
-        state.add_slot(slot)
-        return slot
+        lease = LeaseId(waiter.id) if waiter.kind is WaiterKind.LEASE else None
+        return self._slots.add(self._state.models[plan.model].spec, plan.claim, lease)
 
     def _charge(self, slot: Slot, move: Move) -> None:
         """Whoever caused a swap pays for it, once it has begun: what is only planned may be called off."""
         state, tenant = self._state, slot.caused_by
         if tenant is not None and (record := state.record_of(slot)):
             state.accounts.charge(tenant, record.move_s(move.kind))
-        slot.caused_by = None
+        self._slots.is_charged(slot)
 
     def start_planned(self, now: float) -> None:
         """Start every planned move whose memory is free now; give up those that are hopeless or not wanted any more."""
@@ -248,11 +237,11 @@ class Actions:
         for slot in [state.slots[slot] for slot in state.ledger.promises]:
             self._start(slot, now)
             if slot.model not in state.waitlist.queues:
-                self._stage.call_off_if_in_time(slot)
-            self._stage.give_up_if_hopeless(slot)
+                self._slots.call_off_if_in_time(slot)
+            self._slots.give_up_if_hopeless(slot)
 
     def _start(self, slot: Slot, now: float) -> None:
-        if not self._stage.start_if_free(slot, now):
+        if not self._slots.start_if_free(slot, now):
             return
         if slot.move is not None:
             self._charge(slot, slot.move)

@@ -5,8 +5,6 @@ Owns the reaction to `ConfigChanged`. What keeps its revision keeps running; wha
 
 from __future__ import annotations
 
-from collections import deque
-
 from greenroom.core.apply import Actions, wish_for
 from greenroom.core.decide.decision import Refuse
 from greenroom.core.effects import RejectCode, because
@@ -14,21 +12,20 @@ from greenroom.core.events import ConfigChanged, Limits, Timer, TimerKind
 from greenroom.core.model import ModelId, ModelSpec, Need, Tier
 from greenroom.core.policy.base import Policies
 from greenroom.core.policy.registry import Swappers, make_policy
-from greenroom.core.slots import Stage
+from greenroom.core.slots import SlotWriter
 from greenroom.core.state import ModelRecord, State
 
 
 class Configuration:
-    def __init__(self, state: State, stage: Stage, act: Actions, policies: Policies, swappers: Swappers) -> None:
+    def __init__(self, state: State, slots: SlotWriter, act: Actions, policies: Policies, swappers: Swappers) -> None:
         self._state = state
-        self._stage = stage
+        self._slots = slots
         self._act = act
         self._policies = policies
         self._swappers = swappers
 
     def changed(self, event: ConfigChanged) -> None:
         state = self._state
-        state.trim_again = True
         if event.limits is not None:
             self._take_over(event.limits)
         if event.devices is not None:
@@ -61,17 +58,16 @@ class Configuration:
         state.waitlist.restand(state.policy.standing)
         for model in state.waitlist.queues:
             state.price_queue(model)
-        for slot in state.slots.values():
-            slot.recent_grants = deque(slot.recent_grants, limits.overtakes_max)
+        self._slots.set_overtakes_max(limits.overtakes_max)
 
     def _remove(self, model: ModelId, now: float) -> None:
         record = self._state.models.pop(model, None)
         if record is None:
             return
-        self._stage.forget_timer(Timer(TimerKind.RETRY, model))
+        self._slots.forget_timer(Timer(TimerKind.RETRY, model))
         self._act.reject_waiters(model, Refuse(RejectCode.REMOVED))
         for slot in list(self._state.slots_of(model)):
-            self._stage.leave(slot, Tier.COLD, record.spec.grace_s, because("removed", model=model), now)
+            self._slots.leave(slot, Tier.COLD, record.spec.grace_s, because("removed", model=model), now)
 
     def _put(self, spec: ModelSpec, now: float) -> None:
         record = self._state.models.get(spec.id)
@@ -94,16 +90,14 @@ class Configuration:
         record.spec = spec
         for slot in self._state.slots_of(spec.id):
             if slot.spec.revision == spec.revision:
-                slot.spec = spec
-                slot.concurrency = spec.concurrency or slot.concurrency
-                self._stage.watch_idle(slot)
+                self._slots.relabel(slot, spec)
 
     def _renew(self, old: ModelRecord | None, spec: ModelSpec, now: float) -> None:
         """Another process is needed. What was learned of the old one is the best guess for the new one."""
         record = ModelRecord(spec, spec.need)
         if old is not None:
             record.inherit(old)
-            self._stage.forget_timer(Timer(TimerKind.RETRY, spec.id))
+            self._slots.forget_timer(Timer(TimerKind.RETRY, spec.id))
         self._state.models[spec.id] = record
         for slot in list(self._state.slots_of(spec.id)):
-            self._stage.leave(slot, Tier.COLD, spec.grace_s, because("new_revision", model=spec.id), now)
+            self._slots.leave(slot, Tier.COLD, spec.grace_s, because("new_revision", model=spec.id), now)

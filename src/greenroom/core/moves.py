@@ -17,8 +17,6 @@ from greenroom.core.model import (
     ARRIVING,
     LEGAL_MOVES,
     NO_CLAIM,
-    Claim,
-    DeviceKind,
     Move,
     MoveKind,
     Outcome,
@@ -26,7 +24,7 @@ from greenroom.core.model import (
     Tier,
 )
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
-from greenroom.core.slots import Stage
+from greenroom.core.slots import SlotWriter
 from greenroom.core.state import LeavingOp, ModelRecord, State, learn
 
 # 5 s · 2ⁿ would overflow for a model that fails for weeks; the cap is reached long before this exponent.
@@ -34,10 +32,10 @@ BACKOFF_EXPONENT_MAX = 30
 
 
 class Moves:
-    def __init__(self, state: State, effects: Effects, stage: Stage, act: Actions) -> None:
+    def __init__(self, state: State, effects: Effects, slots: SlotWriter, act: Actions) -> None:
         self._state = state
         self._effects = effects
-        self._stage = stage
+        self._slots = slots
         self._act = act
 
     # --- asked by an operator ---------------------------------------------------------------------------------------
@@ -62,7 +60,7 @@ class Moves:
         for model in event.evict:
             why = because("evicted", model=model, for_model=event.model)
             for slot in [slot for slot in state.slots_of(model) if slot.lease is None]:
-                self._stage.leave(slot, Tier.COLD, slot.spec.grace_s, why, event.now)
+                self._slots.leave(slot, Tier.COLD, slot.spec.grace_s, why, event.now)
         number, priority = state.next_number(), record.spec.priority
         waiter = Waiter(
             event.op, WaiterKind.OP, number, event.model, (event.model,), priority, event.now, wants=event.kind
@@ -77,7 +75,7 @@ class Moves:
         self._act.reject_waiters(event.model, Refuse(RejectCode.UNLOADED))
         why = because("asked", model=event.model)
         for slot in list(self._state.slots_of(event.model)):
-            self._stage.leave(slot, to, grace_s, why, event.now)
+            self._slots.leave(slot, to, grace_s, why, event.now)
         left = [slot.id for slot in self._state.slots_of(event.model) if slot.is_going]
         if left:
             self._state.leaving_ops[event.op] = LeavingOp(to, dict.fromkeys(left))
@@ -91,35 +89,21 @@ class Moves:
         if slot is None or slot.move is None:
             self._state.counters.ignored += 1
             return
-        fell, move, slot.move, slot.fell = slot.fell, slot.move, None, False
+        move, fell = slot.move, self._slots.end_move(slot)
         outcome = Outcome.FAILED if fell and event.outcome is Outcome.DONE else event.outcome
         if move.kind not in ARRIVING and outcome is Outcome.NO_LEASE and not fell:
             self._refused_room(slot, event.now)
         elif move.kind is MoveKind.UNLOAD:
-            self._stage.remove(slot)
+            self._slots.remove(slot)
         elif outcome is Outcome.DONE:
             self._arrived(slot, move, event)
         elif move.kind is MoveKind.SLEEP:
-            # Whatever went wrong, what is left of it must not keep its memory, whoever it was to make room for.
-            slot.leaving_to, slot.leaving_for = Tier.COLD, None
-            self._stage.go_on_leaving(slot, because("sleep_failed", model=slot.model), event.now)
+            self._slots.unload_instead(slot, event.now)
         else:
             self._setback(slot, outcome, event.now)
 
     def _arrived(self, slot: Slot, move: Move, event: MoveDone) -> None:
-        slot.tier = LEGAL_MOVES[move.kind][1]
-        seen, claim = event.seen or NO_CLAIM, move.claim
-        if slot.tier is Tier.ASLEEP:
-            on_hosts = self._on_hosts(slot.claim)
-            if len(on_hosts) < len(slot.claim):
-                # On a host alone: what is left on a GPU while it sleeps says nothing of what it takes there on stage.
-                # And only where it computes elsewhere: on the host its claim on stage may be another measurement's.
-                slot.sleeps_in(self._on_hosts(seen))
-            claim = slot.claim_asleep
-        self._state.ledger.hold(slot.id, claim, seen)
-        slot.last_used = event.now
-        # Before it had arrived in the green room nothing could make it leave again.
-        self._state.trim_again = True
+        self._slots.arrive(slot, move, event.seen or NO_CLAIM, event.now)
         took_s = event.now - move.started if event.took_s is None else event.took_s
         if record := self._state.record_of(slot):
             record.learned_s[move.kind] = learn(record.learned_s.get(move.kind), took_s)
@@ -127,30 +111,23 @@ class Moves:
                 record.memory_retries, record.wish_again, record.retry_at = 0, False, -inf
             self._state.price_queue(slot.model)
         if slot.tier is Tier.READY:
-            slot.concurrency = max(1, slot.spec.concurrency or event.concurrency or 1)
-            self._on_stage(slot, move, took_s, event.now)
+            self._slots.answers_at_once(slot, event.concurrency or 1)
+            self._begin_stay(slot, move, took_s, event.now)
         if slot.is_going:
-            self._stage.go_on_leaving(slot, because("leaving", model=slot.model), event.now)
+            self._slots.go_on_leaving(slot, because("leaving", model=slot.model), event.now)
         elif slot.tier is Tier.READY:
             # Those it was loaded for come first: nothing may evict it between ready and first byte.
             self._act.fill(slot.model, event.now)
-            self._stage.watch_idle(slot)
+            self._slots.watch_idle(slot)
 
-    def _on_hosts(self, claim: Claim) -> Claim:
-        devices = self._state.ledger.devices
-        return {on: mib for on, mib in claim.items() if on in devices and devices[on].kind is DeviceKind.HOST}
-
-    def _on_stage(self, slot: Slot, move: Move, took_s: float, now: float) -> None:
-        """Its time on stage begins; so does the batch that it may serve while others wait."""
+    def _begin_stay(self, slot: Slot, move: Move, took_s: float, now: float) -> None:
+        """It is ready; its minimum residency begins, and the batch that it may serve while others wait."""
         state, record = self._state, self._state.record_of(slot)
         if record is not None:
             record.at_once = slot.concurrency
         swap_s = took_s if record is None else record.move_s(move.kind)
-        slot.ready_since = now
-        # What was said of its last stay does not hold for this one.
-        slot.keep_alive_s = None
-        slot.stays_until = now + state.limits.residency_swaps * swap_s
-        slot.batch_until = now + self._batch_s(slot, record, swap_s)
+        stays_until = now + state.limits.residency_swaps * swap_s
+        self._slots.begin_stay(slot, stays_until, now + self._batch_s(slot, record, swap_s))
         state.avg_swap_s = learn(state.avg_swap_s, took_s)
 
     def _batch_s(self, slot: Slot, record: ModelRecord | None, swap_s: float) -> float:
@@ -164,18 +141,18 @@ class Moves:
         newcomer = self._state.slots.get(slot.leaving_for) if slot.leaving_for is not None else None
         if slot.leaving_for is None:
             # It leaves for its own sake, to which no store can object.
-            self._stage.go_on_leaving(slot, because("leaving", model=slot.model), now)
+            self._slots.go_on_leaving(slot, because("leaving", model=slot.model), now)
             return
-        self._stage.stay(slot)
+        self._slots.stay(slot)
         if newcomer is not None and newcomer.planned is not None:
             # What is planned is of the model as it is now: a changed one calls its plans off.
-            self._stage.call_off(newcomer)
+            self._slots.call_off(newcomer)
             self._pause(self._state.models[newcomer.model], Outcome.NO_LEASE, now)
 
     def _setback(self, slot: Slot, outcome: Outcome, now: float) -> None:
         """A load, wake or prepare that did not arrive. One that was told to go has not failed."""
         record, was_going = self._state.record_of(slot), slot.is_going
-        self._after_setback(slot, outcome, now)
+        self._slots.fall_back(slot, outcome, now)
         if record is None or was_going or outcome is Outcome.ABORTED:
             return
         if outcome in (Outcome.NO_LEASE, Outcome.STORE_DOWN):
@@ -193,23 +170,11 @@ class Moves:
             return Refuse(RejectCode.LOAD_FAILED, retry_after_s)
         return refusal(state, RejectCode.LOAD_FAILED, retry_after_s, record.spec, record.need, state.room_mib())
 
-    def _after_setback(self, slot: Slot, outcome: Outcome, now: float) -> None:
-        """What is left of the slot: nothing, or its sleeping copy, which does not survive a wake that went wrong."""
-        if slot.tier is Tier.COLD:
-            self._stage.remove(slot)
-            return
-        self._state.ledger.hold(slot.id, slot.claim_asleep)
-        self._state.trim_again = True
-        if outcome in (Outcome.FAILED, Outcome.NO_MEMORY):
-            slot.leaving_to = Tier.COLD
-        if slot.is_going:
-            self._stage.go_on_leaving(slot, because("wake_ended", model=slot.model), now)
-
     def _pause(self, record: ModelRecord, outcome: Outcome, now: float) -> None:
         """Ask again a little later. Nobody is rejected: the engine has done nothing wrong."""
         record.pausing = outcome
         record.retry_at = now + self._state.limits.replan_s
-        self._stage.set_timer(Timer(TimerKind.RETRY, record.spec.id), record.retry_at, because(outcome.value))
+        self._slots.set_timer(Timer(TimerKind.RETRY, record.spec.id), record.retry_at, because(outcome.value))
 
     def _raise_need(self, record: ModelRecord) -> None:
         """Give it more room next time, but not more than there could ever be."""
@@ -225,7 +190,7 @@ class Moves:
         record.retry_at = now + pause_s
         record.wish_again = record.spec.preload
         why = because("back_off", failures=record.failures)
-        self._stage.set_timer(Timer(TimerKind.RETRY, record.spec.id), record.retry_at, why)
+        self._slots.set_timer(Timer(TimerKind.RETRY, record.spec.id), record.retry_at, why)
 
     # --- lost -------------------------------------------------------------------------------------------------------
 
@@ -236,22 +201,14 @@ class Moves:
                 self._state.counters.ignored += 1
             elif slot.move is not None:
                 # Its MoveDone still comes, and must not be believed if it says that all went well.
-                slot.fell = True
+                self._slots.fall(slot)
             elif slot.tier is not Tier.COLD:
                 self._lose(slot, event)
             # A slot that has not started has nothing to lose.
 
     def _lose(self, slot: Slot, event: SlotsLost) -> None:
         record, was_going = self._state.record_of(slot), slot.is_going
-        if slot.planned is not None:
-            self._stage.call_off(slot)
-        if event.left_in is Tier.ASLEEP and slot.can_sleep:
-            # If it was going it is busy, and goes on when its last answer has been told to have ended.
-            slot.tier = Tier.ASLEEP
-            self._state.ledger.hold(slot.id, slot.claim_asleep)
-            self._state.trim_again = True
-        else:
-            self._stage.remove(slot)
+        self._slots.lose(slot, event.left_in)
         if record is not None and not was_going:
             self._count_crash(record, event.now)
 

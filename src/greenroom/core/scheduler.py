@@ -7,6 +7,8 @@ Questions (`outlook`, `explain`) change nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
+from math import inf
 from typing import Any
 
 from greenroom.core import events as ev
@@ -24,11 +26,22 @@ from greenroom.core.policy.registry import BUILT_IN, SWAPPERS, Swappers, make_po
 from greenroom.core.queue.outlook import Outlook, eta_s, outlook
 from greenroom.core.queue.rounds import LOOK_SOON_S, RANKED_MANY, Rounds
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
-from greenroom.core.slots import Stage
+from greenroom.core.slots import SlotWriter
 from greenroom.core.state import Grant, State, learn
 from greenroom.core.timers import Timers
 
-_OF_REQUESTS = frozenset({ev.RequestArrived, ev.RequestGone, ev.ServeDone})
+
+class Dirty(Enum):
+    """What an event may have made possible. Handlers of requests return it, and the scheduler settles that and no more:
+
+    requests come and end often and open little. After every other event all of it is settled.
+    """
+
+    NOTHING = "nothing"
+    GREEN_ROOM = "green_room"  # a slot has begun to leave while nobody waits
+    PLANS = "plans"  # plans of the less urgent were called off
+    ALL = "all"
+
 
 # How long what is known of answers keeps out those whose budget is shorter.
 TRY_AGAIN_S = 60.0
@@ -37,19 +50,21 @@ TRY_AGAIN_S = 60.0
 class Scheduler:
     def __init__(self, effects: Effects, policies: Policies = BUILT_IN, swappers: Swappers = SWAPPERS) -> None:
         self.state = State(make_policy(ev.Limits()))
-        self._stage = Stage(self.state, effects)
+        self._slots = SlotWriter(self.state, effects)
         self._places = Places()
-        self._act = Actions(self.state, effects, self._stage, self._places)
-        self._rounds = Rounds(self.state, self._stage, self._act, self._places)
-        configuration = Configuration(self.state, self._stage, self._act, policies, swappers)
-        moves = Moves(self.state, effects, self._stage, self._act)
+        self._act = Actions(self.state, effects, self._slots, self._places)
+        self._rounds = Rounds(self.state, self._slots, self._act, self._places)
+        configuration = Configuration(self.state, self._slots, self._act, policies, swappers)
+        moves = Moves(self.state, effects, self._slots, self._act)
         leases = Leases(self.state, self._act)
-        timers = Timers(self.state, self._stage, self._act)
-        self._handlers: dict[type[Any], Callable[[Any], None]] = {
-            ev.ConfigChanged: configuration.changed,
+        timers = Timers(self.state, self._slots, self._act)
+        self._of_requests: dict[type[Any], Callable[[Any], Dirty | Slot]] = {
             ev.RequestArrived: self._on_request_arrived,
             ev.RequestGone: self._on_request_gone,
             ev.ServeDone: self._on_serve_done,
+        }
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+            ev.ConfigChanged: configuration.changed,
             ev.MoveAsked: moves.asked,
             ev.MoveDone: moves.done,
             ev.SlotsLost: moves.lost,
@@ -61,14 +76,14 @@ class Scheduler:
         }
 
     def handle(self, event: ev.Event) -> None:
-        self._handlers[type(event)](event)
-        # Requests come and end often and open little: their handlers know what to settle.
-        if type(event) not in _OF_REQUESTS:
+        """Take in what happened, then settle what it has made possible."""
+        of_request = self._of_requests.get(type(event))
+        if of_request is None:
+            self._handlers[type(event)](event)
             self._settle(event.now)
-        elif self.state.ask_again:
-            self._rounds.bring(event.now)
-        if self.state.trim_again:
-            self._stage.trim(event.now)
+            self._slots.trim(event.now)
+        else:
+            self._settle_request(of_request(event), event.now)
 
     # --- questions ------------------------------------------------------------------------------------------------
 
@@ -121,36 +136,34 @@ class Scheduler:
             keep_alive_s=event.keep_alive_s,
         )
 
-    def _on_request_arrived(self, event: ev.RequestArrived) -> None:
+    def _on_request_arrived(self, event: ev.RequestArrived) -> Dirty:
         state, now = self.state, event.now
         if state.knows(event.request):
             state.counters.ignored += 1
-            return
+            return Dirty.NOTHING
         waiter = self._waiter(event, state.next_number())
         state.accounts.join(event.tenant)
         if record := state.models.get(waiter.model):
             record.warm_up(now, state.limits.recency_s)
         plan = self._plan_for(event, waiter)
-        self._act.carry_out(waiter, plan, now)
+        self._rounds.overtaken(self._act.carry_out(waiter, plan, now), now)
         if isinstance(plan, Swap):
             # The load belongs to the model: it has begun even if this caller cannot wait for it.
             if late := self._too_late(event, waiter, plan.model):
                 self._act.refuse(waiter, late)
-            # Who leaves for it may leave more room than it takes.
-            self._settle(now)
-        elif isinstance(plan, Wait) and plan.why != "busy":
-            state.oldest_cold = min(state.oldest_cold, now)
-            self._rounds.look_again_at(min(plan.until, self._rounds.looks_at), now)
+            # What leaves for it may leave more room than it takes.
+            return Dirty.ALL
+        if isinstance(plan, Wait) and plan.why != "busy":
+            self._rounds.joined(plan.until, now)
             if self._make_way(event.priority, now):
-                # First the more urgent; those who need not leave after all then go on with their own.
-                self._rounds.bring(now)
-                self._fill(now)
+                return Dirty.PLANS
+        return Dirty.NOTHING
 
     def _make_way(self, priority: int, now: float) -> bool:
         """Call off what is planned but not begun for the less urgent: the places are given anew."""
         called_off = self._called_off(priority, now)
         for slot in called_off:
-            self._stage.call_off(slot)
+            self._slots.call_off(slot)
         return bool(called_off)
 
     def _called_off(self, priority: int, now: float) -> list[Slot]:
@@ -202,27 +215,27 @@ class Scheduler:
         over_budget = event.answer_by is not None and begins + service_s > event.answer_by
         return Refuse(RejectCode.EXPIRED, wait_s) if gives_up or over_budget else None
 
-    def _on_request_gone(self, event: ev.RequestGone) -> None:
+    def _on_request_gone(self, event: ev.RequestGone) -> Dirty | Slot:
         waiter = self.state.waitlist.get(event.request)
         if grant := self._granted(event.request):
-            self._end_grant(event.request, grant, event.now)
-        elif waiter is not None and waiter.kind is WaiterKind.REQUEST:
+            return self._end_grant(event.request, grant, event.now)
+        if waiter is not None and waiter.kind is WaiterKind.REQUEST:
             self._act.forget(event.request)
             self.state.accounts.leave(waiter.tenant)
-            self._settle(event.now)
-        else:
-            self.state.counters.ignored += 1
+            return Dirty.ALL
+        self.state.counters.ignored += 1
+        return Dirty.NOTHING
 
-    def _on_serve_done(self, event: ev.ServeDone) -> None:
+    def _on_serve_done(self, event: ev.ServeDone) -> Dirty | Slot:
         grant = self._granted(event.request)
         if grant is None:
             self.state.counters.ignored += 1
-            return
+            return Dirty.NOTHING
         if event.lost_before_first_byte:
             self._take_back(grant, event.now)
         elif not grant.is_cut:
             self._learn_from(grant, event.now)
-        self._end_grant(event.request, grant, event.now)
+        return self._end_grant(event.request, grant, event.now)
 
     def _granted(self, request: RequestId) -> Grant | None:
         """The grant of a request. That of a lease is ended by `LeaseGone` alone."""
@@ -235,7 +248,7 @@ class Scheduler:
         record = self.state.record_of(slot)
         if record is not None and not slot.lost:
             record.failures = 0
-            record.answered(now - grant.waiter.granted_at)
+            record.answered(now - grant.granted_at)
             record.tried_at = now
             record.share_s = learn(record.share_s, slot.share(now) - grant.share_from)
 
@@ -247,41 +260,25 @@ class Scheduler:
         elif waiter.came_back or grant.is_cut or waiter.model not in self.state.models:
             self._act.refuse(waiter, Refuse(RejectCode.LOST))
         else:
-            waiter.came_back = True
-            self._act.carry_out(waiter, Wait("came_back", waiter.model), now)
+            self._act.put_back(waiter)
 
-    def _end_grant(self, request: RequestId, grant: Grant, now: float) -> None:
+    def _end_grant(self, request: RequestId, grant: Grant, now: float) -> Dirty | Slot:
+        """A served request has ended. Where its slot stays it opens nothing but room for its own model."""
         state, slot, tenant = self.state, self.state.slots[grant.slot], grant.waiter.tenant
-        used_s = slot.share(now) - grant.share_from
+        used_s = self._slots.give_back(slot, request, now) - grant.share_from
         del state.grants[request]
-        del slot.in_flight[request]
-        slot.last_used = now
         state.counters.dones += 1
         state.accounts.charge(tenant, used_s - grant.charged_s)
         if grant.waiter.answer_by is not None:
-            self._stage.forget_timer(ev.Timer(ev.TimerKind.BUDGET, request))
+            self._slots.forget_timer(ev.Timer(ev.TimerKind.BUDGET, request))
         if slot.is_idle:
-            self._on_idle(slot, now)
+            self._slots.after_last_answer(slot, now)
         came_back = request in state.waitlist
         if not came_back:
             state.accounts.leave(tenant)
         if state.is_settled:
-            return
-        if came_back or not slot.is_serving or state.waitlist.choosy:
-            self._settle(now)
-            return
-        # A slot that stays opens nothing but its own room; one that is left idle may give way to another.
-        self._act.fill(slot.model, now)
-        if slot.is_idle:
-            self._rounds.bring(now)
-
-    def _on_idle(self, slot: Slot, now: float) -> None:
-        if slot.lost:
-            self._stage.drop(slot)
-        elif slot.is_going and slot.move is None:
-            self._stage.go_on_leaving(slot, because("leaving", model=slot.model), now)
-        else:
-            self._stage.watch_idle(slot)
+            return Dirty.NOTHING if slot.is_serving else Dirty.GREEN_ROOM
+        return Dirty.ALL if came_back or not slot.is_serving or state.waitlist.choosy else slot
 
     # --- memory and the end ---------------------------------------------------------------------------------------
 
@@ -300,9 +297,32 @@ class Scheduler:
             self._act.refuse(waiter, Refuse(RejectCode.SHUTTING_DOWN))
         for slot in list(self.state.slots.values()):
             if slot.lease is None:
-                self._stage.leave(slot, Tier.COLD, event.drain_s, because("shutdown"), event.now)
+                self._slots.leave(slot, Tier.COLD, event.drain_s, because("shutdown"), event.now)
 
     # --- settling -------------------------------------------------------------------------------------------------
+
+    def _settle_request(self, dirty: Dirty | Slot, now: float) -> None:
+        """Settle what an event of a request has made possible. A slot means room in that slot alone."""
+        moved = True
+        if isinstance(dirty, Slot):
+            self._rounds.overtaken(self._act.fill(dirty.model, now), now)
+            # One that is left idle may give way to another.
+            moved = dirty.is_idle
+            if moved:
+                self._rounds.bring(now)
+        elif dirty is Dirty.ALL:
+            self._settle(now)
+        elif dirty is Dirty.PLANS:
+            # First the more urgent; those that need not leave after all then go on with their own.
+            self._rounds.bring(now)
+            self._rounds.overtaken(self._fill(now), now)
+        else:
+            moved = dirty is Dirty.GREEN_ROOM
+        if self._rounds.is_due:
+            self._rounds.bring(now)
+            moved = True
+        if moved:
+            self._slots.trim(now)
 
     def _settle(self, now: float) -> None:
         """Start what can start, fill what has room, then see which waiting models may come."""
@@ -317,9 +337,9 @@ class Scheduler:
                 self._act.settle(waiter, now)
         self._rounds.bring(now)
 
-    def _fill(self, now: float) -> None:
-        """Those who ask only that the model be there need no room."""
+    def _fill(self, now: float) -> float:
+        """Those who ask only that the model be there need no room. Returns as `Actions.fill` does."""
         queues = self.state.waitlist.queues
         there = [slot for slot in self.state.slots.values() if slot.spec.id in queues and slot.is_serving]
-        for model in [slot.model for slot in there if slot.has_room or queues[slot.model].askers]:
-            self._act.fill(model, now)
+        models = [slot.model for slot in there if slot.has_room or queues[slot.model].askers]
+        return max([self._act.fill(model, now) for model in models], default=-inf)

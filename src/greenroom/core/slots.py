@@ -1,25 +1,35 @@
-"""How slots come and go: reservations, moves, departures, and the timers that watch them.
+"""The one writer of slots: what they serve, how they come and go, and the memory that they hold or are promised.
 
-Owns every start of a move and every change of `planned`, `leaving_to` and `lost`. Knows no waiters and never decides.
-A swap is sequenced here: victims leave, the newcomer is promised their memory, and it starts when that is really free.
+Owns every change of a slot, of its holding in the ledger, and the timers that watch it. Knows no waiters and never
+decides. A swap is sequenced here: victims leave, the newcomer is promised their memory, and it starts when that is
+really free.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from math import inf
 
 from greenroom.core.decide import green_room
 from greenroom.core.effects import Effects, OpOutcome, Reason, because
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import (
     ARRIVING,
+    LEGAL_MOVES,
     NO_CLAIM,
+    Claim,
     DeviceId,
     DeviceKind,
+    LeaseId,
+    ModelSpec,
     Move,
     MoveId,
     MoveKind,
+    Outcome,
     RequestId,
     Slot,
     SlotId,
+    TenantId,
     Tier,
 )
 from greenroom.core.state import State
@@ -27,7 +37,7 @@ from greenroom.core.state import State
 _OVER = because("over")
 
 
-class Stage:
+class SlotWriter:
     def __init__(self, state: State, effects: Effects) -> None:
         self._state = state
         self._effects = effects
@@ -55,12 +65,94 @@ class Stage:
         slot.looked_at = None
         self.forget_timer(Timer(TimerKind.IDLE, slot.id))
 
+    # --- serving --------------------------------------------------------------------------------------------------
+
+    def take(self, slot: Slot, request: RequestId, priority: int, keep_alive_s: float | None, now: float) -> float:
+        """Count one more answer in flight. Returns the slot's shared clock, from which its time is charged."""
+        share = slot.share(now)
+        slot.in_flight[request] = None
+        slot.last_used = now
+        slot.last_priority = priority
+        if keep_alive_s is not None:
+            slot.keep_alive_s = keep_alive_s
+        return share
+
+    def count_overtake(self, slot: Slot, now: float) -> float:
+        """Count a grant that passes those who wait for another model.
+
+        Returns since when, after its batch, it was granted as often as others may be overtaken; -inf if it was not.
+        """
+        recent = slot.recent_grants
+        recent.append(now)
+        is_full = len(recent) == recent.maxlen and recent
+        return recent[0] if is_full and recent[0] >= slot.batch_until else -inf
+
+    def give_back(self, slot: Slot, request: RequestId, now: float) -> float:
+        """An answer has ended. Returns the slot's shared clock."""
+        share = slot.share(now)
+        del slot.in_flight[request]
+        slot.last_used = now
+        return share
+
+    def after_last_answer(self, slot: Slot, now: float) -> None:
+        """It is idle: a lost one is dropped, a leaving one leaves, another is watched."""
+        if slot.lost:
+            self.drop(slot)
+        elif slot.is_going and slot.move is None:
+            self.go_on_leaving(slot, because("leaving", model=slot.model), now)
+        else:
+            self.watch_idle(slot)
+
+    def look_at_idle(self, slot: Slot, now: float) -> None:
+        """The time has come at which it may have been idle for long enough. If so it leaves."""
+        idle_s, slot.looked_at = slot.idle_s, None
+        if not slot.is_serving or not slot.is_idle or idle_s is None:
+            return
+        if slot.last_used + idle_s > now:
+            self.watch_idle(slot)
+        else:
+            why = because("ttl", model=slot.model, ttl_s=idle_s)
+            self.leave(slot, Tier.ASLEEP if slot.can_sleep else Tier.COLD, 0.0, why, now)
+
+    # --- configured -----------------------------------------------------------------------------------------------
+
+    def relabel(self, slot: Slot, spec: ModelSpec) -> None:
+        """Its model's specification has changed in nothing that needs another process."""
+        slot.spec = spec
+        slot.concurrency = spec.concurrency or slot.concurrency
+        self.watch_idle(slot)
+
+    def set_overtakes_max(self, overtakes_max: int) -> None:
+        """So many grants are remembered of each slot from now on."""
+        for slot in self._state.slots.values():
+            slot.recent_grants = deque(slot.recent_grants, overtakes_max)
+
     # --- coming ---------------------------------------------------------------------------------------------------
+
+    def add(self, spec: ModelSpec, claim: Claim, lease: LeaseId | None) -> Slot:
+        """A new slot. Its id is never used again."""
+        state = self._state
+        slot = Slot(SlotId(f"s{state.next_number()}"), spec, claim, state.asleep_at(spec, claim))
+        slot.can_sleep = spec.need_asleep is not None
+        slot.recent_grants = deque(maxlen=state.limits.overtakes_max)
+        slot.lease = lease
+        state.add_slot(slot)
+        return slot
 
     def plan(self, slot: Slot, kind: MoveKind) -> None:
         """Promise this slot the memory for that move; it starts when the memory is free."""
         slot.planned = kind
         self._state.ledger.promise(slot.id, slot.needs_for(kind))
+
+    def comes_for(self, slot: Slot, priority: int, tenant: TenantId | None, now: float) -> None:
+        """For whom it comes: how urgent they are, and who pays for the swap."""
+        slot.last_priority = priority
+        slot.last_used = now
+        slot.caused_by = tenant
+
+    def is_charged(self, slot: Slot) -> None:
+        """Its swap has begun and was paid for."""
+        slot.caused_by = None
 
     def start_if_free(self, slot: Slot, now: float) -> bool:
         """Start a planned move if its memory is free now. A lease has no engine: it is there when its memory is."""
@@ -123,7 +215,6 @@ class Stage:
         """Take the promise back. What was not there yet is gone."""
         slot.planned = None
         self._state.ledger.unpromise(slot.id)
-        self._state.trim_again = True
         if slot.tier is Tier.COLD:
             self.remove(slot)
 
@@ -136,8 +227,73 @@ class Stage:
         move_id = MoveId(f"m{state.next_number()}")
         slot.move = Move(move_id, kind, slot.id, slot.model, slot.spec.revision, claim, now, slot.leaving_for)
         state.moves[move_id] = slot
-        state.trim_again = True
         self._effects.move(slot.move, reason)
+
+    # --- moved ----------------------------------------------------------------------------------------------------
+
+    def end_move(self, slot: Slot) -> bool:
+        """Its move has ended. Returns whether its process went away meanwhile."""
+        fell, slot.move, slot.fell = slot.fell, None, False
+        return fell
+
+    def arrive(self, slot: Slot, move: Move, seen: Claim, now: float) -> None:
+        """It is where its move led, and holds the claim of that tier."""
+        slot.tier = LEGAL_MOVES[move.kind][1]
+        claim = move.claim
+        if slot.tier is Tier.ASLEEP:
+            on_hosts = self._on_hosts(slot.claim)
+            if len(on_hosts) < len(slot.claim):
+                # On a host alone: what is left on a GPU while it sleeps says nothing of what it takes there when ready.
+                # And only where it computes elsewhere: on the host its claim when ready may be another measurement's.
+                slot.sleeps_in(self._on_hosts(seen))
+            claim = slot.claim_asleep
+        self._state.ledger.hold(slot.id, claim, seen)
+        slot.last_used = now
+        if slot.tier is Tier.READY:
+            # What was said of its last stay does not hold for this one.
+            slot.ready_since, slot.keep_alive_s = now, None
+
+    def _on_hosts(self, claim: Claim) -> Claim:
+        devices = self._state.ledger.devices
+        return {on: mib for on, mib in claim.items() if on in devices and devices[on].kind is DeviceKind.HOST}
+
+    def answers_at_once(self, slot: Slot, count: int) -> None:
+        slot.concurrency = max(1, slot.spec.concurrency or count)
+
+    def begin_stay(self, slot: Slot, stays_until: float, batch_until: float) -> None:
+        """While others wait it is left alone at least until the first, and serves its batch until the second."""
+        slot.stays_until, slot.batch_until = stays_until, batch_until
+
+    def fall_back(self, slot: Slot, outcome: Outcome, now: float) -> None:
+        """A move that did not arrive leaves nothing, or the sleeping copy; that does not survive a failed wake."""
+        if slot.tier is Tier.COLD:
+            self.remove(slot)
+            return
+        self._state.ledger.hold(slot.id, slot.claim_asleep)
+        if outcome in (Outcome.FAILED, Outcome.NO_MEMORY):
+            slot.leaving_to = Tier.COLD
+        if slot.is_going:
+            self.go_on_leaving(slot, because("wake_ended", model=slot.model), now)
+
+    def unload_instead(self, slot: Slot, now: float) -> None:
+        """It could not fall asleep: what is left of it must not keep its memory."""
+        slot.leaving_to, slot.leaving_for = Tier.COLD, None
+        self.go_on_leaving(slot, because("sleep_failed", model=slot.model), now)
+
+    def fall(self, slot: Slot) -> None:
+        """Its process went away during a move, whose MoveDone still comes."""
+        slot.fell = True
+
+    def lose(self, slot: Slot, left_in: Tier) -> None:
+        """Its process went away. A host copy that survives is left asleep."""
+        if slot.planned is not None:
+            self.call_off(slot)
+        if left_in is Tier.ASLEEP and slot.can_sleep:
+            # If it was going it is busy, and goes on when its last answer has been told to have ended.
+            slot.tier = Tier.ASLEEP
+            self._state.ledger.hold(slot.id, slot.claim_asleep)
+        else:
+            self.remove(slot)
 
     # --- going ----------------------------------------------------------------------------------------------------
 
@@ -202,7 +358,6 @@ class Stage:
 
     def trim(self, now: float) -> None:
         """Make those leave the green room for whom there is no place any more."""
-        self._state.trim_again = False
         for slot in green_room.excess(self._state, now):
             self.leave(slot, Tier.COLD, None, because("green_room", model=slot.model), now)
 
@@ -229,6 +384,11 @@ class Stage:
             self._effects.cut(request, reason)
 
     # --- gone -----------------------------------------------------------------------------------------------------
+
+    def empty(self, slot: Slot) -> None:
+        """Its holder has left: nothing is in flight any more, and nothing is left of it."""
+        slot.in_flight.clear()
+        self.remove(slot)
 
     def remove(self, slot: Slot) -> None:
         """The slot is cold: nothing is left of it. Its id is never used again."""

@@ -28,7 +28,7 @@ from greenroom.core.model import (
 )
 from greenroom.core.policy.base import Policy
 from greenroom.core.queue.fairness import Accounts
-from greenroom.core.queue.waitlist import Queue, Waiter, Waitlist
+from greenroom.core.queue.waitlist import Prices, Waiter, Waitlist
 
 # How long a load is taken to last before one was seen: a start, and a GiB a second.
 GUESS_START_S = 2.0
@@ -117,6 +117,7 @@ class Grant:
 
     slot: SlotId
     waiter: Waiter
+    granted_at: float
     # The slot's shared clock when it began, and what its tenant was charged for it in advance.
     share_from: float = 0.0
     charged_s: float = 0.0
@@ -154,14 +155,9 @@ class State:
         self.waitlist = Waitlist(policy.standing)
         self.accounts = Accounts()
         self.grants: dict[RequestId, Grant] = {}
-        # The first arrival among those who wait for a model that is not ready, or an earlier time: a hint.
-        self.oldest_cold = inf
         # Devices kept for models that insist and cannot come yet, so that later ones do not take them bit by bit.
+        # Written by `Rounds` alone.
         self.kept: dict[ModelId, frozenset[DeviceId]] = {}
-        # Something has changed that may let a waiting model come.
-        self.ask_again = False
-        # Somebody has gone to sleep or stays asleep: the green room may be too full.
-        self.trim_again = False
         self.leaving_ops: dict[OpId, LeavingOp] = {}
         self.timers: dict[Timer, float] = {}
         self.avg_wait_s: float | None = None
@@ -200,20 +196,26 @@ class State:
         return self.models[model].move_s(MoveKind.WAKE if is_asleep else MoveKind.LOAD)
 
     def keepers(self, devices: frozenset[DeviceId], but: ModelId) -> tuple[ModelId, ...]:
-        """Models for which one of these devices is kept."""
-        return tuple(model for model, kept in self.kept.items() if model != but and not kept.isdisjoint(devices))
+        """Models for which one of these devices is kept. One that is on its way by now needs it no longer."""
+        return tuple(
+            model
+            for model, kept in self.kept.items()
+            if model != but and not kept.isdisjoint(devices) and not self.is_coming(model)
+        )
+
+    def is_coming(self, model: ModelId) -> bool:
+        """Will be ready without anyone asking again."""
+        return any(slot.is_arriving for slot in self.slots_of(model))
 
     def price_queue(self, model: ModelId) -> None:
         """Tell this model's queue what bringing it takes now."""
-        queue = self.waitlist.queues.get(model)
-        if queue is not None and model in self.models:
-            self.price(queue)
-            self.waitlist.altered[model] = None
+        if model in self.waitlist.queues and model in self.models:
+            self.waitlist.price(model, self.prices(model))
 
-    def price(self, queue: Queue) -> None:
-        queue.swap_s = self.swap_s(queue.model)
-        record = self.models[queue.model]
-        queue.service_s, queue.at_once = record.service_s or 0.0, record.spec.concurrency or record.at_once
+    def prices(self, model: ModelId) -> Prices:
+        """What bringing this model takes now, and what it gives."""
+        record = self.models[model]
+        return self.swap_s(model), record.service_s or 0.0, record.spec.concurrency or record.at_once
 
     def knows(self, some_id: str) -> bool:
         """Whether a request, lease or operator's order of this id is under way. Ids are unique among all of them."""

@@ -11,16 +11,16 @@ from greenroom.core.apply import Actions
 from greenroom.core.decide.decision import Refuse, refusal
 from greenroom.core.effects import RejectCode, because
 from greenroom.core.events import TimerFired, TimerKind
-from greenroom.core.model import ModelId, RequestId, Slot, SlotId, Tier
+from greenroom.core.model import ModelId, RequestId, SlotId
 from greenroom.core.queue.outlook import eta_s
-from greenroom.core.slots import Stage
+from greenroom.core.slots import SlotWriter
 from greenroom.core.state import State
 
 
 class Timers:
-    def __init__(self, state: State, stage: Stage, act: Actions) -> None:
+    def __init__(self, state: State, slots: SlotWriter, act: Actions) -> None:
         self._state = state
-        self._stage = stage
+        self._slots = slots
         self._act = act
 
     def fired(self, event: TimerFired) -> None:
@@ -28,7 +28,7 @@ class Timers:
         if at is None:
             self._state.counters.ignored += 1
         elif event.now < at:
-            self._stage.set_timer(event.timer, at, because("fired_early"))
+            self._slots.set_timer(event.timer, at, because("fired_early"))
         else:
             self._due(event.timer.kind, event.timer.subject, event.now)
 
@@ -41,13 +41,13 @@ class Timers:
                 self._retry(ModelId(subject), now)
             case TimerKind.GRACE:
                 slot = self._state.slots[SlotId(subject)]
-                self._stage.cut_all(slot, because("grace_over", model=slot.model))
+                self._slots.cut_all(slot, because("grace_over", model=slot.model))
             case TimerKind.BUDGET:
-                self._stage.cut(RequestId(subject), because("budget"))
-            case TimerKind.SWITCH:
-                self._state.ask_again = True
+                self._slots.cut(RequestId(subject), because("budget"))
+            case TimerKind.IDLE:
+                self._slots.look_at_idle(self._state.slots[SlotId(subject)], now)
             case _:
-                self._idle(self._state.slots[SlotId(subject)], now)
+                """TimerKind.SWITCH: the round that follows every timer is all it is for."""
 
     def _expire(self, waiter_id: str, now: float) -> None:
         state, waiter = self._state, self._state.waitlist[waiter_id]
@@ -64,13 +64,3 @@ class Timers:
         record.retry_at, record.pausing = -inf, None
         if record.wish_again:
             self._act.preload(model, now)
-
-    def _idle(self, slot: Slot, now: float) -> None:
-        idle_s, slot.looked_at = slot.idle_s, None
-        if not slot.is_serving or not slot.is_idle or idle_s is None:
-            return
-        if slot.last_used + idle_s > now:
-            self._stage.watch_idle(slot)
-        else:
-            why = because("ttl", model=slot.model, ttl_s=idle_s)
-            self._stage.leave(slot, Tier.ASLEEP if slot.can_sleep else Tier.COLD, 0.0, why, now)

@@ -28,8 +28,8 @@ from greenroom.core.policy import coordinator
 from greenroom.core.policy.default import ByCost
 from greenroom.core.queue import fairness
 from greenroom.core.queue.rounds import Rounds
-from greenroom.core.scheduler import Scheduler
-from greenroom.core.slots import Stage
+from greenroom.core.scheduler import Dirty, Scheduler
+from greenroom.core.slots import SlotWriter
 from greenroom.core.timers import Timers
 from tests.chaos.many import outcome
 from tests.chaos.play import Failure
@@ -76,9 +76,8 @@ def nothing(*_: Any, **__: Any) -> None:
 
 @planted(Scheduler, "_on_request_gone")
 def stranded_counter(original: Callable[..., None]) -> Any:
-    def on_request_gone(self: Scheduler, event: events.RequestGone) -> None:
-        if event.request not in self.state.grants:
-            original(self, event)
+    def on_request_gone(self: Scheduler, event: events.RequestGone) -> Any:
+        return Dirty.NOTHING if event.request in self.state.grants else original(self, event)
 
     return on_request_gone
 
@@ -87,10 +86,11 @@ def stranded_counter(original: Callable[..., None]) -> Any:
 def double_grant(original: Callable[..., None]) -> Any:
     is_time = every(50)
 
-    def serve(self: Actions, waiter: Any, slot: model.Slot, now: float) -> None:
-        original(self, waiter, slot, now)
+    def serve(self: Actions, waiter: Any, slot: model.Slot, now: float) -> Any:
+        passed_since = original(self, waiter, slot, now)
         if waiter.id in self._state.grants and is_time():
             original(self, waiter, slot, now)
+        return passed_since
 
     return serve
 
@@ -198,15 +198,15 @@ def lost_wake_up(original: Callable[..., None]) -> Any:
 @planted(Actions, "fill")
 def room_not_given(original: Callable[..., None]) -> Any:
     is_time = every(20)
-    return lambda self, model, now: None if is_time() else original(self, model, now)
+    return lambda self, model, now: -inf if is_time() else original(self, model, now)
 
 
 # --- leaving ----------------------------------------------------------------------------------------------------------
 
 
-@planted(Stage, "go_on_leaving")
+@planted(SlotWriter, "go_on_leaving")
 def evict_busy(original: Callable[..., None]) -> Any:
-    def go_on_leaving(self: Stage, slot: model.Slot, reason: Any, now: float) -> None:
+    def go_on_leaving(self: SlotWriter, slot: model.Slot, reason: Any, now: float) -> None:
         busy, slot.in_flight = slot.in_flight, {}
         try:
             original(self, slot, reason, now)
@@ -242,21 +242,21 @@ def revision_mixed_up(original: Callable[..., None]) -> Any:
     return renew
 
 
-@planted(Timers, "_idle")
+@planted(SlotWriter, "look_at_idle")
 def ttl_ignored(original: Callable[..., None]) -> Any:
-    def idle(self: Timers, slot: model.Slot, now: float) -> None:
+    def look_at_idle(self: SlotWriter, slot: model.Slot, now: float) -> None:
         slot.looked_at = None
 
-    return idle
+    return look_at_idle
 
 
-@planted(Stage, "_tell_leaving_ops")
+@planted(SlotWriter, "_tell_leaving_ops")
 def operator_forgotten(original: Callable[..., None]) -> Any:
     is_time = every(10)
     return lambda self, slot: None if is_time() else original(self, slot)
 
 
-@planted(Stage, "cut")
+@planted(SlotWriter, "cut")
 def budget_never_cuts(original: Callable[..., None]) -> Any:
     return lambda self, request, reason: None if reason.why == "budget" else original(self, request, reason)
 
@@ -293,9 +293,9 @@ def memory_not_released(original: Callable[..., None]) -> Any:
     return release
 
 
-@planted(Stage, "unplan")
+@planted(SlotWriter, "unplan")
 def promise_leaked(original: Callable[..., None]) -> Any:
-    def unplan(self: Stage, slot: model.Slot) -> None:
+    def unplan(self: SlotWriter, slot: model.Slot) -> None:
         promised = self._state.ledger.promises.get(slot.id, {})
         original(self, slot)
         self._state.ledger.promise(slot.id, promised)
@@ -310,7 +310,7 @@ def other_gateways_ignored(original: Callable[..., None]) -> Any:
 
 @planted(Moves, "_refused_room")
 def untouched_victim_forgotten(original: Callable[..., None]) -> Any:
-    return lambda self, slot, now: self._stage.remove(slot)
+    return lambda self, slot, now: self._slots.remove(slot)
 
 
 @planted(placement, "_on_several")
@@ -326,7 +326,7 @@ def measured_need_ignored(original: Callable[..., None]) -> Any:
     return nothing
 
 
-@planted(Stage, "trim")
+@planted(SlotWriter, "trim")
 def green_room_without_bound(original: Callable[..., None]) -> Any:
     return nothing
 
@@ -338,9 +338,9 @@ def folded_copy_counted_too_small(original: Callable[..., None]) -> Any:
 
 @planted(Actions, "_grant")
 def keep_alive_ignored(original: Callable[..., None]) -> Any:
-    def grant(self: Actions, waiter: Any, slot: model.Slot, now: float) -> None:
+    def grant(self: Actions, waiter: Any, slot: model.Slot, now: float) -> Any:
         waiter.keep_alive_s = None
-        original(self, waiter, slot, now)
+        return original(self, waiter, slot, now)
 
     return grant
 
@@ -363,7 +363,7 @@ def back_off_never_ends(original: Callable[..., None]) -> Any:
     def count_failure(self: Moves, record: state.ModelRecord, now: float) -> None:
         original(self, record, now)
         record.retry_at = now + 1e9
-        self._stage.forget_timer(events.Timer(events.TimerKind.RETRY, record.spec.id))
+        self._slots.forget_timer(events.Timer(events.TimerKind.RETRY, record.spec.id))
 
     return count_failure
 
@@ -379,9 +379,9 @@ def back_off_comes_back_with_the_clock(original: Callable[..., None]) -> Any:
     return retry
 
 
-@planted(Stage, "set_timer")
+@planted(SlotWriter, "set_timer")
 def forgotten_timer(original: Callable[..., None]) -> Any:
-    def set_timer(self: Stage, timer: events.Timer, at: float, reason: Any) -> None:
+    def set_timer(self: SlotWriter, timer: events.Timer, at: float, reason: Any) -> None:
         if timer.kind is not events.TimerKind.EXPIRE:
             original(self, timer, at, reason)
         else:

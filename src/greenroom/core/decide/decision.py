@@ -266,9 +266,7 @@ def _queue(state: State, waiter: Waiter, model: ModelId) -> Queue:
     queue = state.waitlist.queues.get(model)
     if queue is not None and waiter.id in state.waitlist and waiter.model == model:
         return queue
-    joined = (queue or Queue(model, state.policy.standing)).joined_by(waiter)
-    state.price(joined)
-    return joined
+    return (queue or Queue(model, state.policy.standing)).joined_by(waiter, state.prices(model))
 
 
 def _askable(

@@ -18,7 +18,7 @@ from greenroom.core.effects import because
 from greenroom.core.model import DeviceId, ModelId
 from greenroom.core.queue.kept_order import KeptOrder
 from greenroom.core.queue.waitlist import Queue, Waiter
-from greenroom.core.slots import Stage
+from greenroom.core.slots import SlotWriter
 from greenroom.core.state import State
 
 # How many models that are not ready are looked at in one round, the first in rank. Others wait for their turn there.
@@ -40,18 +40,31 @@ _LAST = (inf,)
 
 
 class Rounds:
-    def __init__(self, state: State, stage: Stage, act: Actions, places: Places) -> None:
+    def __init__(self, state: State, slots: SlotWriter, act: Actions, places: Places) -> None:
         self._state = state
         self._places = places
-        self._stage = stage
+        self._slots = slots
         self._act = act
         self._crowd: KeptOrder[ModelId] = KeptOrder()
+        # The first arrival among those who wait for a model that is not ready, or an earlier time.
+        self._oldest = inf
+        # A slot was granted as often as those may be overtaken: the policy has to be asked again.
+        self.is_due = False
+
+    def joined(self, until: float, now: float) -> None:
+        """Somebody waits from now on for a model that is not ready; asking again may help at `until`."""
+        self._oldest = min(self._oldest, now)
+        self.look_again_at(min(until, self.looks_at), now)
+
+    def overtaken(self, since: float, now: float) -> None:
+        """A slot was granted since then as often as others may be overtaken. If one waited so long, a round is due."""
+        if self._oldest <= now and since >= self._oldest:
+            self.is_due = True
 
     def rest(self, now: float) -> None:
         """Nobody waits: nothing is to be looked at later."""
-        state = self._state
-        state.ask_again, state.oldest_cold = False, inf
-        state.kept.clear()
+        self.is_due, self._oldest = False, inf
+        self._state.kept.clear()
         self.look_again_at(inf, now)
 
     def bring(self, now: float) -> None:
@@ -61,7 +74,7 @@ class Rounds:
         had to wait for the same devices, or want others: so nobody is hidden behind those who wait for a busy device.
         """
         state = self._state
-        state.ask_again = False
+        self.is_due = False
         state.kept.clear()
         is_crowd = len(state.waitlist.queues) > RANKED_MANY
         ranking, until = self._ranked_in_crowd(now) if is_crowd else self._ranked(now)
@@ -91,19 +104,18 @@ class Rounds:
         if self._crowd:
             # The crowd has dispersed. Where another one gathers, everybody is looked at anew.
             self._crowd.clear()
-            state.waitlist.altered.update(dict.fromkeys(state.waitlist.queues))
+            state.waitlist.alter_all()
         cold = [queue for queue in state.waitlist.queues.values() if self.is_away(queue.model, now)]
         cold.sort(key=lambda queue: policy.rank(queue, now))
-        state.oldest_cold = min((queue.oldest for queue in cold), default=inf)
+        self._oldest = min((queue.oldest for queue in cold), default=inf)
         deadlines = (queue.deadline_at for queue in cold if queue.deadline_at > now)
         until = min(deadlines, default=inf) if len(cold) > INSIST_MANY else inf
         return [queue.model for queue in cold], until
 
     def _ranked_in_crowd(self, now: float) -> tuple[list[ModelId], float]:
         """The first few of those who are away, and then some others, each of whom is among these in turn."""
-        crowd, altered = self._crowd, self._state.waitlist.altered
-        for model in list(islice(altered, RANKED_IN_CROWD)):
-            del altered[model]
+        crowd = self._crowd
+        for model in self._state.waitlist.take_altered(RANKED_IN_CROWD):
             self._rank(model, now)
         others = crowd.longest_unseen(RANKED_IN_CROWD)
         for model in others:
@@ -164,12 +176,13 @@ class Rounds:
             return False
         if queue.model in state.slots_by_model:
             return False
-        ways, kept = residents.ways(record), frozenset[DeviceId]().union(*state.kept.values())
+        kept = frozenset[DeviceId]().union(*(on for model, on in state.kept.items() if not state.is_coming(model)))
+        ways = residents.ways(record)
         return bool(ways) and not any(kept.isdisjoint(way.on) for way in ways)
 
     def _decide_on(self, waiter: Waiter, residents: Residents, now: float) -> tuple[Plan, Residents]:
         plan = decide(self._state, waiter, now, self._places, residents)
-        self._act.carry_out(waiter, plan, now)
+        self.overtaken(self._act.carry_out(waiter, plan, now), now)
         if isinstance(plan, Wait):
             return plan, residents
         return plan, residents.after_swap() if isinstance(plan, Swap) else Residents(self._state, now, self._places)
@@ -192,6 +205,6 @@ class Rounds:
         if at == self.looks_at:
             return
         if at == inf:
-            self._stage.forget_timer(_SWITCH)
+            self._slots.forget_timer(_SWITCH)
         else:
-            self._stage.set_timer(_SWITCH, max(at, now), because("switch"))
+            self._slots.set_timer(_SWITCH, max(at, now), because("switch"))

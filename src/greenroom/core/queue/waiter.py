@@ -42,7 +42,6 @@ class Waiter:
     # Age counts from here: its arrival, or when the one before it in its lane was served.
     aged_from: float = 0.0
     came_back: bool = False
-    granted_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.aged_from = self.arrived

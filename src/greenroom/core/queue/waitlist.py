@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from itertools import islice
 from math import inf
 
 from greenroom.core.model import ModelId, MoveKind, TenantId
@@ -19,6 +20,8 @@ from greenroom.core.queue.waiter import WaiterKind as WaiterKind
 
 # The kind's word, not the kind: lanes are compared where turns are equal.
 Lane = tuple[str, int, TenantId]
+# Seconds until a model is ready from where it is and until it has answered, and how many it answers at once.
+Prices = tuple[float, float, int]
 
 # With more lanes than these their order is kept; with fewer it is as quick to look at each.
 LANES_FEW = 8
@@ -93,8 +96,7 @@ class Queue:
         self._late_at = inf
         self._oldest = inf
         self._lift_at = inf
-        # How long its model takes to be ready from where it is, and to answer, and how many it answers at once; kept by
-        # the scheduler.
+        # How long its model takes to be ready from where it is, and to answer, and how many it answers at once.
         self.swap_s = 0.0
         self.service_s = 0.0
         self.at_once = 1
@@ -136,9 +138,13 @@ class Queue:
         """When they came, on average."""
         return self._ages / self.weight
 
-    def joined_by(self, waiter: Waiter) -> Queue:
+    def price(self, prices: Prices) -> None:
+        self.swap_s, self.service_s, self.at_once = prices
+
+    def joined_by(self, waiter: Waiter, prices: Prices) -> Queue:
         """The sums as they would be with this one in the queue. Lanes are left out."""
         copy = Queue(self.model, self._standing)
+        copy.price(prices)
         copy.waiting, copy.weight, copy._ages, copy.tenants = self.waiting, self.weight, self._ages, {**self.tenants}
         copy.priorities, copy.operators = self.priorities.copied(), self.operators
         copy._deadline_at, copy._late_at = self.deadline_at, self.late_at
@@ -335,8 +341,11 @@ class Waitlist:
     def get(self, waiter_id: str) -> Waiter | None:
         return self._waiters.get(waiter_id)
 
-    def add(self, waiter: Waiter) -> None:
+    def add(self, waiter: Waiter, model: ModelId | None = None) -> None:
+        """It waits in this model's queue, or else in that in which it stood."""
         assert waiter.id not in self._waiters, f"{waiter.id} waits already"
+        if model is not None:
+            waiter.model = model
         self._waiters[waiter.id] = waiter
         queue = self.queues.get(waiter.model)
         if queue is None:
@@ -369,6 +378,30 @@ class Waitlist:
         self.queues, self.altered, self.choosy, self._callers = {}, {}, {}, []
         for waiter in waiters.values():
             self.add(waiter)
+
+    def mark_returned(self, waiter: Waiter) -> None:
+        """It was granted a slot and comes back."""
+        waiter.came_back = True
+
+    def strike(self, waiter: Waiter, model: ModelId) -> None:
+        """This model is no longer one of its candidates. It still stands in the queue in which it stands."""
+        waiter.candidates = tuple(name for name in waiter.candidates if name != model)
+
+    def price(self, model: ModelId, prices: Prices) -> None:
+        """Tell this model's queue what bringing it takes now."""
+        self.queues[model].price(prices)
+        self.altered[model] = None
+
+    def take_altered(self, count: int) -> list[ModelId]:
+        """Up to so many models whose queues have changed since they were taken last."""
+        models = list(islice(self.altered, count))
+        for model in models:
+            del self.altered[model]
+        return models
+
+    def alter_all(self) -> None:
+        """Every queue counts as changed."""
+        self.altered.update(dict.fromkeys(self.queues))
 
     def of(self, model: ModelId) -> list[Waiter]:
         queue = self.queues.get(model)
