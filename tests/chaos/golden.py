@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from benchmarks.scheduling.workloads import GENERATED, generated
+
 from greenroom.core import events as ev
 from greenroom.core.explain import Explanation
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need, RequestId, TenantId
@@ -37,7 +39,6 @@ from tests.sim.shared.gateway import Gateway
 from tests.sim.shared.play import play as play_shared
 
 KEPT = Path(__file__).with_name("golden.json")
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SEEDS, SHARED_SEEDS = 200, 40
 POLICIES = ("default", "fifo")
 # Slots of the GPU, seconds a load takes, how far time is stretched, and whether models can sleep.
@@ -129,9 +130,6 @@ def _explained(one: Explanation) -> str:
 
 def workload_hash(name: str) -> str:
     """One scheduling workload on one machine: `poisson/default/0`."""
-    sys.path.insert(0, str(BENCHMARKS))
-    from scheduling_workloads import generated  # type: ignore[import-not-found]
-
     workload_name, policy, machine = name.split("/")
     slots, swap_s, stretch, sleeps = MACHINES[int(machine)]
     workload, models = generated(workload_name, stretch, 0)
@@ -218,9 +216,6 @@ RUNS: Mapping[str, Callable[[str], str]] = {
 
 
 def all_runs(seeds: int) -> Iterator[str]:
-    sys.path.insert(0, str(BENCHMARKS))
-    from scheduling_workloads import GENERATED
-
     yield "replay:mixed"
     for name in GENERATED:
         for policy in POLICIES:
