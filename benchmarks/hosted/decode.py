@@ -75,7 +75,7 @@ def main() -> None:
             gateway.stream(EIGHT[0], 8)
             again = one_caller(gateway, EIGHT[0])
             in_one = together(gateway)
-        apart = {model: {**said, "isolate": True} for model, said in models.items()}
+        apart = {model: {**settings, "isolate": True} for model, settings in models.items()}
         with hosted_gateway(Path(scratch) / "two", apart) as gateway:
             in_two = together(gateway)
     report(run, eager, ours, again, (in_one, in_two), MEMORY_BYTES_S / weight_bytes(folder))

@@ -72,12 +72,12 @@ async def play(gateway: HostedGateway, requests: Sequence[Request]) -> list[Serv
             await asyncio.sleep(max(0.0, began + request.at_s - time.perf_counter()))
             sent = time.perf_counter()
             try:
-                said = await client.completions.with_raw_response.create(
+                answer = await client.completions.with_raw_response.create(
                     model=request.model, prompt="w7 w8 w9 " * 16, max_tokens=request.tokens, temperature=0
                 )
             except APIError as error:
                 return Served(0.0, time.perf_counter() - sent, repr(error))
-            wait_s = int(said.headers.get("x-queue-wait-ms", "0")) / 1000
+            wait_s = int(answer.headers.get("x-queue-wait-ms", "0")) / 1000
             return Served(wait_s, time.perf_counter() - sent)
 
         return await asyncio.gather(*map(one, requests))

@@ -163,42 +163,42 @@ class Loop:
             row.append(token)
 
 
-def check(runner: Runner, stage: FlatWeights, vocabulary: int, batch_max: int, steps: int = 24) -> None:
+def check(runner: Runner, model: FlatWeights, vocabulary: int, batch_max: int, steps: int = 24) -> None:
     """Print how often paged decoding chooses as Transformers does."""
     prompts = [prompt(tokens, vocabulary, tokens) for tokens in (9, 64, 200)[:batch_max]]
     loop = Loop(runner, prompts, steps)
     for _ in range(steps):
         loop.note()
-    stage.module.set_attn_implementation("sdpa")
+    model.module.set_attn_implementation("sdpa")
     try:
         for one, chosen in zip(prompts, loop.chosen, strict=True):
-            ids = torch.tensor([one + chosen], device=stage.device)
+            ids = torch.tensor([one + chosen], device=model.device)
             with torch.no_grad():
-                logits = stage.module(ids, use_cache=False).logits[0, len(one) - 1 : -1].float()
+                logits = model.module(ids, use_cache=False).logits[0, len(one) - 1 : -1].float()
             # Compared along the same text: how far the chosen token is below the likeliest, in standard deviations.
-            picked = logits.gather(1, torch.tensor(chosen, device=stage.device)[:, None])[:, 0]
+            picked = logits.gather(1, torch.tensor(chosen, device=model.device)[:, None])[:, 0]
             behind = (logits.max(-1).values - picked) / logits.std(-1)
             same = int((behind == 0).sum())
             print(
                 f"prompt {len(one)}: {same}/{len(chosen)} the same choice, at most {float(behind.max()):.3f} sd behind"
             )
     finally:
-        stage.module.set_attn_implementation(IMPLEMENTATION)
+        model.module.set_attn_implementation(IMPLEMENTATION)
 
 
-def speeds(runner: Runner, args: argparse.Namespace, vocabulary: int) -> dict[int, float]:
+def speeds(runner: Runner, device: torch.device, args: argparse.Namespace) -> dict[int, float]:
     """Tokens a second by batch size."""
     rates: dict[int, float] = {}
     for count in args.batches:
-        prompts = [prompt(args.prompt, vocabulary, row) for row in range(count)]
+        prompts = [prompt(args.prompt, args.vocabulary, row) for row in range(count)]
         loop = Loop(runner, prompts, args.steps + WARM_STEPS)
         began = time.perf_counter()
         loop.step()
-        settle(runner.stage.device)
+        settle(device)
         captured_s = time.perf_counter() - began
         for _ in range(WARM_STEPS - 1):
             loop.step()
-        each = timed(runner.stage.device, loop.step, args.steps)
+        each = timed(device, loop.step, args.steps)
         rates[count] = count / each
         print(
             f"batch {count:4d}: {each * 1e3:7.3f} ms/step, {count / each:9.1f} tokens/s, "
@@ -208,8 +208,7 @@ def speeds(runner: Runner, args: argparse.Namespace, vocabulary: int) -> dict[in
     return rates
 
 
-def prompts_speed(runner: Runner, vocabulary: int) -> None:
-    device = runner.stage.device
+def prompts_speed(runner: Runner, device: torch.device, vocabulary: int) -> None:
     for count, tokens, past in ((1, 64, 0), (1, 512, 0), (1, 2048, 0), (32, 64, 0), (1, 512, 1024), (8, 128, 512)):
         table = tables(count, tokens + past)
         pieces = [Piece(prompt(tokens, vocabulary, row), past, table[row], True) for row in range(count)]
@@ -218,24 +217,24 @@ def prompts_speed(runner: Runner, vocabulary: int) -> None:
         print(f"{count} x {tokens} tokens after {past}: {each * 1e3:.1f} ms", flush=True)
 
 
-def generated(stage: FlatWeights, count: int, prompt_tokens: int, steps: int, vocabulary: int) -> float:
+def generated(model: FlatWeights, count: int, prompt_tokens: int, steps: int, vocabulary: int) -> float:
     """Tokens a second of plain `generate`."""
-    stage.module.set_attn_implementation("sdpa")
+    model.module.set_attn_implementation("sdpa")
     try:
-        ids = torch.tensor([prompt(prompt_tokens, vocabulary, row) for row in range(count)], device=stage.device)
+        ids = torch.tensor([prompt(prompt_tokens, vocabulary, row) for row in range(count)], device=model.device)
 
         def generate() -> None:
-            stage.module.generate(  # type: ignore[operator]
+            model.module.generate(  # type: ignore[operator]
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps, min_new_tokens=steps, do_sample=False,
                 pad_token_id=0,
             )  # fmt: skip
 
         generate()
-        each = timed(stage.device, generate, 1)
+        each = timed(model.device, generate, 1)
         print(f"Transformers generate, batch {count}: {count * steps / each:.1f} tokens/s", flush=True)
         return count * steps / each
     finally:
-        stage.module.set_attn_implementation(IMPLEMENTATION)
+        model.module.set_attn_implementation(IMPLEMENTATION)
 
 
 class Listener:
@@ -286,18 +285,18 @@ def _asked(args: argparse.Namespace, number: int, sampling: Sampling) -> tuple[A
     return made, listener
 
 
-def kernels(runner: Runner, count: int, prompt_tokens: int, vocabulary: int) -> None:
+def kernels(runner: Runner, device: torch.device, count: int, prompt_tokens: int, vocabulary: int) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     loop = Loop(runner, [prompt(prompt_tokens, vocabulary, row) for row in range(count)], 64)
     for _ in range(WARM_STEPS):
         loop.step()
-    settle(runner.stage.device)
+    settle(device)
     steps = 4
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         for _ in range(steps):
             loop.step()
-        settle(runner.stage.device)
+        settle(device)
     found: dict[str, tuple[int, float]] = {}
     for event in seen.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
@@ -333,13 +332,13 @@ def main() -> None:
     run, figures = Run("probe_decode", args, name, f"torch {torch.__version__}"), dict[str, Any]()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     cache_tokens = max(max(args.batches) * (args.prompt + args.steps + 64), 8192)
-    stage = build(args, device, dtype, cache_tokens)
+    model = build(args, device, dtype, cache_tokens)
     batch_max, context = max(args.batches), min(8192, cache_tokens)
     plain_quicken = runner_module.quicken
     runner_module.quicken = lambda model: None
 
     def made(kernels: Kernels | None) -> Runner:
-        runner = Runner(stage, cache_tokens, batch_max, context)
+        runner = Runner(model, cache_tokens, batch_max, context)
         if kernels is not None:
             runner = _with(runner, kernels)
         runner.on_wake()
@@ -348,34 +347,34 @@ def main() -> None:
     with section("before any module is changed"):
         first = made(None)
         print(f"kernels that work here: {first.kernels}")
-        check(first, stage, args.vocabulary, batch_max)
-        figures["unchanged_per_s"] = speeds(first, args, args.vocabulary)
+        check(first, model, args.vocabulary, batch_max)
+        figures["unchanged_per_s"] = speeds(first, device, args)
         del first
     with section("the same without the paged kernel (keys gathered first)"):
         gathered = made(Kernels(packs=device.type == "cuda"))
-        check(gathered, stage, args.vocabulary, batch_max)
-        figures["gathered_per_s"] = speeds(gathered, args, args.vocabulary)
+        check(gathered, model, args.vocabulary, batch_max)
+        figures["gathered_per_s"] = speeds(gathered, device, args)
         del gathered
     few_and_many = sorted({1, args.batches[-2] if len(args.batches) > 1 else 1})
     for count in few_and_many:
         with section("Transformers' own generate"):
-            rate = generated(stage, count, args.prompt, min(args.steps, 64), args.vocabulary)
+            rate = generated(model, count, args.prompt, min(args.steps, 64), args.vocabulary)
             figures.setdefault("generate_per_s", {})[count] = rate
     runner_module.quicken = plain_quicken
     with section("as the worker runs it"):
         before = reserved(device)
         whole = made(None)
-        check(whole, stage, args.vocabulary, batch_max)
-        figures["worker_per_s"] = speeds(whole, args, args.vocabulary)
+        check(whole, model, args.vocabulary, batch_max)
+        figures["worker_per_s"] = speeds(whole, device, args)
         print(f"graphs keep {(reserved(device) - before) / 2**20:.0f} MiB on the device")
     with section("prompts"):
-        prompts_speed(whole, args.vocabulary)
+        prompts_speed(whole, device, args.vocabulary)
     for count in few_and_many:
         with section(f"kernels of a step, batch {count}"):
-            kernels(whole, count, args.prompt, args.vocabulary)
+            kernels(whole, device, count, args.prompt, args.vocabulary)
     del whole
     with section("through the model's thread"):
-        batching = Batching(stage, cache_tokens=cache_tokens, batch_max=batch_max, context=context, on_fatal=print)
+        batching = Batching(model, cache_tokens=cache_tokens, batch_max=batch_max, context=context, on_fatal=print)
         batching.on_wake()
         for title, sampling in SAMPLINGS.items():
             figures.setdefault("thread_per_s", {})[title] = threaded(batching, args, title, sampling)

@@ -74,7 +74,7 @@ def evictions(gateway: HostedGateway, card: Card, empty_mib: float, count: int =
     return {"eviction_s": statistics.median(told_s), "asleep_mib": max(back_mib)}
 
 
-def beside(gateway: HostedGateway) -> dict[str, float]:
+def loaded_while_serving(gateway: HostedGateway) -> dict[str, float]:
     """With room for two: while one answers, the next is requested."""
     serving, next_one = EIGHT[0], EIGHT[1]
     for model in EIGHT:
@@ -165,7 +165,7 @@ def eight_billions(gateway: HostedGateway, card: Card, args: argparse.Namespace,
         figures |= evictions(gateway, card, empty_mib)
     show(figures)
     with gateway.lease(free_mib - int(need_mib * 2.5)):
-        figures |= beside(gateway)
+        figures |= loaded_while_serving(gateway)
     figures |= from_disk(gateway, args.python, folders / EIGHT[2], EIGHT[2])
     figures["empty_mib"] = empty_mib
     show(figures)

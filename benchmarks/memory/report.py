@@ -87,8 +87,8 @@ class Encounter:
 def versions(python: str) -> str:
     """Of the interpreter that runs the models."""
     script = "import sys, torch, transformers as t; print(*sys.version_info[:2], torch.__version__, t.__version__)"
-    said = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True).stdout.split()
-    return f"Python {said[0]}.{said[1]}, PyTorch {said[2]}, Transformers {said[3]}"
+    found = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True).stdout.split()
+    return f"Python {found[0]}.{found[1]}, PyTorch {found[2]}, Transformers {found[3]}"
 
 
 def show_card(card: Card, gpus: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ def _show_parts(rows: Sequence[Row]) -> None:
 def _show_returns(rows: Sequence[Row]) -> None:
     print("\nmemory back after a stop, seconds since it was ordered (looked at every 2 ms)")
     print(
-        f"{'model and context':24}{'MiB':>8}{'process gone':>15}{'memory back':>13}{'said so':>9}{'missing then':>14}"
+        f"{'model and context':24}{'MiB':>8}{'process gone':>15}{'memory back':>13}{'answered':>9}{'missing then':>14}"
     )
     for row in rows:
         gone = row.gone
@@ -150,16 +150,16 @@ def _show_returns(rows: Sequence[Row]) -> None:
 
 
 def show_encounter(met: Encounter) -> None:
-    def told(leaving: list[str] | None) -> str:
+    def shown(leaving: list[str] | None) -> str:
         return "it could not be loaded" if leaving is None else f"{', '.join(leaving) or 'nothing'} would be evicted"
 
     print("\nan undeclared process takes 20 GB; what is evicted for a newcomer?")
-    print(f"before      {told(met.before)}")
+    print(f"before      {shown(met.before)}")
     print(
-        f"with it     {told(met.during)}; {met.foreign_mib:,} MiB were counted as foreign after {met.noticed_s:.2f} s"
+        f"with it     {shown(met.during)}; {met.foreign_mib:,} MiB were counted as foreign after {met.noticed_s:.2f} s"
     )
     print(f"            the newcomer was served; ready then: {', '.join(met.ready)}; {met.used_mib:,.0f} MiB used")
-    print(f"after it    {told(met.after)}")
+    print(f"after it    {shown(met.after)}")
 
 
 # --- goals ----------------------------------------------------------------------------------------------------------

@@ -60,8 +60,8 @@ def command() -> str:
 
 
 def machine() -> str:
-    said = _output("lscpu") if shutil.which("lscpu") else ""
-    models = [line.partition(":")[2].strip() for line in said.splitlines() if line.startswith("Model name")]
+    output = _output("lscpu") if shutil.which("lscpu") else ""
+    models = [line.partition(":")[2].strip() for line in output.splitlines() if line.startswith("Model name")]
     processor = models[0] if models else "unknown processor"
     return f"{os.uname().machine}, {os.cpu_count()} cores, {processor}, Python {sys.version.split()[0]}"
 

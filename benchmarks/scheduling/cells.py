@@ -51,21 +51,21 @@ class Cell:
 
 def cell_from(text: str, traces: Sequence[str]) -> Cell:
     """`workload=arena27,slots=2,swap=5,stretch=4`; `trace` is another key for the workload, which needs no key."""
-    said = dict(_part(part) for part in text.split(","))
-    name = said.pop("trace", None) or said.pop("workload", None) or "poisson"
+    given = dict(_part(part) for part in text.split(","))
+    name = given.pop("trace", None) or given.pop("workload", None) or "poisson"
     files = {trace_name(path): path for path in traces}
     if name not in files and name not in GENERATED:
         raise SystemExit(f"there is no workload {name}: {', '.join([*files, *GENERATED])}")
-    slots, swap_s, stretch = int(said.pop("slots", 2)), float(said.pop("swap", 5)), float(said.pop("stretch", 4))
-    sizes, limits = said.pop("sizes", "equal"), said.pop("limits", "")
-    if said:
-        raise SystemExit(f"a cell has no {', '.join(said)}: workload, slots, swap, stretch, sizes, limits")
+    slots, swap_s, stretch = int(given.pop("slots", 2)), float(given.pop("swap", 5)), float(given.pop("stretch", 4))
+    sizes, limits = given.pop("sizes", "equal"), given.pop("limits", "")
+    if given:
+        raise SystemExit(f"a cell has no {', '.join(given)}: workload, slots, swap, stretch, sizes, limits")
     return Cell(name, slots, swap_s, stretch, sizes, limits, trace=files.get(name, ""))
 
 
 def _part(text: str) -> tuple[str, str]:
-    name, said, value = text.partition("=")
-    return (name, value) if said else ("workload", name)
+    name, equals, value = text.partition("=")
+    return (name, value) if equals else ("workload", name)
 
 
 def run_cell(cell: Cell) -> Figures:
@@ -94,14 +94,14 @@ def stretch_for(cell: Cell, occupied: float, steps: int) -> Cell:
 def limits_of(cell: Cell) -> Limits:
     """The scheduler's defaults, except for what the cell sets. Queues may be long: what is measured is waiting."""
     known = {one.name for one in fields(Limits)}
-    said: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for part in filter(None, cell.limits.split(";")):
         name, _, value = part.partition("=")
         if name not in known:
             raise SystemExit(f"there is no limit {name}: {', '.join(sorted(known))}")
         numbers = [float(number) for number in value.split("/")]
-        said[name] = tuple(numbers) if len(numbers) > 1 else type(getattr(Limits(), name))(numbers[0])
-    return Limits(**{"queue_depth_max": 10**6, **said})
+        given[name] = tuple(numbers) if len(numbers) > 1 else type(getattr(Limits(), name))(numbers[0])
+    return Limits(**{"queue_depth_max": 10**6, **given})
 
 
 def _gpu(cell: Cell) -> Device:
