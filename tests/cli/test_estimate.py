@@ -13,7 +13,7 @@ from greenroom.core.model import DeviceId, ModelId
 from greenroom.engines.registry import engine_for
 from greenroom.runtime.memory.book import NeedBook
 from greenroom.runtime.memory.needs import Needs, Subject, warn
-from greenroom.runtime.record.appended import replace_file
+from greenroom.runtime.record.line_file import replace_file
 from tests.engines.test_estimate_hf import folder
 from tests.models import tiny
 

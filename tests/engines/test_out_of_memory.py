@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from greenroom.runtime.moves.evidence import memory_complaint
+from greenroom.runtime.moves.load_errors import memory_complaint
 
 COMPLAINTS = [
     # llama.cpp

@@ -13,7 +13,7 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind, Tier
 from greenroom.engines import transformers
-from greenroom.runtime.workers import hosts
+from greenroom.runtime.workers import pool
 from tests.harness import until
 
 FAKE_WORKER = Path(__file__).parent.parent / "fake_worker.py"
@@ -23,7 +23,7 @@ FAKE_WORKER = Path(__file__).parent.parent / "fake_worker.py"
 def fake_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Workers are fakes; a spare comes at once where there is to be one."""
     monkeypatch.setattr(transformers, "WORKER", FAKE_WORKER)
-    monkeypatch.setattr(hosts, "SPARE_AFTER_S", 0.0)
+    monkeypatch.setattr(pool, "SPARE_AFTER_S", 0.0)
     yield
     assert not arenas(), "memory of arenas was left behind"
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from greenroom.app import App
-from greenroom.wiring import shutdown
+from greenroom import app as shutdown
 from tests.harness import fake, gateway, left_behind, tiny, until
 from tests.integration.facts import Journal, at_rest, counters, is_loading, is_ready, pids
 from tests.integration.raw import Answer, Raw, asking, chat, http

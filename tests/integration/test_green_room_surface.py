@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.runtime.moves import prefetch
+from greenroom.runtime.moves import model_files
 from tests.harness import fake, gateway, until
 from tests.integration.raw import Raw, asking, chat, http
 
@@ -66,7 +66,7 @@ async def test_the_file_of_a_model_is_read_ahead_while_its_caller_waits_for_room
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one on stage answers slowly; the other, which shall have its place, is read meanwhile and never loaded."""
-    monkeypatch.setattr(prefetch, "_is_cached", lambda descriptor, piece: False)
+    monkeypatch.setattr(model_files, "_is_cached", lambda descriptor, piece: False)
     (tmp_path / "b.gguf").write_bytes(bytes(3 * MIB))
     models = {
         "a": fake("a", "--token-s", "0.2", "--tokens", "500"),

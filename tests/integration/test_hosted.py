@@ -14,8 +14,8 @@ import pytest
 from greenroom.core.model import ModelId, MoveKind, Tier
 from greenroom.errors import BadModel, LoadFailed, OutOfMemory, OutsideRoots
 from greenroom.runtime.memory.hosted_memory import HostedMemory
-from greenroom.runtime.moves import hosted_moves, openings
-from greenroom.runtime.workers import worker_host
+from greenroom.runtime.moves import hosted_moves, opening
+from greenroom.runtime.workers import worker as worker_module
 from tests.harness import gateway, until, write_config
 from tests.integration.facts import at_rest
 from tests.integration.hosted_rig import Folder, arenas, fake_workers, move, tier, until_in, worker_of
@@ -178,8 +178,8 @@ async def test_a_request_in_flight_is_answered_by_the_next_worker_if_it_had_no_b
 async def test_a_worker_that_stands_still_is_ended_and_its_models_are_served_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_host, "ASK_EVERY_S", 0.1)
-    monkeypatch.setattr(worker_host, "ANSWER_MAX_S", 1.0)
+    monkeypatch.setattr(worker_module, "ASK_EVERY_S", 0.1)
+    monkeypatch.setattr(worker_module, "ANSWER_MAX_S", 1.0)
     folder = Folder(tmp_path, "alpha")
     async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
         await chat(app, "alpha")
@@ -266,8 +266,8 @@ async def test_an_open_that_hangs_ends_at_its_deadline_and_the_worker_goes_on(tm
 async def test_a_worker_that_cannot_close_is_ended_and_its_neighbours_go_on_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openings, "CLOSE_MAX_S", 0.2)
-    monkeypatch.setattr(openings, "CLOSE_SHARED_MAX_S", 0.5)
+    monkeypatch.setattr(opening, "CLOSE_MAX_S", 0.2)
+    monkeypatch.setattr(opening, "CLOSE_SHARED_MAX_S", 0.5)
     folder, other = Folder(tmp_path, "alpha", at={"close": "hang"}), Folder(tmp_path, "other")
     async with gateway(tmp_path, {"alpha": folder.model(), "other": other.model()}, **QUIET) as app:
         await chat(app, "alpha")
@@ -284,7 +284,7 @@ async def test_a_sleep_that_goes_wrong_frees_the_memory_all_the_same(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hosted_moves, "SLEEP_MAX_S", 0.3)
-    monkeypatch.setattr(openings, "CLOSE_MAX_S", 0.3)
+    monkeypatch.setattr(opening, "CLOSE_MAX_S", 0.3)
     folders = {name: Folder(tmp_path, name) for name in ("alpha", "beta")}
     models = {name: folder.model() for name, folder in folders.items()}
     async with gateway(tmp_path, models, budget_mib=150, **QUIET) as app:
@@ -327,7 +327,7 @@ async def test_a_load_that_is_called_off_leaves_nothing(
 async def test_an_open_that_is_called_off_and_cannot_stop_is_waited_for_while_its_neighbours_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openings, "CLOSE_MAX_S", 0.2)
+    monkeypatch.setattr(opening, "CLOSE_MAX_S", 0.2)
     folder, other = Folder(tmp_path, "alpha", at={"open": "deaf 3"}), Folder(tmp_path, "other")
     async with gateway(tmp_path, {"alpha": folder.model(), "other": other.model()}, **QUIET) as app:
         await chat(app, "other")
@@ -366,8 +366,8 @@ async def test_a_wake_that_is_called_off_and_cannot_stop_is_waited_for_while_its
 async def test_a_worker_that_stays_deaf_after_a_load_has_failed_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openings, "CLOSE_MAX_S", 0.2)
-    monkeypatch.setattr(openings, "CLOSE_SHARED_MAX_S", 1.0)
+    monkeypatch.setattr(opening, "CLOSE_MAX_S", 0.2)
+    monkeypatch.setattr(opening, "CLOSE_SHARED_MAX_S", 1.0)
     folder, other = Folder(tmp_path, "alpha", at={"open": "deaf 60"}), Folder(tmp_path, "other")
     models = {"alpha": folder.model(load_timeout_s=1), "other": other.model()}
     async with gateway(tmp_path, models, **QUIET) as app:
@@ -383,7 +383,7 @@ async def test_a_worker_that_stays_deaf_after_a_load_has_failed_is_ended(
 async def test_a_deaf_worker_in_which_nobody_else_is_served_is_ended_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openings, "CLOSE_MAX_S", 0.2)
+    monkeypatch.setattr(opening, "CLOSE_MAX_S", 0.2)
     folders = [Folder(tmp_path, name, at={"open": "deaf 60"}) for name in ("alpha", "beta")]
     models = {"alpha": folders[0].model(), "beta": folders[1].model()}
     async with gateway(tmp_path, models, **QUIET) as app:

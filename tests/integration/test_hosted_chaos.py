@@ -16,7 +16,7 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import MoveKind, Tier
 from greenroom.errors import GreenroomError
-from greenroom.runtime.moves import hosted_moves, openings
+from greenroom.runtime.moves import hosted_moves, opening
 from tests.harness import gateway, until
 from tests.integration.facts import at_rest
 from tests.integration.hosted_rig import Folder, arenas, fake_workers, move
@@ -92,7 +92,7 @@ async def test_whatever_happens_to_workers_nothing_is_lost_or_left(
     for name in ("WAKE_MAX_S", "SLEEP_MAX_S", "SLEEP_SHARED_MAX_S"):
         monkeypatch.setattr(hosted_moves, name, 0.5)
     for name in ("CLOSE_MAX_S", "CLOSE_SHARED_MAX_S"):
-        monkeypatch.setattr(openings, name, 0.5)
+        monkeypatch.setattr(opening, name, 0.5)
     folders = {name: Folder(tmp_path, name) for name in NAMES}
     models = {name: folder.model(load_timeout_s=10) for name, folder in folders.items()}
     scheduler = {"backoff_s": 0.2, "backoff_max_s": 1}

@@ -11,7 +11,7 @@ from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.slots import Failures
+from greenroom.runtime.moves.load_errors import Failures
 
 M = ModelId("qwen")
 HERE, GOING = SlotId("s1"), SlotId("s2")

@@ -6,7 +6,7 @@ import pytest
 
 from greenroom.core.model import Claim, Move, SlotId
 from greenroom.runtime.leases.shared_slots import SharedSlots
-from greenroom.runtime.memory.grants import Alone, Grants
+from greenroom.runtime.moves.admission import Alone, Grants
 from tests.sim.shared.gateway import Gateway
 from tests.sim.shared.many import Figures, outcome
 from tests.sim.shared.play import Plant, play

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from greenroom.config.gpu_names import cuda_name
+from greenroom.errors import LeaseTaken
 
 # The device that is no GPU.
 HOST: Final = "host"
@@ -102,3 +103,8 @@ class LeaseStore(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def taken(id: str, whose: str) -> LeaseTaken:
+    """The id names another lease than the one that is asked for."""
+    return LeaseTaken(f"The lease {id} is {whose}; choose another id.", param="id")

@@ -14,7 +14,7 @@ from greenroom.config.schema import Server
 from greenroom.http.edge import Edge
 from greenroom.http.hosts import HostRule
 from greenroom.http.limits import limits_for
-from greenroom.runtime.moves.prefetch import Prefetch
+from greenroom.runtime.moves.model_files import Prefetch
 from greenroom.runtime.record.recording import ActivityRecorder
 from greenroom.runtime.tickets import Desk
 from greenroom.server.admin.gateway import Gateway

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from greenroom.config.schema import Config
 from greenroom.leases.holder import holder_of
 from greenroom.leases.shared.store import open_store
-from greenroom.runtime.leases.devices import leasable_mib, most_leasable_mib
+from greenroom.runtime.leases.journal_writer import LeaseLog
 from greenroom.runtime.leases.local import Leasing
-from greenroom.runtime.leases.log import LeaseLog
 from greenroom.runtime.leases.making_room import MakingRoom
+from greenroom.runtime.leases.refusals import leasable_mib, most_leasable_mib
 from greenroom.runtime.leases.shared_leasing import SharedLeasing
 from greenroom.runtime.leases.sharing import Sharing
-from greenroom.runtime.memory.grants import Alone, Grants
+from greenroom.runtime.moves.admission import Alone, Grants
 from greenroom.wiring.common import Common
 from greenroom.wiring.memory import Memory
 

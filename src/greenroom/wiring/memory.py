@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from greenroom.config.schema import Config
 from greenroom.core.events import Event
 from greenroom.core.model import Device, DeviceId
+from greenroom.runtime.memory.attribution import LeasePids, MemoryOwners
 from greenroom.runtime.memory.book import NeedBook
-from greenroom.runtime.memory.devices import DeviceNames, devices
+from greenroom.runtime.memory.devices import DeviceNames, devices, set_aside, without
 from greenroom.runtime.memory.needs import Needs, warn
-from greenroom.runtime.memory.owners import Growth, LeasePids, MemoryOwners, set_aside, without
 from greenroom.runtime.memory.probes.base import Probe, Reading
-from greenroom.runtime.memory.slot_memory import SlotMemory
+from greenroom.runtime.memory.slot_memory import Growth, SlotMemory
 from greenroom.runtime.memory.watch import MemoryWatch
-from greenroom.runtime.record.appended import replace_file
+from greenroom.runtime.record.line_file import replace_file
 from greenroom.wiring.common import Common
 
 

@@ -13,12 +13,11 @@ from greenroom.core.model import DeviceKind, ModelId
 from greenroom.core.state import State
 from greenroom.process.ports import PortRange
 from greenroom.runtime.memory.hosted_memory import HostedMemory
-from greenroom.runtime.moves.cleanup import Remains
+from greenroom.runtime.moves.admission import Remains
 from greenroom.runtime.moves.hosted_moves import HostedMoves
+from greenroom.runtime.moves.load_errors import Failures, Mishaps
 from greenroom.runtime.moves.mover import Mover
-from greenroom.runtime.moves.openings import Mishaps
 from greenroom.runtime.rejections import Rejections
-from greenroom.runtime.slots import Failures
 from greenroom.wiring.common import Common
 from greenroom.wiring.leases import Leases
 from greenroom.wiring.memory import Memory

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from greenroom.app import App
-from greenroom.runtime.moves import openings
+from greenroom.runtime.moves import opening
 from tests.harness import gateway, until
 from tests.integration.facts import at_rest
 from tests.integration.faults import assert_ended_by, first_events, is_alive, rest_of
@@ -135,8 +135,8 @@ async def test_worker_lost_again_and_again_is_replaced_each_time(app: App) -> No
 
 async def test_worker_that_stands_still_is_given_up_in_the_end(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not hold the memory for ever, nor keep an order waiting."""
-    monkeypatch.setattr(openings, "CLOSE_MAX_S", 1.0)
-    monkeypatch.setattr(openings, "CLOSE_SHARED_MAX_S", 1.0)
+    monkeypatch.setattr(opening, "CLOSE_MAX_S", 1.0)
+    monkeypatch.setattr(opening, "CLOSE_SHARED_MAX_S", 1.0)
     await says(app, "alpha")
     pid = await pid_of(app, "alpha")
     os.kill(pid, signal.SIGSTOP)

@@ -28,9 +28,9 @@ from greenroom.core.model import (
 )
 from greenroom.core.scheduler import Scheduler
 from greenroom.leases.records import LeaseAsk
-from greenroom.runtime.leases.devices import most_leasable_mib
+from greenroom.runtime.leases.journal_writer import LeaseLog
 from greenroom.runtime.leases.local import Leasing
-from greenroom.runtime.leases.log import LeaseLog
+from greenroom.runtime.leases.refusals import most_leasable_mib
 from greenroom.runtime.loop import SchedulerLoop
 
 # Generous: a loaded machine with two cores.

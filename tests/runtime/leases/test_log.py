@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.leases.journal import Ended, Kept
-from greenroom.runtime.leases.log import FILE_NAME, LeaseLog
+from greenroom.runtime.leases.journal_writer import FILE_NAME, LeaseLog
 
 
 def kept(name: str, token: int = 1) -> Kept:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from greenroom.leases.records import Lease
-from greenroom.runtime.leases.recalls import Recalls
+from greenroom.runtime.leases.holders import Recalls
 
 
 @dataclass

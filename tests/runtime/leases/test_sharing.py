@@ -27,8 +27,8 @@ from greenroom.errors import StoreDown
 from greenroom.leases.records import LeaseAsk
 from greenroom.leases.shared.store import SlotAsk
 from greenroom.runtime.leases.sharing import Sharing
-from greenroom.runtime.memory.grants import NoGrant
 from greenroom.runtime.memory.probes.base import GpuReading, HostReading, Reading
+from greenroom.runtime.moves.admission import NoGrant
 from tests.harness import until
 from tests.sim.shared.book import Book, BookStore
 

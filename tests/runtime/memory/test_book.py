@@ -16,7 +16,7 @@ import pytest
 from greenroom.core.model import Need
 from greenroom.runtime.memory import book as module
 from greenroom.runtime.memory.book import FILE_NAME, BookKey, Measured, NeedBook
-from greenroom.runtime.record.appended import replace_file
+from greenroom.runtime.record.line_file import replace_file
 
 KEY = BookKey("file", "llamacpp 1", "arguments", "NVIDIA H200")
 OTHER = BookKey("file", "llamacpp 1", "arguments", "NVIDIA L4")
@@ -151,7 +151,7 @@ def test_a_full_disk_is_told_once_and_leaves_the_old_file(tmp_path: Path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("greenroom.runtime.record.appended.os.fsync", full)
+        patched.setattr("greenroom.runtime.record.line_file.os.fsync", full)
         for _ in range(3):
             book.writing()()
     assert len(warnings) == 1 and "No space left on device" in warnings[0]
@@ -166,7 +166,7 @@ FULL = """
     import resource, signal, sys
     from pathlib import Path
     from greenroom.runtime.memory.book import BookKey, Measured, NeedBook
-    from greenroom.runtime.record.appended import replace_file
+    from greenroom.runtime.record.line_file import replace_file
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))

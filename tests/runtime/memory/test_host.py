@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.runtime.memory.host import THIS_MACHINE, Host
+from greenroom.runtime.memory.probes.host import THIS_MACHINE, Host
 
 MIB = 1024 * 1024
 
@@ -82,7 +82,9 @@ def test_groups_of_the_first_version_count(host: Host) -> None:
     assert (host.look().total_mib, host.look().available_mib) == (6_000, 4_800)
 
 
-LOOK = "from greenroom.runtime.memory.host import THIS_MACHINE; seen = THIS_MACHINE.look(); print(seen.total_mib)"
+LOOK = (
+    "from greenroom.runtime.memory.probes.host import THIS_MACHINE; seen = THIS_MACHINE.look(); print(seen.total_mib)"
+)
 
 
 @pytest.fixture

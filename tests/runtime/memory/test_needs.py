@@ -14,7 +14,7 @@ from greenroom.engines.registry import engine_for
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.memory.book import NeedBook
 from greenroom.runtime.memory.needs import Needs, Subject, kind_of, warn
-from greenroom.runtime.record.appended import replace_file
+from greenroom.runtime.record.line_file import replace_file
 from tests.models import tiny
 
 GPU, SECOND, HOST = DeviceId("GPU-a"), DeviceId("GPU-b"), DeviceId("host")

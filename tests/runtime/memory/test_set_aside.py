@@ -10,7 +10,7 @@ import pytest
 from greenroom.config.schema import Config, Model
 from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.runtime.catalogue import Catalog
-from greenroom.runtime.memory.owners import WORKER_GPU_MIB, set_aside, without
+from greenroom.runtime.memory.devices import WORKER_GPU_MIB, set_aside, without
 
 A, B, HOST = DeviceId("GPU-a"), DeviceId("GPU-b"), DeviceId("host")
 DEVICES = (

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from greenroom.runtime.memory.probes.base import GpuReading, Reading
-from greenroom.runtime.memory.probes.visible import VisibleProbe, order_warning, visible
+from greenroom.runtime.memory.probes.selection import VisibleProbe, order_warning, visible
 from tests.runtime.memory.readings import gpu, reading
 
 GPUS = (gpu("GPU-aa11", 0), gpu("GPU-aa22", 1), gpu("GPU-bb33", 2))

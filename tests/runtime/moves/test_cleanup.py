@@ -8,7 +8,7 @@ import pytest
 
 from greenroom.core.model import DeviceId
 from greenroom.runtime.memory.devices import HOST
-from greenroom.runtime.moves.cleanup import Remains
+from greenroom.runtime.moves.admission import Remains
 
 A, B = DeviceId("GPU-a"), DeviceId("GPU-b")
 

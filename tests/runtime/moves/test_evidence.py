@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 
 from greenroom.process.spawn import Child, Exit
-from greenroom.runtime.moves import evidence
-from greenroom.runtime.moves.evidence import Evidence
+from greenroom.runtime.moves import load_errors
+from greenroom.runtime.moves.load_errors import Evidence
 
 COMPLAINT = "CUDA error: out of memory"
 KILLED = Exit(None, signal.SIGKILL)
@@ -24,7 +24,7 @@ def child(exit: Exit | None = None) -> Child:
 def kills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often the kernel has ended something; a test may add to it."""
     counted = [7]
-    monkeypatch.setattr(evidence, "oom_kills", lambda: sum(counted))
+    monkeypatch.setattr(load_errors, "oom_kills", lambda: sum(counted))
     return counted
 
 

@@ -11,12 +11,11 @@ from greenroom.core.model import Claim, DeviceId, ModelId, Move, MoveId, MoveKin
 from greenroom.errors import BadModel, LoadFailed, OutOfMemory
 from greenroom.process.spawn import Exit
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.memory.grants import NoGrant
 from greenroom.runtime.memory.hosted_memory import HostedMemory
-from greenroom.runtime.moves.evidence import Evidence
-from greenroom.runtime.moves.openings import Mishaps
+from greenroom.runtime.moves.admission import NoGrant
+from greenroom.runtime.moves.load_errors import Evidence, Mishaps
 from greenroom.runtime.workers.control_link import OpFailed
-from greenroom.runtime.workers.worker_host import Worker
+from greenroom.runtime.workers.worker import Worker
 
 GPU = DeviceId("GPU-a")
 MOVE = Move(MoveId("m1"), MoveKind.WAKE, SlotId("s1"), ModelId("qwen"), 1, {GPU: 100}, 0.0)

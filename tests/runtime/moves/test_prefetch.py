@@ -12,8 +12,8 @@ import pytest
 
 from greenroom.core.model import RequestId, Tier
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.moves import prefetch as module
-from greenroom.runtime.moves.prefetch import MIB, Piece, Prefetch, pieces_of, read_ahead
+from greenroom.runtime.moves import model_files as module
+from greenroom.runtime.moves.model_files import MIB, Piece, Prefetch, pieces_of, read_ahead
 from tests.server.admin.management_rig import FakeGateway, model, until
 
 PLENTY_MIB = 1_000_000

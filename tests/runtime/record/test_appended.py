@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.runtime.record.appended import Appended, set_aside
+from greenroom.runtime.record.line_file import Appended, set_aside
 
 
 def make_pipe(path: Path) -> None:

@@ -152,7 +152,7 @@ async def test_full_disk_is_told_once_and_leaves_the_old_file(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("greenroom.runtime.record.appended.os.fsync", full)
+        patched.setattr("greenroom.runtime.record.line_file.os.fsync", full)
         for _ in range(3):
             await times.write()
     assert capfd.readouterr().err.count("No space left on device") == 1

@@ -103,11 +103,11 @@ async def test_disk_that_is_full_is_told_once_and_leaves_no_half_lines(
             return real(fd, data[:3])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("greenroom.runtime.record.appended.os.write", full)
+    monkeypatch.setattr("greenroom.runtime.record.line_file.os.write", full)
     for line in ("one", "two"):
         file.put(line)
         await file._write_waiting()
-    monkeypatch.setattr("greenroom.runtime.record.appended.os.write", real)
+    monkeypatch.setattr("greenroom.runtime.record.line_file.os.write", real)
     file.put("three")
     await file.close()
     assert path.read_text() == "head\nthree\n"

@@ -135,7 +135,7 @@ async def test_recording_on_a_disk_that_was_full_for_a_while_ends_before_the_gap
     await recorder._file._write_waiting()
     post(gone(2))
     with monkeypatch.context() as patched:
-        patched.setattr("greenroom.runtime.record.appended.os.write", full)
+        patched.setattr("greenroom.runtime.record.line_file.os.write", full)
         await recorder._file._write_waiting()
     post(gone(3))
     await recorder.close()

@@ -15,9 +15,9 @@ from greenroom.process.logs import LogRing, SharedLog
 from greenroom.process.spawn import Child, Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.observer import Observer
-from greenroom.runtime.workers import hosts
-from greenroom.runtime.workers.hosts import Hosts
-from greenroom.runtime.workers.worker_host import Worker
+from greenroom.runtime.workers import pool
+from greenroom.runtime.workers.pool import Hosts
+from greenroom.runtime.workers.worker import Worker
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
 from tests.harness import until
@@ -58,8 +58,8 @@ class Starts:
         self.gate.set()
         self.begun = 0
         self.on_let_in: Callable[[], Any] = lambda: None
-        monkeypatch.setattr(hosts, "start_worker", self._start)
-        monkeypatch.setattr(hosts, "SPARE_AFTER_S", 0.0)
+        monkeypatch.setattr(pool, "start_worker", self._start)
+        monkeypatch.setattr(pool, "SPARE_AFTER_S", 0.0)
 
     async def _start(self, engine: object, key: object, number: int, state_dir: object, log: object) -> Worker:
         self.begun += 1

@@ -46,7 +46,7 @@ from greenroom.errors import StoreDown
 from greenroom.leases.shared.store import SharedStore
 from greenroom.runtime.leases.sharing import Sharing
 from greenroom.runtime.loop import SchedulerLoop
-from greenroom.runtime.memory.grants import Grants, NoGrant
+from greenroom.runtime.moves.admission import Grants, NoGrant
 from tests.sim.shared.stage import Gpus
 
 LOOK_EVERY_S = 1.0

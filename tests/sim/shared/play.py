@@ -21,7 +21,7 @@ from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, Sto
 from greenroom.leases.records import Holder, Lease, LeaseAsk
 from greenroom.leases.shared.store import SharedStore, SlotAsk
 from greenroom.runtime.leases import sharing
-from greenroom.runtime.memory.grants import Grants
+from greenroom.runtime.moves.admission import Grants
 from greenroom.telemetry.logs import setup as setup_logs
 from tests.sim.shared.book import Book, BookStore, at_once
 from tests.sim.shared.gateway import Gateway

@@ -86,7 +86,7 @@ def summary(loaded: Loaded) -> dict[str, Any]:
 def _look(config: Config) -> tuple[Reading, list[str]]:
     """The GPUs there are; and what to say if they cannot be seen, with which `serve` would not start."""
     from greenroom.errors import ProbeFailed
-    from greenroom.runtime.memory.probes.choice import NoProbe, open_probe
+    from greenroom.runtime.memory.probes.selection import NoProbe, open_probe
 
     try:
         probe, seen = open_probe(config)

@@ -100,7 +100,7 @@ def _with_context(subject: Subject, ctx: int | None) -> Subject:
 
 def _book(config: Config) -> Any:
     from greenroom.runtime.memory.book import NeedBook
-    from greenroom.runtime.record.appended import replace_file
+    from greenroom.runtime.record.line_file import replace_file
 
     return NeedBook(
         Path(config.state_dir).expanduser(), replace_file, lambda what, error: screen.note(f"{what}: {error}")
@@ -110,7 +110,7 @@ def _book(config: Config) -> Any:
 def _kinds(config: Config, gpus: int | None) -> dict[DeviceId, str]:
     """The GPUs there are, and what kind each is: figures are remembered by kind."""
     from greenroom.core.model import DeviceId
-    from greenroom.runtime.memory.probes.choice import open_probe
+    from greenroom.runtime.memory.probes.selection import open_probe
 
     try:
         probe, seen = open_probe(config)

@@ -21,10 +21,9 @@ from redis.exceptions import RedisError
 
 from greenroom.config import store_address
 from greenroom.errors import BadRequest, ConfigError, GatewayBug, LeaseLost, LeaseUnknown, StoreDown
-from greenroom.leases.records import PROGRAM_ID_MAX, Lease, LeaseAsk, is_program_id
-from greenroom.leases.refusals import TAKEN, program_refusal, refusal, taken
+from greenroom.leases.records import PROGRAM_ID_MAX, Lease, LeaseAsk, is_program_id, taken
 from greenroom.leases.shared import stored
-from greenroom.leases.shared.outages import cancels_heard, shown, translated
+from greenroom.leases.shared.errors import TAKEN, cancels_heard, program_refusal, refusal, shown, translated
 from greenroom.leases.shared.store import Orders, SlotAsk
 from greenroom.leases.shared.stored import Reply, Stored
 

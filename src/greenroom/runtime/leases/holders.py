@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from greenroom.leases import holder as holders
 from greenroom.leases.records import Holder, Lease
+from greenroom.telemetry.logs import get_logger
 
 
 class Holders:
@@ -82,3 +84,42 @@ class DeadHolders:
 
     def close(self) -> None:
         self._holders.close()
+
+
+_log = get_logger("leases")
+
+
+@dataclass(slots=True)
+class Recalled:
+    name: str
+    token: int
+    deadline: float
+    is_overdue: bool = False
+
+
+class Recalls:
+    def __init__(self, clock: Callable[[], float], tell: Callable[[str, Mapping[str, object]], None]) -> None:
+        self._clock = clock
+        self._tell = tell
+        self._recalled: dict[str, Recalled] = {}
+
+    def note(self, leases: Iterable[Lease]) -> None:
+        """These are all there are."""
+        now = self._clock()
+        asked = {lease.id: lease for lease in leases if lease.recall_in_s is not None and lease.state == "held"}
+        known = self._recalled
+        self._recalled = {id: one for id, one in known.items() if id in asked and asked[id].token == one.token}
+        for id, lease in asked.items():
+            if id not in self._recalled and lease.recall_in_s is not None:
+                self._recalled[id] = one = Recalled(lease.name, lease.token, now + lease.recall_in_s)
+                _log.info("lease recalled", lease=id, name=one.name, grace_s=round(lease.recall_in_s, 3))
+                self._tell("recall", {"lease": id, "name": one.name, "deadline": one.deadline})
+
+    def look(self) -> None:
+        """Who should have left by now and is there still."""
+        now = self._clock()
+        for id, one in self._recalled.items():
+            if not one.is_overdue and one.deadline <= now:
+                one.is_overdue = True
+                _log.warning("lease is overdue: its holder was asked to leave and stays", lease=id, name=one.name)
+                self._tell("lease_overdue", {"lease": id, "name": one.name})

@@ -19,9 +19,7 @@ from greenroom.core.events import Event, LeaseAsked, LeaseGone
 from greenroom.core.model import Claim, DeviceId, LeaseId, Need, SlotId
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, LeaseLost, LeaseUnknown
 from greenroom.leases import holder as holders
-from greenroom.leases.records import Lease, LeaseAsk
-from greenroom.leases.refusals import taken
-from greenroom.runtime.leases.devices import DeviceNamed, devices_meant, never_free, not_free, not_written, refusal
+from greenroom.leases.records import Lease, LeaseAsk, taken
 from greenroom.runtime.leases.entry import (
     SEVERAL,
     Entry,
@@ -33,7 +31,8 @@ from greenroom.runtime.leases.entry import (
     may_ask,
 )
 from greenroom.runtime.leases.holders import Holders
-from greenroom.runtime.leases.log import LeaseLog
+from greenroom.runtime.leases.journal_writer import LeaseLog
+from greenroom.runtime.leases.refusals import DeviceNamed, devices_meant, never_free, not_free, not_written, refusal
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("leases")

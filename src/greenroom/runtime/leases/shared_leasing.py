@@ -15,7 +15,7 @@ from greenroom.core.model import Claim, DeviceId
 from greenroom.errors import LeaseDenied, LeaseUnknown, StoreDown
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.shared.store import SharedStore
-from greenroom.runtime.leases.devices import DeviceNamed, devices_meant
+from greenroom.runtime.leases.refusals import DeviceNamed, devices_meant
 
 # Who gave memory back, or lost it, may take this long to stop using it.
 ROOM_S = 10.0

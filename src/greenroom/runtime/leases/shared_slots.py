@@ -17,7 +17,7 @@ from greenroom.core.state import State
 from greenroom.errors import LeaseDenied, StoreDown
 from greenroom.leases.records import Holder, Lease
 from greenroom.leases.shared.store import SharedStore, SlotAsk
-from greenroom.runtime.memory.grants import NoGrant
+from greenroom.runtime.moves.admission import NoGrant
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("sharing")

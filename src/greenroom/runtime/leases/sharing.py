@@ -19,9 +19,8 @@ from greenroom.core.state import State
 from greenroom.errors import StoreDown
 from greenroom.leases.records import Holder, Lease
 from greenroom.leases.shared.store import Orders, SharedStore
-from greenroom.runtime.leases.holders import DeadHolders
+from greenroom.runtime.leases.holders import DeadHolders, Recalls
 from greenroom.runtime.leases.making_room import MakingRoom
-from greenroom.runtime.leases.recalls import Recalls
 from greenroom.runtime.leases.shared_slots import SharedSlots
 from greenroom.runtime.leases.waiting_models import StandingInLine
 from greenroom.runtime.memory.probes.base import Reading

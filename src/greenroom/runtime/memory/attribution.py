@@ -6,11 +6,16 @@ used beyond all that was declared is a stranger's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from greenroom.core.model import Claim, DeviceId
+from greenroom.core.ledger import Holding
+from greenroom.core.model import Claim, DeviceId, Slot, SlotId
+from greenroom.core.state import State
+from greenroom.runtime.memory.devices import WORKER_GPU_MIB
 from greenroom.runtime.memory.probes.base import GpuReading, Reading
+from greenroom.runtime.slots import Slots
+from greenroom.runtime.workers.hosted_slots import HostedSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +151,74 @@ def _grown_mib(before: GpuReading, now: GpuReading) -> int:
     """What others took meanwhile, as far as they can be seen."""
     then = before.processes or {}
     return sum(max(0, mib - then.get(pid, 0)) for pid, mib in (now.processes or {}).items())
+
+
+# Who holds leases, by the slot of each: only processes of this machine that are known.
+LeasePids = Callable[[], Mapping[SlotId, int]]
+
+# No slot is called so.
+OTHER_WORD = "other gateway's "
+
+
+class MemoryOwners:
+    def __init__(
+        self, state: State, slots: Slots, lease_pids: LeasePids, identity: str, hosted: HostedSlots | None = None
+    ) -> None:
+        """`identity` is what the identities of all slots of this run begin with."""
+        self._state = state
+        self._slots = slots
+        self._lease_pids = lease_pids
+        self._identity = identity
+        self._hosted = hosted or HostedSlots()
+
+    def __call__(self) -> dict[str, Owner]:
+        """Every slot and lease that holds memory now, also those of other gateways."""
+        slots, ledger, lease_pids = self._state.slots, self._state.ledger, self._lease_pids()
+        ours: dict[str, Owner] = {
+            slot_id: self._owner(slots[slot_id], holding, lease_pids)
+            for slot_id, holding in ledger.holdings.items()
+            if slot_id in slots
+        }
+        # What they use looks like strangers' and is in the ledger already.
+        others = {f"{OTHER_WORD}{lease.id}": Owner(lease.claim, hidden=True) for lease in ledger.others}
+        return {**ours, **others, **self._workers()}
+
+    def _workers(self) -> dict[str, Owner]:
+        """Processes in which slots live. Where they cannot be seen, each is taken to use what is set aside for one."""
+        own = {
+            worker.id: {} if worker.key is None else dict.fromkeys(worker.key.gpus or (), WORKER_GPU_MIB)
+            for worker in self._hosted.workers.values()
+        }
+        return {
+            worker.id: Owner(own[worker.id], frozenset({worker.pid}), is_host=True)
+            for worker in self._hosted.workers.values()
+        }
+
+    def by_identity(self, identity: str) -> str | None:
+        """The slot with this identity. Each try to start one has a number of its own behind a dot."""
+        if not identity.startswith(self._identity):
+            return None
+        return identity[len(self._identity) :].rpartition(".")[0] or None
+
+    def _owner(self, slot: Slot, holding: Holding, lease_pids: Mapping[SlotId, int]) -> Owner:
+        # Per device what was seen, or the claim where nothing ever was.
+        held: Claim = {**holding.claim, **holding.seen}
+        hosted = self._hosted.there.get(slot.id)
+        if hosted is not None:
+            worker = hosted.worker
+            return Owner(held, host="" if worker is None else worker.id, told=hosted.told)
+        if slot.lease is None:
+            return Owner(held, self._roots(slot.id), hidden=self._is_hidden(slot.id))
+        pid = lease_pids.get(slot.id)
+        return Owner(held, hidden=True) if pid is None else Owner(held, frozenset({pid}), claim=holding.claim)
+
+    def _roots(self, slot: SlotId) -> frozenset[int]:
+        """Of a slot that is only being loaded the processes are known by their identity."""
+        live = self._slots.live.get(slot)
+        pid = None if live is None else live.child.pid
+        return frozenset() if pid is None else frozenset({pid})
+
+    def _is_hidden(self, slot: SlotId) -> bool:
+        """An engine that need not hold its port itself may run elsewhere, in a container of a daemon."""
+        live = self._slots.live.get(slot)
+        return live is not None and live.entry.config.listener == "any"

@@ -14,10 +14,9 @@ from greenroom.core.model import NO_CLAIM, Claim, DeviceId, SlotId
 from greenroom.core.state import State
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.attribution import away
-from greenroom.runtime.memory.devices import HOST
-from greenroom.runtime.memory.grants import visible_gpus
-from greenroom.runtime.memory.host import THIS_MACHINE, Host
+from greenroom.runtime.memory.devices import HOST, visible_gpus
 from greenroom.runtime.memory.probes.base import GpuReading
+from greenroom.runtime.memory.probes.host import THIS_MACHINE, Host
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.logs import get_logger

@@ -22,7 +22,7 @@ from greenroom.engines.estimates.estimate import NAME, Estimate, Part, mib
 from greenroom.engines.identity import arguments_identity
 from greenroom.runtime.detached import beside
 from greenroom.runtime.memory.book import BookKey, Measured, NeedBook
-from greenroom.runtime.record.appended import replace_file
+from greenroom.runtime.record.line_file import replace_file
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("needs")

@@ -16,11 +16,11 @@ from greenroom.core.model import NO_CLAIM, Claim, DeviceId, Move, Need, SlotId
 from greenroom.core.state import State
 from greenroom.errors import OutOfMemory
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.memory.devices import HOST
-from greenroom.runtime.memory.grants import visible_gpus
+from greenroom.runtime.memory.devices import HOST, visible_gpus
 from greenroom.runtime.memory.needs import Needs
 from greenroom.runtime.memory.probes.base import Reading
 from greenroom.runtime.memory.watch import MemoryWatch
+from greenroom.runtime.slots import Slots
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("memory")
@@ -177,3 +177,53 @@ def _told(numbers: dict[str, dict[str, int]]) -> str:
 
 def _used_mib(reading: Reading, devices: frozenset[DeviceId]) -> int:
     return sum(gpu.used_mib for gpu in reading.gpus if gpu.uuid in devices)
+
+
+# Growth beyond this share is written down at once: so many steps lead from one size to twice that one, and no more.
+STEP: Final = 0.01
+
+
+# What grows by less is written down as often as this.
+EVERY_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """The peak of a slot that was remembered last."""
+
+    mib: int
+    at: float
+
+
+class Growth:
+    """`peak_of` is the most a slot was seen to use; `remember` writes it down for its model."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        peak_of: Callable[[SlotId], Claim],
+        remember: Callable[[SlotId, Entry], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._slots = slots
+        self._peak_of = peak_of
+        self._remember = remember
+        self._clock = clock
+        self._noted: dict[SlotId, Noted] = {}
+
+    def look(self) -> None:
+        """Memory was looked at."""
+        now, live = self._clock(), self._slots.live
+        self._noted = {slot: noted for slot, noted in self._noted.items() if slot in live}
+        for slot, one in list(live.items()):
+            peak_mib = sum(self._peak_of(slot).values())
+            if _is_worth_it(peak_mib, self._noted.get(slot), now):
+                self._noted[slot] = Noted(peak_mib, now)
+                self._remember(slot, one.entry)
+
+
+def _is_worth_it(peak_mib: int, noted: Noted | None, now: float) -> bool:
+    if noted is None:
+        return peak_mib > 0
+    is_much = peak_mib > noted.mib * (1 + STEP)
+    return is_much or (peak_mib > noted.mib and now >= noted.at + EVERY_S)

@@ -20,17 +20,16 @@ from greenroom.errors import EngineFault, LoadFailed
 from greenroom.process.spawn import Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.memory.grants import Grants, NoGrant
 from greenroom.runtime.memory.hosted_memory import HostedMemory
-from greenroom.runtime.moves.cleanup import Remains
-from greenroom.runtime.moves.evidence import Evidence
-from greenroom.runtime.moves.openings import Mishaps, Openings, whole
+from greenroom.runtime.moves.admission import Grants, NoGrant, Remains
+from greenroom.runtime.moves.load_errors import LAST_LINES, Evidence, Failures, Mishaps
+from greenroom.runtime.moves.opening import Openings, whole
 from greenroom.runtime.observer import Observer
-from greenroom.runtime.slots import LAST_LINES, Failures, LiveSlot, Slots
+from greenroom.runtime.slots import LiveSlot, Slots
 from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost, count, seconds
 from greenroom.runtime.workers.hosted_slots import HostedSlot, HostedSlots
-from greenroom.runtime.workers.hosts import Hosts
-from greenroom.runtime.workers.worker_host import Worker
+from greenroom.runtime.workers.pool import Hosts
+from greenroom.runtime.workers.worker import Worker
 
 # A wake maps memory and begins to copy; it may have to wait for host memory that is still being registered.
 WAKE_MAX_S: Final = 120.0

@@ -21,14 +21,14 @@ from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.detached import beside
-from greenroom.runtime.memory.grants import Grants, NoGrant
 from greenroom.runtime.memory.slot_memory import Held, SlotMemory
-from greenroom.runtime.moves.cleanup import Remains
-from greenroom.runtime.moves.evidence import Evidence, until_ready
+from greenroom.runtime.moves.admission import Grants, NoGrant, Remains
 from greenroom.runtime.moves.hosted_moves import Arrival, HostedMoves
-from greenroom.runtime.moves.prefetch import check_roots
+from greenroom.runtime.moves.load_errors import LAST_LINES, Evidence, Failures
+from greenroom.runtime.moves.model_files import check_roots
+from greenroom.runtime.moves.readiness import until_ready
 from greenroom.runtime.observer import Observer
-from greenroom.runtime.slots import LAST_LINES, Failures, LiveSlot, Slots
+from greenroom.runtime.slots import LiveSlot, Slots
 from greenroom.telemetry.logs import get_logger
 
 # A stranger may take the port between our choosing and the engine's binding; another port is tried this often.

@@ -21,7 +21,7 @@ from greenroom.core.events import Learned
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import beside
-from greenroom.runtime.record.appended import replace_file
+from greenroom.runtime.record.line_file import replace_file
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("learned")

@@ -25,8 +25,7 @@ from greenroom.core.effects import Effects, OpOutcome, Reason, Rejection
 from greenroom.core.events import Event, Timer
 from greenroom.core.model import LeaseId, Move, MoveId, OpId, RequestId, SlotId
 from greenroom.core.policy import coresidency
-from greenroom.runtime.record.appended import first_bytes, set_aside
-from greenroom.runtime.record.line_file import WAITING_MAX, LineFile
+from greenroom.runtime.record.line_file import WAITING_MAX, LineFile, first_bytes, set_aside
 from greenroom.telemetry.activity import Record
 from greenroom.telemetry.logs import get_logger
 

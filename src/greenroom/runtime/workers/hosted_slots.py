@@ -16,7 +16,7 @@ from greenroom.engines.base import HostedEngine, HostKey
 from greenroom.http.upstream import Pool
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.devices import HOST
-from greenroom.runtime.workers.worker_host import Worker
+from greenroom.runtime.workers.worker import Worker
 
 _BYTES_A_MIB = 1024 * 1024
 

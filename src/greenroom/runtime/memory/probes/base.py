@@ -6,7 +6,7 @@ whose memory it is, `devices.py` which of the GPUs are there to plan with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,3 +64,12 @@ class Probe(Protocol):
 
     def close(self) -> None:
         """Give back what it held. It is not asked again."""
+
+
+def named(gpus: Sequence[GpuReading], word: str) -> GpuReading | None:
+    """The one GPU with this number, this UUID or a UUID that begins so; None if there is none, or more than one."""
+    if word.isascii() and word.isdigit():
+        meant = [gpu for gpu in gpus if gpu.index == int(word)]
+    else:
+        meant = [gpu for gpu in gpus if gpu.uuid == word] or [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
+    return meant[0] if len(meant) == 1 else None

@@ -19,8 +19,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from greenroom.errors import ProbeFailed
-from greenroom.runtime.memory.host import THIS_MACHINE, Host
 from greenroom.runtime.memory.probes.base import GpuReading, Reading
+from greenroom.runtime.memory.probes.host import THIS_MACHINE, Host
 
 # More than any machine has, and than any real file of these needs.
 GPUS_MAX = 64

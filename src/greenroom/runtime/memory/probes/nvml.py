@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from greenroom.errors import ProbeFailed
-from greenroom.runtime.memory.host import THIS_MACHINE, Host
 from greenroom.runtime.memory.probes.base import BYTES_A_MIB, GpuReading, Reading
+from greenroom.runtime.memory.probes.host import THIS_MACHINE, Host
 
 # The number Linux gives to the first namespace of processes, on every machine; a container has another one.
 FIRST_PID_NAMESPACE = "pid:[4026531836]"

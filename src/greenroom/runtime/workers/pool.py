@@ -19,8 +19,7 @@ from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.observer import Observer
-from greenroom.runtime.workers import worker_host
-from greenroom.runtime.workers.worker_host import Worker, start_worker
+from greenroom.runtime.workers.worker import Worker, start_worker, watch_liveness
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("workers")
@@ -140,7 +139,7 @@ class Hosts:
         worker = await start_worker(engine, key, next(self._numbers), self._state_dir, log)
         self.workers[worker.id] = worker
         worker.child.on_exit(lambda exit: self._on_exit(worker, exit))
-        self._own(worker_host.feel(worker), f"pulse {worker.id}")
+        self._own(watch_liveness(worker), f"pulse {worker.id}")
         self._observer.worker_started(worker.id, spare=is_spare)
         return worker
 

@@ -8,10 +8,44 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable
-from typing import Any
+from typing import Any, Protocol
 
-from greenroom.core.model import DeviceId
+from greenroom.core.model import DeviceId, Move, SlotId
 from greenroom.runtime.memory.devices import HOST
+
+
+class NoGrant(Exception):
+    """This memory is not to be had now. Nobody has failed: the scheduler plans again."""
+
+
+class Grants(Protocol):
+    async def enter(self, move: Move) -> None:
+        """Hold what this load needs. Raises NoGrant or StoreDown; `leave` follows in any case."""
+
+    async def confirm(self, slot: SlotId) -> None:
+        """The last word before an engine starts. Raises NoGrant if what was held is not held any more, or StoreDown."""
+
+    async def make_way(self, move: Move) -> None:
+        """Asked before a slot is touched that is to leave. Raises NoGrant if it would leave in vain."""
+
+    async def leave(self, slot: SlotId) -> None:
+        """Its processes have ended and its memory is back. Never raises; may be said of who holds nothing."""
+
+
+class Alone:
+    """Nobody else uses these GPUs by our rules."""
+
+    async def enter(self, move: Move) -> None:
+        return
+
+    async def confirm(self, slot: SlotId) -> None:
+        return
+
+    async def make_way(self, move: Move) -> None:
+        return
+
+    async def leave(self, slot: SlotId) -> None:
+        return
 
 
 class Remains:

@@ -12,22 +12,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from greenroom.core.model import Move
-from greenroom.errors import BadModel, LoadFailed, OutOfMemory
+from greenroom.errors import LoadFailed
 from greenroom.http.upstream import Address, Pool
-from greenroom.process.logs import START_LINES_MAX
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import beside
-from greenroom.runtime.memory.grants import NoGrant
 from greenroom.runtime.memory.hosted_memory import HostedMemory
-from greenroom.runtime.moves.evidence import Evidence
-from greenroom.runtime.moves.prefetch import check_roots
+from greenroom.runtime.moves.load_errors import Mishaps
+from greenroom.runtime.moves.model_files import check_roots
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.slots import Slots
 from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost, count, seconds
 from greenroom.runtime.workers.hosted_slots import HostedSlot
-from greenroom.runtime.workers.hosts import Hosts
-from greenroom.runtime.workers.worker_host import LAST_LINES, Worker
+from greenroom.runtime.workers.pool import Hosts
 
 # A worker that cannot close its only slot in this time is ended: it is quicker to start another.
 CLOSE_MAX_S: Final = 20.0
@@ -170,32 +166,3 @@ async def whole(work: Coroutine[Any, Any, None]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait((clearing,))
         raise
-
-
-# The error of a load that ran out of memory, with the numbers.
-Shortage = Callable[[Move, Entry, str, str], OutOfMemory]
-
-
-class Mishaps:
-    def __init__(self, memory: HostedMemory, shortage: Shortage) -> None:
-        self._memory = memory
-        self._shortage = shortage
-
-    def no_load(self, move: Move, entry: Entry, error: OpFailed) -> LoadFailed:
-        if error.kind == "out_of_memory":
-            return self._shortage(move, entry, error.message.rstrip("."), "")
-        kind = BadModel if error.kind == "bad_model" else LoadFailed
-        return kind(f"{entry.id} could not be loaded: {error.message}")
-
-    async def no_wake(self, move: Move, entry: Entry, error: OpFailed) -> Exception:
-        if error.kind == "out_of_memory" and (missing := await self._memory.missing(move.claim)):
-            said = " ".join(f"{device}={mib}" for device, mib in missing.items())
-            return NoGrant(f"somebody else has the memory of {entry.id} now, missing_mib: {said}")
-        return self.no_load(move, entry, error)
-
-    def worker_ended(self, move: Move, entry: Entry, worker: Worker, evidence: Evidence) -> LoadFailed:
-        details = "\n".join(worker.lines_of(move.slot, LAST_LINES))
-        if complaint := evidence.of_no_memory(worker.child, worker.lines_of(move.slot, START_LINES_MAX)):
-            return self._shortage(move, entry, complaint, details)
-        said = f"{entry.id} could not be loaded: its worker ended ({worker.child.exit})."
-        return LoadFailed(said, public=said, details=details or None)

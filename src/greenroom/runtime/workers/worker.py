@@ -190,7 +190,7 @@ ASK_EVERY_S = 10.0
 ANSWER_MAX_S = 60.0
 
 
-async def feel(worker: Worker) -> None:
+async def watch_liveness(worker: Worker) -> None:
     """Until it has ended, by itself or because it did not answer."""
     while not await _is_gone(worker):
         try:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from greenroom.config.schema import Config, Gpu
 from greenroom.errors import ConfigError, ProbeFailed
 from greenroom.runtime.detached import beside
-from greenroom.runtime.memory.host import THIS_MACHINE, Host
-from greenroom.runtime.memory.probes.base import GpuReading, Probe, Reading
+from greenroom.runtime.memory.probes.base import GpuReading, Probe, Reading, named
 from greenroom.runtime.memory.probes.file_probe import FileProbe
+from greenroom.runtime.memory.probes.host import THIS_MACHINE, Host
 from greenroom.runtime.memory.probes.nvml import NvmlProbe
-from greenroom.runtime.memory.probes.visible import VISIBLE_NAME, VisibleProbe, order_warning
 from greenroom.telemetry.logs import get_logger
 
 
@@ -106,3 +105,62 @@ class NoProbe:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+VISIBLE_NAME = "CUDA_VISIBLE_DEVICES"
+ORDER_NAME = "CUDA_DEVICE_ORDER"
+PCI_ORDER = "PCI_BUS_ID"
+# An instance of a GPU that is cut up. It is neither planned with nor taken for a mistake; engines find it themselves.
+_MIG = "MIG-"
+
+
+class VisibleProbe:
+    """Another probe, of which only the GPUs that were given are seen."""
+
+    def __init__(self, probe: Probe, said: str) -> None:
+        self._probe = probe
+        self._said = said
+        # Decided at the first look: when a GPU vanishes the numbers of the others change, but not what CUDA meant.
+        self._uuids: frozenset[str] | None = None
+
+    @property
+    def kind(self) -> str:
+        return self._probe.kind
+
+    def look(self) -> Reading:
+        reading = self._probe.look()
+        if self._uuids is None:
+            self._uuids = frozenset(gpu.uuid for gpu in visible(reading.gpus, self._said))
+        return replace(reading, gpus=tuple(gpu for gpu in reading.gpus if gpu.uuid in self._uuids))
+
+    def glance(self, uuid: str) -> GpuReading | None:
+        return self._probe.glance(uuid) if uuid in (self._uuids or ()) else None
+
+    def close(self) -> None:
+        self._probe.close()
+
+
+def visible(gpus: Sequence[GpuReading], said: str) -> list[GpuReading]:
+    """Those that the variable names. What it cannot mean ends the list, as with CUDA: -1, an unknown number or UUID."""
+    found: list[GpuReading] = []
+    for word in (word.strip() for word in said.split(",")):
+        if word.startswith(_MIG):
+            continue
+        meant = named(gpus, word)
+        if meant is None:
+            break
+        if meant not in found:
+            found.append(meant)
+    return found
+
+
+def order_warning(gpus: Sequence[GpuReading], environ: Mapping[str, str]) -> str | None:
+    """What is to be said if numbers in the variable may mean other GPUs to CUDA than to us."""
+    numbers = any(word.strip().isdigit() for word in environ.get(VISIBLE_NAME, "").split(","))
+    differ = len({(gpu.name, gpu.total_mib) for gpu in gpus}) > 1
+    if not numbers or not differ or environ.get(ORDER_NAME) == PCI_ORDER:
+        return None
+    return (
+        f"{VISIBLE_NAME} has numbers and the GPUs differ: they are read in the order of the PCI bus, while CUDA puts "
+        f"the fastest first. Set {ORDER_NAME}={PCI_ORDER}, or write UUIDs."
+    )
