@@ -167,7 +167,7 @@ async def test_name_that_is_no_text_does_not_end_the_recording(tmp_path: Path) -
     assert path.read_text() == "head\nodd \\udc80\neven\n"
 
 
-@pytest.mark.parametrize("fails", ["appended.os.replace", "appended.os.open", "line_file.Appended"])
+@pytest.mark.parametrize("fails", ["line_file.os.replace", "line_file.os.open", "line_file.Appended"])
 async def test_rotation_that_fails_goes_on_in_the_old_file_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
