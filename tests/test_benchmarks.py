@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from benchmarks.rig import result
 
 ROOT = Path(__file__).resolve().parents[1] / "benchmarks"

@@ -24,7 +24,6 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.scheduling.workloads import GENERATED, generated
-
 from greenroom.core import events as ev
 from greenroom.core.explain import Explanation
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need, RequestId, TenantId
