@@ -26,20 +26,20 @@ from greenroom.http import edge
 from greenroom.process import orphans
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Draft
-from greenroom.runtime.detached import beside
+from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.probes.base import Probe, Reading
 from greenroom.runtime.memory.probes.selection import first_look
 from greenroom.runtime.operations import Operations
 from greenroom.runtime.record.learned import LearnedTimes
-from greenroom.runtime.tickets import Desk
+from greenroom.runtime.tickets import Tickets
 from greenroom.server.inference.settings import Settings
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.logs import setup as setup_logs
-from greenroom.wiring.common import Common, wire_common
-from greenroom.wiring.front import Front, wire_front
-from greenroom.wiring.leases import Leases, wire_leases
-from greenroom.wiring.memory import Memory, wire_memory
-from greenroom.wiring.moves import Moves, wire_moves, wire_rejections
+from greenroom.wiring.common import CommonParts, wire_common
+from greenroom.wiring.front import FrontParts, wire_front
+from greenroom.wiring.leases import LeaseParts, wire_leases
+from greenroom.wiring.memory import MemoryParts, wire_memory
+from greenroom.wiring.moves import MoveParts, wire_moves, wire_rejections
 
 # Which build this is: the hot path as Python or as machine code.
 BUILD: Final = "pure" if edge.__file__.endswith(".py") else "compiled"
@@ -93,9 +93,9 @@ class App:
         self.leasing, self.sharing = leases.leasing, leases.sharing
         moves = self._moves = wire_moves(common, memory, leases, config, lambda: self.config.model_roots)
         self.mover, self.hosted_moves, self.flush = moves.mover, moves.hosted, moves.hosted.flush
-        self.desk = Desk(self.post, self.clock)
+        self.tickets = Tickets(self.post, self.clock)
         rejections = wire_rejections(common, moves, lambda: self.is_draining)
-        self.effects.connect(self.post, self.mover, self.desk.open, rejections, leases.room)
+        self.effects.connect(self.post, self.mover, self.tickets.open, rejections, leases.room)
         self.operations = Operations(
             self.effects,
             self.mover,
@@ -105,7 +105,7 @@ class App:
             lambda model: green_room.shortfall(common.state, common.state.models[model].spec),
         )
         self.learned = LearnedTimes(self._state_dir.path, self.loop.scheduler.learned, self.catalog)
-        front = self._front = wire_front(common, memory, self.desk, self)
+        front = self._front = wire_front(common, memory, self.tickets, self)
         self.inference, self.door, self.edge = front.inference, front.door, front.edge
 
     # --- start ----------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class App:
         """Headers of models are read beside the loop: a file server that hangs must not stop those who are served."""
         try:
             async with asyncio.timeout(LOOK_AT_MODELS_S):
-                return await beside(lambda: self.catalog.draft(config, changes), "look at models")
+                return await run_detached(lambda: self.catalog.draft(config, changes), "look at models")
         except TimeoutError:
             raise ConfigError(
                 f"The files of models could not be looked at within {LOOK_AT_MODELS_S:g} s, and nothing was changed. "
@@ -263,7 +263,7 @@ class File(Protocol):
     def close(self) -> Awaitable[None]: ...
 
 
-async def stopped(common: Common, moves: Moves, front: Front, drain_s: float) -> None:
+async def stopped(common: CommonParts, moves: MoveParts, front: FrontParts, drain_s: float) -> None:
     """Return when nothing runs any more, or when that takes too long."""
     state = common.state
     with contextlib.suppress(TimeoutError):
@@ -274,7 +274,7 @@ async def stopped(common: Common, moves: Moves, front: Front, drain_s: float) ->
             await moves.hosted.close()
 
 
-async def let_go(common: Common, memory: Memory, leases: Leases, front: Front) -> None:
+async def let_go(common: CommonParts, memory: MemoryParts, leases: LeaseParts, front: FrontParts) -> None:
     """Close everything but the files, those who speak to others first."""
     if leases.sharing is not None:
         await _in_time(leases.sharing.close(), "the lease store")

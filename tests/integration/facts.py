@@ -18,7 +18,7 @@ def counters(app: App) -> dict[str, int]:
         "grants": len(state.grants),
         "in flight": sum(len(slot.in_flight) for slot in state.slots.values()),
         "waiting": len(list(state.waitlist)),
-        "tickets": len(app.desk.open),
+        "tickets": len(app.tickets.open),
         "watched": len(app.inference.vigil),
         "running": app.inference.running,
         "live": len(app.activity),

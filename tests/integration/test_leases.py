@@ -93,7 +93,7 @@ async def test_a_lease_evicts_an_idle_model_and_waits_for_a_busy_one(tmp_path: P
             assert (await ask(app, "POST", f"/api/v1/models/{model}/load"))[0] == 200
         # The busy one is left alone while the idle one's place will do.
         answering = asyncio.ensure_future(ask(app, "POST", "/v1/chat/completions", chat("a")))
-        await until(lambda: len(app.desk.open) == 1, "a is busy")
+        await until(lambda: len(app.tickets.open) == 1, "a is busy")
         status, first = await ask(app, "POST", PATH, {**LONG, "mib": 4_000, "wait_s": 60})
         assert status == 201 and not is_ready(app, "b") and is_ready(app, "a") and not answering.done()
         status, second = await ask(app, "POST", PATH, {**LONG, "mib": 6_000, "wait_s": 60})

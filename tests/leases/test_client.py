@@ -18,7 +18,7 @@ import pytest
 import greenroom
 from greenroom.app import App
 from greenroom.errors import BadRequest, GreenroomError, InvalidKey, LeaseDenied, LeaseLost, LeaseUnknown, StoreDown
-from greenroom.leases.client import Keeping, open_store, store_url
+from greenroom.leases.client import LeaseKeeper, open_store, store_url
 from greenroom.leases.holder import holder_of
 from greenroom.leases.http_store import HttpStore
 from greenroom.leases.records import Lease, LeaseAsk
@@ -71,8 +71,8 @@ class FakeStore:
             raise self.errors.pop(0)
 
 
-async def kept(store: FakeStore, **said: object) -> Keeping:
-    keeping = Keeping(store, replace(ASK, **said), store.now)  # type: ignore[arg-type]
+async def kept(store: FakeStore, **said: object) -> LeaseKeeper:
+    keeping = LeaseKeeper(store, replace(ASK, **said), store.now)  # type: ignore[arg-type]
     await keeping.acquire()
     return keeping
 

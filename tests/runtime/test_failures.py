@@ -11,7 +11,7 @@ from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.moves.load_errors import Failures
+from greenroom.runtime.moves.load_errors import LoadErrors
 
 M = ModelId("qwen")
 HERE, GOING = SlotId("s1"), SlotId("s2")
@@ -21,9 +21,9 @@ def entry(revision: int = 1) -> Entry:
     return cast(Entry, SimpleNamespace(id=M, spec=SimpleNamespace(revision=revision)))
 
 
-def failures(state_dir: StateDir) -> Failures:
+def failures(state_dir: StateDir) -> LoadErrors:
     catalog = SimpleNamespace(revision=lambda model, revision: entry() if (model, revision) == (M, 1) else None)
-    return Failures(state_dir, cast(Catalog, catalog), lambda slot: slot == GOING)
+    return LoadErrors(state_dir, cast(Catalog, catalog), lambda slot: slot == GOING)
 
 
 def test_a_process_that_ended_is_told_with_its_exit_and_last_lines_but_no_folder_of_ours(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from greenroom.core.model import ModelId, MoveKind, OpId, RequestId
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import QueueFull
 from greenroom.runtime.loop import SchedulerLoop
-from greenroom.runtime.tickets import Desk, Ticket
+from greenroom.runtime.tickets import Ticket, Tickets
 
 
 class Scripted:
@@ -93,41 +93,41 @@ class Posts:
 
 def test_ticket_that_waits_is_gone_when_closed_and_only_once() -> None:
     posts = Posts()
-    desk = Desk(posts, lambda: 2.0)
-    ticket = desk.arrive(arrival())
-    desk.close(ticket)
-    desk.close(ticket)
+    tickets = Tickets(posts, lambda: 2.0)
+    ticket = tickets.arrive(arrival())
+    tickets.close(ticket)
+    tickets.close(ticket)
     assert posts.events[1:] == [RequestGone(2.0, RequestId("r"))]
-    assert not desk.open
+    assert not tickets.open
 
 
 def test_rejected_ticket_posts_nothing_when_closed() -> None:
     posts = Posts()
-    desk = Desk(posts, lambda: 2.0)
-    ticket = desk.arrive(arrival())
+    tickets = Tickets(posts, lambda: 2.0)
+    ticket = tickets.arrive(arrival())
     ticket.reject(QueueFull("full"))
-    desk.close(ticket)
+    tickets.close(ticket)
     assert len(posts.events) == 1
 
 
 def test_granted_ticket_is_done_when_closed() -> None:
     posts = Posts()
-    desk = Desk(posts, lambda: 2.0)
-    ticket = desk.arrive(arrival())
+    tickets = Tickets(posts, lambda: 2.0)
+    ticket = tickets.arrive(arrival())
     ticket.grant(object(), 1.5)  # type: ignore[arg-type]
-    desk.close(ticket)
+    tickets.close(ticket)
     assert posts.events[1:] == [ServeDone(2.0, RequestId("r"))]
 
 
 def test_lost_ticket_waits_again() -> None:
     posts = Posts()
-    desk = Desk(posts, lambda: 2.0)
-    ticket = desk.arrive(arrival())
+    tickets = Tickets(posts, lambda: 2.0)
+    ticket = tickets.arrive(arrival())
     ticket.grant(object(), 1.5)  # type: ignore[arg-type]
-    desk.lost(ticket)
+    tickets.lost(ticket)
     assert posts.events[1:] == [ServeDone(2.0, RequestId("r"), lost_before_first_byte=True)]
     assert not ticket.is_settled
-    desk.close(ticket)
+    tickets.close(ticket)
     assert posts.events[2:] == [RequestGone(2.0, RequestId("r"))]
 
 
@@ -135,10 +135,10 @@ def test_arrival_that_cannot_be_handled_leaves_no_ticket() -> None:
     def refuse(event: Event) -> None:
         raise ValueError("broken")
 
-    desk = Desk(Posts(refuse), lambda: 2.0)
+    tickets = Tickets(Posts(refuse), lambda: 2.0)
     with pytest.raises(ValueError, match="broken"):
-        desk.arrive(arrival())
-    assert not desk.open
+        tickets.arrive(arrival())
+    assert not tickets.open
 
 
 async def test_wait_ends_with_the_decision_or_the_time() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from greenroom.core.model import ModelId
-from greenroom.runtime.slots import Slots
+from greenroom.runtime.slots import LiveSlots
 
 GONE, KEPT = ModelId("gone"), ModelId("kept")
 
 
 async def test_log_of_a_model_that_is_no_longer_configured_ends_for_those_who_follow_it() -> None:
-    slots = Slots()
+    slots = LiveSlots()
     slots.log(GONE).write(b"before\n")
     following, kept = slots.log(GONE).subscribe(), slots.log(KEPT).subscribe()
     slots.log(GONE).write(b"last\n")

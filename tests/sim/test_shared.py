@@ -6,7 +6,7 @@ import pytest
 
 from greenroom.core.model import Claim, Move, SlotId
 from greenroom.runtime.leases.shared_slots import SharedSlots
-from greenroom.runtime.moves.admission import Alone, Grants
+from greenroom.runtime.moves.admission import AlwaysGranted, Grants
 from tests.sim.shared.gateway import Gateway
 from tests.sim.shared.many import Figures, outcome
 from tests.sim.shared.play import Plant, play
@@ -73,7 +73,7 @@ def careless(gateway: Gateway) -> Grants:
         return False
 
     gateway._lacks = never  # type: ignore[method-assign]
-    return Alone()
+    return AlwaysGranted()
 
 
 @pytest.mark.timeout(600)

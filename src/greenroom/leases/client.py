@@ -78,7 +78,7 @@ class LeaseHandle:
         self._ask = ask
         self._url = url
         self._key = api_key
-        self._keeping: Keeping | None = None
+        self._keeper: LeaseKeeper | None = None
         self._loop: _Loop | None = None
         self._beating: asyncio.Task[None] | None = None
         # Whose it is: a fork has this object too, and must not give back what is its parent's.
@@ -126,21 +126,21 @@ class LeaseHandle:
         self._kept.raise_if_lost()
 
     @property
-    def _kept(self) -> Keeping:
-        if self._keeping is None:
+    def _kept(self) -> LeaseKeeper:
+        if self._keeper is None:
             raise BadRequest("The lease is not held yet; use it in a `with` or `async with` block.")
-        return self._keeping
+        return self._keeper
 
     @property
     def _lease(self) -> Lease:
         return self._kept.lease
 
-    def _begin(self) -> Keeping:
-        if self._keeping is not None:
+    def _begin(self) -> LeaseKeeper:
+        if self._keeper is not None:
             raise BadRequest("A lease is used once; ask for another with greenroom.lease(…).")
         self._pid = os.getpid()
         ask = replace(self._ask, holder=holder_of(self._pid))
-        return Keeping(open_store(self._url, self._key), ask)
+        return LeaseKeeper(open_store(self._url, self._key), ask)
 
     # --- with -------------------------------------------------------------------------------------------------------
 
@@ -148,13 +148,13 @@ class LeaseHandle:
         """Wait for it. Raises LeaseDenied, StoreDown or BadRequest."""
         self._loop = _Loop()
         try:
-            self._keeping = self._loop.call(self._acquired())
+            self._keeper = self._loop.call(self._acquired())
         except BaseException:
             self._loop.end()
             raise
         return self
 
-    async def _acquired(self) -> Keeping:
+    async def _acquired(self) -> LeaseKeeper:
         keeping = self._begin()
         try:
             await keeping.acquire()
@@ -178,7 +178,7 @@ class LeaseHandle:
     # --- async with -------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> LeaseHandle:
-        self._keeping = await self._acquired()
+        self._keeper = await self._acquired()
         return self
 
     async def __aexit__(
@@ -191,8 +191,8 @@ class LeaseHandle:
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.wait((self._beating,))
-        if self._keeping is not None:
-            await self._keeping.release()
+        if self._keeper is not None:
+            await self._keeper.release()
 
 
 class _Loop:
@@ -248,7 +248,7 @@ PAUSE_MIN_S: Final = 0.1
 RELEASE_MAX_S: Final = 10.0
 
 
-class Keeping:
+class LeaseKeeper:
     def __init__(self, store: LeaseStore, ask: LeaseAsk, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._ask = ask

@@ -87,7 +87,7 @@ class HttpStore:
         self, method: str, path: str, body: object, read: Callable[[Any], Result], answer_max_s: float | None = None
     ) -> Result:
         request = (method, self._prefix + path, None if body is None else json.dumps(body).encode(), self._headers())
-        call = _Call(self._connection(), request, answer_max_s or self._answer_max_s)
+        call = _HttpCall(self._connection(), request, answer_max_s or self._answer_max_s)
         try:
             status, headers, content = await call.answer()
         except (OSError, http.client.HTTPException, UnicodeError) as error:
@@ -110,7 +110,7 @@ class HttpStore:
         return headers if self._key is None else {**headers, "Authorization": f"Bearer {self._key}"}
 
 
-class _Call:
+class _HttpCall:
     """One request and its answer, made by a thread that can be cut off."""
 
     def __init__(self, connection: http.client.HTTPConnection, request: Request, answer_max_s: float) -> None:

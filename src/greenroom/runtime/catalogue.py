@@ -30,15 +30,15 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedSettings:
     """What is said for all models and goes into each entry."""
 
     fits_memory: bool
     stay_warm: StayWarm
 
     @staticmethod
-    def of(config: Config) -> Shared:
-        return Shared(config.scheduler.fit_memory, config.stay_warm)
+    def of(config: Config) -> SharedSettings:
+        return SharedSettings(config.scheduler.fit_memory, config.stay_warm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Draft:
     """A configuration that was looked at and is not taken in yet."""
 
     entries: Mapping[ModelId, Entry]
-    shared: Shared
+    shared: SharedSettings
 
 
 class Catalog:
@@ -58,7 +58,7 @@ class Catalog:
         self._names: dict[str, Entry] = {}
         # Revisions only grow, also over a removal, so that a slot of an old one is never taken for a new one.
         self._revisions: dict[ModelId, int] = {}
-        self._shared = Shared(fits_memory=True, stay_warm=StayWarm())
+        self._shared = SharedSettings(fits_memory=True, stay_warm=StayWarm())
         # What operators call devices becomes the scheduler's ids.
         self.device_of: Callable[[str], DeviceId] = DeviceId
 
@@ -92,7 +92,7 @@ class Catalog:
 
     def fill(self, config: Config) -> tuple[ModelSpec, ...]:
         """Take in the first configuration."""
-        self._shared = shared = Shared.of(config)
+        self._shared = shared = SharedSettings.of(config)
         names = {ModelId(name): model for name, model in config.models.items()}
         self._replace({model_id: self._entry(model_id, 1, model, shared) for model_id, model in names.items()})
         return tuple(entry.spec for entry in self)
@@ -104,7 +104,7 @@ class Catalog:
     def draft(self, config: Config, changes: Changes) -> Draft:
         """What a later one would make of this. Reads files, so it may block and fail; nothing is changed by it."""
         fresh: dict[ModelId, Entry] = {}
-        shared, before = Shared.of(config), self._shared
+        shared, before = SharedSettings.of(config), self._shared
         for name, model in config.models.items():
             model_id = ModelId(name)
             old = self._entries.get(model_id)
@@ -123,7 +123,7 @@ class Catalog:
         self._replace(fresh)
         return new
 
-    def _entry(self, model_id: ModelId, revision: int, model: Model, shared: Shared) -> Entry:
+    def _entry(self, model_id: ModelId, revision: int, model: Model, shared: SharedSettings) -> Entry:
         engine = engine_for(model)
         subject = Subject(model_id, model, engine)
         # Where rules about company stand alone, models take no room.

@@ -15,7 +15,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-async def beside(work: Callable[[], Result], name: str) -> Result:
+async def run_detached(work: Callable[[], Result], name: str) -> Result:
     """What `work` returns or raises. Cancelled, it is no longer waited for and goes on alone."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()

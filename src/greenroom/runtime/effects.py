@@ -16,11 +16,11 @@ from greenroom.core.model import LeaseId, Move, MoveId, OpId, RequestId, SlotId
 from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.rejections import Rejections
-from greenroom.runtime.slots import Slots
+from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.tickets import Ticket
 
 
-class Leases(Protocol):
+class LeaseEffects(Protocol):
     """Who asked the scheduler for memory without being a model."""
 
     def granted(self, lease: LeaseId, slot: SlotId) -> None: ...
@@ -33,7 +33,7 @@ class Leases(Protocol):
 class AsyncEffects:
     """Made in two steps, because the scheduler needs its effects and they need to post back to it."""
 
-    def __init__(self, slots: Slots, observer: Observer, clock: Callable[[], float]) -> None:
+    def __init__(self, slots: LiveSlots, observer: Observer, clock: Callable[[], float]) -> None:
         self._slots = slots
         self._observer = observer
         self._clock = clock
@@ -46,7 +46,7 @@ class AsyncEffects:
         mover: Mover,
         tickets: dict[str, Ticket],
         rejections: Rejections,
-        leases: Leases,
+        leases: LeaseEffects,
     ) -> None:
         self._post = post
         self._mover = mover

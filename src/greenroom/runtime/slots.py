@@ -35,7 +35,7 @@ class LiveSlot:
         await asyncio.sleep(0)
 
 
-class Slots:
+class LiveSlots:
     """Every live slot, and the log of every model, which outlives its slots."""
 
     def __init__(self) -> None:

@@ -71,7 +71,7 @@ class Ticket:
             self._future.set_result(None)
 
 
-class Desk:
+class Tickets:
     """Hands out tickets and takes them back."""
 
     def __init__(self, post: Callable[[Event], None], clock: Clock) -> None:

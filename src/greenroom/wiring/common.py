@@ -20,7 +20,7 @@ from greenroom.runtime.effects import AsyncEffects
 from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.record.recording import EventRecorder
-from greenroom.runtime.slots import Slots
+from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.hub import Hub
@@ -28,9 +28,9 @@ from greenroom.telemetry.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True)
-class Common:
+class CommonParts:
     catalog: Catalog
-    slots: Slots
+    slots: LiveSlots
     hosted_slots: HostedSlots
     hub: Hub
     metrics: Metrics
@@ -51,15 +51,15 @@ class Common:
 
 def wire_common(
     server: Server, state_dir: StateDir, clock: Callable[[], float], is_named_tenant: Callable[[str], bool]
-) -> Common:
-    catalog, slots, hub = Catalog(), Slots(), Hub()
+) -> CommonParts:
+    catalog, slots, hub = Catalog(), LiveSlots(), Hub()
     metrics = Metrics(catalog.is_known, is_named_tenant)
     observer = Observer(hub, metrics)
     effects = AsyncEffects(slots, observer, clock)
     recorder = EventRecorder(Path(server.record_events)) if server.record_events else None
     seen_effects = effects if recorder is None else recorder.watching(effects)
     loop = SchedulerLoop(Scheduler(seen_effects, plugins.POLICIES, plugins.SWAPPERS_BY_NAME))
-    return Common(
+    return CommonParts(
         catalog=catalog,
         slots=slots,
         hosted_slots=HostedSlots(),

@@ -16,7 +16,7 @@ from greenroom.http.hosts import HostRule
 from greenroom.http.limits import limits_for
 from greenroom.runtime.moves.model_files import Prefetch
 from greenroom.runtime.record.recording import ActivityRecorder
-from greenroom.runtime.tickets import Desk
+from greenroom.runtime.tickets import Tickets
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.management import make_management
 from greenroom.server.asgi import AsgiBridge
@@ -27,13 +27,13 @@ from greenroom.server.inference.settings import Settings
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Keys
 from greenroom.tenancy.tenants import Tenants
-from greenroom.wiring.common import Common
-from greenroom.wiring.memory import Memory
+from greenroom.wiring.common import CommonParts
+from greenroom.wiring.memory import MemoryParts
 
 _log = get_logger("server")
 
 
-class Served(Gateway, Protocol):
+class ServedGateway(Gateway, Protocol):
     """The gateway whose front this is."""
 
     @property
@@ -41,7 +41,7 @@ class Served(Gateway, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class FrontParts:
     activity_file: ActivityRecorder | None
     prefetch: Prefetch
     inference: Inference
@@ -55,7 +55,7 @@ class Front:
         self.door.hosts = HostRule((server.host, *server.allowed_hosts), server.allowed_origins)
 
 
-def wire_front(common: Common, memory: Memory, desk: Desk, gateway: Served) -> Front:
+def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gateway: ServedGateway) -> FrontParts:
     server = gateway.config.server
     activity_file = ActivityRecorder(Path(server.record_activity)) if server.record_activity else None
     prefetch = Prefetch(
@@ -66,7 +66,7 @@ def wire_front(common: Common, memory: Memory, desk: Desk, gateway: Served) -> F
     inference = Inference(
         _reader(common, gateway),
         common.loop,
-        desk,
+        tickets,
         common.activity,
         common.metrics,
         lambda: gateway.settings,
@@ -89,12 +89,12 @@ def wire_front(common: Common, memory: Memory, desk: Desk, gateway: Served) -> F
             "state_dir lies in memory (tmpfs): large request bodies count towards server.bodies_memory_mib",
             state_dir=str(common.state_dir.path),
         )
-    front = Front(activity_file, prefetch, inference, management, door, edge)
+    front = FrontParts(activity_file, prefetch, inference, management, door, edge)
     front.admit(server)
     return front
 
 
-def _reader(common: Common, gateway: Served) -> AskReader:
+def _reader(common: CommonParts, gateway: ServedGateway) -> AskReader:
     return AskReader(
         common.catalog,
         Tenants(),

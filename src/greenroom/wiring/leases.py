@@ -11,34 +11,34 @@ from dataclasses import dataclass
 from greenroom.config.schema import Config
 from greenroom.leases.holder import holder_of
 from greenroom.leases.shared.store import open_store
-from greenroom.runtime.leases.journal_writer import LeaseLog
-from greenroom.runtime.leases.local import Leasing
+from greenroom.runtime.leases.journal_writer import JournalWriter
+from greenroom.runtime.leases.local import LocalLeasing
 from greenroom.runtime.leases.making_room import MakingRoom
 from greenroom.runtime.leases.refusals import leasable_mib, most_leasable_mib
 from greenroom.runtime.leases.shared_leasing import SharedLeasing
 from greenroom.runtime.leases.sharing import Sharing
-from greenroom.runtime.moves.admission import Alone, Grants
-from greenroom.wiring.common import Common
-from greenroom.wiring.memory import Memory
+from greenroom.runtime.moves.admission import AlwaysGranted, Grants
+from greenroom.wiring.common import CommonParts
+from greenroom.wiring.memory import MemoryParts
 
 
 @dataclass(frozen=True, slots=True)
-class Leases:
-    own: Leasing
+class LeaseParts:
+    own: LocalLeasing
     """Those kept here. There are none where a store is shared."""
-    leasing: Leasing | SharedLeasing
+    leasing: LocalLeasing | SharedLeasing
     """Whom callers ask."""
     sharing: Sharing | None = None
 
     @property
-    def room(self) -> Leasing | MakingRoom:
+    def room(self) -> LocalLeasing | MakingRoom:
         """Whom the scheduler tells what it decided of leases."""
         return self.own if self.sharing is None else self.sharing.room
 
     @property
     def grants(self) -> Grants:
         """Whom moves ask before they take memory."""
-        return Alone() if self.sharing is None else self.sharing.slots
+        return AlwaysGranted() if self.sharing is None else self.sharing.slots
 
     def begin(self) -> None:
         """Leases of an earlier run, or of others: their memory is in use."""
@@ -48,12 +48,12 @@ class Leases:
             self.sharing.begin()
 
 
-def wire_leases(common: Common, memory: Memory, config: Config) -> Leases:
+def wire_leases(common: CommonParts, memory: MemoryParts, config: Config) -> LeaseParts:
     """Raises ConfigError where the client of the shared store is not installed."""
-    own = Leasing(
+    own = LocalLeasing(
         memory.post_and_look,
         common.clock,
-        LeaseLog(common.state_dir.path),
+        JournalWriter(common.state_dir.path),
         wait_max_s=config.leases.wait_max_s,
         claim_of=lambda slot: common.state.slots[slot].claim,
         free_mib=lambda: leasable_mib(common.state.ledger),
@@ -63,11 +63,11 @@ def wire_leases(common: Common, memory: Memory, config: Config) -> Leases:
         tell=common.hub.publish,
     )
     if config.leases.store is None:
-        return Leases(own, own)
+        return LeaseParts(own, own)
     return _shared(common, memory, config, config.leases.store, own)
 
 
-def _shared(common: Common, memory: Memory, config: Config, url: str, own: Leasing) -> Leases:
+def _shared(common: CommonParts, memory: MemoryParts, config: Config, url: str, own: LocalLeasing) -> LeaseParts:
     store = open_store(config, url)
     sharing = Sharing(
         store,
@@ -89,4 +89,4 @@ def _shared(common: Common, memory: Memory, config: Config, url: str, own: Leasi
         room_for=memory.watch.room_for,
         known=lambda: sharing.leases,
     )
-    return Leases(own, leasing, sharing)
+    return LeaseParts(own, leasing, sharing)

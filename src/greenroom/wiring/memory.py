@@ -18,19 +18,19 @@ from greenroom.runtime.memory.probes.base import Probe, Reading
 from greenroom.runtime.memory.slot_memory import Growth, SlotMemory
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.record.line_file import replace_file
-from greenroom.wiring.common import Common
+from greenroom.wiring.common import CommonParts
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    common: Common
+class MemoryParts:
+    common: CommonParts
     device_names: DeviceNames
     watch: MemoryWatch
     needs: Needs
     slot_memory: SlotMemory
 
     def post_and_look(self, event: Event) -> None:
-        """Moves, lost engines and leases change what is used: memory is looked at soon after."""
+        """MoveParts, lost engines and leases change what is used: memory is looked at soon after."""
         self.common.post(event)
         self.watch.nudge()
 
@@ -42,7 +42,7 @@ class Memory:
         return without(known, kept)
 
 
-def wire_memory(common: Common, config: Config, probe: Probe, seen: Reading, lease_pids: LeasePids) -> Memory:
+def wire_memory(common: CommonParts, config: Config, probe: Probe, seen: Reading, lease_pids: LeasePids) -> MemoryParts:
     """`seen` is the probe's first look."""
     catalog, post, clock = common.catalog, common.post, common.clock
     names = DeviceNames(seen.gpus)
@@ -55,4 +55,4 @@ def wire_memory(common: Common, config: Config, probe: Probe, seen: Reading, lea
     slot_memory = SlotMemory(common.state, catalog, needs, watch, post, clock)
     growth = Growth(common.slots, watch.peak_of, slot_memory.grew, clock)
     watch.on_look = growth.look
-    return Memory(common, names, watch, needs, slot_memory)
+    return MemoryParts(common, names, watch, needs, slot_memory)

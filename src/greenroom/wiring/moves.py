@@ -13,29 +13,29 @@ from greenroom.core.model import DeviceKind, ModelId
 from greenroom.core.state import State
 from greenroom.process.ports import PortRange
 from greenroom.runtime.memory.hosted_memory import HostedMemory
-from greenroom.runtime.moves.admission import Remains
+from greenroom.runtime.moves.admission import Cleanup
 from greenroom.runtime.moves.hosted_moves import HostedMoves
-from greenroom.runtime.moves.load_errors import Failures, Mishaps
+from greenroom.runtime.moves.load_errors import HostedErrors, LoadErrors
 from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.rejections import Rejections
-from greenroom.wiring.common import Common
-from greenroom.wiring.leases import Leases
-from greenroom.wiring.memory import Memory
+from greenroom.wiring.common import CommonParts
+from greenroom.wiring.leases import LeaseParts
+from greenroom.wiring.memory import MemoryParts
 
 Roots = Callable[[], tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class MoveParts:
     hosted: HostedMoves
     mover: Mover
 
 
-def wire_moves(common: Common, memory: Memory, leases: Leases, config: Config, roots: Roots) -> Moves:
+def wire_moves(common: CommonParts, memory: MemoryParts, leases: LeaseParts, config: Config, roots: Roots) -> MoveParts:
     """`roots` are the folders below which files of models must lie, as they are configured now."""
-    grants, remains = leases.grants, Remains()
+    grants, remains = leases.grants, Cleanup()
     slots = common.state.slots
-    failures = Failures(common.state_dir, common.catalog, lambda slot: slot in slots and slots[slot].is_going)
+    failures = LoadErrors(common.state_dir, common.catalog, lambda slot: slot in slots and slots[slot].is_going)
     hosted_memory = HostedMemory(common.state, common.hosted_slots, memory.watch, common.clock)
     hosted = HostedMoves(
         common.hosted_slots,
@@ -45,7 +45,7 @@ def wire_moves(common: Common, memory: Memory, leases: Leases, config: Config, r
         memory.post_and_look,
         common.clock,
         hosted_memory,
-        Mishaps(hosted_memory, memory.slot_memory.shortage),
+        HostedErrors(hosted_memory, memory.slot_memory.shortage),
         grants,
         remains,
         failures,
@@ -67,10 +67,10 @@ def wire_moves(common: Common, memory: Memory, leases: Leases, config: Config, r
         failures,
         roots,
     )
-    return Moves(hosted, mover)
+    return MoveParts(hosted, mover)
 
 
-def wire_rejections(common: Common, moves: Moves, is_draining: Callable[[], bool]) -> Rejections:
+def wire_rejections(common: CommonParts, moves: MoveParts, is_draining: Callable[[], bool]) -> Rejections:
     return Rejections(
         moves.mover.failures,
         is_draining,

@@ -28,8 +28,8 @@ from greenroom.core.model import (
 )
 from greenroom.core.scheduler import Scheduler
 from greenroom.leases.records import LeaseAsk
-from greenroom.runtime.leases.journal_writer import LeaseLog
-from greenroom.runtime.leases.local import Leasing
+from greenroom.runtime.leases.journal_writer import JournalWriter
+from greenroom.runtime.leases.local import LocalLeasing
 from greenroom.runtime.leases.refusals import most_leasable_mib
 from greenroom.runtime.loop import SchedulerLoop
 
@@ -60,10 +60,10 @@ class Rig:
         # What is really missing of every claim, whatever the ledger says.
         self.missing: dict[DeviceId, int] = {}
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
-        self.leasing = Leasing(
+        self.leasing = LocalLeasing(
             self.loop.post,
             self.clock,
-            LeaseLog(folder),
+            JournalWriter(folder),
             wait_max_s=3_600.0,
             claim_of=lambda slot: self.state.slots[slot].claim,
             free_mib=self._free_mib,

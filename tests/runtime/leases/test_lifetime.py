@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from greenroom.leases.journal import Kept
-from greenroom.runtime.leases.entry import GRACE_MIN_S, is_to_be_written, lasts_s, restart_grace_s
+from greenroom.runtime.leases.entry import GRACE_MIN_S, lasts_s, must_journal_renewal, restart_grace_s
 
 HEARD_AT = 5_000.0
 
@@ -38,12 +38,12 @@ def test_a_short_lease_and_one_of_unknown_age_have_their_whole_time() -> None:
 def test_nobody_loses_time_by_renewals_that_were_not_written(ttl_s: float) -> None:
     # The oldest that the last written sign of life can be, when there was a newer one that is not written.
     stale_s = restart_grace_s(ttl_s)
-    assert not is_to_be_written(ttl_s, stale_s * 0.999)
+    assert not must_journal_renewal(ttl_s, stale_s * 0.999)
     for away_s in (0.0, ttl_s / 3, ttl_s):
         really_left_s = ttl_s - away_s
         assert lasts_s(kept(ttl_s), HEARD_AT + stale_s + away_s) >= really_left_s - 1e-9
 
 
 def test_renewals_are_written_as_rarely_as_the_grace_allows() -> None:
-    assert is_to_be_written(600, 300) and not is_to_be_written(600, 299)
-    assert not is_to_be_written(GRACE_MIN_S, 1_000_000), "it has its whole time after a restart anyway"
+    assert must_journal_renewal(600, 300) and not must_journal_renewal(600, 299)
+    assert not must_journal_renewal(GRACE_MIN_S, 1_000_000), "it has its whole time after a restart anyway"

@@ -8,13 +8,13 @@ import pytest
 
 from greenroom.core.model import SlotId
 from greenroom.runtime.leases import entry as lease_line
-from greenroom.runtime.leases.entry import Entry, is_behind, may_ask
+from greenroom.runtime.leases.entry import LeaseEntry, is_behind, may_ask
 from tests.runtime.leases.leasing_rig import ask
 
 
-def entry(name: str, *, is_held: bool = False, is_asked: bool = False, **said: object) -> Entry:
+def entry(name: str, *, is_held: bool = False, is_asked: bool = False, **said: object) -> LeaseEntry:
     settled = asyncio.get_running_loop().create_future()
-    return Entry(ask(name, **said), settled, slot=SlotId(name) if is_held else None, is_asked=is_asked)  # type: ignore[arg-type]
+    return LeaseEntry(ask(name, **said), settled, slot=SlotId(name) if is_held else None, is_asked=is_asked)  # type: ignore[arg-type]
 
 
 async def test_only_who_stands_behind_nobody_asks_and_the_most_urgent_asks_first() -> None:
@@ -26,10 +26,10 @@ async def test_only_who_stands_behind_nobody_asks_and_the_most_urgent_asks_first
 
 
 async def test_those_that_are_held_are_not_passed_again_for_each_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[Entry] = []
+    compared: list[LeaseEntry] = []
     goes_first = lease_line._goes_first
 
-    def counted(earlier: Entry, later: Entry) -> bool:
+    def counted(earlier: LeaseEntry, later: LeaseEntry) -> bool:
         compared.append(later)
         return goes_first(earlier, later)
 

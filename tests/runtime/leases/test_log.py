@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.leases.journal import Ended, Kept
-from greenroom.runtime.leases.journal_writer import FILE_NAME, LeaseLog
+from greenroom.runtime.leases.journal_writer import FILE_NAME, JournalWriter
 
 
 def kept(name: str, token: int = 1) -> Kept:
@@ -16,20 +16,20 @@ def kept(name: str, token: int = 1) -> Kept:
 
 
 async def test_what_was_granted_is_on_the_disk_and_what_ended_is_soon(tmp_path: Path) -> None:
-    log = LeaseLog(tmp_path)
+    log = JournalWriter(tmp_path)
     assert log.open() == []
     await asyncio.gather(*(log.granted(kept(f"l{number}", number)) for number in range(20)))
     assert len((tmp_path / FILE_NAME).read_text().splitlines()) == 21
     for number in range(19):
         log.ended(f"l{number}")
     await log.close()
-    again = LeaseLog(tmp_path)
+    again = JournalWriter(tmp_path)
     assert [lease.id for lease in again.open()] == ["l19"]
     await again.close()
 
 
 async def test_an_end_that_could_not_be_written_is_written_with_the_next_grant(tmp_path: Path) -> None:
-    log = LeaseLog(tmp_path)
+    log = JournalWriter(tmp_path)
     log.open()
     await log.granted(kept("a"))
     await log.close()
@@ -42,17 +42,17 @@ async def test_an_end_that_could_not_be_written_is_written_with_the_next_grant(t
     (tmp_path / "away").rename(tmp_path / FILE_NAME)
     await log.granted(kept("c"))
     await log.close()
-    assert [lease.id for lease in LeaseLog(tmp_path).open()] == ["c"]
+    assert [lease.id for lease in JournalWriter(tmp_path).open()] == ["c"]
 
 
 async def test_tokens_grow_whatever_the_clock_does(tmp_path: Path) -> None:
-    log = LeaseLog(tmp_path)
+    log = JournalWriter(tmp_path)
     log.open()
     tokens = [log.next_token(wall_s) for wall_s in (1_000.0, 1_000.0, 5.0, 1_000.000_01, -7.0)]
     assert tokens == sorted(set(tokens)) and tokens[0] == 1_000_000_000
     await log.granted(kept("a", tokens[-1]))
     await log.close()
-    later = LeaseLog(tmp_path)
+    later = JournalWriter(tmp_path)
     later.open()
     assert later.next_token(0.0) > tokens[-1]
     await later.close()
@@ -60,7 +60,7 @@ async def test_tokens_grow_whatever_the_clock_does(tmp_path: Path) -> None:
 
 async def test_a_file_that_cannot_be_read_counts_as_empty(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).mkdir()
-    log = LeaseLog(tmp_path)
+    log = JournalWriter(tmp_path)
     assert log.open() == []
     with pytest.raises(IsADirectoryError):
         await log.granted(kept("a"))
@@ -68,7 +68,7 @@ async def test_a_file_that_cannot_be_read_counts_as_empty(tmp_path: Path) -> Non
 
 
 async def test_leases_that_were_never_written_down_leave_nothing_behind_while_the_disk_is_full(tmp_path: Path) -> None:
-    log = LeaseLog(tmp_path)
+    log = JournalWriter(tmp_path)
     log.open()
     await log.granted(kept("held"))
     await log.close()

@@ -10,7 +10,7 @@ import pytest
 from greenroom.core.model import Claim, DeviceId, SlotId
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.slot_memory import EVERY_S, Growth
-from greenroom.runtime.slots import LiveSlot, Slots
+from greenroom.runtime.slots import LiveSlot, LiveSlots
 
 GPU, HOST = DeviceId("gpu0"), DeviceId("host")
 S = SlotId("s1")
@@ -28,7 +28,7 @@ class Rig:
     written: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.slots = Slots()
+        self.slots = LiveSlots()
         self.slots.live[S] = cast(LiveSlot, FakeLive())
         self.growth = Growth(self.slots, lambda slot: self.peaks.get(slot, {}), self._remember, lambda: self.now)
 

@@ -15,7 +15,7 @@ from greenroom.runtime.memory import hosted_memory
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.hosted_memory import HostedMemory
 from greenroom.runtime.memory.probes.base import GpuReading, Reading
-from greenroom.runtime.memory.probes.host import Host
+from greenroom.runtime.memory.probes.host import HostProbe
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from tests.runtime.memory.readings import gpu, reading, used
@@ -64,7 +64,7 @@ async def test_what_is_free_on_the_host_is_what_the_cgroup_leaves(tmp_path: Path
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     watch, clock = cast(MemoryWatch, FakeWatch(full(1))), asyncio.get_running_loop().time
-    made = HostedMemory(FakeGateway().state, HostedSlots(), watch, clock, Host(tmp_path, tmp_path))
+    made = HostedMemory(FakeGateway().state, HostedSlots(), watch, clock, HostProbe(tmp_path, tmp_path))
     assert made.host_free_bytes == 5 << 30
 
 

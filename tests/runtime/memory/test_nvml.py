@@ -11,7 +11,7 @@ import pynvml
 import pytest
 
 from greenroom.errors import ProbeFailed
-from greenroom.runtime.memory.probes.host import Host
+from greenroom.runtime.memory.probes.host import HostProbe
 from greenroom.runtime.memory.probes.nvml import FIRST_PID_NAMESPACE, IDLE_MIB, NvmlProbe
 
 MIB = 1024 * 1024
@@ -106,13 +106,13 @@ def nvml() -> FakeNvml:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Host:
+def machine(tmp_path: Path) -> HostProbe:
     """A machine with the processes 10 and 11, and no container around it."""
     (tmp_path / "self" / "ns").mkdir(parents=True)
     for pid in (10, 11):
         (tmp_path / str(pid)).mkdir()
     enter(tmp_path, FIRST_PID_NAMESPACE)
-    return Host(proc=tmp_path)
+    return HostProbe(proc=tmp_path)
 
 
 def enter(proc: Path, namespace: str) -> None:
@@ -121,7 +121,7 @@ def enter(proc: Path, namespace: str) -> None:
     os.symlink(namespace, link)
 
 
-def test_everything_is_told_of_each_gpu(nvml: FakeNvml, machine: Host) -> None:
+def test_everything_is_told_of_each_gpu(nvml: FakeNvml, machine: HostProbe) -> None:
     nvml.compute, nvml.graphics = [(10, 20), (11, 5)], [(11, 5), (12, 1)]
     first, second = NvmlProbe(nvml, machine).look().gpus
     assert (first.uuid, first.index, first.name) == ("GPU-a", 0, "H200")
@@ -130,14 +130,14 @@ def test_everything_is_told_of_each_gpu(nvml: FakeNvml, machine: Host) -> None:
     assert (second.uuid, second.index, second.processes) == ("GPU-b", 1, {})
 
 
-def test_what_the_driver_keeps_for_itself_is_not_there_to_plan_with(nvml: FakeNvml, machine: Host) -> None:
+def test_what_the_driver_keeps_for_itself_is_not_there_to_plan_with(nvml: FakeNvml, machine: HostProbe) -> None:
     gpu = NvmlProbe(nvml, machine).look().gpus[0]
     assert (gpu.total_mib, gpu.used_mib) == (900, 30)
 
 
 @pytest.mark.parametrize("version", [None, 1])
 def test_old_drivers_and_bindings_tell_the_total_only(
-    version: int | None, nvml: FakeNvml, machine: Host, monkeypatch: pytest.MonkeyPatch
+    version: int | None, nvml: FakeNvml, machine: HostProbe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = nvml.nvmlDeviceGetMemoryInfo
 
@@ -152,53 +152,55 @@ def test_old_drivers_and_bindings_tell_the_total_only(
     assert (gpu.total_mib, gpu.used_mib) == (1_000, 130)
 
 
-def test_what_is_not_supported_is_left_out(nvml: FakeNvml, machine: Host) -> None:
+def test_what_is_not_supported_is_left_out(nvml: FakeNvml, machine: HostProbe) -> None:
     nvml.broken = {"nvmlDeviceGetUtilizationRates", "nvmlDeviceGetTemperature", "nvmlDeviceGetMigMode"}
     gpu = NvmlProbe(nvml, machine).look().gpus[0]
     assert (gpu.utilisation, gpu.temperature_c, gpu.used_mib) == (None, None, 30)
 
 
 @pytest.mark.parametrize("call", ["nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"])
-def test_processes_that_may_not_be_listed_are_unknown(call: str, nvml: FakeNvml, machine: Host) -> None:
+def test_processes_that_may_not_be_listed_are_unknown(call: str, nvml: FakeNvml, machine: HostProbe) -> None:
     nvml.broken = {call}
     assert NvmlProbe(nvml, machine).look().gpus[0].processes is None
 
 
-def test_processes_whose_memory_is_not_told_are_unknown(nvml: FakeNvml, machine: Host) -> None:
+def test_processes_whose_memory_is_not_told_are_unknown(nvml: FakeNvml, machine: HostProbe) -> None:
     nvml.compute = [(10, 20), (11, None)]
     assert NvmlProbe(nvml, machine).look().gpus[0].processes is None
 
 
-def test_outside_containers_a_process_that_has_just_ended_is_listed_all_the_same(nvml: FakeNvml, machine: Host) -> None:
+def test_outside_containers_a_process_that_has_just_ended_is_listed_all_the_same(
+    nvml: FakeNvml, machine: HostProbe
+) -> None:
     nvml.compute = [(10, 20), (99, 5)]
     assert NvmlProbe(nvml, machine).look().gpus[0].processes == {10: 20, 99: 5}
 
 
-def test_in_a_container_an_empty_list_says_nothing(nvml: FakeNvml, machine: Host) -> None:
+def test_in_a_container_an_empty_list_says_nothing(nvml: FakeNvml, machine: HostProbe) -> None:
     enter(machine.proc, "pid:[4026532201]")
     nvml.used_mib = IDLE_MIB
     assert NvmlProbe(nvml, machine).look().gpus[0].processes is None
 
 
-def test_in_a_container_nobody_uses_a_gpu_of_which_nothing_is_used(nvml: FakeNvml, machine: Host) -> None:
+def test_in_a_container_nobody_uses_a_gpu_of_which_nothing_is_used(nvml: FakeNvml, machine: HostProbe) -> None:
     enter(machine.proc, "pid:[4026532201]")
     assert NvmlProbe(nvml, machine).look().gpus[0].processes == {}
 
 
-def test_in_a_container_pids_of_the_machine_outside_say_nothing(nvml: FakeNvml, machine: Host) -> None:
+def test_in_a_container_pids_of_the_machine_outside_say_nothing(nvml: FakeNvml, machine: HostProbe) -> None:
     enter(machine.proc, "pid:[4026532201]")
     nvml.compute = [(10, 20), (40_000, 5)]
     assert NvmlProbe(nvml, machine).look().gpus[0].processes is None
 
 
-def test_in_a_container_pids_that_are_all_there_are_believed(nvml: FakeNvml, machine: Host) -> None:
+def test_in_a_container_pids_that_are_all_there_are_believed(nvml: FakeNvml, machine: HostProbe) -> None:
     enter(machine.proc, "pid:[4026532201]")
     nvml.compute = [(10, 20), (11, 5)]
     assert NvmlProbe(nvml, machine).look().gpus[0].processes == {10: 20, 11: 5}
 
 
 def test_in_a_container_a_process_that_ends_while_it_is_listed_hides_nobody(
-    nvml: FakeNvml, machine: Host, monkeypatch: pytest.MonkeyPatch
+    nvml: FakeNvml, machine: HostProbe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enter(machine.proc, "pid:[4026532201]")
     nvml.gpus = nvml.gpus[:1]
@@ -212,19 +214,21 @@ def test_in_a_container_a_process_that_ends_while_it_is_listed_hides_nobody(
     assert NvmlProbe(nvml, machine).look().gpus[0].processes == {10: 20}
 
 
-def test_a_machine_that_does_not_tell_its_namespace_is_taken_for_a_container(nvml: FakeNvml, machine: Host) -> None:
+def test_a_machine_that_does_not_tell_its_namespace_is_taken_for_a_container(
+    nvml: FakeNvml, machine: HostProbe
+) -> None:
     nvml.used_mib = 500
     (machine.proc / "self" / "ns" / "pid").unlink()
     assert NvmlProbe(nvml, machine).look().gpus[0].processes is None
 
 
-def test_a_gpu_that_is_cut_up_is_left_alone(nvml: FakeNvml, machine: Host) -> None:
+def test_a_gpu_that_is_cut_up_is_left_alone(nvml: FakeNvml, machine: HostProbe) -> None:
     nvml.gpus[0].mig = 1
     assert [(gpu.uuid, gpu.index) for gpu in NvmlProbe(nvml, machine).look().gpus] == [("GPU-b", 1)]
 
 
 @pytest.mark.parametrize("call", ["nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMemoryInfo"])
-def test_a_driver_that_does_not_answer_fails_the_look(call: str, nvml: FakeNvml, machine: Host) -> None:
+def test_a_driver_that_does_not_answer_fails_the_look(call: str, nvml: FakeNvml, machine: HostProbe) -> None:
     probe = NvmlProbe(nvml, machine)
     nvml.broken = {call}
     with pytest.raises(ProbeFailed, match=call):
@@ -233,12 +237,12 @@ def test_a_driver_that_does_not_answer_fails_the_look(call: str, nvml: FakeNvml,
     assert len(probe.look().gpus) == 2
 
 
-def test_a_gpu_that_fell_off_the_bus_hides_no_other(nvml: FakeNvml, machine: Host) -> None:
+def test_a_gpu_that_fell_off_the_bus_hides_no_other(nvml: FakeNvml, machine: HostProbe) -> None:
     nvml.lost = {"GPU-a"}
     assert [(gpu.uuid, gpu.index) for gpu in NvmlProbe(nvml, machine).look().gpus] == [("GPU-b", 1)]
 
 
-def test_a_driver_that_was_exchanged_is_opened_anew(nvml: FakeNvml, machine: Host) -> None:
+def test_a_driver_that_was_exchanged_is_opened_anew(nvml: FakeNvml, machine: HostProbe) -> None:
     probe = NvmlProbe(nvml, machine)
     nvml.broken = {"nvmlDeviceGetCount", "nvmlInit"}
     for word in ("nvmlDeviceGetCount", "nvmlInit"):
@@ -256,7 +260,7 @@ def test_a_machine_without_the_library_has_no_such_probe(nvml: FakeNvml) -> None
         NvmlProbe(nvml)
 
 
-def test_closing_lets_go_of_the_library_and_never_fails(nvml: FakeNvml, machine: Host) -> None:
+def test_closing_lets_go_of_the_library_and_never_fails(nvml: FakeNvml, machine: HostProbe) -> None:
     probe = NvmlProbe(nvml, machine)
     assert nvml.is_open
     probe.close()
@@ -271,7 +275,7 @@ def test_the_real_bindings_have_what_is_used_here() -> None:
     assert [name for name in names if not hasattr(pynvml, name)] == []
 
 
-def test_a_glance_asks_for_the_memory_of_one_gpu_and_nothing_else(nvml: FakeNvml, machine: Host) -> None:
+def test_a_glance_asks_for_the_memory_of_one_gpu_and_nothing_else(nvml: FakeNvml, machine: HostProbe) -> None:
     probe = NvmlProbe(nvml, machine)
     looked = probe.look().gpu("GPU-b")
     nvml.lists = 0

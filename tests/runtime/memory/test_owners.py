@@ -9,7 +9,7 @@ from greenroom.core.model import DeviceId, LeaseId, ModelId, ModelSpec, OtherLea
 from greenroom.core.state import State
 from greenroom.runtime.memory.attribution import OTHER_WORD, MemoryOwners, Owner
 from greenroom.runtime.memory.devices import WORKER_GPU_MIB
-from greenroom.runtime.slots import LiveSlot, Slots
+from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from tests.server.admin.management_rig import FakeGateway
 
@@ -20,7 +20,7 @@ S1, S2 = SlotId("s1"), SlotId("s2")
 class Tables:
     def __init__(self) -> None:
         self.state: State = FakeGateway().state
-        self.slots = Slots()
+        self.slots = LiveSlots()
         self.lease_pids: dict[SlotId, int] = {}
         self.hosted = HostedSlots()
         self.owners = MemoryOwners(self.state, self.slots, lambda: self.lease_pids, "gate:run:", self.hosted)

@@ -8,7 +8,7 @@ import pytest
 
 from greenroom.core.model import DeviceId
 from greenroom.runtime.memory.devices import HOST
-from greenroom.runtime.moves.admission import Remains
+from greenroom.runtime.moves.admission import Cleanup
 
 A, B = DeviceId("GPU-a"), DeviceId("GPU-b")
 
@@ -29,7 +29,7 @@ A, B = DeviceId("GPU-a"), DeviceId("GPU-b")
 async def test_a_load_waits_for_remains_on_its_gpus(
     left_on: tuple[DeviceId, ...], wanted: tuple[DeviceId, ...], waits: bool
 ) -> None:
-    remains, is_over = Remains(), asyncio.Event()
+    remains, is_over = Cleanup(), asyncio.Event()
 
     async def clear_up() -> None:
         await is_over.wait()

@@ -13,7 +13,7 @@ from greenroom.process.spawn import Exit
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.hosted_memory import HostedMemory
 from greenroom.runtime.moves.admission import NoGrant
-from greenroom.runtime.moves.load_errors import Evidence, Mishaps
+from greenroom.runtime.moves.load_errors import Evidence, HostedErrors
 from greenroom.runtime.workers.control_link import OpFailed
 from greenroom.runtime.workers.worker import Worker
 
@@ -42,8 +42,8 @@ def shortage(move: Move, entry: Entry, complaint: str, details: str) -> OutOfMem
     return OutOfMemory(f"{entry.id}: {complaint}", details=details)
 
 
-def mishaps(missing: Claim | None = None) -> Mishaps:
-    return Mishaps(cast(HostedMemory, FakeMemory(missing or {})), shortage)
+def hosted_errors(missing: Claim | None = None) -> HostedErrors:
+    return HostedErrors(cast(HostedMemory, FakeMemory(missing or {})), shortage)
 
 
 @pytest.mark.parametrize(
@@ -57,15 +57,15 @@ def mishaps(missing: Claim | None = None) -> Mishaps:
     ],
 )
 def test_a_failed_open_is_told_by_its_kind_and_with_its_words(kind: str, error: type[LoadFailed]) -> None:
-    told = mishaps().no_load(MOVE, ENTRY, OpFailed(kind, "no config.json in /m."))
+    told = hosted_errors().no_load(MOVE, ENTRY, OpFailed(kind, "no config.json in /m."))
     assert type(told) is error and "no config.json in /m" in told.message and "qwen" in told.message
 
 
 async def test_a_wake_for_which_a_stranger_has_left_no_memory_has_not_failed() -> None:
     error = OpFailed("out_of_memory", "the GPU is full.")
-    assert isinstance(await mishaps({GPU: 40}).no_wake(MOVE, ENTRY, error), NoGrant)
-    assert isinstance(await mishaps().no_wake(MOVE, ENTRY, error), OutOfMemory)
-    assert isinstance(await mishaps({GPU: 40}).no_wake(MOVE, ENTRY, OpFailed("failed", "no.")), LoadFailed)
+    assert isinstance(await hosted_errors({GPU: 40}).no_wake(MOVE, ENTRY, error), NoGrant)
+    assert isinstance(await hosted_errors().no_wake(MOVE, ENTRY, error), OutOfMemory)
+    assert isinstance(await hosted_errors({GPU: 40}).no_wake(MOVE, ENTRY, OpFailed("failed", "no.")), LoadFailed)
 
 
 @pytest.mark.parametrize(("complaint", "error"), [(None, LoadFailed), ("std::bad_alloc", OutOfMemory)])
@@ -74,6 +74,6 @@ def test_a_worker_that_ended_is_told_with_its_exit_and_last_lines(
 ) -> None:
     lines = {MOVE.slot: ["first", "last"]}
     worker: Any = SimpleNamespace(lines_of=lambda slot, _: lines[slot], child=SimpleNamespace(exit=Exit(70, None)))
-    told = mishaps().worker_ended(MOVE, ENTRY, cast(Worker, worker), cast(Evidence, FakeEvidence(complaint)))
+    told = hosted_errors().worker_ended(MOVE, ENTRY, cast(Worker, worker), cast(Evidence, FakeEvidence(complaint)))
     assert type(told) is error and told.details == "first\nlast"
     assert complaint is not None or "exit code 70" in told.message

@@ -13,7 +13,7 @@ import pytest
 from greenroom.core.model import RequestId, Tier
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.moves import model_files as module
-from greenroom.runtime.moves.model_files import MIB, Piece, Prefetch, pieces_of, read_ahead
+from greenroom.runtime.moves.model_files import MIB, FileRange, Prefetch, pieces_of, read_ahead
 from tests.server.admin.management_rig import FakeGateway, model, until
 
 PLENTY_MIB = 1_000_000
@@ -98,11 +98,13 @@ async def test_those_who_are_waited_for_are_read_one_after_the_other(tmp_path: P
     assert cached_mib(rig.files["b"]) == 6
 
 
-def held(read: Callable[[Piece], int], until_piece: int) -> tuple[Callable[[Piece], int], threading.Event, list[Piece]]:
+def held(
+    read: Callable[[FileRange], int], until_piece: int
+) -> tuple[Callable[[FileRange], int], threading.Event, list[FileRange]]:
     """The same reading, which stops before that piece until it is let go on."""
-    go_on, seen = threading.Event(), list[Piece]()
+    go_on, seen = threading.Event(), list[FileRange]()
 
-    def reading(piece: Piece) -> int:
+    def reading(piece: FileRange) -> int:
         if len(seen) == until_piece:
             go_on.wait(20)
         seen.append(piece)
@@ -172,7 +174,7 @@ async def test_a_disk_that_hangs_is_given_up_and_others_are_still_read(
 def test_what_is_in_memory_already_is_not_read_again(tmp_path: Path) -> None:
     file = cold_file(tmp_path / "m", 2)
     file.read_bytes()
-    assert read_ahead(Piece(file, 0, 2 * MIB)) == 0
+    assert read_ahead(FileRange(file, 0, 2 * MIB)) == 0
 
 
 def test_pieces_cover_every_file_and_nothing_else(tmp_path: Path) -> None:
@@ -190,9 +192,9 @@ def test_pieces_cover_every_file_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["missing", ".", "fifo"])
 def test_what_cannot_be_read_costs_nothing(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    assert read_ahead(Piece(tmp_path / name, 0, MIB)) == 0
+    assert read_ahead(FileRange(tmp_path / name, 0, MIB)) == 0
 
 
 def test_a_file_that_became_shorter_ends_where_it_ends(tmp_path: Path) -> None:
     file = cold_file(tmp_path / "m", 1)
-    assert read_ahead(Piece(file, MIB // 2, MIB)) == MIB // 2
+    assert read_ahead(FileRange(file, MIB // 2, MIB)) == MIB // 2

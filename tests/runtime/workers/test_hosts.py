@@ -16,7 +16,7 @@ from greenroom.process.spawn import Child, Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.workers import pool
-from greenroom.runtime.workers.pool import Hosts
+from greenroom.runtime.workers.pool import WorkerPool
 from greenroom.runtime.workers.worker import Worker
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
@@ -76,8 +76,8 @@ class Starts:
         return worker
 
 
-def made() -> Hosts:
-    return Hosts(cast(StateDir, None), Observer(Hub(), Metrics()), lambda worker, exit: None, keeps_spare=True)
+def made() -> WorkerPool:
+    return WorkerPool(cast(StateDir, None), Observer(Hub(), Metrics()), lambda worker, exit: None, keeps_spare=True)
 
 
 async def test_a_spare_that_comes_after_another_worker_became_the_spare_is_ended(

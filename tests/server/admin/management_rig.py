@@ -37,8 +37,8 @@ from greenroom.http.limits import EdgeStats
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.memory.probes.base import Reading
-from greenroom.runtime.memory.watch import Look
-from greenroom.runtime.slots import LiveSlot, Slots
+from greenroom.runtime.memory.watch import MemoryLook
+from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.server.admin.management import make_management
 from greenroom.server.asgi import Application
 from greenroom.telemetry.activity import Activity
@@ -111,7 +111,7 @@ class FakeListening:
 class FakeWatch:
     """One look, which a test puts there; looking again is only counted."""
 
-    last: Look = field(default_factory=lambda: Look(NOW, reading(gpu("gpu0", total_mib=8192))))
+    last: MemoryLook = field(default_factory=lambda: MemoryLook(NOW, reading(gpu("gpu0", total_mib=8192))))
     kind: str = "simulated"
     failure: str | None = None
     sees_pids: bool = True
@@ -194,7 +194,7 @@ class FakeGateway:
         self.started_at = 1_700_000_000.0
         self.is_draining = False
         self.now = NOW
-        self.catalog, self.slots, self.hub = Catalog(), Slots(), Hub()
+        self.catalog, self.slots, self.hub = Catalog(), LiveSlots(), Hub()
         self.metrics, self.activity = Metrics(), Activity()
         self.effects = FakeEffects()
         self.loop = FakeLoop(Scheduler(cast(Effects, self.effects)))

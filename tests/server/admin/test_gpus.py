@@ -7,7 +7,7 @@ import pytest
 from greenroom.core.events import MemoryChanged
 from greenroom.core.model import LeaseId, SlotId, Tier
 from greenroom.runtime.memory.attribution import Attribution
-from greenroom.runtime.memory.watch import Look
+from greenroom.runtime.memory.watch import MemoryLook
 from tests.runtime.memory.readings import reading, used
 from tests.server.admin.management_rig import GPU, NOW, Client, FakeGateway, FakeWatch, model
 
@@ -21,7 +21,7 @@ def gateway() -> FakeGateway:
     gateway.loop.scheduler.handle(MemoryChanged(NOW, {GPU: 705}, {SlotId("s-llm"): {GPU: 130}}))
     seen = used("gpu0", {11: 130, 12: 5, 13: 700}, total_mib=8192, name="H200", utilisation=37, temperature_c=61)
     shares = Attribution({GPU: 705}, {"s-llm": {GPU: 130}, "s-lease": {}}, {GPU: {12: 5, 13: 700}})
-    gateway.memory_watch = FakeWatch(Look(NOW - 2.5, reading(seen), shares, {13: "blender"}), kind="nvml")
+    gateway.memory_watch = FakeWatch(MemoryLook(NOW - 2.5, reading(seen), shares, {13: "blender"}), kind="nvml")
     return gateway
 
 
@@ -72,7 +72,7 @@ async def test_status_has_the_figures_of_gpus_alone(gateway: FakeGateway) -> Non
 async def test_gpus_are_looked_at_for_who_asks_but_not_for_each_of_many(gateway: FakeGateway) -> None:
     await Client(gateway).get("/api/v1/gpus")
     assert gateway.memory_watch.looks == 1
-    gateway.memory_watch.last = Look(NOW, gateway.memory_watch.last.reading)
+    gateway.memory_watch.last = MemoryLook(NOW, gateway.memory_watch.last.reading)
     await Client(gateway).get("/api/v1/gpus")
     assert gateway.memory_watch.looks == 1
 
@@ -83,7 +83,7 @@ async def test_metrics_have_the_figures_and_leave_out_what_is_unknown(gateway: F
     assert 'greenroom_gpu_total_mib{device="gpu0"} 8192.0' in text
     assert 'greenroom_gpu_utilisation_percent{device="gpu0"} 37.0' in text
     assert 'greenroom_gpu_temperature_celsius{device="gpu0"} 61.0' in text
-    gateway.memory_watch.last = Look(NOW, reading(used("gpu0", {})))
+    gateway.memory_watch.last = MemoryLook(NOW, reading(used("gpu0", {})))
     text = (await Client(gateway).get("/metrics")).body.decode()
     assert 'greenroom_gpu_used_mib{device="gpu0"} 0.0' in text
     assert "greenroom_gpu_temperature_celsius{device" not in text

@@ -60,7 +60,7 @@ async def test_request_that_is_cut_between_its_grant_and_its_sending_never_reach
         await until(lambda: journal.count("request") == 1, "the only place is taken")
         answer = asyncio.create_task(chat(app, "alpha"))
         await until(lambda: counters(app)["waiting"] == 1, "it waits for its turn")
-        ticket = list(app.desk.open.values())[-1]
+        ticket = list(app.tickets.open.values())[-1]
         # Looked at in every turn of the loop: the one after the grant is the last before it is sent.
         while ticket.slot is None:  # noqa: ASYNC110
             await asyncio.sleep(0)

@@ -134,7 +134,7 @@ class Gateway:
         self.is_dead = True
         if self.sharing._task is not None:
             self.sharing._task.cancel()
-        for want in self.sharing.line._wants.values():
+        for want in self.sharing.waiting_models._wants.values():
             want.task.cancel()
         self._end_tasks()
         for owner in [one for one in self._world.gpus.users if one.startswith(f"{self.name}/")]:
@@ -168,7 +168,7 @@ class Gateway:
             "others": [(one.id, dict(one.claim)) for one in state.ledger.others],
             "foreign": dict(state.ledger.foreign),
             "pausing": {model: record.pausing for model, record in state.models.items() if record.pausing},
-            "line": {want.id: want.lease is not None for want in self.sharing.line._wants.values()},
+            "line": {want.id: want.lease is not None for want in self.sharing.waiting_models._wants.values()},
         }
 
     # --- callers ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from greenroom.errors import BadRequest, ConfigError, GatewayBug, LeaseLost, Lea
 from greenroom.leases.records import PROGRAM_ID_MAX, Lease, LeaseAsk, is_program_id, taken
 from greenroom.leases.shared import stored
 from greenroom.leases.shared.errors import TAKEN, cancels_heard, program_refusal, refusal, shown, translated
-from greenroom.leases.shared.store import Orders, SlotAsk
+from greenroom.leases.shared.store import PublishReply, SlotAsk
 from greenroom.leases.shared.stored import Reply, Stored
 
 CONNECT_TIMEOUT_S = 1.0
@@ -112,7 +112,7 @@ class RedisStore:
         reply = await self._run("leases", {})
         return [stored.lease_of(reply.leases[id], reply.now) for id in sorted(reply.leases)]
 
-    async def publish(self, gateway: str, devices: Mapping[str, int], prices: Mapping[str, float]) -> Orders:
+    async def publish(self, gateway: str, devices: Mapping[str, int], prices: Mapping[str, float]) -> PublishReply:
         reply = await self._run("publish", {"gateway": gateway, "devices": devices, "prices": prices})
         return stored.orders_of(reply)
 

@@ -17,7 +17,7 @@ from greenroom.leases.records import Holder, Lease, LeaseAsk, LeaseStore
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class PublishReply:
     """What a gateway hears at each heartbeat."""
 
     make_room: tuple[LeaseAsk, ...]  # Those who wait, and for whom this gateway is to make room during its turn.
@@ -40,7 +40,7 @@ class SlotAsk:
 
 
 class SharedStore(LeaseStore, Protocol):
-    async def publish(self, gateway: str, devices: Mapping[str, int], prices: Mapping[str, float]) -> Orders:
+    async def publish(self, gateway: str, devices: Mapping[str, int], prices: Mapping[str, float]) -> PublishReply:
         """Say that this gateway lives, how many MiB may be planned with, and what freeing memory would cost it.
 
         At most a second apart. A device that is gone is published with 0, one on which nothing can be freed without a

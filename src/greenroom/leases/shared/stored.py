@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from greenroom.leases.records import Holder, Lease, LeaseAsk
-from greenroom.leases.shared.store import Orders, SlotAsk
+from greenroom.leases.shared.store import PublishReply, SlotAsk
 
 _MS = 1_000
 
@@ -124,8 +124,8 @@ def lease_of(stored: Stored, now: float) -> Lease:
     )
 
 
-def orders_of(reply: Reply) -> Orders:
-    return Orders(
+def orders_of(reply: Reply) -> PublishReply:
+    return PublishReply(
         make_room=tuple(_ask_of(stored) for stored in reply.make_room.values()),
         version=int(reply.version),
         grace_left_s=reply.grace_left_ms / _MS,

@@ -24,7 +24,7 @@ def core_id(lease: str) -> LeaseId:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class LeaseEntry:
     ask: LeaseAsk
     # Done when it is held, with the error if it never will be.
     settled: asyncio.Future[None]
@@ -97,9 +97,9 @@ class Entry:
         self.watch = self.overdue = None
 
 
-def ask_again(kept: Kept, settled: asyncio.Future[None], lasts_s: float) -> Entry:
+def ask_again(kept: Kept, settled: asyncio.Future[None], lasts_s: float) -> LeaseEntry:
     """The lease of an earlier run, to be asked for on the same devices; it lasts so long if it is not heard of."""
-    return Entry(
+    return LeaseEntry(
         LeaseAsk(
             id=kept.id,
             name=kept.name,
@@ -119,7 +119,7 @@ def ask_again(kept: Kept, settled: asyncio.Future[None], lasts_s: float) -> Entr
     )
 
 
-def is_behind(entry: Entry, in_order: Iterable[Entry]) -> bool:
+def is_behind(entry: LeaseEntry, in_order: Iterable[LeaseEntry]) -> bool:
     """Whether it stands behind another of these, which are in the order they came; it need not be among them yet."""
     for other in in_order:
         if other is entry:
@@ -129,7 +129,7 @@ def is_behind(entry: Entry, in_order: Iterable[Entry]) -> bool:
     return False
 
 
-def may_ask(in_order: Iterable[Entry]) -> list[Entry]:
+def may_ask(in_order: Iterable[LeaseEntry]) -> list[LeaseEntry]:
     """Who stood behind another and does so no longer; the most urgent first."""
     # Nobody stands behind one that is held; hundreds of those must not be passed again for each that waits.
     waiting = [entry for entry in in_order if entry.is_waiting]
@@ -137,7 +137,7 @@ def may_ask(in_order: Iterable[Entry]) -> list[Entry]:
     return sorted(free, key=lambda entry: entry.ask.priority)
 
 
-def _goes_first(earlier: Entry, later: Entry) -> bool:
+def _goes_first(earlier: LeaseEntry, later: LeaseEntry) -> bool:
     """It waits too, is as urgent, and could use the same GPU."""
     if not earlier.is_waiting or earlier.ask.priority > later.ask.priority:
         return False
@@ -164,7 +164,7 @@ def lasts_s(kept: Kept, wall_s: float) -> float:
     return min(kept.ttl_s, left_s + restart_grace_s(kept.ttl_s))
 
 
-def is_to_be_written(ttl_s: float, since_s: float) -> bool:
+def must_journal_renewal(ttl_s: float, since_s: float) -> bool:
     """Whether a renewal is, so long after the last that was. Where the grace is a whole TTL none has to be."""
     grace_s = restart_grace_s(ttl_s)
     return grace_s < ttl_s and since_s >= grace_s

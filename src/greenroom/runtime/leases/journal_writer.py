@@ -10,7 +10,7 @@ import asyncio
 from pathlib import Path
 
 from greenroom.leases.journal import Change, Ended, Heard, Journal, Kept
-from greenroom.runtime.detached import beside
+from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("leases")
@@ -22,7 +22,7 @@ CLOSE_MAX_S = 5.0
 _Pending = tuple[Change, asyncio.Future[None] | None]
 
 
-class LeaseLog:
+class JournalWriter:
     def __init__(self, folder: Path) -> None:
         self._journal = Journal(folder / FILE_NAME)
         self._pending: list[_Pending] = []
@@ -86,7 +86,7 @@ class LeaseLog:
     async def _write(self, batch: list[_Pending]) -> bool:
         changes = [change for change, _ in batch]
         try:
-            await beside(lambda: self._journal.append(changes), "write leases")
+            await run_detached(lambda: self._journal.append(changes), "write leases")
         except OSError as error:
             self._warn(error)
             self._pending = self._still_to_write(changes) + self._pending

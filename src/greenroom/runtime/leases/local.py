@@ -22,16 +22,16 @@ from greenroom.leases import holder as holders
 from greenroom.leases.records import Lease, LeaseAsk, taken
 from greenroom.runtime.leases.entry import (
     SEVERAL,
-    Entry,
+    LeaseEntry,
     ask_again,
     core_id,
     is_behind,
-    is_to_be_written,
     lasts_s,
     may_ask,
+    must_journal_renewal,
 )
 from greenroom.runtime.leases.holders import Holders
-from greenroom.runtime.leases.journal_writer import LeaseLog
+from greenroom.runtime.leases.journal_writer import JournalWriter
 from greenroom.runtime.leases.refusals import DeviceNamed, devices_meant, never_free, not_free, not_written, refusal
 from greenroom.telemetry.logs import get_logger
 
@@ -49,7 +49,7 @@ STOOD_STILL_S = 1.0
 Tell = Callable[[str, Mapping[str, object]], None]
 
 
-class Leasing:
+class LocalLeasing:
     """`free_mib` tells what is free on each GPU now, and `most_mib` what could ever be; `claim_of` what the scheduler
     gave a slot; `device_named` which device people mean by a name; `room_for` waits until memory is really free and
     tells what is missing then."""
@@ -60,7 +60,7 @@ class Leasing:
         self,
         post: Callable[[Event], None],
         clock: Callable[[], float],
-        log: LeaseLog,
+        log: JournalWriter,
         *,
         wait_max_s: float,
         claim_of: Callable[[SlotId], Claim],
@@ -83,8 +83,8 @@ class Leasing:
         self._tell = tell
         self._wall = wall
         self._holders = Holders()
-        self._entries: dict[str, Entry] = {}
-        self._by_core_id: dict[LeaseId, Entry] = {}
+        self._entries: dict[str, LeaseEntry] = {}
+        self._by_core_id: dict[LeaseId, LeaseEntry] = {}
         self._lost: OrderedDict[str, str] = OrderedDict()
         self._handing_over: set[asyncio.Task[None]] = set()
 
@@ -114,11 +114,11 @@ class Leasing:
             entry.told_to = None
             self._end_if_unheard_of(entry)
 
-    def _end_if_unheard_of(self, entry: Entry) -> None:
+    def _end_if_unheard_of(self, entry: LeaseEntry) -> None:
         if not entry.askers and entry.told_to is None:
             self._end(entry, "given up")
 
-    async def _settled(self, entry: Entry, ask: LeaseAsk) -> None:
+    async def _settled(self, entry: LeaseEntry, ask: LeaseAsk) -> None:
         """Wait until it is held. Raises why it is not."""
         await asyncio.wait((entry.settled,), timeout=ask.wait_s)
         if not entry.is_waiting:
@@ -169,13 +169,13 @@ class Leasing:
             if entry.slot is not None and entry.ask.holder is not None and holders.is_here(entry.ask.holder)
         }
 
-    def _begin(self, ask: LeaseAsk) -> Entry:
+    def _begin(self, ask: LeaseAsk) -> LeaseEntry:
         if len(self._entries) >= LEASES_MAX:
             raise LeaseDenied(f"{LEASES_MAX:,} leases are held or waited for already.", retry_after_s=30.0)
         if ask.holder is not None and holders.is_here(ask.holder) and not holders.is_alive(ask.holder):
             raise BadRequest(f"There is no process {ask.holder.pid} that began when it is said to have.", param="pid")
         now = self._clock()
-        entry = Entry(ask, asyncio.get_running_loop().create_future(), give_up_at=now + ask.wait_s)
+        entry = LeaseEntry(ask, asyncio.get_running_loop().create_future(), give_up_at=now + ask.wait_s)
         # Who does not wait must neither make others leave for nothing nor go before who waits.
         waits = is_behind(entry, self._entries.values())
         if not ask.wait_s and (waits or not self._is_free_now(ask)):
@@ -199,12 +199,12 @@ class Leasing:
         usable = [mib for device, mib in free.items() if not ask.devices or device in ask.devices]
         return sum(mib >= ask.mib for mib in usable) >= ask.gpus
 
-    def _put(self, entry: Entry) -> None:
+    def _put(self, entry: LeaseEntry) -> None:
         self._entries[entry.id] = self._by_core_id[core_id(entry.id)] = entry
         # Nobody may be left to hear of an error.
         entry.settled.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    def _ask_scheduler(self, entry: Entry) -> None:
+    def _ask_scheduler(self, entry: LeaseEntry) -> None:
         ask = entry.ask
         entry.is_asked = True
         devices = tuple(DeviceId(device) for device in ask.devices)
@@ -222,10 +222,10 @@ class Leasing:
             )
         )
 
-    def _heard(self, entry: Entry) -> Lease:
+    def _heard(self, entry: LeaseEntry) -> Lease:
         now = self._clock()
         entry.expires_at = now + entry.ask.ttl_s
-        if is_to_be_written(entry.ask.ttl_s, now - entry.written_at):
+        if must_journal_renewal(entry.ask.ttl_s, now - entry.written_at):
             entry.written_at = now
             self._journal.heard(entry.id, self._wall())
         return entry.shown(now)
@@ -266,11 +266,11 @@ class Leasing:
         entry.overdue = asyncio.get_running_loop().call_at(deadline, self._report_overdue, entry)
         _log.info("lease recalled", lease=entry.id, name=entry.ask.name, grace_s=round(deadline - self._clock(), 3))
 
-    def _report_overdue(self, entry: Entry) -> None:
+    def _report_overdue(self, entry: LeaseEntry) -> None:
         _log.warning("lease is overdue: its holder was asked to leave and stays", lease=entry.id, name=entry.ask.name)
         self._tell("lease_overdue", {"lease": entry.id, "name": entry.ask.name})
 
-    async def _hand_over(self, entry: Entry) -> None:
+    async def _hand_over(self, entry: LeaseEntry) -> None:
         """What was granted is held once it is really free and written down."""
         error = await self._not_there(entry) or await self._not_written(entry)
         if not self._is_known(entry):
@@ -280,13 +280,13 @@ class Leasing:
         else:
             self._end(entry, "not held", error)
 
-    async def _not_there(self, entry: Entry) -> GreenroomError | None:
+    async def _not_there(self, entry: LeaseEntry) -> GreenroomError | None:
         """Who lost the memory, or gave it back on paper, may still use it."""
         left_s = 0.0 if entry.give_up_at is None else max(0.0, entry.give_up_at - self._clock())
         claim = {DeviceId(device): mib for device, mib in entry.claim.items()}
         return not_free(entry.ask, self._free_mib()) if await self._room_for(claim, left_s) else None
 
-    async def _not_written(self, entry: Entry) -> GreenroomError | None:
+    async def _not_written(self, entry: LeaseEntry) -> GreenroomError | None:
         try:
             await self._journal.granted(entry.kept(self._wall()))
         except OSError as error:
@@ -295,7 +295,7 @@ class Leasing:
 
     # --- held -------------------------------------------------------------------------------------------------------
 
-    def _hold(self, entry: Entry) -> None:
+    def _hold(self, entry: LeaseEntry) -> None:
         now = self._clock()
         entry.is_held = True
         entry.expires_at = now + (entry.ask.ttl_s if entry.lasts_s is None else entry.lasts_s)
@@ -309,14 +309,14 @@ class Leasing:
         _log.info("lease held", **shown)
         self._tell("lease", shown)
 
-    def _on_holder_ended(self, entry: Entry) -> None:
+    def _on_holder_ended(self, entry: LeaseEntry) -> None:
         if self._is_known(entry):
             self._lose(entry, "its holder has ended")
 
-    def _look_later(self, entry: Entry) -> None:
+    def _look_later(self, entry: LeaseEntry) -> None:
         entry.watch = asyncio.get_running_loop().call_at(entry.expires_at, self._look, entry, entry.expires_at)
 
-    def _look(self, entry: Entry, due: float) -> None:
+    def _look(self, entry: LeaseEntry, due: float) -> None:
         """Whether it was heard of in time. Loops round to milliseconds and may be early."""
         now = max(self._clock(), due)
         if entry.expires_at > now:
@@ -327,7 +327,7 @@ class Leasing:
         else:
             self._lose(entry, f"its holder was not heard of for {entry.ask.ttl_s:g} s")
 
-    def _lose(self, entry: Entry, why: str) -> None:
+    def _lose(self, entry: LeaseEntry, why: str) -> None:
         _log.warning("lease lost", lease=entry.id, name=entry.ask.name, why=why)
         self._remember_lost(entry.id, why)
         self._end(entry, why)
@@ -339,7 +339,7 @@ class Leasing:
 
     # --- over -------------------------------------------------------------------------------------------------------
 
-    def _end(self, entry: Entry, why: str, error: GreenroomError | None = None) -> None:
+    def _end(self, entry: LeaseEntry, why: str, error: GreenroomError | None = None) -> None:
         """Nothing is left of it, whether it was held or waited for."""
         if not self._is_known(entry):
             return
@@ -352,10 +352,10 @@ class Leasing:
         _settle(entry, error or LeaseDenied(f"The lease {entry.id} was given up."))
         self._tell("lease_gone", {"lease": entry.id, "name": entry.ask.name, "why": why})
 
-    def _is_known(self, entry: Entry) -> bool:
+    def _is_known(self, entry: LeaseEntry) -> bool:
         return self._entries.get(entry.id) is entry
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: LeaseEntry) -> None:
         del self._entries[entry.id], self._by_core_id[core_id(entry.id)]
         entry.forget_timers()
         self._holders.forget(entry.id)
@@ -384,7 +384,7 @@ class Leasing:
         await self._journal.close()
 
 
-def _check_same(entry: Entry, again: LeaseAsk) -> None:
+def _check_same(entry: LeaseEntry, again: LeaseAsk) -> None:
     """The same holder may ask again for the same. Raises LeaseTaken: two programs that believe in one lease would use
     its memory twice."""
     first = entry.ask
@@ -399,7 +399,7 @@ def _check_same(entry: Entry, again: LeaseAsk) -> None:
         raise taken(again.id, f"another one, on {', '.join(sorted(entry.claim) or first.devices) or 'any GPU'}")
 
 
-def _settle(entry: Entry, error: GreenroomError | None) -> None:
+def _settle(entry: LeaseEntry, error: GreenroomError | None) -> None:
     if entry.settled.done():
         return
     if error is None:

@@ -18,11 +18,11 @@ from greenroom.core.model import DeviceId, DeviceKind, LeaseId, OtherLease
 from greenroom.core.state import State
 from greenroom.errors import StoreDown
 from greenroom.leases.records import Holder, Lease
-from greenroom.leases.shared.store import Orders, SharedStore
+from greenroom.leases.shared.store import PublishReply, SharedStore
 from greenroom.runtime.leases.holders import DeadHolders, Recalls
 from greenroom.runtime.leases.making_room import MakingRoom
 from greenroom.runtime.leases.shared_slots import SharedSlots
-from greenroom.runtime.leases.waiting_models import StandingInLine
+from greenroom.runtime.leases.waiting_models import WaitingModels
 from greenroom.runtime.memory.probes.base import Reading
 from greenroom.telemetry.logs import get_logger
 
@@ -69,7 +69,9 @@ class Sharing:
         self._nudge = nudge
         self._tell = tell
         self.room = MakingRoom(state, post, clock, self.hurry)
-        self.line = StandingInLine(store, gateway, state, clock, ttl_s=ttl_s, holder=holder, on_held=self.hurry)
+        self.waiting_models = WaitingModels(
+            store, gateway, state, clock, ttl_s=ttl_s, holder=holder, on_held=self.hurry
+        )
         self.slots = SharedSlots(
             store,
             gateway,
@@ -78,7 +80,7 @@ class Sharing:
             ttl_s=ttl_s,
             holder=holder,
             into=self.room.into,
-            adopted=self.line.adopted,
+            adopted=self.waiting_models.adopted,
             on_refusal=self.hurry,
         )
         self._dead = DeadHolders(self.hurry)
@@ -125,7 +127,7 @@ class Sharing:
         self._dead.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_MAX_S):
-                await self.line.close()
+                await self.waiting_models.close()
                 await self.slots.close()
         await self._store.close()
 
@@ -155,16 +157,16 @@ class Sharing:
         was_down = self.failure is not None
         orders = await self._publish()
         await self.slots.keep_up(at_once=was_down or orders.grace_left_s > 0)
-        await self.line.renew()
+        await self.waiting_models.renew()
         if was_down or orders.version != self._version:
             await self._read(orders.version)
         self._recalls.look()
         await self._bury()
         self.room.follow(orders.make_room, {lease.id: lease.claim for lease in self.leases})
         self._came_up(orders)
-        self.line.follow()
+        self.waiting_models.follow()
 
-    async def _publish(self) -> Orders:
+    async def _publish(self) -> PublishReply:
         return await self._store.publish(self._gateway, self._usable(), self.room.prices())
 
     def _usable(self) -> dict[str, int]:
@@ -201,7 +203,7 @@ class Sharing:
         self.room.note(self.leases, made)
 
     def _tell_others(self, without: frozenset[str] = frozenset()) -> None:
-        ours = without | self.line.held | self.slots.ids
+        ours = without | self.waiting_models.held | self.slots.ids
         others = tuple(
             OtherLease(LeaseId(lease.id), lease.name, claim, lease.priority, lease.preemptible)
             for lease in self.leases
@@ -228,7 +230,7 @@ class Sharing:
 
     # --- whether it answers -----------------------------------------------------------------------------------------
 
-    def _came_up(self, orders: Orders) -> None:
+    def _came_up(self, orders: PublishReply) -> None:
         self.grace_left_s = orders.grace_left_s
         if self.failure is None:
             return

@@ -53,7 +53,7 @@ class Want:
     held_at: float = 0.0
 
 
-class StandingInLine:
+class WaitingModels:
     """`on_held` is called when a lease was granted, so that the scheduler hears of the room there is."""
 
     def __init__(

@@ -14,7 +14,7 @@ from greenroom.core.model import Claim, DeviceId, Slot, SlotId
 from greenroom.core.state import State
 from greenroom.runtime.memory.devices import WORKER_GPU_MIB
 from greenroom.runtime.memory.probes.base import GpuReading, Reading
-from greenroom.runtime.slots import Slots
+from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 
 
@@ -162,7 +162,7 @@ OTHER_WORD = "other gateway's "
 
 class MemoryOwners:
     def __init__(
-        self, state: State, slots: Slots, lease_pids: LeasePids, identity: str, hosted: HostedSlots | None = None
+        self, state: State, slots: LiveSlots, lease_pids: LeasePids, identity: str, hosted: HostedSlots | None = None
     ) -> None:
         """`identity` is what the identities of all slots of this run begin with."""
         self._state = state

@@ -16,7 +16,7 @@ from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.attribution import away
 from greenroom.runtime.memory.devices import HOST, visible_gpus
 from greenroom.runtime.memory.probes.base import GpuReading
-from greenroom.runtime.memory.probes.host import THIS_MACHINE, Host
+from greenroom.runtime.memory.probes.host import THIS_MACHINE, HostProbe
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.logs import get_logger
@@ -43,7 +43,7 @@ class HostedMemory:
         table: HostedSlots,
         watch: MemoryWatch,
         clock: Callable[[], float],
-        host: Host = THIS_MACHINE,
+        host: HostProbe = THIS_MACHINE,
     ) -> None:
         self._host = host
         self._state = state

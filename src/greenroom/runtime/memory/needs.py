@@ -20,7 +20,7 @@ from greenroom.core.model import Claim, DeviceId, ModelId, Need
 from greenroom.engines.base import Engine
 from greenroom.engines.estimates.estimate import NAME, Estimate, Part, mib
 from greenroom.engines.identity import arguments_identity
-from greenroom.runtime.detached import beside
+from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.book import BookKey, Measured, NeedBook
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.telemetry.logs import get_logger
@@ -62,7 +62,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class FileLook:
     """What a look at a model's files gave. `key` is without the kind of GPU."""
 
     config: Model
@@ -97,7 +97,7 @@ class Needs:
     def __init__(self, book: NeedBook | None = None, gpus: Mapping[DeviceId, str] | None = None) -> None:
         self.book = book if book is not None else NeedBook(None, replace_file, warn)
         self.gpus: Mapping[DeviceId, str] = gpus or {}
-        self._looked_at: dict[ModelId, Look] = {}
+        self._looked_at: dict[ModelId, FileLook] = {}
         # Never cancelled: two threads must not write the same draft.
         self._writing: asyncio.Task[None] | None = None
         self._is_stale = False
@@ -156,23 +156,23 @@ class Needs:
         """Write a last time."""
         while self._writing is not None:
             await asyncio.wait((self._writing,))
-        await beside(self.book.writing(), "write needs")
+        await run_detached(self.book.writing(), "write needs")
 
     # --- looking --------------------------------------------------------------------------------------------------
 
-    def _look_of(self, entry: Described) -> Look:
+    def _look_of(self, entry: Described) -> FileLook:
         look = self._looked_at.get(entry.id)
         return look if look is not None and look.config is entry.config else self._look(entry)
 
-    def _look(self, entry: Described) -> Look:
+    def _look(self, entry: Described) -> FileLook:
         model, engine = entry.config, entry.engine
         file, program = engine.identity(model)
         key = BookKey(file, f"{engine.name} {program}", arguments_identity(model), "")
         estimate = self.estimate_of(entry, min(1, len(self.gpus)))
         if not engine.hosted:
-            return Look(model, key, estimate)
+            return FileLook(model, key, estimate)
         asleep = engine.estimate_asleep(model)
-        return Look(model, key, estimate, Need() if asleep is None else asleep.need)
+        return FileLook(model, key, estimate, Need() if asleep is None else asleep.need)
 
     def _hosted(self, need: Need, asleep: Need) -> Need:
         """What sleeps on the host is there when it is ready too."""
@@ -181,7 +181,7 @@ class Needs:
             need = Need(0, need.gpu_mib + need.host_mib)
         return need.or_more(Need(0, asleep.host_mib))
 
-    def _known(self, look: Look) -> Measured | None:
+    def _known(self, look: FileLook) -> Measured | None:
         """What was measured where it would most likely run: on one GPU, else over as few as were seen."""
         for kinds in self._kinds(look.config):
             found = [self.book.recall(replace(look.key, gpu=kind)) for kind in kinds]
@@ -218,7 +218,7 @@ class Needs:
     async def _write(self) -> None:
         while self._is_stale:
             self._is_stale = False
-            await beside(self.book.writing(), "write needs")
+            await run_detached(self.book.writing(), "write needs")
         self._writing = None
 
 

@@ -20,7 +20,7 @@ from greenroom.runtime.memory.devices import HOST, visible_gpus
 from greenroom.runtime.memory.needs import Needs
 from greenroom.runtime.memory.probes.base import Reading
 from greenroom.runtime.memory.watch import MemoryWatch
-from greenroom.runtime.slots import Slots
+from greenroom.runtime.slots import LiveSlots
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("memory")
@@ -200,7 +200,7 @@ class Growth:
 
     def __init__(
         self,
-        slots: Slots,
+        slots: LiveSlots,
         peak_of: Callable[[SlotId], Claim],
         remember: Callable[[SlotId, Entry], None],
         clock: Callable[[], float],

@@ -17,7 +17,7 @@ from greenroom.core.events import Event, MemoryChanged
 from greenroom.core.model import NO_CLAIM, Claim, DeviceId, SlotId, larger
 from greenroom.errors import ProbeFailed
 from greenroom.process import ownership
-from greenroom.runtime.detached import beside
+from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.attribution import Attribution, Owner, attribute, not_back, short_of
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.probes.base import GpuReading, Probe, Reading
@@ -54,7 +54,7 @@ class Owners(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class MemoryLook:
     """One look, and whose memory it was."""
 
     at: float
@@ -82,7 +82,7 @@ class MemoryWatch:
         self._hosted = hosted or HostedSlots()
         # What plans leave to workers on each GPU; only what they use beyond that is told.
         self.set_aside_mib: Mapping[DeviceId, int] = {}
-        self.last = Look(clock(), first)
+        self.last = MemoryLook(clock(), first)
         # Told after each look that new peaks may have been seen.
         self.on_look: Callable[[], None] = lambda: None
         # Why the probe fails, for as long as it does.
@@ -93,7 +93,7 @@ class MemoryWatch:
         self._wanted = asyncio.Event()
         self._one_look = asyncio.Lock()
         # No look is begun before the last one has ended: a driver that is stuck would take thread after thread.
-        self._looking: asyncio.Task[Look] | None = None
+        self._looking: asyncio.Task[MemoryLook] | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -160,34 +160,36 @@ class MemoryWatch:
             self._take(self._settled(look, self._hosted.stirred_since(stirs)))
         return self.last.reading
 
-    async def _looked(self) -> Look:
+    async def _looked(self) -> MemoryLook:
         """A new look. One that an earlier caller gave up is waited for first, and what it saw is old by now."""
         if self._looking is not None:
             await self._until_ended(self._looking)
         owners, by_identity = self._owners(), self._owners.by_identity
-        work = beside(lambda: self._look(owners, by_identity), "look at memory")
+        work = run_detached(lambda: self._look(owners, by_identity), "look at memory")
         self._looking = looking = asyncio.get_running_loop().create_task(work, name="look at memory")
         await self._until_ended(looking)
         self._looking = None
         return looking.result()
 
-    async def _until_ended(self, looking: asyncio.Task[Look]) -> None:
+    async def _until_ended(self, looking: asyncio.Task[MemoryLook]) -> None:
         done, _ = await asyncio.wait((looking,), timeout=LOOK_MAX_S)
         if not done:
             raise ProbeFailed(f"The {self.kind} probe has not answered for {LOOK_MAX_S:g} s.")
 
-    def _look(self, owners: Mapping[str, Owner], by_identity: ownership.ByIdentity) -> Look:
+    def _look(self, owners: Mapping[str, Owner], by_identity: ownership.ByIdentity) -> MemoryLook:
         """Beside the loop: nothing of the scheduler is touched here."""
         return self._shared_out(self._probe.look(), owners, by_identity)
 
-    def _shared_out(self, reading: Reading, owners: Mapping[str, Owner], by_identity: ownership.ByIdentity) -> Look:
+    def _shared_out(
+        self, reading: Reading, owners: Mapping[str, Owner], by_identity: ownership.ByIdentity
+    ) -> MemoryLook:
         roots = {pid: name for name, owner in owners.items() for pid in owner.roots}
         pids = {pid for gpu in reading.gpus for pid in gpu.processes or ()}
         shares = attribute(reading, owners, ownership.owners_of(pids, roots, by_identity))
         shares = replace(shares, seen={**shares.seen, **_host_use(owners, shares.seen, roots)})
-        return Look(self._clock(), reading, shares, _names(shares))
+        return MemoryLook(self._clock(), reading, shares, _names(shares))
 
-    def _settled(self, look: Look, stirred: frozenset[DeviceId]) -> Look:
+    def _settled(self, look: MemoryLook, stirred: frozenset[DeviceId]) -> MemoryLook:
         """Where memory changed hands inside workers while it was looked at, whose it is was not seen: see later."""
         told = self._hosted.told()
         seen = {owner: told.get(owner, claim) for owner, claim in look.shares.seen.items()}
@@ -200,7 +202,7 @@ class MemoryWatch:
         )
         return replace(look, shares=shares)
 
-    def _take(self, look: Look) -> None:
+    def _take(self, look: MemoryLook) -> None:
         self._tell_of_missing(look.reading)
         self.last = look
         for owner, seen in look.shares.seen.items():
@@ -229,7 +231,7 @@ class MemoryWatch:
             return None
         try:
             async with asyncio.timeout(GLANCE_MAX_S):
-                return await beside(lambda: self._probe.glance(gpu), "glance at memory")
+                return await run_detached(lambda: self._probe.glance(gpu), "glance at memory")
         except (ProbeFailed, TimeoutError):
             # The next look finds out whether that was a moment or lasts.
             return None

@@ -32,7 +32,7 @@ class Grants(Protocol):
         """Its processes have ended and its memory is back. Never raises; may be said of who holds nothing."""
 
 
-class Alone:
+class AlwaysGranted:
     """Nobody else uses these GPUs by our rules."""
 
     async def enter(self, move: Move) -> None:
@@ -48,7 +48,7 @@ class Alone:
         return
 
 
-class Remains:
+class Cleanup:
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Task[None], frozenset[DeviceId]] = {}
 

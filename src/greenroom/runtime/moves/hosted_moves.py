@@ -21,14 +21,14 @@ from greenroom.process.spawn import Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.hosted_memory import HostedMemory
-from greenroom.runtime.moves.admission import Grants, NoGrant, Remains
-from greenroom.runtime.moves.load_errors import LAST_LINES, Evidence, Failures, Mishaps
-from greenroom.runtime.moves.opening import Openings, whole
+from greenroom.runtime.moves.admission import Cleanup, Grants, NoGrant
+from greenroom.runtime.moves.load_errors import LAST_LINES, Evidence, HostedErrors, LoadErrors
+from greenroom.runtime.moves.opening import SlotOpener, whole
 from greenroom.runtime.observer import Observer
-from greenroom.runtime.slots import LiveSlot, Slots
+from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost, count, seconds
 from greenroom.runtime.workers.hosted_slots import HostedSlot, HostedSlots
-from greenroom.runtime.workers.pool import Hosts
+from greenroom.runtime.workers.pool import WorkerPool
 from greenroom.runtime.workers.worker import Worker
 
 # A wake maps memory and begins to copy; it may have to wait for host memory that is still being registered.
@@ -43,7 +43,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class MoveResult:
     """What a slot was seen to use when it had arrived, and what the move takes in all if that is not over yet."""
 
     seen: Claim | None = None
@@ -56,16 +56,16 @@ class HostedMoves:
     def __init__(
         self,
         table: HostedSlots,
-        slots: Slots,
+        slots: LiveSlots,
         state_dir: StateDir,
         observer: Observer,
         post: Callable[[Event], None],
         clock: Callable[[], float],
         memory: HostedMemory,
-        mishaps: Mishaps,
+        mishaps: HostedErrors,
         grants: Grants,
-        remains: Remains,
-        failures: Failures,
+        remains: Cleanup,
+        failures: LoadErrors,
         *,
         keeps_spare: bool,
         roots: Callable[[], tuple[str, ...]],
@@ -80,8 +80,8 @@ class HostedMoves:
         self._grants = grants
         self._remains = remains
         self._failures = failures
-        self._hosts = Hosts(state_dir, observer, self._on_lost, keeps_spare=keeps_spare)
-        self._openings = Openings(slots, state_dir, self._hosts, observer, memory, mishaps, roots)
+        self._hosts = WorkerPool(state_dir, observer, self._on_lost, keeps_spare=keeps_spare)
+        self._opener = SlotOpener(slots, state_dir, self._hosts, observer, memory, mishaps, roots)
         table.workers = self._hosts.workers
 
     def has(self, slot: SlotId) -> bool:
@@ -93,7 +93,7 @@ class HostedMoves:
 
     # --- the moves --------------------------------------------------------------------------------------------------
 
-    async def load(self, move: Move, entry: Entry, engine: HostedEngine) -> Arrival:
+    async def load(self, move: Move, entry: Entry, engine: HostedEngine) -> MoveResult:
         """Fill its arena and wake it. Raises LoadFailed, NoGrant or StoreDown, and leaves nothing."""
         await self._remains.cleared_up(move.claim)
         async with self._granted(move), self._new(move, entry, engine) as slot:
@@ -101,13 +101,13 @@ class HostedMoves:
             await self._check_room(move)
             return await self._woken(move, slot)
 
-    async def prepare(self, move: Move, entry: Entry, engine: HostedEngine) -> Arrival:
+    async def prepare(self, move: Move, entry: Entry, engine: HostedEngine) -> MoveResult:
         """Fill its arena. Nothing of a GPU is taken, so that nobody need be asked."""
         async with self._new(move, entry, engine) as slot:
-            await self._twice(move, slot, lambda: self._openings.open(move, slot))
-        return Arrival(slot.told)
+            await self._twice(move, slot, lambda: self._opener.open(move, slot))
+        return MoveResult(slot.told)
 
-    async def wake(self, move: Move) -> Arrival:
+    async def wake(self, move: Move) -> MoveResult:
         """Bring a sleeping slot on stage, in another worker if its own has ended. Failing, it is asleep again."""
         slot = self._table.there[move.slot]
         await self._remains.cleared_up(move.claim)
@@ -115,7 +115,7 @@ class HostedMoves:
             with _moving(slot):
                 return await self._woken(move, slot)
 
-    async def sleep(self, move: Move) -> Arrival:
+    async def sleep(self, move: Move) -> MoveResult:
         """Give its GPU back. Raises LoadFailed when the worker cannot; it is to be unloaded then."""
         slot = self._table.there[move.slot]
         # Untouched until it is certain that somebody will have its place.
@@ -125,7 +125,7 @@ class HostedMoves:
             async with self._giving_back(slot):
                 await self._put_to_sleep(move, slot)
         await self._grants.leave(slot.id)
-        return Arrival(slot.told)
+        return MoveResult(slot.told)
 
     async def unload(self, move: Move) -> None:
         """Let go of everything."""
@@ -212,16 +212,16 @@ class HostedMoves:
     async def _lost_meanwhile(self, worker: Worker, slot: HostedSlot) -> None:
         worker.end()
         await worker.gone.wait()
-        self._openings.let_go(slot)
+        self._opener.let_go(slot)
 
-    async def _woken(self, move: Move, slot: HostedSlot) -> Arrival:
+    async def _woken(self, move: Move, slot: HostedSlot) -> MoveResult:
         answer = await self._twice(move, slot, lambda: self._wake_once(move, slot))
         arrives_s = seconds(answer, "expected_s")
-        return Arrival(slot.told, self._clock() - move.started + arrives_s)
+        return MoveResult(slot.told, self._clock() - move.started + arrives_s)
 
     async def _wake_once(self, move: Move, slot: HostedSlot) -> Answer:
         if slot.worker is None:
-            await self._openings.open(move, slot)
+            await self._opener.open(move, slot)
         await self._check_room(move)
         await self._grants.confirm(move.slot)
         # One that ended while room was looked for is still named, and does not answer.
@@ -283,7 +283,7 @@ class HostedMoves:
 
     async def _forget(self, slot: HostedSlot) -> None:
         with self._table.stirring(slot.gpu if slot.is_ready else None):
-            await self._openings.shut(slot)
+            await self._opener.shut(slot)
             slot.is_ready = False
         slot.arena.close()
         self._table.there.pop(slot.id, None)
@@ -308,7 +308,7 @@ class HostedMoves:
             self._post(SlotsLost(self._clock(), tuple(slot.id for slot in lost), Tier.ASLEEP, str(exit)))
         for slot in there:
             if not slot.is_moving:
-                self._openings.let_go(slot)
+                self._opener.let_go(slot)
             elif slot.pool is not None:
                 slot.pool.close()
 

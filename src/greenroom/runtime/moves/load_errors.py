@@ -23,7 +23,7 @@ from greenroom.runtime.workers.worker import Worker
 LAST_LINES: Final = 20
 
 
-class Failures(dict[ModelId, GreenroomError]):
+class LoadErrors(dict[ModelId, GreenroomError]):
     def __init__(self, state_dir: StateDir, catalog: Catalog, is_going: Callable[[SlotId], bool]) -> None:
         """`is_going` says which slots are to leave anyway."""
         super().__init__()
@@ -131,7 +131,7 @@ def memory_complaint(lines: Iterable[str]) -> str | None:
 Shortage = Callable[[Move, Entry, str, str], OutOfMemory]
 
 
-class Mishaps:
+class HostedErrors:
     def __init__(self, memory: HostedMemory, shortage: Shortage) -> None:
         self._memory = memory
         self._shortage = shortage

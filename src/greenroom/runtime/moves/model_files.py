@@ -23,7 +23,7 @@ from greenroom.core.model import ModelId
 from greenroom.core.state import State
 from greenroom.errors import OutsideRoots
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.detached import beside
+from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.logs import get_logger
 
 MIB: Final = 2**20
@@ -45,7 +45,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FileRange:
     file: Path
     offset: int
     length: int
@@ -101,28 +101,28 @@ class Prefetch:
     async def _read(self, entry: Entry) -> None:
         began, read_bytes = time.monotonic(), 0
         # Looked at beside the loop too: the folder may lie on a disk that hangs.
-        pieces = await self._beside(lambda: pieces_of(entry.engine.files(entry.config))) or []
+        pieces = await self._detached(lambda: pieces_of(entry.engine.files(entry.config))) or []
         room = int(self._available_mib() * MIB * MEMORY_SHARE)
         for piece in pieces:
             room -= piece.length
             if room < 0 or not self._is_waited_for(entry.id):
                 break
-            got = await self._beside(partial(read_ahead, piece))
+            got = await self._detached(partial(read_ahead, piece))
             if got is None:
                 break
             read_bytes += got
         if read_bytes:
             self._tell(entry.id, read_bytes, time.monotonic() - began)
 
-    async def _beside(self, work: Callable[[], _Result]) -> _Result | None:
+    async def _detached(self, work: Callable[[], _Result]) -> _Result | None:
         """None when the disk does not answer; then it is left alone."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PIECE_MAX_S):
-                return await beside(work, "prefetch")
+                return await run_detached(work, "prefetch")
         return None
 
 
-def pieces_of(files: Iterable[Path]) -> list[Piece]:
+def pieces_of(files: Iterable[Path]) -> list[FileRange]:
     """Every file front to back. What cannot be looked at, or is no file, is its engine's to complain about. Blocks."""
     pieces = []
     for file in files:
@@ -132,11 +132,11 @@ def pieces_of(files: Iterable[Path]) -> list[Piece]:
             continue
         if stat.S_ISREG(seen.st_mode):
             ends = range(0, seen.st_size, PIECE_BYTES)
-            pieces += [Piece(file, offset, min(PIECE_BYTES, seen.st_size - offset)) for offset in ends]
+            pieces += [FileRange(file, offset, min(PIECE_BYTES, seen.st_size - offset)) for offset in ends]
     return pieces
 
 
-def read_ahead(piece: Piece) -> int:
+def read_ahead(piece: FileRange) -> int:
     """Read it into the page cache unless it is there already. Gives the bytes that were read, and blocks."""
     try:
         descriptor = os.open(piece.file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -154,7 +154,7 @@ def read_ahead(piece: Piece) -> int:
         os.close(descriptor)
 
 
-def _read_through(descriptor: int, piece: Piece) -> int:
+def _read_through(descriptor: int, piece: FileRange) -> int:
     buffer, done = bytearray(min(READ_BYTES, piece.length)), 0
     while done < piece.length:
         got = os.preadv(descriptor, [memoryview(buffer)[: piece.length - done]], piece.offset + done)
@@ -164,7 +164,7 @@ def _read_through(descriptor: int, piece: Piece) -> int:
     return done
 
 
-def _is_cached(descriptor: int, piece: Piece) -> bool:
+def _is_cached(descriptor: int, piece: FileRange) -> bool:
     """Whether its pages can be had without the disk, as far as some of them tell for all."""
     byte, last = bytearray(1), piece.length - 1
     try:

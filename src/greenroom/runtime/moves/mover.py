@@ -20,15 +20,15 @@ from greenroom.process.ports import PortRange, is_ours, listener_pids
 from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.detached import beside
+from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.slot_memory import Held, SlotMemory
-from greenroom.runtime.moves.admission import Grants, NoGrant, Remains
-from greenroom.runtime.moves.hosted_moves import Arrival, HostedMoves
-from greenroom.runtime.moves.load_errors import LAST_LINES, Evidence, Failures
+from greenroom.runtime.moves.admission import Cleanup, Grants, NoGrant
+from greenroom.runtime.moves.hosted_moves import HostedMoves, MoveResult
+from greenroom.runtime.moves.load_errors import LAST_LINES, Evidence, LoadErrors
 from greenroom.runtime.moves.model_files import check_roots
 from greenroom.runtime.moves.readiness import until_ready
 from greenroom.runtime.observer import Observer
-from greenroom.runtime.slots import LiveSlot, Slots
+from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.telemetry.logs import get_logger
 
 # A stranger may take the port between our choosing and the engine's binding; another port is tried this often.
@@ -49,7 +49,7 @@ class Mover:
     def __init__(
         self,
         catalog: Catalog,
-        slots: Slots,
+        slots: LiveSlots,
         state_dir: StateDir,
         ports: PortRange,
         observer: Observer,
@@ -57,9 +57,9 @@ class Mover:
         clock: Callable[[], float],
         memory: SlotMemory,
         grants: Grants,
-        remains: Remains,
+        remains: Cleanup,
         hosted: HostedMoves,
-        failures: Failures,
+        failures: LoadErrors,
         roots: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         """`grants` is asked where GPUs are shared with other gateways; files of models lie below `roots`, if any."""
@@ -74,7 +74,7 @@ class Mover:
         self._grants = grants
         self._hosted = hosted
         self._roots = roots
-        self._tasks: dict[MoveId, asyncio.Task[Arrival]] = {}
+        self._tasks: dict[MoveId, asyncio.Task[MoveResult]] = {}
         self._aborted: set[MoveId] = set()
         self._ports_in_use: dict[SlotId, int] = {}
         # What engines that crashed left of their trees, being ended by their keepers.
@@ -103,10 +103,10 @@ class Mover:
         """Wait until nothing is left of engines that crashed. Each tree has its deadline in the keeper."""
         await self._remains.cleared_up()
 
-    def _ended(self, move: Move, task: asyncio.Task[Arrival], began: float) -> None:
+    def _ended(self, move: Move, task: asyncio.Task[MoveResult], began: float) -> None:
         del self._tasks[move.id]
         self._aborted.discard(move.id)
-        arrival = Arrival()
+        arrival = MoveResult()
         if task.cancelled():
             outcome = Outcome.ABORTED
         elif (error := task.exception()) is None:
@@ -144,13 +144,13 @@ class Mover:
         elif entry is not None and done.outcome is Outcome.DONE and move.kind is MoveKind.LOAD:
             self._memory.remember(move.slot, entry)
 
-    async def _carry_out(self, move: Move) -> Arrival:
+    async def _carry_out(self, move: Move) -> MoveResult:
         """Returns what the slot was seen to use when it had arrived."""
         if self._hosted.has(move.slot):
             return await self._move_hosted(move)
         if move.kind is MoveKind.UNLOAD:
             await self._unload(move)
-            return Arrival()
+            return MoveResult()
         entry = self._current(move)
         engine = entry.engine
         if engine.hosted is True:
@@ -158,7 +158,7 @@ class Mover:
         assert move.kind is MoveKind.LOAD, "an engine with a process for each slot cannot sleep"
         seen = await self._load(move, entry, engine)
         self.failures.pop(move.model, None)
-        return Arrival(seen)
+        return MoveResult(seen)
 
     def _current(self, move: Move) -> Entry:
         entry = self._catalog.revision(move.model, move.revision)
@@ -166,16 +166,16 @@ class Mover:
             raise Outdated(f"{move.model} has changed since this {move.kind.value} was decided.")
         return entry
 
-    async def _bring_hosted(self, move: Move, entry: Entry, engine: HostedEngine) -> Arrival:
+    async def _bring_hosted(self, move: Move, entry: Entry, engine: HostedEngine) -> MoveResult:
         bring = self._hosted.prepare if move.kind is MoveKind.PREPARE else self._hosted.load
         arrival = await bring(move, entry, engine)
         self.failures.pop(move.model, None)
         return arrival
 
-    async def _move_hosted(self, move: Move) -> Arrival:
+    async def _move_hosted(self, move: Move) -> MoveResult:
         if move.kind is MoveKind.UNLOAD:
             await self._hosted.unload(move)
-            return Arrival()
+            return MoveResult()
         if move.kind is MoveKind.SLEEP:
             return await self._hosted.sleep(move)
         self._current(move)
@@ -188,7 +188,7 @@ class Mover:
     async def _load(self, move: Move, entry: Entry, engine: ProcessEngine) -> Claim | None:
         """Start the engine and wait until it answers. Raises LoadFailed, NoGrant or StoreDown, and leaves nothing."""
         if roots := self._roots():
-            await beside(lambda: check_roots(entry, roots), f"roots of {entry.id}")
+            await run_detached(lambda: check_roots(entry, roots), f"roots of {entry.id}")
         # What a crashed engine held, memory above all, is free only when its last process has ended.
         await self._remains.cleared_up(move.claim)
         try:

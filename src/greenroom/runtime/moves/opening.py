@@ -15,15 +15,15 @@ from greenroom.core.model import Move
 from greenroom.errors import LoadFailed
 from greenroom.http.upstream import Address, Pool
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.detached import beside
+from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.hosted_memory import HostedMemory
-from greenroom.runtime.moves.load_errors import Mishaps
+from greenroom.runtime.moves.load_errors import HostedErrors
 from greenroom.runtime.moves.model_files import check_roots
 from greenroom.runtime.observer import Observer
-from greenroom.runtime.slots import Slots
+from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost, count, seconds
 from greenroom.runtime.workers.hosted_slots import HostedSlot
-from greenroom.runtime.workers.pool import Hosts
+from greenroom.runtime.workers.pool import WorkerPool
 
 # A worker that cannot close its only slot in this time is ended: it is quicker to start another.
 CLOSE_MAX_S: Final = 20.0
@@ -32,15 +32,15 @@ CLOSE_MAX_S: Final = 20.0
 CLOSE_SHARED_MAX_S: Final = 150.0
 
 
-class Openings:
+class SlotOpener:
     def __init__(
         self,
-        slots: Slots,
+        slots: LiveSlots,
         state_dir: StateDir,
-        hosts: Hosts,
+        hosts: WorkerPool,
         observer: Observer,
         memory: HostedMemory,
-        mishaps: Mishaps,
+        mishaps: HostedErrors,
         roots: Callable[[], tuple[str, ...]],
     ) -> None:
         self._slots = slots
@@ -72,7 +72,7 @@ class Openings:
     async def _open_in_time(self, move: Move, slot: HostedSlot) -> None:
         entry, roots = slot.entry, self._roots()
         if roots:
-            await beside(lambda: check_roots(entry, roots), f"roots of {entry.id}")
+            await run_detached(lambda: check_roots(entry, roots), f"roots of {entry.id}")
         options = self._options(slot)
         try:
             worker = await self._hosts.let_in(slot.engine, slot.key, slot.id, self._slots.log(entry.id))

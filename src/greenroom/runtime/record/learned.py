@@ -20,7 +20,7 @@ from greenroom.config.schema import Model
 from greenroom.core.events import Learned
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.detached import beside
+from greenroom.runtime.detached import run_detached
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.telemetry.logs import get_logger
 
@@ -109,7 +109,7 @@ class LearnedTimes:
         self._take()
         try:
             known, written = dict(self._known), self._written
-            self._written = await beside(lambda: _write_if_new(self._path, known, written), "write learned times")
+            self._written = await run_detached(lambda: _write_if_new(self._path, known, written), "write learned times")
         except OSError as error:
             self._warn_once(error)
         else:

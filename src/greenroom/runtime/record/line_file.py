@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from greenroom.runtime.detached import beside
+from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("recording")
@@ -118,7 +118,7 @@ class LineFile(Generic[Line]):
             self.dropped += len(batch)
             return
         try:
-            self._file = await beside(lambda: self._written(file, batch), f"write {self._path.name}")
+            self._file = await run_detached(lambda: self._written(file, batch), f"write {self._path.name}")
         except asyncio.CancelledError:
             self.dropped += len(batch)
             raise

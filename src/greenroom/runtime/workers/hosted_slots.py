@@ -37,7 +37,7 @@ class HostedSlot:
         self.pool: Pool | None = None
         self.socket: str | None = None
         # How often it was opened: each time its socket has a name of its own.
-        self.openings = 0
+        self.opened_count = 0
         # A move is under way, which deals with the end of the worker itself.
         self.is_moving = False
         self.is_ready = False
@@ -67,8 +67,8 @@ class HostedSlot:
         return {**self.on_gpu, **({HOST: host_mib} if host_mib else NO_CLAIM)}
 
     def socket_name(self) -> str:
-        self.openings += 1
-        return f"{self.id}.{self.openings}.sock"
+        self.opened_count += 1
+        return f"{self.id}.{self.opened_count}.sock"
 
 
 class HostedSlots:

@@ -37,7 +37,7 @@ class _Start:
     waiting: int = 0
 
 
-class Hosts:
+class WorkerPool:
     """`on_lost` hears of every worker that ended and was not asked to, when its slots are known still."""
 
     def __init__(

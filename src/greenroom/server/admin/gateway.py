@@ -19,8 +19,8 @@ from greenroom.http.limits import EdgeStats
 from greenroom.leases.records import Lease, LeaseAsk, LeaseStore
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.memory.probes.base import Reading
-from greenroom.runtime.memory.watch import Look
-from greenroom.runtime.slots import Slots
+from greenroom.runtime.memory.watch import MemoryLook
+from greenroom.runtime.slots import LiveSlots
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
@@ -127,7 +127,7 @@ class Watched(Protocol):
         ...
 
     @property
-    def last(self) -> Look: ...
+    def last(self) -> MemoryLook: ...
 
     @property
     def failure(self) -> str | None:
@@ -163,7 +163,7 @@ class Gateway(Protocol):
     def catalog(self) -> Catalog: ...
 
     @property
-    def slots(self) -> Slots: ...
+    def slots(self) -> LiveSlots: ...
 
     @property
     def hub(self) -> Hub: ...

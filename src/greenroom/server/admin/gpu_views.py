@@ -11,7 +11,7 @@ from greenroom.core.model import DeviceId, DeviceKind, MoveKind, Slot, Tier
 from greenroom.core.state import State
 from greenroom.runtime.leases.entry import core_id
 from greenroom.runtime.memory.probes.base import GpuReading
-from greenroom.runtime.memory.watch import Look
+from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.server.admin.gateway import Gateway, Watched
 from greenroom.server.admin.views import GpuView, GreenRoomView, ProbeView, View
 
@@ -63,7 +63,7 @@ class GpuPicture:
 
     def __init__(self, watched: Watched, state: State, now: float) -> None:
         self._watched = watched
-        self._look: Look = watched.last
+        self._look: MemoryLook = watched.last
         self._state = state
         self._now = now
         self._free = state.ledger.free_mib(frozenset())

@@ -19,7 +19,7 @@ from greenroom.http.edge import Exchange, Head
 from greenroom.http.relay import Outcome, Relay
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.loop import SchedulerLoop
-from greenroom.runtime.tickets import Desk
+from greenroom.runtime.tickets import Tickets
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask, AskReader
 from greenroom.server.inference.ids import UPSTREAM, Route
@@ -42,7 +42,7 @@ class Inference:
         self,
         reader: AskReader,
         loop: SchedulerLoop,
-        desk: Desk,
+        tickets: Tickets,
         activity: Activity,
         metrics: Metrics,
         settings: Callable[[], Settings],
@@ -59,12 +59,12 @@ class Inference:
         self._clock = clock
         self._write_down = write_down
         self._waits = waits
-        self._desk = desk
+        self._tickets = tickets
         self._tasks: set[asyncio.Task[None]] = set()
         # Ids of different runs do not meet; within one they are counted.
         self._prefix, self._numbers = f"r-{secrets.token_hex(4)}-", itertools.count(1)
         self.vigil = Vigil(self._sweep_s, clock)
-        self._shared = Shared(desk, self.vigil, clock, self._outlook, self._spawn, self._ended)
+        self._shared = Shared(tickets, self.vigil, clock, self._outlook, self._spawn, self._ended)
 
     def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None:
         """Answer this request. Returns at once."""
@@ -141,11 +141,11 @@ class Inference:
 
     @property
     def running(self) -> int:
-        return len(self._desk.open)
+        return len(self._tickets.open)
 
     async def finished(self) -> None:
         """Wait until every request has ended."""
-        await self._loop.until(lambda: not self._desk.open)
+        await self._loop.until(lambda: not self._tickets.open)
         while self._tasks:
             await asyncio.wait(self._tasks)
 

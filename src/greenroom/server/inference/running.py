@@ -24,7 +24,7 @@ from greenroom.http.heartbeat import HeartbeatKind, heartbeat
 from greenroom.http.relay import Outcome, Relay
 from greenroom.http.tunnel import Tunnel
 from greenroom.runtime.slots import LiveSlot
-from greenroom.runtime.tickets import Desk, Ticket
+from greenroom.runtime.tickets import Ticket, Tickets
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask
 from greenroom.server.inference.settings import Settings, Vigil, arrival
@@ -52,7 +52,7 @@ SAID_MAX: Final = 2000
 class Shared:
     """What all requests have in common. `ended` is told of each exactly once."""
 
-    desk: Desk
+    tickets: Tickets
     vigil: Vigil
     clock: Callable[[], float]
     outlook: Callable[[str], tuple[int | None, float | None]]
@@ -107,7 +107,7 @@ class Running:
         shared = self._shared
         event = self._arrival(shared.clock())
         self._beat_at = event.now + self._settings.heartbeat_after_s
-        self.ticket = shared.desk.arrive(event)
+        self.ticket = shared.tickets.arrive(event)
         shared.vigil.add(self)
         slot = self.ticket.slot
         try:
@@ -204,7 +204,7 @@ class Running:
         assert ticket.slot is not None
         await ticket.slot.settle()
         self.record.state = "waiting"
-        self._shared.desk.lost(ticket)
+        self._shared.tickets.lost(ticket)
         return True
 
     def _new_relay(self, on_done: Callable[[Relay], None] | None) -> Relay:
@@ -263,7 +263,7 @@ class Running:
                 self._tell(error)
         finally:
             self._shared.vigil.remove(self)
-            self._shared.desk.close(self.ticket)
+            self._shared.tickets.close(self.ticket)
             self._shared.ended(self, error)
 
     def _told(self, failure: Exception) -> GreenroomError:

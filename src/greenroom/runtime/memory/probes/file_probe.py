@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from greenroom.errors import ProbeFailed
 from greenroom.runtime.memory.probes.base import GpuReading, Reading
-from greenroom.runtime.memory.probes.host import THIS_MACHINE, Host
+from greenroom.runtime.memory.probes.host import THIS_MACHINE, HostProbe
 
 # More than any machine has, and than any real file of these needs.
 GPUS_MAX = 64
@@ -63,7 +63,7 @@ class _Process:
 class FileProbe:
     kind = "file"
 
-    def __init__(self, path: Path, host: Host = THIS_MACHINE, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path, host: HostProbe = THIS_MACHINE, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._folder = path.with_name(path.name + ".d")
         self._host = host

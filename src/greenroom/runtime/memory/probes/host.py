@@ -20,7 +20,7 @@ _CACHED = ("inactive", "active")
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostProbe:
     """Where to look. Tests look at files of their own."""
 
     proc: Path = Path("/proc")
@@ -82,7 +82,7 @@ class Host:
                     yield folder, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
 
 
-THIS_MACHINE = Host()
+THIS_MACHINE = HostProbe()
 
 
 def _and_above(root: Path, path: str) -> Iterator[Path]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from greenroom.errors import ProbeFailed
 from greenroom.runtime.memory.probes.base import BYTES_A_MIB, GpuReading, Reading
-from greenroom.runtime.memory.probes.host import THIS_MACHINE, Host
+from greenroom.runtime.memory.probes.host import THIS_MACHINE, HostProbe
 
 # The number Linux gives to the first namespace of processes, on every machine; a container has another one.
 FIRST_PID_NAMESPACE = "pid:[4026531836]"
@@ -47,7 +47,7 @@ class NvmlProbe:
 
     kind = "nvml"
 
-    def __init__(self, nvml: Any = None, host: Host = THIS_MACHINE) -> None:
+    def __init__(self, nvml: Any = None, host: HostProbe = THIS_MACHINE) -> None:
         self._host = host
         self._is_open = False
         try:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from greenroom.config.schema import Config, Gpu
 from greenroom.errors import ConfigError, ProbeFailed
-from greenroom.runtime.detached import beside
+from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.probes.base import GpuReading, Probe, Reading, named
 from greenroom.runtime.memory.probes.file_probe import FileProbe
-from greenroom.runtime.memory.probes.host import THIS_MACHINE, Host
+from greenroom.runtime.memory.probes.host import THIS_MACHINE, HostProbe
 from greenroom.runtime.memory.probes.nvml import NvmlProbe
 from greenroom.telemetry.logs import get_logger
 
@@ -58,7 +58,7 @@ _log = get_logger("memory")
 async def first_look(config: Config) -> tuple[Probe, Reading]:
     """The probe that the configuration asks for. Raises ConfigError if it does not work here."""
     try:
-        probe, seen = await beside(lambda: open_probe(config), "first look at memory")
+        probe, seen = await run_detached(lambda: open_probe(config), "first look at memory")
     except ProbeFailed as error:
         raise ConfigError(f"memory.probe: {config.memory.probe} does not work here. {error.message}") from error
     if isinstance(probe, NoProbe):
@@ -73,7 +73,7 @@ class SimulatedProbe:
     """The GPUs under `gpus` in the configuration, called gpu0, gpu1 …"""
 
     gpus: tuple[Gpu, ...]
-    host: Host = THIS_MACHINE
+    host: HostProbe = THIS_MACHINE
     kind: str = "simulated"
 
     def look(self) -> Reading:
@@ -94,7 +94,7 @@ class NoProbe:
     """A machine without GPUs, or one where they are not to be used. `why` says which, for the log."""
 
     why: str = ""
-    host: Host = THIS_MACHINE
+    host: HostProbe = THIS_MACHINE
     kind: str = "none"
 
     def look(self) -> Reading:
