@@ -44,6 +44,10 @@ MAY_IMPORT = {
 }
 # The core is pure: nothing that waits, reads a clock, does I/O, logs or draws numbers.
 CORE_MAY_IMPORT = {"__future__", "bisect", "collections", "dataclasses", "enum", "heapq", "itertools", "math", "typing"}
+# What others may import of the core. All else is its own: they ask the view that the scheduler gives.
+CORE_IS_SEEN_BY = {"model", "events", "effects", "scheduler", "view", "explain", "policy"}
+# The simulated world knows where a sleeping copy lies without asking the scheduler that it judges.
+CORE_IS_ALSO_SEEN_BY = {"sim/player.py": {"decide.placement"}}
 # Programs for child processes that must start quickly or under another Python: the standard library and one engine.
 STANDALONE = {
     "process/keeper.py": set(),
@@ -92,6 +96,27 @@ def test_imports_go_down_only(path: Path) -> None:
 def test_core_is_pure(path: Path) -> None:
     foreign = {name.split(".")[0] for name in imports(path)} - {"greenroom"} - CORE_MAY_IMPORT
     assert not foreign, f"core may not import {foreign}"
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for path in SOURCE.rglob("*.py") if not path.is_relative_to(SOURCE / "core")),
+    ids=lambda path: str(path.relative_to(SOURCE)),
+)
+def test_the_state_of_the_core_is_seen_through_its_view(path: Path) -> None:
+    mine = [name.removeprefix("greenroom.core.") for name in imports(path) if name.startswith("greenroom.core.")]
+    also = CORE_IS_ALSO_SEEN_BY.get(str(path.relative_to(SOURCE)), set())
+    hidden = [
+        name for name in mine if name.split(".")[0] not in CORE_IS_SEEN_BY and name.rpartition(".")[0] not in also
+    ]
+    assert not hidden, f"{path} reaches into the core: {hidden}"
+    attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    reached = [node.lineno for node in attributes if node.attr == "state" and _is_scheduler(node.value)]
+    assert not reached, f"{path} takes the scheduler's state at {reached}"
+
+
+def _is_scheduler(node: ast.AST) -> bool:
+    return "scheduler" in (node.id if isinstance(node, ast.Name) else getattr(node, "attr", ""))
 
 
 @pytest.mark.parametrize("name", sorted(STANDALONE))

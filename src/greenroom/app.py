@@ -18,7 +18,6 @@ from greenroom.config.diff import Changes, diff, refuse_restart
 from greenroom.config.limits import is_named, limits_of
 from greenroom.config.problems import open_door
 from greenroom.config.schema import Config, Server
-from greenroom.core.decide import green_room
 from greenroom.core.events import ConfigChanged, ShutdownAsked
 from greenroom.core.model import ModelId
 from greenroom.errors import ConfigError
@@ -102,7 +101,7 @@ class App:
             self.post,
             self.clock,
             self.catalog.engine_of,
-            lambda model: green_room.shortfall(common.state, common.state.models[model].spec),
+            common.state.green_room_shortfall,
         )
         self.learned = LearnedTimes(self._state_dir.path, self.loop.scheduler.learned, self.catalog)
         front = self._front = wire_front(common, memory, self.tickets, self)

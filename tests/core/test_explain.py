@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
+from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait, WaitReason
 from greenroom.core.events import Limits, Timer, TimerKind
 from greenroom.core.explain import Explanation
 from greenroom.core.model import ModelId, MoveKind, Need, Tier
@@ -86,7 +86,7 @@ def test_a_busy_resident_that_may_not_be_asked_yet_is_waited_for_until_it_may() 
     world = one_ready()
     world.arrive("runs", "b")
     answer = explained(world, "a")
-    assert isinstance(answer.plan, Wait) and answer.plan.why == "no_room" and answer.evict == ()
+    assert isinstance(answer.plan, Wait) and answer.plan.why is WaitReason.NO_ROOM and answer.evict == ()
     assert world.now < answer.plan.until < float("inf")
     world.arrive("r", "a")
     assert world.timers == {Timer(TimerKind.SWITCH, ""): answer.plan.until}

@@ -22,6 +22,10 @@ def other(mib: int, on: DeviceId = GPU0, holder: str = "finetune", name: str = "
     return OtherLease(LeaseId(name), holder, {on: mib}, priority=2, preemptible=True)
 
 
+def needs(world: World) -> dict[ModelId, Need]:
+    return {name: record.need for name, record in world.scheduler.state.models.items() if not record.is_lease}
+
+
 def rejection_of(world: World, name: str) -> Rejection:
     rejection = world.calls_by_id[name].rejection
     assert rejection is not None
@@ -328,7 +332,7 @@ def test_a_measured_need_counts_from_the_next_load_on() -> None:
     world = World([model("a", 4_000), model("b", 4_000)])
     ready(world, "a")
     world.config(needs={ModelId("a"): Need(5_000), ModelId("nobody"): Need(1)})
-    assert world.scheduler.needs() == {"a": Need(5_000), "b": Need(4_000)}
+    assert needs(world) == {"a": Need(5_000), "b": Need(4_000)}
     ready(world, "b")
     assert not victims(world), "what is there keeps its claim"
     world.ask("o", MoveKind.UNLOAD, "a")
@@ -343,7 +347,7 @@ def test_needs_are_not_for_leases() -> None:
     world.ask_lease("train", 1_000)
     name = next(iter(world.scheduler.state.models))
     world.config(needs={name: Need(5_000)})
-    assert world.scheduler.needs() == {} and world.scheduler.state.models[name].need == Need(1_000)
+    assert needs(world) == {} and world.scheduler.state.models[name].need == Need(1_000)
 
 
 def test_a_need_that_changes_while_it_is_waited_for_changes_what_bringing_it_takes() -> None:
@@ -361,7 +365,7 @@ def test_a_need_raised_for_want_of_memory_is_told_to_be_remembered() -> None:
     world.outcome_of = lambda move: Outcome.NO_MEMORY if len(world.moves) < 2 else Outcome.DONE
     world.arrive("r", "a", takes_s=0.0)
     world.run()
-    assert world.fate("r") is Fate.SERVED and world.scheduler.needs() == {"a": Need(5_001, 126)}
+    assert world.fate("r") is Fate.SERVED and needs(world) == {"a": Need(5_001, 126)}
 
 
 def test_without_gpus_a_need_is_raised_as_far_as_the_host_goes() -> None:
@@ -369,7 +373,7 @@ def test_without_gpus_a_need_is_raised_as_far_as_the_host_goes() -> None:
     world.outcome_of = lambda move: Outcome.NO_MEMORY if len(world.moves) < 2 else Outcome.DONE
     world.arrive("r", "a", takes_s=0.0)
     world.run()
-    assert world.fate("r") is Fate.SERVED and world.scheduler.needs() == {"a": Need(3_374, 626)}
+    assert world.fate("r") is Fate.SERVED and needs(world) == {"a": Need(3_374, 626)}
 
 
 def test_running_out_of_memory_twice_fails_with_the_numbers() -> None:

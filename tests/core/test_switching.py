@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from greenroom.core.decide.decision import Wait
+from greenroom.core.decide.decision import Wait, WaitReason
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, ModelId, MoveKind, TenantId, Tier
 from greenroom.core.queue.rounds import RANKED_MANY
@@ -308,7 +308,7 @@ def test_who_insists_has_its_devices_kept_from_those_who_come_later() -> None:
     assert world.scheduler.state.kept == {ModelId("large"): frozenset({DeviceId("gpu0")})}
     late = world.arrive("late", "third", takes_s=1.0, priority=0)
     plan = world.scheduler.explain(world.asking("?", "third"))
-    assert isinstance(plan, Wait) and (plan.why, plan.behind) == ("kept_for_others", ("large",))
+    assert isinstance(plan, Wait) and (plan.why, plan.behind) == (WaitReason.KEPT_FOR_OTHERS, ("large",))
     world.run()
     assert large.granted_at < late.granted_at and world.fate("late") is Fate.SERVED
 

@@ -67,7 +67,7 @@ def foreign_mib(app: App, device: str = A) -> int:
 
 
 def need_of(app: App, model: str) -> Need:
-    return app.loop.scheduler.needs()[ModelId(model)]
+    return app.loop.scheduler.view.models[ModelId(model)].need
 
 
 def claim_of(app: App, model: str) -> dict[str, int]:

@@ -30,6 +30,10 @@ def because(why: str, **facts: Fact) -> Reason:
     return Reason(why, tuple(facts.items()))
 
 
+# Why an answer is cut that has used up its caller's budget. The shell tells this caller something else.
+BUDGET_OVER = because("budget")
+
+
 class RejectCode(Enum):
     """Why a waiting request cannot be served. The shell turns each into an error a caller can act on."""
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from greenroom.core.decide.decision import Plan, Refuse, Serve, Swap, Wait
+from greenroom.core.decide.decision import Join as Join
+from greenroom.core.decide.decision import Plan as Plan
+from greenroom.core.decide.decision import Refuse as Refuse
+from greenroom.core.decide.decision import Serve as Serve
+from greenroom.core.decide.decision import Swap as Swap
+from greenroom.core.decide.decision import Wait as Wait
 from greenroom.core.model import DeviceId, ModelId, OtherLease, SlotId, Tier
 from greenroom.core.policy.swapper import Resident
 from greenroom.core.queue.outlook import eta_s

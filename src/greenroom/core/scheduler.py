@@ -14,12 +14,12 @@ from typing import Any
 from greenroom.core import events as ev
 from greenroom.core.apply import Actions
 from greenroom.core.configuration import Configuration
-from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait, decide
+from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait, WaitReason, decide
 from greenroom.core.decide.placement import Places
 from greenroom.core.effects import Effects, RejectCode, because
 from greenroom.core.explain import Explanation, explanation
 from greenroom.core.leases import Leases
-from greenroom.core.model import ModelId, Need, RequestId, Slot, Tier
+from greenroom.core.model import ModelId, RequestId, Slot, Tier
 from greenroom.core.moves import Moves
 from greenroom.core.policy.base import Policies
 from greenroom.core.policy.registry import BUILT_IN, SWAPPERS, Swappers, make_policy
@@ -29,6 +29,7 @@ from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.slots import SlotWriter
 from greenroom.core.state import Grant, State, learn
 from greenroom.core.timers import Timers
+from greenroom.core.view import SchedulerView
 
 
 class Dirty(Enum):
@@ -50,6 +51,7 @@ TRY_AGAIN_S = 60.0
 class Scheduler:
     def __init__(self, effects: Effects, policies: Policies = BUILT_IN, swappers: Swappers = SWAPPERS) -> None:
         self.state = State(make_policy(ev.Limits()))
+        self.view = SchedulerView(self.state)
         self._slots = SlotWriter(self.state, effects)
         self._places = Places()
         self._act = Actions(self.state, effects, self._slots, self._places)
@@ -99,20 +101,16 @@ class Scheduler:
             if not record.is_lease and (record.learned_s or record.service_s is not None)
         }
 
-    def needs(self) -> dict[ModelId, Need]:
-        """What each model's next load is planned with; more than it was given if it ran out of memory."""
-        return {model: record.need for model, record in self.state.models.items() if not record.is_lease}
-
     def explain(self, arrival: ev.RequestArrived) -> Plan:
         """What would happen if this request came now. Nothing changes."""
-        return self._plan_for(arrival, self._waiter(arrival, sequence=2**62))
+        return self._plan_for(arrival, self._waiter(arrival, sequence=2**62), Places())
 
     def explanation(self, arrival: ev.RequestArrived) -> Explanation:
         """The same in full: whom it would wait behind, whom it would evict and why, and how long it may take."""
         waiter = self._waiter(arrival, sequence=2**62)
-        plan = self._plan_for(arrival, waiter)
+        plan = self._plan_for(arrival, waiter, Places())
         is_too_late = isinstance(plan, Swap) and self._too_late(arrival, waiter, plan.model) is not None
-        makes_way = isinstance(plan, Wait) and plan.why != "busy"
+        makes_way = isinstance(plan, Wait) and plan.why is not WaitReason.BUSY
         called_off = self._called_off(arrival.priority, arrival.now) if makes_way else []
         return explanation(self.state, waiter, plan, arrival.now, is_too_late, tuple(slot.model for slot in called_off))
 
@@ -145,7 +143,7 @@ class Scheduler:
         state.accounts.join(event.tenant)
         if record := state.models.get(waiter.model):
             record.warm_up(now, state.limits.recency_s)
-        plan = self._plan_for(event, waiter)
+        plan = self._plan_for(event, waiter, self._places)
         self._rounds.overtaken(self._act.carry_out(waiter, plan, now), now)
         if isinstance(plan, Swap):
             # The load belongs to the model: it has begun even if this caller cannot wait for it.
@@ -153,7 +151,7 @@ class Scheduler:
                 self._act.refuse(waiter, late)
             # What leaves for it may leave more room than it takes.
             return Dirty.ALL
-        if isinstance(plan, Wait) and plan.why != "busy":
+        if isinstance(plan, Wait) and plan.why is not WaitReason.BUSY:
             self._rounds.joined(plan.until, now)
             if self._make_way(event.priority, now):
                 return Dirty.PLANS
@@ -179,9 +177,9 @@ class Scheduler:
             and queue.late_at > now
         ]
 
-    def _plan_for(self, event: ev.RequestArrived, waiter: Waiter) -> Plan:
+    def _plan_for(self, event: ev.RequestArrived, waiter: Waiter, places: Places) -> Plan:
         """What was decided for this newcomer, if waiting makes sense: there must be a place, and hope in time."""
-        state, plan = self.state, self._first_plan(waiter, event.now)
+        state, plan = self.state, self._first_plan(waiter, event.now, places)
         if isinstance(plan, Refuse) or (isinstance(plan, Serve) and event.answer_by is None):
             return plan
         if isinstance(plan, Serve):
@@ -196,12 +194,12 @@ class Scheduler:
         is_begun = isinstance(plan, Join) or any(slot.is_serving for slot in state.slots_of(plan.model))
         return (self._too_late(event, waiter, plan.model) if is_begun else None) or plan
 
-    def _first_plan(self, waiter: Waiter, now: float) -> Plan:
+    def _first_plan(self, waiter: Waiter, now: float, places: Places) -> Plan:
         queues, model = self.state.waitlist.queues, waiter.model
         in_crowd = len(queues) > RANKED_MANY and model in queues and len(waiter.candidates) == 1
         if in_crowd and self._rounds.is_away(model, now) and not self.state.shutting_down:
-            return Wait("crowd", model, now + LOOK_SOON_S)
-        return decide(self.state, waiter, now, self._places)
+            return Wait(WaitReason.CROWD, model, now + LOOK_SOON_S)
+        return decide(self.state, waiter, now, places)
 
     def _too_late(self, event: ev.RequestArrived, waiter: Waiter, model: ModelId) -> Refuse | None:
         """The refusal of a caller who would have given up before its answer could begin, or end within its budget."""

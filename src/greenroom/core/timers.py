@@ -9,7 +9,7 @@ from math import inf
 
 from greenroom.core.apply import Actions
 from greenroom.core.decide.decision import Refuse, refusal
-from greenroom.core.effects import RejectCode, because
+from greenroom.core.effects import BUDGET_OVER, RejectCode, because
 from greenroom.core.events import TimerFired, TimerKind
 from greenroom.core.model import ModelId, RequestId, SlotId
 from greenroom.core.queue.outlook import eta_s
@@ -43,7 +43,7 @@ class Timers:
                 slot = self._state.slots[SlotId(subject)]
                 self._slots.cut_all(slot, because("grace_over", model=slot.model))
             case TimerKind.BUDGET:
-                self._slots.cut(RequestId(subject), because("budget"))
+                self._slots.cut(RequestId(subject), BUDGET_OVER)
             case TimerKind.IDLE:
                 self._slots.look_at_idle(self._state.slots[SlotId(subject)], now)
             case _:

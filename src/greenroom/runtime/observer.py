@@ -10,11 +10,11 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from greenroom.core.effects import Reason, Rejection
-from greenroom.core.leases import model_of
 from greenroom.core.model import LeaseId, Move, MoveId, MoveKind, Outcome
+from greenroom.core.view import LEASE_MARK
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.metrics import Metrics
@@ -23,8 +23,6 @@ _log = get_logger("scheduler")
 
 # Decisions kept for those who ask why.
 DECISIONS_MAX = 500
-# What the scheduler puts before a lease to tell it from a model; people know it by its own name.
-_LEASE_MARK: Final = model_of(LeaseId(""))
 
 
 _Said = TypeVar("_Said")
@@ -121,4 +119,4 @@ class Observer:
 
 def _plain(said: _Said) -> _Said:
     """As people are to read it."""
-    return cast(_Said, said.replace(_LEASE_MARK, "")) if isinstance(said, str) else said
+    return cast(_Said, said.replace(LEASE_MARK, "")) if isinstance(said, str) else said

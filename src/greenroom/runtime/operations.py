@@ -9,10 +9,10 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from greenroom.core.decide.green_room import Shortfall
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Event, MoveAsked
 from greenroom.core.model import ModelId, MoveKind, OpId
+from greenroom.core.view import Shortfall
 from greenroom.errors import (
     GreenroomError,
     LeaseStoreUnavailable,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from greenroom.core.effects import Reason, RejectCode, Rejection
+from greenroom.core.effects import BUDGET_OVER, Reason, RejectCode, Rejection
 from greenroom.core.model import ModelId
 from greenroom.errors import (
     BudgetPassed,
@@ -23,7 +23,6 @@ from greenroom.errors import (
 # Clients are never sent away for longer than this: an estimate of minutes is a guess.
 RETRY_AFTER_MAX_S = 120.0
 # Why the scheduler cuts an answer whose caller's time is over.
-BUDGET = "budget"
 
 
 class Rejections:
@@ -71,7 +70,7 @@ class Rejections:
                 return LeaseStoreUnavailable(message, retry_after_s=retry_s)
 
     def error_for_cut(self, reason: Reason) -> GreenroomError:
-        if reason.why == BUDGET:
+        if reason == BUDGET_OVER:
             return BudgetPassed("The time given for this answer is over and the model was still at it; give it more.")
         if self._is_draining():
             return ShuttingDown("The gateway is shutting down and could wait no longer for this answer.")

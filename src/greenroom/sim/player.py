@@ -100,7 +100,7 @@ class Player:
 
     def _place_lease(self, call: Call, slot: SlotId) -> None:
         # The effect does not say how much was granted where, and the holder has to know: the one look into its tables.
-        claim = self.scheduler.state.slots[slot].claim
+        claim = self.scheduler.view.slots[slot].claim
         place = self.house.places[slot] = Place(slot, NO_MODEL, 1)
         place.tier = Tier.READY
         self.house.take(place, claim)

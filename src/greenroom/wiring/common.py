@@ -13,7 +13,7 @@ from greenroom.config import plugins
 from greenroom.config.schema import Server
 from greenroom.core.events import Event
 from greenroom.core.scheduler import Scheduler
-from greenroom.core.state import State
+from greenroom.core.view import SchedulerView
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.effects import AsyncEffects
@@ -45,8 +45,8 @@ class CommonParts:
     state_dir: StateDir
 
     @property
-    def state(self) -> State:
-        return self.loop.scheduler.state
+    def state(self) -> SchedulerView:
+        return self.loop.scheduler.view
 
 
 def wire_common(

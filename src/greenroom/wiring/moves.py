@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from greenroom.config.schema import Config
 from greenroom.core.model import DeviceKind, ModelId
-from greenroom.core.state import State
+from greenroom.core.view import SchedulerView
 from greenroom.process.ports import PortRange
 from greenroom.runtime.memory.hosted_memory import HostedMemory
 from greenroom.runtime.moves.admission import Cleanup
@@ -80,11 +80,11 @@ def wire_rejections(common: CommonParts, moves: MoveParts, is_draining: Callable
     )
 
 
-def _is_ready(state: State, model: ModelId) -> bool:
+def _is_ready(state: SchedulerView, model: ModelId) -> bool:
     return any(slot.is_serving for slot in state.slots_of(model))
 
 
-def _is_whole(state: State, model: ModelId) -> bool:
+def _is_whole(state: SchedulerView, model: ModelId) -> bool:
     """Whether there are several GPUs and this model can be put on one of them only."""
     gpus = sum(device.kind is DeviceKind.GPU for device in state.ledger.devices.values())
     return gpus > 1 and model in state.models and not state.models[model].spec.can_split

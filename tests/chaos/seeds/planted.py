@@ -166,10 +166,10 @@ def weights_ignored(original: Callable[..., None]) -> Any:
 
 @planted(Scheduler, "_plan_for")
 def queue_without_bound(original: Callable[..., Any]) -> Any:
-    def plan_for(self: Scheduler, event: events.RequestArrived, waiter: Any) -> Any:
+    def plan_for(self: Scheduler, *asked: Any) -> Any:
         limits, self.state.limits = self.state.limits, replace(self.state.limits, queue_depth_max=10**9)
         try:
-            return original(self, event, waiter)
+            return original(self, *asked)
         finally:
             self.state.limits = limits
 

@@ -67,7 +67,7 @@ class Rig:
             wait_max_s=3_600.0,
             claim_of=lambda slot: self.state.slots[slot].claim,
             free_mib=self._free_mib,
-            most_mib=lambda: most_leasable_mib(self.state),
+            most_mib=lambda: most_leasable_mib(self.loop.scheduler.view),
             device_named=lambda name: DeviceId(name) if DeviceId(name) in self.state.ledger.devices else None,
             room_for=self._room_for,
             tell=lambda what, facts: self.told.append(f"{what} {facts['lease']}"),

@@ -23,6 +23,7 @@ from greenroom.core.model import (
 )
 from greenroom.core.policy.registry import make_policy
 from greenroom.core.state import ModelRecord, State
+from greenroom.core.view import SchedulerView
 from greenroom.errors import StoreDown
 from greenroom.leases.records import LeaseAsk
 from greenroom.leases.shared.store import SlotAsk
@@ -53,7 +54,7 @@ class Rig:
         self.sharing = Sharing(
             self.store,
             "me",
-            self.state,
+            SchedulerView(self.state),
             self._post,
             lambda: self.now,
             ttl_s=TTL_S,

@@ -62,7 +62,7 @@ class Rig:
     @property
     def need(self) -> Need:
         """What the next load is planned with."""
-        return self.scheduler.needs()[M]
+        return self.scheduler.view.models[M].need
 
     def remembered(self, entry: Entry | None = None) -> bool:
         return self.needs.account_of(entry or self.entry).measured is not None

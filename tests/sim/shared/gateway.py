@@ -89,7 +89,7 @@ class Gateway:
         self.sharing = Sharing(
             world.new_store(lambda: self.is_dead),
             name,
-            self.state,
+            scheduler.view,
             self._post_and_look,
             self.clock,
             ttl_s=world.ttl_s,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from math import inf
 from typing import NamedTuple
 
@@ -35,11 +36,24 @@ class Join:
     model: ModelId
 
 
+class WaitReason(Enum):
+    """Why nothing can be done now."""
+
+    BUSY = "busy"  # ready, and it answers as many as it can
+    LEAVING = "leaving"  # on its way out, or to the green room
+    NO_LEASE = "no_lease"  # a lease was refused, and is asked for again soon
+    STORE_DOWN = "store_down"
+    KEPT_FOR_OTHERS = "kept_for_others"
+    GREEN_ROOM = "green_room"  # no host memory for one more sleeper
+    NO_ROOM = "no_room"
+    CROWD = "crowd"  # many models are waited for, and are looked through in turn
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """Nothing can be done now. `until` is when asking again may help; `on` where it waits for memory."""
 
-    why: str
+    why: WaitReason
     model: ModelId
     until: float = inf
     on: frozenset[DeviceId] = frozenset()
@@ -70,6 +84,9 @@ class Refuse:
 
 
 Plan = Serve | Join | Wait | Swap | Refuse
+
+# Setbacks after which loads pause without anyone being refused.
+_PAUSES = {Outcome.NO_LEASE: WaitReason.NO_LEASE, Outcome.STORE_DOWN: WaitReason.STORE_DOWN}
 
 
 def decide(state: State, waiter: Waiter, now: float, places: Places, residents: Residents | None = None) -> Plan:
@@ -115,7 +132,7 @@ def _decide_for(
         return pause
     # 4. On its way out, or to the green room: wait until it is there, then come back here.
     if any(slot.is_going or slot.move is not None or slot.planned is not None for slot in slots):
-        return Wait("leaving", model)
+        return Wait(WaitReason.LEAVING, model)
     # 5. Cold or asleep: bring it.
     asleep = slots[0] if slots else None
     if waiter.wants is MoveKind.PREPARE and asleep is not None:
@@ -128,7 +145,7 @@ def _decide_ready(waiter: Waiter, model: ModelId, serving: list[Slot]) -> Plan:
     if waiter.kind in (WaiterKind.OP, WaiterKind.PRELOAD):
         return Serve(serving[0].id)
     free = [slot for slot in serving if slot.has_room]
-    return Serve(min(free, key=_load).id) if free else Wait("busy", model)
+    return Serve(min(free, key=_load).id) if free else Wait(WaitReason.BUSY, model)
 
 
 def _load(slot: Slot) -> int:
@@ -143,7 +160,7 @@ def _decide_pause(state: State, waiter: Waiter, record: ModelRecord, now: float)
         return Refuse(RejectCode.LOAD_FAILED, retry_after_s)
     if record.pausing is Outcome.STORE_DOWN and waiter.id not in state.waitlist:
         return Refuse(RejectCode.STORE_DOWN, retry_after_s)
-    return Wait(record.pausing.value, record.spec.id)
+    return Wait(_PAUSES[record.pausing], record.spec.id)
 
 
 def _decide_swap(
@@ -163,19 +180,19 @@ def _decide_swap(
     if state.store_is_down and all(way.on for way in ways):
         # Who waits already may wait on; others can ask somebody else.
         waits = waiter.id in state.waitlist
-        return Wait("store_down", spec.id) if waits else Refuse(RejectCode.STORE_DOWN, state.limits.replan_s)
+        return Wait(WaitReason.STORE_DOWN, spec.id) if waits else Refuse(RejectCode.STORE_DOWN, state.limits.replan_s)
     open_ways = [way for way in ways if not state.keepers(way.on, spec.id)]
     if not open_ways:
-        return Wait("kept_for_others", spec.id, behind=state.keepers(ways[0].on, spec.id))
+        return Wait(WaitReason.KEPT_FOR_OTHERS, spec.id, behind=state.keepers(ways[0].on, spec.id))
     if kind is MoveKind.PREPARE and not green_room.can_take(state, open_ways[0].wants):
-        return Wait("green_room", spec.id)
+        return Wait(WaitReason.GREEN_ROOM, spec.id)
     on_stage = kind is not MoveKind.PREPARE and not record.is_lease
     queue = _queue(state, waiter, spec.id)
     urgency = _urgency(waiter, queue)
     target = Target(spec.id, tuple(way.wants for way in open_ways), urgency.priority, on_stage)
     eviction, until = _eviction(state, queue, urgency, target, asleep, residents, now)
     if eviction is None:
-        return Wait("no_room", spec.id, until, frozenset().union(*(way.on for way in open_ways)))
+        return Wait(WaitReason.NO_ROOM, spec.id, until, frozenset().union(*(way.on for way in open_ways)))
     way = open_ways[target.options.index(eviction.claim)]
     return Swap(spec.id, kind, way.claim, eviction.victims, asleep.id if asleep is not None else None)
 

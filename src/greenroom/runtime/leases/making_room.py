@@ -11,14 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from greenroom.core.decide.placement import Places
-from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import Rejection
 from greenroom.core.events import Event, LeaseAsked, LeaseGone
-from greenroom.core.leases import model_of
 from greenroom.core.model import DeviceId, DeviceKind, LeaseId, Need, Slot, SlotId
 from greenroom.core.policy.swapper import Resident
-from greenroom.core.state import State
+from greenroom.core.view import SchedulerView
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.telemetry.logs import get_logger
 
@@ -44,7 +41,7 @@ class MakingRoom:
 
     def __init__(
         self,
-        state: State,
+        state: SchedulerView,
         post: Callable[[Event], None],
         clock: Callable[[], float],
         on_made: Callable[[], None],
@@ -73,8 +70,7 @@ class MakingRoom:
         return {str(device): min(PRICE_MAX, loss[device] * MIB_A_GIB / mib[device]) for device in mib}
 
     def _movable(self) -> list[Resident]:
-        there = Residents(self._state, self._clock(), Places()).those(may_sleep=False, but=None)
-        return [one for one in there if not one.cannot_leave and self._state.slots[one.slot].lease is None]
+        return self._state.movable(self._clock())
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
@@ -96,7 +92,7 @@ class MakingRoom:
         """Make room for these. For those whose turn it is no longer, only what has begun goes on."""
         named = {ask.id: ask for ask in asks}
         for room in list(self._rooms.values()):
-            if room.waiting not in named and not self._state.slots_of(model_of(room.lease)):
+            if room.waiting not in named and not self._state.slots_of_lease(room.lease):
                 self._end(room)
         busy_for = {room.waiting for room in self._rooms.values()}
         for ask in named.values():

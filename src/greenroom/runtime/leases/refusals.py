@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from greenroom.core.effects import RejectCode, Rejection
-from greenroom.core.ledger import Ledger
 from greenroom.core.model import DeviceId, DeviceKind
-from greenroom.core.state import State
+from greenroom.core.view import LedgerFacts, SchedulerView
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, LeaseTooLarge, ShuttingDown, StoreDown
 from greenroom.leases.records import LeaseAsk
 from greenroom.runtime.memory.devices import HOST
@@ -28,19 +27,19 @@ def devices_meant(ask: LeaseAsk, device_named: DeviceNamed) -> tuple[str, ...]:
     return devices
 
 
-def leasable_mib(ledger: Ledger) -> dict[str, int]:
+def leasable_mib(ledger: LedgerFacts) -> dict[str, int]:
     """What leases can be given now: on each GPU, or on the host where there is none."""
     free = ledger.free_mib(frozenset())
     return {str(device): max(0, free[device]) for device in _leasable(ledger)}
 
 
-def most_leasable_mib(state: State) -> dict[str, int]:
+def most_leasable_mib(state: SchedulerView) -> dict[str, int]:
     """What there would be if everybody left who ever may."""
-    most = state.most_mib(None)
+    most = state.most_mib()
     return {str(device): max(0, most[device]) for device in _leasable(state.ledger)}
 
 
-def _leasable(ledger: Ledger) -> list[DeviceId]:
+def _leasable(ledger: LedgerFacts) -> list[DeviceId]:
     return [one.id for one in ledger.devices.values() if one.kind is DeviceKind.GPU] or list(ledger.devices)
 
 

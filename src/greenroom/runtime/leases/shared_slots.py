@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from greenroom.core.model import Claim, Move, MoveKind, Slot, SlotId, larger
-from greenroom.core.state import State
+from greenroom.core.view import SchedulerView
 from greenroom.errors import LeaseDenied, StoreDown
 from greenroom.leases.records import Holder, Lease
 from greenroom.leases.shared.store import SharedStore, SlotAsk
@@ -53,7 +53,7 @@ class SharedSlots:
         self,
         store: SharedStore,
         gateway: str,
-        state: State,
+        state: SchedulerView,
         clock: Callable[[], float],
         *,
         ttl_s: float,

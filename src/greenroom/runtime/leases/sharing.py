@@ -15,7 +15,7 @@ from typing import Final
 
 from greenroom.core.events import Event, MemoryChanged
 from greenroom.core.model import DeviceId, DeviceKind, LeaseId, OtherLease
-from greenroom.core.state import State
+from greenroom.core.view import SchedulerView
 from greenroom.errors import StoreDown
 from greenroom.leases.records import Holder, Lease
 from greenroom.leases.shared.store import PublishReply, SharedStore
@@ -48,7 +48,7 @@ class Sharing:
         self,
         store: SharedStore,
         gateway: str,
-        state: State,
+        state: SchedulerView,
         post: Callable[[Event], None],
         clock: Callable[[], float],
         *,

@@ -7,14 +7,12 @@ who could not come even if all of ours left, and could if others' left too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from greenroom.core.decide import placement
-from greenroom.core.model import DeviceId, DeviceKind, ModelId, Move
-from greenroom.core.queue.waitlist import Queue, WaiterKind
-from greenroom.core.state import ModelRecord, State
+from greenroom.core.model import ModelId, Move
+from greenroom.core.view import KeptOut, SchedulerView
 from greenroom.errors import GreenroomError, LeaseDenied
 from greenroom.leases.records import Holder, Lease, LeaseAsk
 from greenroom.leases.shared.store import SharedStore
@@ -33,17 +31,6 @@ UNUSED_S: Final = 15.0
 REST_S: Final = 5.0
 
 
-Mib = Mapping[DeviceId, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Needy:
-    """A model that others keep out: who waits for it, and what it could have of each GPU if they left."""
-
-    queue: Queue
-    place: Mapping[str, int]
-
-
 @dataclass(slots=True, eq=False)
 class Want:
     model: ModelId
@@ -60,7 +47,7 @@ class WaitingModels:
         self,
         store: SharedStore,
         gateway: str,
-        state: State,
+        state: SchedulerView,
         clock: Callable[[], float],
         *,
         ttl_s: float,
@@ -121,57 +108,34 @@ class WaitingModels:
 
     # --- who must ---------------------------------------------------------------------------------------------------
 
-    def _needy(self) -> dict[ModelId, Needy]:
-        state, now = self._state, self._clock()
-        if state.store_is_down or state.shutting_down:
-            return {}
-        most = state.most_mib(None)
-        with_others = {device: mib - state.ledger.foreign.get(device, 0) for device, mib in most.items()}
-        without = {device: mib - state.ledger.outside_mib(device) for device, mib in most.items()}
-        late = {
-            model: queue
-            for model, queue in state.waitlist.queues.items()
-            if queue.oldest + AFTER_S <= now and _priorities(queue)
-        }
-        places = {model: self._place(state.models[model], without, with_others) for model in late}
-        return {model: Needy(queue, place) for model, queue in late.items() if (place := places[model])}
+    def _needy(self) -> dict[ModelId, KeptOut]:
+        return self._state.kept_out_by_others(AFTER_S, self._clock())
 
     def _is_useless(self, want: Want, now: float) -> bool:
         """Nobody waits for the model any more, or its load has not come for this."""
-        is_waited_for = want.model in self._state.waitlist.queues
-        is_coming = any(slot.is_arriving for slot in self._state.slots_of(want.model))
+        is_waited_for, is_coming = self._state.is_waited_for(want.model), self._state.is_coming(want.model)
         return now >= want.held_at + UNUSED_S or not (is_waited_for or is_coming)
-
-    def _place(self, record: ModelRecord, without: Mib, with_others: Mib) -> dict[str, int]:
-        """What it could have of each GPU if others' models left; nothing for one that is not kept out by them."""
-        spec, need, devices = record.spec, record.need, self._state.devices
-        gpus = {one.id for one in devices if one.kind is DeviceKind.GPU}
-        if record.is_lease or not need.gpu_mib or not gpus or self._state.slots_of(spec.id):
-            return {}
-        if placement.options(spec, need, devices, without, without):
-            return {}
-        claims = placement.options(spec, need, devices, with_others, with_others)
-        return {str(device): mib for device, mib in claims[0].items() if device in gpus} if claims else {}
 
     # --- the line ---------------------------------------------------------------------------------------------------
 
-    def _stand(self, model: ModelId, needy: Needy) -> None:
-        spec, is_split = self._state.models[model].spec, len(needy.place) > 1
+    def _stand(self, model: ModelId, needy: KeptOut) -> None:
+        place = {str(device): mib for device, mib in needy.place.items()}
+        is_split = len(place) > 1
         self._number += 1
         ask = LeaseAsk(
             id=f"{self._gateway}/line{self._number}",
             name=model,
-            mib=max(needy.place.values()),
-            gpus=len(needy.place),
+            mib=max(place.values()),
+            gpus=len(place),
             # On one GPU any will do that it may use; a split one names its share of each.
-            devices=tuple(needy.place) if is_split else tuple(str(device) for device in spec.devices),
-            shares=needy.place if is_split else {},
-            priority=min(_priorities(needy.queue)),
+            devices=tuple(place) if is_split else tuple(str(device) for device in needy.spec.devices),
+            shares=place if is_split else {},
+            priority=needy.priority,
             ttl_s=self._ttl_s,
             wait_s=LINE_S,
             holder=self._holder,
         )
-        _log.info("standing in line for a model", model=model, lease=ask.id, mib=sum(needy.place.values()))
+        _log.info("standing in line for a model", model=model, lease=ask.id, mib=sum(place.values()))
         task = asyncio.get_running_loop().create_task(self._store.acquire(ask, kind="slot"), name=f"line {model}")
         want = self._wants[model] = Want(model, ask.id, task)
         task.add_done_callback(lambda _: self._settled(want))
@@ -211,8 +175,3 @@ class WaitingModels:
         except GreenroomError:
             # It is not renewed any more, and lapses.
             return
-
-
-def _priorities(queue: Queue) -> list[int]:
-    """Of those who would make others leave. A wish waits until there is room."""
-    return [priority for kind, priority, _ in queue.lanes if kind != WaiterKind.PRELOAD.value]

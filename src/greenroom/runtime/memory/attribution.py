@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from greenroom.core.ledger import Holding
 from greenroom.core.model import Claim, DeviceId, Slot, SlotId
-from greenroom.core.state import State
+from greenroom.core.view import HoldingFacts, SchedulerView
 from greenroom.runtime.memory.devices import WORKER_GPU_MIB
 from greenroom.runtime.memory.probes.base import GpuReading, Reading
 from greenroom.runtime.slots import LiveSlots
@@ -162,7 +161,12 @@ OTHER_WORD = "other gateway's "
 
 class MemoryOwners:
     def __init__(
-        self, state: State, slots: LiveSlots, lease_pids: LeasePids, identity: str, hosted: HostedSlots | None = None
+        self,
+        state: SchedulerView,
+        slots: LiveSlots,
+        lease_pids: LeasePids,
+        identity: str,
+        hosted: HostedSlots | None = None,
     ) -> None:
         """`identity` is what the identities of all slots of this run begin with."""
         self._state = state
@@ -200,7 +204,7 @@ class MemoryOwners:
             return None
         return identity[len(self._identity) :].rpartition(".")[0] or None
 
-    def _owner(self, slot: Slot, holding: Holding, lease_pids: Mapping[SlotId, int]) -> Owner:
+    def _owner(self, slot: Slot, holding: HoldingFacts, lease_pids: Mapping[SlotId, int]) -> Owner:
         # Per device what was seen, or the claim where nothing ever was.
         held: Claim = {**holding.claim, **holding.seen}
         hosted = self._hosted.there.get(slot.id)

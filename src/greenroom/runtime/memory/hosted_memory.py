@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from greenroom.core.model import NO_CLAIM, Claim, DeviceId, SlotId
-from greenroom.core.state import State
+from greenroom.core.view import SchedulerView
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.attribution import away
 from greenroom.runtime.memory.devices import HOST, visible_gpus
@@ -39,7 +39,7 @@ _BYTES_A_MIB: Final = 1024 * 1024
 class HostedMemory:
     def __init__(
         self,
-        state: State,
+        state: SchedulerView,
         table: HostedSlots,
         watch: MemoryWatch,
         clock: Callable[[], float],

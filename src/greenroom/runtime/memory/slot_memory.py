@@ -13,7 +13,7 @@ from typing import Final
 
 from greenroom.core.events import ConfigChanged, Event
 from greenroom.core.model import NO_CLAIM, Claim, DeviceId, Move, Need, SlotId
-from greenroom.core.state import State
+from greenroom.core.view import SchedulerView
 from greenroom.errors import OutOfMemory
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.devices import HOST, visible_gpus
@@ -47,7 +47,7 @@ class Held:
 class SlotMemory:
     def __init__(
         self,
-        state: State,
+        state: SchedulerView,
         catalog: Catalog,
         needs: Needs,
         watch: MemoryWatch,

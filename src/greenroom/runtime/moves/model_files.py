@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from greenroom.core.model import ModelId
-from greenroom.core.state import State
+from greenroom.core.view import SchedulerView
 from greenroom.errors import OutsideRoots
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.detached import run_detached
@@ -54,7 +54,7 @@ class FileRange:
 class Prefetch:
     def __init__(
         self,
-        state: State,
+        state: SchedulerView,
         available_mib: Callable[[], int],
         tell: Callable[[str, int, float], None],
     ) -> None:

@@ -87,7 +87,7 @@ class Caches:
 
     def _keepers(self, model: ModelId | None) -> Sequence[LiveSlot]:
         """Slots that have a cache now. One that sleeps, or is about to, keeps nothing."""
-        slots = self._gateway.loop.scheduler.state.slots
+        slots = self._gateway.loop.scheduler.view.slots
         return [
             live
             for live in self._gateway.slots.live.values()

@@ -12,8 +12,7 @@ from pydantic import Field
 
 from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.config.schema import Heartbeat
-from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
-from greenroom.core.explain import Explanation
+from greenroom.core.explain import Explanation, Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.model import ModelId, RequestId, TenantId
 from greenroom.runtime.catalogue import Entry
 from greenroom.server.admin.answers import Priority
@@ -152,7 +151,7 @@ def _particulars(plan: Plan) -> dict[str, object]:
         case Swap():
             return {"slot": plan.wakes, "move": plan.kind.value}
         case Wait():
-            return {"why": plan.why}
+            return {"why": plan.why.value}
         case Refuse():
             return {"why": plan.code.value, "retry_after_s": plan.retry_after_s}
         case _:

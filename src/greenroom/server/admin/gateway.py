@@ -13,7 +13,7 @@ from greenroom.config.schema import Config
 from greenroom.core.events import RequestArrived
 from greenroom.core.explain import Explanation
 from greenroom.core.model import ModelId, MoveKind, SlotId
-from greenroom.core.state import State
+from greenroom.core.view import SchedulerView
 from greenroom.errors import GreenroomError
 from greenroom.http.limits import EdgeStats
 from greenroom.leases.records import Lease, LeaseAsk, LeaseStore
@@ -28,7 +28,7 @@ from greenroom.telemetry.metrics import Metrics
 
 class Scheduling(Protocol):
     @property
-    def state(self) -> State: ...
+    def view(self) -> SchedulerView: ...
 
     def explanation(self, arrival: RequestArrived) -> Explanation:
         """What would happen if this request came now, and why. Nothing changes."""

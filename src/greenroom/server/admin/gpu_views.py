@@ -8,7 +8,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from greenroom.core.model import DeviceId, DeviceKind, MoveKind, Slot, Tier
-from greenroom.core.state import State
+from greenroom.core.view import SchedulerView
 from greenroom.runtime.leases.entry import core_id
 from greenroom.runtime.memory.probes.base import GpuReading
 from greenroom.runtime.memory.watch import MemoryLook
@@ -61,7 +61,7 @@ class GpuList(View):
 class GpuPicture:
     """The GPUs as they were at the last look, with what the scheduler plans there now."""
 
-    def __init__(self, watched: Watched, state: State, now: float) -> None:
+    def __init__(self, watched: Watched, state: SchedulerView, now: float) -> None:
         self._watched = watched
         self._look: MemoryLook = watched.last
         self._state = state
@@ -153,13 +153,13 @@ class Gpus:
         gateway = self._gateway
         if gateway.clock() - gateway.memory_watch.last.at > FRESH_S:
             await gateway.memory_watch.look_now()
-        return GpuPicture(gateway.memory_watch, gateway.loop.scheduler.state, gateway.clock()).whole()
+        return GpuPicture(gateway.memory_watch, gateway.loop.scheduler.view, gateway.clock()).whole()
 
 
 _TO_SLEEP = (MoveKind.SLEEP, MoveKind.PREPARE)
 
 
-def green_room_view(state: State) -> GreenRoomView:
+def green_room_view(state: SchedulerView) -> GreenRoomView:
     sleepers = [slot for slot in state.slots.values() if slot.lease is None and _is_there(slot)]
     size_mib, used_mib = state.limits.green_room_mib, green_room_used_mib(state)
     return GreenRoomView(
@@ -170,7 +170,7 @@ def green_room_view(state: State) -> GreenRoomView:
     )
 
 
-def green_room_used_mib(state: State) -> int:
+def green_room_used_mib(state: SchedulerView) -> int:
     """What those hold on hosts who are asleep or about to be; who wakes holds it still."""
     return sum(_host_mib(state, slot) for slot in state.slots.values() if slot.lease is None and _is_there(slot))
 
@@ -179,12 +179,12 @@ def _is_there(slot: Slot) -> bool:
     return slot.tier is Tier.ASLEEP or (slot.move is not None and slot.move.kind in _TO_SLEEP)
 
 
-def _host_mib(state: State, slot: Slot) -> int:
+def _host_mib(state: SchedulerView, slot: Slot) -> int:
     devices, held = state.ledger.devices, state.ledger.held_by(slot.id)
     return sum(mib for on, mib in held.items() if on in devices and devices[on].kind is DeviceKind.HOST)
 
 
-def _free_mib(state: State, size_mib: int | None, used_mib: int) -> int | None:
+def _free_mib(state: SchedulerView, size_mib: int | None, used_mib: int) -> int | None:
     """The smaller of what its size leaves and what the hosts have; None where there is no host to plan with."""
     free = state.ledger.free_mib(frozenset())
     hosts = [device.id for device in state.ledger.devices.values() if device.kind is DeviceKind.HOST]

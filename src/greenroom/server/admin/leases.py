@@ -157,7 +157,7 @@ class Leases:
         leases = [shown(lease, own) for lease in await leasing.leases() if lease.id.startswith(own)]
         if leasing.lists_slots or own:
             return LeaseList(leases=leases)
-        slots = self._gateway.loop.scheduler.state.slots.values()
+        slots = self._gateway.loop.scheduler.view.slots.values()
         return LeaseList(leases=[*leases, *(_slot_shown(slot) for slot in slots if slot.lease is None)])
 
     async def show_lease(self, request: Request, lease_id: LeaseInPath) -> LeaseView:

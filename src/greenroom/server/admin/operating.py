@@ -119,7 +119,7 @@ class Operating:
         await self._gateway.operations.move(kind, entry.id, evict=evict, grace_s=grace_s)
         return views.Moved(
             model=entry.id,
-            tier=tier_of(self._gateway.loop.scheduler.state.slots_of(entry.id)).value,
+            tier=tier_of(self._gateway.loop.scheduler.view.slots_of(entry.id)).value,
             took_s=round(self._gateway.clock() - began, 3),
             memory=self._look().memory(entry.id),
         )

@@ -11,8 +11,7 @@ from datetime import UTC, datetime
 
 import greenroom
 from greenroom.core.model import Device, DeviceId, ModelId, MoveKind, Need, Slot, SlotId
-from greenroom.core.queue.waitlist import Waiter, WaiterKind
-from greenroom.core.state import ModelRecord, State
+from greenroom.core.view import ModelFacts, SchedulerView, WaitingCaller
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.needs import Account
 from greenroom.server import render
@@ -30,7 +29,7 @@ class Snapshot:
 
     def __init__(self, gateway: Gateway, uptime_s: float) -> None:
         self._gateway = gateway
-        self._state: State = gateway.loop.scheduler.state
+        self._state: SchedulerView = gateway.loop.scheduler.view
         self._now = gateway.clock()
         self._uptime_s = uptime_s
 
@@ -133,8 +132,8 @@ class Snapshot:
     def model(self, entry: Entry, *, to_operator: bool) -> views.ModelView:
         return self._model(entry, sum(waiter.model == entry.id for waiter in self._callers()), to_operator)
 
-    def _callers(self) -> list[Waiter]:
-        return [waiter for waiter in self._state.waitlist if waiter.kind is WaiterKind.REQUEST]
+    def _callers(self) -> list[WaitingCaller]:
+        return list(self._state.callers())
 
     def _queue(self) -> views.QueueView:
         state = self._state
@@ -243,7 +242,7 @@ class Snapshot:
         learned_s = None if record is None else record.learned_s.get(kind)
         return None if learned_s is None else round(max(0.0, learned_s - since_s), 1)
 
-    def _retry_in_s(self, record: ModelRecord | None) -> float | None:
+    def _retry_in_s(self, record: ModelFacts | None) -> float | None:
         if record is None or not is_failing(record, self._now):
             return None
         return round(record.retry_at - self._now, 1)
@@ -259,7 +258,7 @@ class Snapshot:
         live = self._gateway.slots.live.get(slot)
         return None if live is None else live.child.pid
 
-    def _waiting(self, waiter: Waiter, position: int) -> views.WaitingView:
+    def _waiting(self, waiter: WaitingCaller, position: int) -> views.WaitingView:
         return views.WaitingView(
             id=waiter.id,
             position=position,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from greenroom.core.model import ModelId, MoveKind, Slot, Tier
-from greenroom.core.state import ModelRecord, State
+from greenroom.core.view import ModelFacts, SchedulerView
 
 
 class StatusWord(StrEnum):
@@ -19,7 +19,7 @@ class StatusWord(StrEnum):
     FAILED = "failed"
 
 
-def status_word(state: State, model: ModelId, now: float) -> StatusWord:
+def status_word(state: SchedulerView, model: ModelId, now: float) -> StatusWord:
     slots = [slot for slot in state.slots_of(model) if not slot.lost]
     # 1. Takes requests.
     if any(slot.is_serving for slot in slots):
@@ -43,7 +43,7 @@ def tier_of(slots: list[Slot]) -> Tier:
     return next((tier for tier in (Tier.READY, Tier.ASLEEP) if tier in tiers), Tier.COLD)
 
 
-def is_failing(record: ModelRecord | None, now: float) -> bool:
+def is_failing(record: ModelFacts | None, now: float) -> bool:
     """Its last load failed and it is refused until the back-off ends."""
     return record is not None and record.failures > 0 and record.pausing is None and now < record.retry_at
 

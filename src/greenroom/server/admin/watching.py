@@ -13,8 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from greenroom.core.model import Slot
-from greenroom.core.queue.waitlist import WaiterKind
-from greenroom.core.state import State
+from greenroom.core.view import SchedulerView
 from greenroom.errors import NotFound
 from greenroom.runtime.memory.probes.base import Reading
 from greenroom.server.admin import views
@@ -127,10 +126,10 @@ class Watching:
 
 def gauges(gateway: Gateway, uptime_s: float) -> Gauges:
     """Models that are configured always have their numbers, zeros included; others only while they hold something."""
-    state = gateway.loop.scheduler.state
+    state = gateway.loop.scheduler.view
     waiting: Counter[str] = Counter({entry.id: 0 for entry in gateway.catalog})
     in_flight = waiting.copy()
-    waiting.update(waiter.model for waiter in state.waitlist if waiter.kind is WaiterKind.REQUEST)
+    waiting.update(caller.model for caller in state.callers())
     # A lease has a slot too, whose id anybody may make up: it must not become the name of a model.
     models = [slot for slot in state.slots.values() if slot.lease is None]
     in_flight.update(slot.model for slot in models for _ in slot.in_flight)
@@ -157,7 +156,7 @@ def _store(gateway: Gateway) -> StoreFigures | None:
 
 def _leases(gateway: Gateway) -> LeaseFigures:
     """Of programs, wherever they are kept. Devices always have their number, zero included."""
-    devices = gateway.loop.scheduler.state.ledger.devices
+    devices = gateway.loop.scheduler.view.ledger.devices
     total: dict[str, float] = {str(device): 0 for device in devices}
     programs = [lease for lease in gateway.leasing.known() if lease.kind == "program"]
     held = [lease for lease in programs if lease.state == "held"]
@@ -167,7 +166,7 @@ def _leases(gateway: Gateway) -> LeaseFigures:
     return LeaseFigures(len(held), len(programs) - len(held), total)
 
 
-def _memory_mib(state: State, models: Iterable[Slot]) -> dict[tuple[str, str], float]:
+def _memory_mib(state: SchedulerView, models: Iterable[Slot]) -> dict[tuple[str, str], float]:
     total: dict[tuple[str, str], float] = {}
     for slot in models:
         for device, mib in state.ledger.held_by(slot.id).items():
@@ -179,7 +178,7 @@ def _gpus(seen: Reading) -> dict[str, GpuFigures]:
     return {gpu.uuid: GpuFigures(gpu.total_mib, gpu.used_mib, gpu.utilisation, gpu.temperature_c) for gpu in seen.gpus}
 
 
-def _devices(state: State) -> dict[str, DeviceMemory]:
+def _devices(state: SchedulerView) -> dict[str, DeviceMemory]:
     ledger, free = state.ledger, state.ledger.free_mib(frozenset())
     return {
         str(device.id): DeviceMemory(device.capacity_mib, max(0, free[device.id]), ledger.foreign.get(device.id, 0))
