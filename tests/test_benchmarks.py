@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rig import result
+from benchmarks.rig.result import Run
 
 ROOT = Path(__file__).resolve().parents[1] / "benchmarks"
 # These import torch, which is never installed beside the gateway; tests/workers/torch_host tries them.
@@ -53,10 +53,9 @@ def test_every_result_is_in_the_index() -> None:
 def test_saved_run_is_kept_with_its_heading_and_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(result, "RESULTS", tmp_path)
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     for _ in range(2):
-        run = result.Run("some_cost", argparse.Namespace(save=True, commit="abc"), "a card")
+        run = Run("some_cost", argparse.Namespace(save=True, commit="abc"), "a card", results=tmp_path)
         sys.stdout.write("round 1\n")
         run.report({"cost_us": 3}, {"cost_us_max": 4}, True)
     first, second = sorted(tmp_path.glob("*some-cost*.txt"))

@@ -33,10 +33,10 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
 class Run:
     """One run of a benchmark. Prints the heading when it is made; `report` ends it."""
 
-    def __init__(self, bench: str, options: argparse.Namespace, *notes: str) -> None:
-        self._bench = bench
+    def __init__(self, bench: str, options: argparse.Namespace, *notes: str, results: Path = RESULTS) -> None:
+        self._bench, self._results = bench, results
         self._about = {"machine": "; ".join((machine(), *notes)), "commit": options.commit or commit()}
-        self._file = _tee(bench) if options.save else None
+        self._file = _tee(results, bench) if options.save else None
         print(f"$ {command()}\n{self._about['machine']}\ncommit {self._about['commit']}\n", flush=True)
 
     def report(self, figures: Mapping[str, Any], goals: Mapping[str, Any], met: bool) -> None:
@@ -47,7 +47,7 @@ class Run:
             self._list(Path(self._file.name))
 
     def _list(self, path: Path) -> None:
-        with open(RESULTS / "README.md", "a") as index:
+        with open(self._results / "README.md", "a") as index:
             about = f"{self._about['machine']} | {self._about['commit']}"
             index.write(f"| [{path.name}]({path.name}) | `{command()}` | {about} |\n")
 
@@ -95,10 +95,10 @@ class _Tee:
         return getattr(self._stdout, name)
 
 
-def _tee(bench: str) -> TextIO:
+def _tee(results: Path, bench: str) -> TextIO:
     """From now on, what is printed is kept in a new file of this benchmark and day."""
     stem, number = f"{date.today()}-{bench.replace('_', '-')}", 1
-    while (path := RESULTS / f"{stem}{f'-{number}' if number > 1 else ''}.txt").exists():
+    while (path := results / f"{stem}{f'-{number}' if number > 1 else ''}.txt").exists():
         number += 1
     file = path.open("x")
     sys.stdout = _Tee(sys.stdout, file)
