@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from greenroom.cli import conversation
+from greenroom.cli.commands import chat
 from greenroom.cli.main import main
 from tests.cli.fake_gateway import Answer, FakeGateway, answer, error, events
 from tests.cli.test_ps import in_terminal
@@ -228,7 +228,7 @@ def test_a_question_that_failed_is_forgotten_and_the_conversation_goes_on(
 
 
 def test_a_long_conversation_drops_its_oldest_messages(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation, "MESSAGES_MAX", 2)
+    monkeypatch.setattr(chat, "MESSAGES_MAX", 2)
     typed(monkeypatch, "one", "two", "three")
     gateway.on("POST", PATH, spoken("yes"))
     assert main(["chat", "m"]) == 0

@@ -8,7 +8,7 @@ import pytest
 from greenroom.cli import client as client_module
 from greenroom.cli.address import parse
 from greenroom.cli.client import Client, model_path
-from greenroom.cli.failures import CommandFailed, NoGateway, Refused
+from greenroom.cli.failures import CommandFailed, GatewayRefused, NoGateway
 from tests.cli.fake_gateway import Answer, FakeGateway, answer, error, events
 
 
@@ -43,7 +43,7 @@ def test_a_model_id_is_one_segment_of_the_path(model: str, path: str) -> None:
 
 def test_an_error_of_the_gateway_keeps_its_message_code_and_details(gateway: FakeGateway) -> None:
     gateway.on("POST", "/x", error(503, "model_load_failed", "It broke.", "line 1\nline 2"))
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(GatewayRefused) as refused:
         Client(parse(gateway.url)).post("/x")
     told = refused.value
     assert (told.message, told.details, told.status, told.code) == (
@@ -56,7 +56,7 @@ def test_an_error_of_the_gateway_keeps_its_message_code_and_details(gateway: Fak
 
 def test_a_missing_key_says_which_variable_to_set(gateway: FakeGateway) -> None:
     gateway.on("GET", "/x", error(401, "invalid_api_key", "No API key was given."))
-    with pytest.raises(Refused, match="GREENROOM_API_KEY"):
+    with pytest.raises(GatewayRefused, match="GREENROOM_API_KEY"):
         Client(parse(gateway.url)).get("/x")
 
 

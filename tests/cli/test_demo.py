@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from greenroom.cli.commands import demo
+from greenroom.cli.commands.serve import Overrides
 from greenroom.cli.demo_models import DemoModel
 from greenroom.cli.main import main
-from greenroom.cli.overrides import Overrides
 from greenroom.config.problems import budget_mib, problems
 from greenroom.errors import StateDirBusy
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from greenroom.cli import demo_models, minilm_gguf
-from greenroom.cli.demo_models import MINILM, SMOLLM2, DemoUnavailable, Package, prepare
+from greenroom.cli.demo_models import MINILM, SMOLLM2, DemoUnavailable, Wheel, prepare
 from greenroom.engines.estimates.gguf_header import read_header
 from tests.models import tiny
 
@@ -31,7 +31,7 @@ def silent(step: str, done: int, total: int) -> None:
     """A Progress nobody looks at."""
 
 
-def wheel_of(directory: Path, package: Package, files: dict[str, bytes]) -> Package:
+def wheel_of(directory: Path, package: Wheel, files: dict[str, bytes]) -> Wheel:
     """Put a wheel of these files on the index; the package as it must then be pinned."""
     stem = f"{package.name.replace('-', '_')}-{package.version}"
     path = directory / f"{stem}-py3-none-any.whl"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from greenroom.cli import installed
-from greenroom.cli.installed import TRANSFORMERS, Found, Package, ask_program, ask_python
+from greenroom.cli.commands import engines as engines_module
+from greenroom.cli.commands.engines import LLAMACPP, TRANSFORMERS, InstalledPackages, RequiredPackage, ask_program, ask_python
 from greenroom.cli.main import main
 
 ROOT = Path(__file__).parent.parent.parent
@@ -117,7 +117,7 @@ def test_what_only_some_calls_miss_is_said_and_does_not_make_it_unusable(
 def test_our_own_python_is_told_by_our_own_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(installed, "ask_python", lambda python, wanted: Found("3.11.2"))
+    monkeypatch.setattr(engines_module, "ask_python", lambda python, wanted: InstalledPackages("3.11.2"))
     found = {row["engine"]: row["install"] for row in engines(capsys)}
     assert found["transformers"] == f"{sys.executable} -m pip install 'greenroom[transformers]'"
     assert found["llamacpp"] == f"{sys.executable} -m pip install 'greenroom[llamacpp]', or put llama-server on PATH"
@@ -148,10 +148,14 @@ def test_a_file_that_is_named_must_be_right(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_real_python_says_what_it_has() -> None:
-    found = ask_python(sys.executable, [Package("pytest", "8.4", "tests"), Package("no-such-package", "1", "nothing")])
+    found = ask_python(
+        sys.executable, [RequiredPackage("pytest", "8.4", "tests"), RequiredPackage("no-such-package", "1", "nothing")]
+    )
     assert found.python == ".".join(map(str, sys.version_info[:3]))
     assert set(found.versions) == {"pytest"}
-    assert [one.name for one in found.lacks([Package("pytest", "8.4", ""), Package("pytest", "999", "")])] == ["pytest"]
+    assert [
+        one.name for one in found.lacks([RequiredPackage("pytest", "8.4", ""), RequiredPackage("pytest", "999", "")])
+    ] == ["pytest"]
 
 
 @pytest.mark.parametrize("says", ["", "hello", "[]", '{"python": 3}'])
@@ -164,12 +168,12 @@ def test_one_that_hangs_is_not_waited_for_without_end(tmp_path: Path, monkeypatc
     path = tmp_path / "hangs"
     path.write_text("#!/bin/sh\nexec sleep 60\n")
     path.chmod(0o755)
-    monkeypatch.setattr(installed, "ASK_MAX_S", 0.2)
+    monkeypatch.setattr(engines_module, "ASK_MAX_S", 0.2)
     assert ask_python(str(path), TRANSFORMERS).why is not None
     assert ask_program(str(path)) is None
 
 
 def test_the_extra_is_what_the_command_says_to_install() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras["transformers"] == [one.requirement for one in installed.TRANSFORMERS]
-    assert extras["llamacpp"] == [one.requirement for one in installed.LLAMACPP]
+    assert extras["transformers"] == [one.requirement for one in TRANSFORMERS]
+    assert extras["llamacpp"] == [one.requirement for one in LLAMACPP]

@@ -19,8 +19,8 @@ from unittest.mock import ANY
 import pytest
 
 from greenroom.app import App
+from greenroom.cli.leased_program import LeasedProgram
 from greenroom.cli.main import main
-from greenroom.cli.program import Program
 from greenroom.leases.holder import holder_of
 from greenroom.leases.records import LeaseAsk
 from greenroom.leases.shared.redis_store import RedisStore
@@ -341,7 +341,7 @@ def test_a_program_that_does_not_heed_sigterm_is_killed(tmp_path: Path, capsys: 
     ignore = "import signal, time, pathlib, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     code = f"{ignore}; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
     up = tmp_path / "up"
-    program = Program([sys.executable, "-c", code, str(up)], FakeHeld(up), term_grace_s=0.5)  # type: ignore[arg-type]
+    program = LeasedProgram([sys.executable, "-c", code, str(up)], FakeHeld(up), term_grace_s=0.5)  # type: ignore[arg-type]
     assert program.run() == 128 + signal.SIGKILL
     assert "the lease is lost; ending" in capsys.readouterr().err
 
@@ -359,7 +359,7 @@ time.sleep(600)
 def test_what_a_program_started_is_ended_with_it(tmp_path: Path, shell: str) -> None:
     up = tmp_path / "up"
     command = shlex.join([sys.executable, "-c", HEEDLESS, str(tmp_path / "draft"), str(up)])
-    program = Program(["sh", "-c", shell.format(command)], FakeHeld(up), term_grace_s=0.5)  # type: ignore[arg-type]
+    program = LeasedProgram(["sh", "-c", shell.format(command)], FakeHeld(up), term_grace_s=0.5)  # type: ignore[arg-type]
     program.run()
     started = int(up.read_text())
     deadline = time.monotonic() + 30

@@ -15,7 +15,7 @@ import pytest
 from greenroom import __version__
 from greenroom.cli import failures
 from greenroom.cli import main as main_module
-from greenroom.cli.commands import ps
+from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import CommandFailed
 from greenroom.cli.main import main
 from greenroom.cli.parser import COMMANDS, parser
@@ -26,13 +26,13 @@ HEAVY = {"asyncio", "fastapi", "http.client", "pydantic", "rich", "uvloop", "yam
 
 
 def test_the_commands_are_those_the_guide_names() -> None:
-    names = {command.NAME for command in COMMANDS}
+    names = {command.name for command in COMMANDS}
     wanted = "serve demo check ps gpus load unload sleep prepare logs chat engines explain estimate reload key"
     wanted += " simulate lease leases"
     assert names == set(wanted.split())
 
 
-@pytest.mark.parametrize("command", [command.NAME for command in COMMANDS])
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
@@ -117,11 +117,10 @@ def test_what_a_command_raises_becomes_a_status_and_a_line(
     raised: BaseException,
     status: int,
     said: str,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(ps, "run", running(raised))
-    assert main(["ps"]) == status
+    failing = Subcommand("fail", "Raises.", lambda parser: None, running(raised))
+    assert main(["fail"], [failing]) == status
     assert capsys.readouterr().err == said
 
 

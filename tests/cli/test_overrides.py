@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from greenroom.cli.overrides import Overrides
+from greenroom.cli.commands.serve import Overrides
 from greenroom.cli.parser import parser
 from greenroom.config.schema import Config, LogLevel, Server
 

@@ -19,7 +19,7 @@ DEFAULT_URL = "http://127.0.0.1:8210"
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class GatewayAddress:
     """`url` is for messages; `prefix` is put before every path."""
 
     url: str
@@ -49,12 +49,12 @@ def add_options(parser: argparse.ArgumentParser, *, json_help: str | None = None
         parser.add_argument("--json", action="store_true", help=json_help)
 
 
-def address_of(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Address:
+def address_of(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> GatewayAddress:
     """Where these arguments and the environment point. Raises WrongUsage."""
     return parse(args.url or environ.get(URL_NAME) or DEFAULT_URL, _key(args.api_key_env, environ))
 
 
-def parse(url: str, key: str | None = None) -> Address:
+def parse(url: str, key: str | None = None) -> GatewayAddress:
     """Read an address such as `http://127.0.0.1:8210`, `box:8210` or `https://models.example.org/llm`."""
     whole = url if "://" in url else f"http://{url}"
     try:
@@ -68,7 +68,7 @@ def parse(url: str, key: str | None = None) -> Address:
         raise WrongUsage(f"an address holds no name and password; put the key into {KEY_NAME}")
     # The base address that OpenAI's clients want ends in /v1; people will give the same one here.
     prefix = parts.path.rstrip("/").removesuffix("/v1")
-    return Address(f"{parts.scheme}://{parts.netloc}{prefix}", parts.scheme, parts.hostname, port, prefix, key)
+    return GatewayAddress(f"{parts.scheme}://{parts.netloc}{prefix}", parts.scheme, parts.hostname, port, prefix, key)
 
 
 def _key(name: str | None, environ: Mapping[str, str]) -> str | None:

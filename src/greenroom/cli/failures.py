@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import ClassVar, Final
 
 
-class Exit(IntEnum):
+class ExitStatus(IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
@@ -25,7 +25,7 @@ class Exit(IntEnum):
 class CommandFailed(Exception):
     """The message says what, which, and what to do. `details` is longer text below it, such as an engine's lines."""
 
-    exit: ClassVar[Exit] = Exit.FAILED
+    exit: ClassVar[ExitStatus] = ExitStatus.FAILED
 
     def __init__(self, message: str, details: str | None = None) -> None:
         super().__init__(message)
@@ -34,13 +34,13 @@ class CommandFailed(Exception):
 
 
 class WrongUsage(CommandFailed):
-    exit = Exit.USAGE
+    exit = ExitStatus.USAGE
 
 
 class NoGateway(CommandFailed):
     """Nothing answers at the address."""
 
-    exit = Exit.NO_GATEWAY
+    exit = ExitStatus.NO_GATEWAY
 
 
 class NotAStream(CommandFailed):
@@ -51,7 +51,7 @@ class NotAStream(CommandFailed):
         self.value = value
 
 
-class Refused(CommandFailed):
+class GatewayRefused(CommandFailed):
     """The gateway answered, with an error."""
 
     def __init__(self, message: str, details: str | None = None, *, status: int = 0, code: str = "") -> None:
@@ -60,7 +60,7 @@ class Refused(CommandFailed):
         self.code = code
 
 
-# What shells give a program that was interrupted: `Exit.INTERRUPTED`, whose module would have to be imported.
+# What shells give a program that was interrupted: `ExitStatus.INTERRUPTED`, whose module would have to be imported.
 _INTERRUPTED: Final = 130
 
 

@@ -1,7 +1,7 @@
-"""The `greenroom` command: how every one of its commands begins and ends.
+"""The `greenroom` program: how every command begins and ends. `parser.py` lists the commands.
 
-Owns the exit statuses (0 done, 1 failed, 2 wrong usage, 3 no gateway answers, 130 interrupted). Which there are is in
-`commands.py`. Imports next to nothing before it can be interrupted without a traceback.
+Turns what a command raises into a line and an exit status (`failures.py`). Imports next to nothing before an interrupt
+can end it without a traceback.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
+    from greenroom.cli.commands import Subcommand
 
-def main(argv: Sequence[str] | None = None) -> int:
+
+def main(argv: Sequence[str] | None = None, commands: Sequence[Subcommand] | None = None) -> int:
     """Run one command. Returns its exit status; argparse itself exits for wrong usage and --help."""
     with failures.end_at_once():
-        # All that takes its time, now that an interrupt ends it without a word.
+        # These imports take time; an interrupt during them ends the program silently.
         from greenroom.cli import screen
-        from greenroom.cli.failures import CommandFailed, Exit
-        from greenroom.cli.parser import parser
+        from greenroom.cli.failures import CommandFailed, ExitStatus
+        from greenroom.cli.parser import COMMANDS, parser
         from greenroom.errors import GreenroomError
 
         _open_closed_streams()
         _make_streams_robust()
     try:
-        args = parser().parse_args(argv)
+        args = parser(COMMANDS if commands is None else commands).parse_args(argv)
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
     except CommandFailed as error:
@@ -38,30 +40,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit
     except GreenroomError as error:
         screen.fail(CommandFailed(error.message, error.details))
-        return Exit.FAILED
+        return ExitStatus.FAILED
     except KeyboardInterrupt:
-        return Exit.INTERRUPTED
+        return ExitStatus.INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output (`| head`) has enough.
+        # The reader of our output (`| head`) has closed the pipe.
         screen.hush()
-        return Exit.FAILED
+        return ExitStatus.FAILED
 
 
 def _open_closed_streams() -> None:
-    """A service may start us without (`>&-`). The next file or socket would get such a number, and what is printed."""
+    """Open streams 0 to 2 if the caller closed them (`>&-`): the next file or socket would get that descriptor, and
+    with it whatever is printed."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
         except OSError:
-            # The lowest free number is given first, so it is this one.
+            # The lowest free descriptor is used, which is this one.
             os.open(os.devnull, os.O_RDWR)
-    # Python leaves nothing in these places then.
+    # Python sets a stream that was closed at start to None.
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def _make_streams_robust() -> None:
-    """A terminal may know ASCII only, and a model may say half a character: neither may end the command."""
+    """Never fail to print: the terminal may be ASCII-only, and a model may send half a character."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from greenroom.cli import screen
-from greenroom.cli.failures import CommandFailed, Exit
+from greenroom.cli.failures import CommandFailed, ExitStatus
 from greenroom.errors import GreenroomError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ LEAVE_MAX_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServePlan:
     """What to serve. `reread` gives the configuration anew at a reload, what was said on the command line included."""
 
     config: Config
@@ -45,7 +45,7 @@ class Plan:
     warnings: Sequence[str] = ()
 
 
-def serve(plan: Plan, greet: Callable[[App], None]) -> int:
+def serve(plan: ServePlan, greet: Callable[[App], None]) -> int:
     """Serve until a signal ends it. Raises CommandFailed or ConfigError if it cannot be started."""
     import uvloop
 
@@ -59,7 +59,7 @@ def serve(plan: Plan, greet: Callable[[App], None]) -> int:
         return runner.run(_serve(plan, greet))
 
 
-async def _serve(plan: Plan, greet: Callable[[App], None]) -> int:
+async def _serve(plan: ServePlan, greet: Callable[[App], None]) -> int:
     signals = _Signals()
     _collect_orphans()
     try:
@@ -69,7 +69,7 @@ async def _serve(plan: Plan, greet: Callable[[App], None]) -> int:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-async def _serve_until_ended(plan: Plan, greet: Callable[[App], None], signals: _Signals) -> int:
+async def _serve_until_ended(plan: ServePlan, greet: Callable[[App], None], signals: _Signals) -> int:
     from greenroom.app import App
 
     try:
@@ -78,7 +78,7 @@ async def _serve_until_ended(plan: Plan, greet: Callable[[App], None], signals: 
         raise CommandFailed(why_not_started(error, plan.config)) from error
     except asyncio.CancelledError:
         # A signal came before there was anything to shut down.
-        return Exit.OK
+        return ExitStatus.OK
     signals.app = app
     try:
         greet(app)
@@ -87,7 +87,7 @@ async def _serve_until_ended(plan: Plan, greet: Callable[[App], None], signals: 
         screen.hush()
     await app.closed.wait()
     _leave_in_time()
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def _collect_orphans() -> None:
@@ -108,7 +108,7 @@ def _leave_in_time() -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        os._exit(Exit.OK)
+        os._exit(ExitStatus.OK)
 
     last = threading.Timer(LEAVE_MAX_S, leave)
     last.daemon = True

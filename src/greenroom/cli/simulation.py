@@ -33,7 +33,7 @@ COPY_MIB_PER_S = 12_000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class SimulationPlan:
     """What every case has in common, and the sentences that say where it comes from."""
 
     base: SimConfig
@@ -41,7 +41,7 @@ class Prepared:
     assumed: tuple[str, ...]
 
 
-def prepare(config: Config, args: argparse.Namespace) -> Prepared:
+def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
     if not config.models:
         raise CommandFailed("there is no model in the configuration")
     there = _devices(config, args)
@@ -58,7 +58,7 @@ def prepare(config: Config, args: argparse.Namespace) -> Prepared:
         swappers=plugins.SWAPPERS_BY_NAME,
     )
     workload, source = _workload(config, args)
-    return Prepared(base, workload, (source, *_assumed(base)))
+    return SimulationPlan(base, workload, (source, *_assumed(base)))
 
 
 def sizeless(config: Config, base: SimConfig) -> list[str]:

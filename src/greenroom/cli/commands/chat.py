@@ -1,24 +1,26 @@
 """`greenroom chat`: a conversation with a model in the terminal.
 
-One question when there is one (as words, or on standard input), otherwise a small prompt that keeps the conversation in
-memory and nowhere else.
+One question when there is one (as words, or on standard input), otherwise a prompt that keeps the conversation in
+memory and nowhere else. A question whose answer failed or was stopped is forgotten.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
-from typing import TYPE_CHECKING, Final
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from greenroom.cli import address, screen
-from greenroom.cli.failures import CommandFailed, Exit, WrongUsage
+from greenroom.cli.commands import Subcommand
+from greenroom.cli.failures import CommandFailed, ExitStatus, GatewayRefused, NotAStream, WrongUsage
 
 if TYPE_CHECKING:
-    from greenroom.cli.conversation import Conversation
+    from greenroom.cli.client import Client, ServerEvent
 
-NAME = "chat"
-HELP = "Talk to a model. Without a prompt: a conversation, until Ctrl-D."
 STDIN_BYTES_MAX: Final = 16 * 1024 * 1024
 # A non-streaming answer says nothing until it is complete.
 ANSWER_MAX_S: Final = 3_600.0
@@ -36,7 +38,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from greenroom.cli.client import Client
-    from greenroom.cli.conversation import Conversation
 
     settings = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     said = {name: value for name, value in settings.items() if value is not None}
@@ -50,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
         screen.say_json(conversation.answer(prompt, answer_max_s=ANSWER_MAX_S))
     else:
         conversation.say(prompt)
-    return Exit.OK
+    return ExitStatus.OK
+
+
+COMMAND = Subcommand("chat", "Talk to a model. Without a prompt: a conversation, until Ctrl-D.", add_options, run)
 
 
 def _prompt(words: list[str]) -> str | None:
@@ -80,9 +84,9 @@ def _talk(conversation: Conversation) -> int:
             line = input("> ").strip()
         except (EOFError, KeyboardInterrupt):
             screen.say()
-            return Exit.OK
+            return ExitStatus.OK
         if line in BYE:
-            return Exit.OK
+            return ExitStatus.OK
         if line == "/new":
             conversation.forget()
         elif line:
@@ -97,3 +101,150 @@ def _one_turn(conversation: Conversation, line: str) -> None:
         screen.note("\n(stopped)")
     except CommandFailed as error:
         screen.fail(error)
+
+
+# --- the conversation -----------------------------------------------------------------------------------------------
+
+
+PATH: Final = "/v1/chat/completions"
+# Older ones are dropped; models forget long before.
+MESSAGES_MAX: Final = 200
+DONE: Final = "[DONE]"
+WAITING: Final = "waiting "
+
+
+class Conversation:
+    def __init__(self, client: Client, model: str, system: str | None, settings: Mapping[str, object]) -> None:
+        self.model = model
+        self._client = client
+        self._settings = dict(settings)
+        self._system = [{"role": "system", "content": system}] if system else []
+        self._messages: list[dict[str, str]] = []
+
+    def forget(self) -> None:
+        """Begin anew; what the model was told first stays."""
+        self._messages.clear()
+
+    def answer(self, prompt: str, *, answer_max_s: float) -> Any:
+        """The gateway's whole answer. Raises CommandFailed."""
+        return self._client.post(PATH, self._body(prompt), answer_max_s=answer_max_s)
+
+    def say(self, prompt: str) -> str:
+        """Ask, show the answer as it comes, and remember both. Raises CommandFailed."""
+        body = self._body(prompt) | {"stream": True, "stream_options": {"include_usage": True}}
+        began = time.monotonic()
+        answer = _Shown()
+        with answer:
+            try:
+                self._show_stream(body, answer)
+            except NotAStream as whole:
+                # Not every engine that can be a model knows how to stream.
+                answer.show_whole(whole)
+        answer.conclude(time.monotonic() - began)
+        self._remember(prompt, answer.text)
+        return answer.text
+
+    def _show_stream(self, body: Mapping[str, object], answer: _Shown) -> None:
+        with contextlib.ExitStack() as waiting:
+            show = waiting.enter_context(_waiting(self.model))
+            with self._client.stream("POST", PATH, body, {"X-Heartbeat": "comment"}) as events:
+                for event in events:
+                    if event.comment is not None:
+                        show(_outlook(self.model, event.comment))
+                    elif event.data == DONE:
+                        answer.is_whole = True
+                    elif delta := answer.take(event):
+                        # The spinner goes before the first word comes.
+                        waiting.close()
+                        answer.show(delta)
+
+    def _body(self, prompt: str) -> dict[str, object]:
+        messages = [*self._system, *self._messages, {"role": "user", "content": prompt}]
+        return {"model": self.model, "messages": messages, **self._settings}
+
+    def _remember(self, prompt: str, answer: str) -> None:
+        self._messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        del self._messages[:-MESSAGES_MAX]
+
+
+class _Shown:
+    """The answer so far."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.is_whole = False
+        self._is_begun = False
+        self._tokens: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Also when it broke off: what is said next begins a line of its own.
+        if self._is_begun:
+            self._write("\n")
+
+    def take(self, event: ServerEvent) -> Mapping[str, Any]:
+        """The piece of the answer in this event; empty if there is none. Raises GatewayRefused for an error event."""
+        try:
+            data = json.loads(event.data)
+            if error := data.get("error"):
+                raise GatewayRefused(str(error["message"]), error.get("details"), code=str(error.get("code")))
+            if usage := data.get("usage"):
+                self._tokens = usage.get("completion_tokens")
+            choices = data.get("choices") or [{}]
+            delta = choices[0].get("delta") or {}
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise CommandFailed(f"the model answered with something that is no chat: {event.data[:200]}") from None
+        return delta if delta.get("content") or delta.get("reasoning_content") else {}
+
+    def show(self, delta: Mapping[str, Any]) -> None:
+        """Thoughts are for people only: dim in a terminal, nothing in a pipe."""
+        is_terminal = sys.stdout.isatty()
+        if is_terminal and (thought := delta.get("reasoning_content")):
+            self._write(screen.dim(str(thought)))
+        if said := delta.get("content"):
+            self.text += str(said)
+            self._write(screen.harmless(str(said)) if is_terminal else str(said))
+
+    def show_whole(self, came: NotAStream) -> None:
+        """An answer that came at once. Raises what came if it is none."""
+        match came.value:
+            case {"choices": [{"message": {"content": str()} as message}, *_]}:
+                self.show(message)
+                self.is_whole = True
+            case _:
+                raise came
+
+    def conclude(self, took_s: float) -> None:
+        """Say how long it took. Raises CommandFailed if the answer is not whole."""
+        if not self.is_whole:
+            raise CommandFailed("the answer was cut off; see `greenroom ps`")
+        tokens = f", {self._tokens} tokens" if self._tokens is not None else ""
+        screen.hint(f"({screen.seconds(took_s)}{tokens})")
+
+    def _write(self, text: str) -> None:
+        self._is_begun = True
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _waiting(model: str) -> Iterator[Any]:
+    """What is shown until the first word: a spinner for people; in a pipe a line only if it takes long."""
+    if sys.stderr.isatty():
+        with screen.spinner(f"waiting for {model}") as show:
+            yield show
+    else:
+        yield screen.note
+
+
+def _outlook(model: str, comment: str) -> str:
+    """`waiting model=m position=2 eta_s=4` in words."""
+    said = dict(part.partition("=")[::2] for part in comment.removeprefix(WAITING).split())
+    words = [f"waiting for {model}"]
+    if "position" in said:
+        words.append(f"position {said['position']}")
+    if "eta_s" in said:
+        words.append(f"about {said['eta_s']} s to go")
+    return ", ".join(words)

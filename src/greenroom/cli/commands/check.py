@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli import screen
-from greenroom.cli.failures import Exit
+from greenroom.cli.commands import Subcommand
+from greenroom.cli.failures import ExitStatus
 from greenroom.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from greenroom.runtime.memory.needs import Needs
     from greenroom.runtime.memory.probes.base import Reading
 
-NAME = "check"
-HELP = "Say everything that is wrong with a configuration file, and what it would serve."
 TITLES = ("model", "engine", "memory MiB", "note")
 
 
@@ -36,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         from greenroom.config.published.reference import json_schema
 
         screen.say_json(json_schema())
-        return Exit.OK
+        return ExitStatus.OK
     from greenroom.config import loader, plugins
     from greenroom.config.limits import limits_of
 
@@ -47,9 +46,17 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             raise
         screen.say_json({"ok": False, "problems": error.message.splitlines()})
-        return Exit.FAILED
+        return ExitStatus.FAILED
     _say(summary(loaded), args.json)
-    return Exit.OK
+    return ExitStatus.OK
+
+
+COMMAND = Subcommand(
+    "check",
+    "Say everything that is wrong with a configuration file, and what it would serve.",
+    add_options,
+    run,
+)
 
 
 def summary(loaded: Loaded) -> dict[str, Any]:

@@ -15,9 +15,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from greenroom.cli import failures, overrides, screen
+from greenroom.cli import failures, screen
+from greenroom.cli.commands import Subcommand
+from greenroom.cli.commands.serve import Overrides, add_override_options
 from greenroom.cli.failures import CommandFailed
-from greenroom.cli.overrides import Overrides
 from greenroom.errors import StateDirBusy
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from greenroom.cli.demo_models import DemoModel
     from greenroom.config.schema import Config, Model
 
-NAME = "demo"
-HELP = "Fetch two small models once (180 MB) and serve them: smollm2 (chat) and minilm (embeddings)."
 
 PORT_MAX: Final = 65_535
 THREADS_MAX: Final = 4
@@ -35,7 +34,7 @@ SAMPLING: Final = ("--temp", "0.2", "--top-p", "0.9")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    overrides.add_options(parser)
+    add_override_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,13 +46,21 @@ def run(args: argparse.Namespace) -> int:
         from greenroom.cli import serving
 
         said = Overrides.of(args)
-        plan = serving.Plan(configuration(models, said))
+        plan = serving.ServePlan(configuration(models, said))
         try:
             return serving.serve(plan, lambda app: _greet(app, time.monotonic() - began))
         except StateDirBusy as busy:
             if said.state_dir is not None:
                 raise
             raise CommandFailed(_served_already(plan.config), details=busy.message) from None
+
+
+COMMAND = Subcommand(
+    "demo",
+    "Fetch two small models once (180 MB) and serve them: smollm2 (chat) and minilm (embeddings).",
+    add_options,
+    run,
+)
 
 
 def _served_already(config: Config) -> str:

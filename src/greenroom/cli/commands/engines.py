@@ -1,23 +1,30 @@
-"""`greenroom engines`: which engines there are, what is installed for each and where, and what to type for the rest."""
+"""`greenroom engines`: which engines there are, what is installed for each and where, and what to type for the rest.
+
+Owns the list of packages that each engine needs. Never imports any of them: each interpreter or program is asked for
+its versions by a short child process.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.cli import screen
-from greenroom.cli.failures import Exit
+from greenroom.cli.commands import Subcommand
+from greenroom.cli.failures import ExitStatus
 from greenroom.errors import ConfigError
 
 if TYPE_CHECKING:
-    from greenroom.cli.installed import Package
     from greenroom.config.schema import Config, Model
 
-NAME = "engines"
-HELP = "Say which engines are installed, in which Python or program, and what to type to install the rest."
 TITLES: Final = ("engine", "installed", "version", "models", "where")
 # Models named in a line; --json has them all.
 NAMED_MAX: Final = 5
@@ -35,14 +42,22 @@ def run(args: argparse.Namespace) -> int:
     found = looked_at(config)
     if args.json:
         screen.say_json({"engines": found})
-        return Exit.OK
+        return ExitStatus.OK
     screen.say_table(TITLES, [_shown(row) for row in found])
     for row in found:
         for line in _advice(row):
             screen.say(line)
     if why_empty is not None:
         screen.note(why_empty)
-    return Exit.OK
+    return ExitStatus.OK
+
+
+COMMAND = Subcommand(
+    "engines",
+    "Say which engines are installed, in which Python or program, and what to type to install the rest.",
+    add_options,
+    run,
+)
 
 
 def _config(given: str | None) -> tuple[Config, str | None]:
@@ -94,15 +109,11 @@ def _usual(engine: str) -> dict[tuple[str | None, ...], list[str]]:
 
 
 def _transformers(python: str | None) -> Row:
-    from greenroom.cli.installed import TRANSFORMERS
-
     return _in_python("transformers", python, TRANSFORMERS)
 
 
 def _llamacpp(program: str | None, python: str | None) -> Row:
     """The operator's binary, else the one on PATH unless a Python was named, else the embedded build."""
-    from greenroom.cli.installed import LLAMACPP, ask_program
-
     binary = shutil.which(program or "llama-server") if program is not None or python is None else None
     if binary is not None:
         version = ask_program(binary)
@@ -124,9 +135,7 @@ def _command(program: str | None) -> Row:
     return _row("command", found is not None, found or program, {}, why=why)
 
 
-def _in_python(engine: str, python: str | None, wanted: Sequence[Package]) -> Row:
-    from greenroom.cli.installed import ask_python, install_words
-
+def _in_python(engine: str, python: str | None, wanted: Sequence[RequiredPackage]) -> Row:
     found = ask_python(python or sys.executable, wanted)
     missing = found.lacks(wanted)
     needed = [one for one in missing if not one.optional]
@@ -183,3 +192,115 @@ def _advice(row: Row) -> list[str]:
         state = "is missing" if there is None else f"{there} is too old, {one['at_least']} will do"
         lines.append(f"{row['engine']}: {one['package']} {state} ({one['for']}) in {row['where']}")
     return [*lines, *([f"  {row['install']}"] if row["install"] else [])]
+
+
+# --- what is installed ----------------------------------------------------------------------------------------------
+
+
+# Looking into metadata takes a tenth of a second; a cold disk some seconds.
+ASK_MAX_S: Final = 20.0
+_ASK: Final = """
+import json, sys
+from importlib import metadata
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = metadata.version(name)
+    except Exception:
+        pass
+print(json.dumps({"python": "%d.%d.%d" % sys.version_info[:3], "found": found}))
+"""
+_VERSION: Final = re.compile(r"version:?\s+(\S+)")
+_NUMBERS: Final = re.compile(r"\d+(?:\.\d+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class RequiredPackage:
+    """A package, from which version on it will do, and what it is there for. Only some calls miss an optional one."""
+
+    name: str
+    at_least: str
+    job: str
+    optional: bool = False
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.name}>={self.at_least}"
+
+
+# As the extra of the same name says; pyproject.toml is compared with this by a test.
+TRANSFORMERS: Final = (
+    RequiredPackage("torch", "2.11", "computes, on GPUs and on the CPU"),
+    RequiredPackage("transformers", "5.17", "knows the models' shapes and their tokenizers"),
+    RequiredPackage("jinja2", "3.1.6", "renders chat templates"),
+    RequiredPackage("llguidance", "1.0", "keeps answers to a JSON schema", optional=True),
+)
+LLAMACPP: Final = (RequiredPackage("xllamacpp", "2026.10", "llama.cpp's own server as a package"),)
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledPackages:
+    """What is there. `why` is set where the interpreter itself could not be asked."""
+
+    python: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    why: str | None = None
+
+    def lacks(self, wanted: Sequence[RequiredPackage]) -> list[RequiredPackage]:
+        """Those that are missing or too old."""
+        return [one for one in wanted if not _will_do(self.versions.get(one.name), one.at_least)]
+
+
+def ask_python(python: str, wanted: Sequence[RequiredPackage]) -> InstalledPackages:
+    """What this interpreter has of these. Never raises."""
+    found = shutil.which(python)
+    if found is None:
+        return InstalledPackages(why=f"there is no Python {python}")
+    said = _said([found, "-c", _ASK, *(one.name for one in wanted)])
+    try:
+        answer = json.loads(said or "")
+        return InstalledPackages(str(answer["python"]), dict(answer["found"]))
+    except (ValueError, LookupError, TypeError):
+        return InstalledPackages(why=f"{python} does not answer like a Python")
+
+
+def ask_program(program: str) -> str | None:
+    """The version a program says it is, where it says one. Never raises."""
+    match = _VERSION.search(_said([program, "--version"]) or "")
+    return match[1] if match else None
+
+
+def install_words(python: str | None, missing: Sequence[RequiredPackage], extra: str) -> str:
+    """What to type so that it is there. Into our own environment by our own extra, into others by the packages."""
+    if python is None:
+        return f"{sys.executable} -m pip install 'greenroom[{extra}]'"
+    return f"{python} -m pip install " + " ".join(f"'{one.requirement}'" for one in missing)
+
+
+def _said(command: list[str]) -> str | None:
+    """Started in the root folder: what lies in the current one must not stand in for a package."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    try:
+        done = subprocess.run(
+            command,
+            cwd="/",
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=ASK_MAX_S,
+            check=False,
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode("utf-8", "replace").strip()
+
+
+def _will_do(version: str | None, at_least: str) -> bool:
+    return version is not None and _numbers(version) >= _numbers(at_least)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` is (2, 13, 0)."""
+    match = _NUMBERS.match(version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

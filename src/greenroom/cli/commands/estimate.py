@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli import screen
-from greenroom.cli.failures import CommandFailed, Exit
+from greenroom.cli.commands import Subcommand
+from greenroom.cli.failures import CommandFailed, ExitStatus
 from greenroom.errors import ConfigError, ProbeFailed
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from greenroom.engines.estimates.estimate import Estimate
     from greenroom.runtime.memory.needs import Account, Subject
 
-NAME = "estimate"
-HELP = "Say what a model will need, part by part, from its file or its folder. Starts nothing."
 TITLES = ("GPU MiB", "host MiB", "part")
 # More GPUs than any machine has.
 GPUS_MAX = 1_024
@@ -43,7 +42,15 @@ def run(args: argparse.Namespace) -> int:
     if parts is None and not (account.need.gpu_mib or account.need.host_mib):
         raise CommandFailed(f"{args.model}: neither its files nor its name say what it needs; give memory_mib")
     _say(subject, account, parts, as_json=args.json)
-    return Exit.OK
+    return ExitStatus.OK
+
+
+COMMAND = Subcommand(
+    "estimate",
+    "Say what a model will need, part by part, from its file or its folder. Starts nothing.",
+    add_options,
+    run,
+)
 
 
 # --- what is asked about ----------------------------------------------------------------------------------------------

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from greenroom.cli import address, screen
-from greenroom.cli.failures import Exit
-
-NAME = "explain"
-HELP = "Say what would happen if a request for a model came now, and why. Nothing is changed."
+from greenroom.cli.commands import Subcommand
+from greenroom.cli.failures import ExitStatus
 
 # What the scheduler's words for waiting and refusing mean to people.
 WAITING: Final = {
@@ -51,11 +49,19 @@ def run(args: argparse.Namespace) -> int:
     explained = Client(address.address_of(args)).post("/api/v1/explain", _ask(args))
     if args.json:
         screen.say_json(explained)
-        return Exit.OK
+        return ExitStatus.OK
     for line in words(explained):
         screen.say(line)
     screen.hint("nothing was changed; GET /api/v1/decisions lists what was decided lately")
-    return Exit.OK
+    return ExitStatus.OK
+
+
+COMMAND = Subcommand(
+    "explain",
+    "Say what would happen if a request for a model came now, and why. Nothing is changed.",
+    add_options,
+    run,
+)
 
 
 def _ask(args: argparse.Namespace) -> dict[str, object]:

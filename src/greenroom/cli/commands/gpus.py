@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from greenroom.cli import address, screen
-from greenroom.cli.failures import Exit, NoGateway
+from greenroom.cli.commands import Subcommand
+from greenroom.cli.failures import ExitStatus, NoGateway
 
-NAME = "gpus"
-HELP = "Show every GPU: how much of its memory is used, by which models and leases, and by whom else."
 TITLES: Final = ("gpu", "used MiB", "total MiB", "free MiB", "busy", "temp", "name", "who")
 WATCH_EVERY_S: Final = 1.0
 
@@ -30,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     look = _local(args.config) if args.local else _remote(args)
     if not args.watch:
         _show(look(), args.json)
-        return Exit.OK
+        return ExitStatus.OK
     if sys.stdout.isatty() and not args.json:
         _watch_live(look)
     while True:
@@ -39,6 +38,14 @@ def run(args: argparse.Namespace) -> int:
         else:
             _show_again(look())
         time.sleep(WATCH_EVERY_S)
+
+
+COMMAND = Subcommand(
+    "gpus",
+    "Show every GPU: how much of its memory is used, by which models and leases, and by whom else.",
+    add_options,
+    run,
+)
 
 
 def _show(seen: Seen, as_json: bool) -> None:

@@ -1,24 +1,103 @@
-"""`greenroom leases`: who holds memory on GPUs, and who waits for it."""
+"""`greenroom lease` runs a program with GPU memory of its own; `greenroom leases` lists what is leased.
+
+The lease belongs to this process, so that the memory comes back at once however it ends. `leased_program.py` runs the
+program.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import time
 from collections.abc import Mapping
 from typing import Any, Final
 
 from greenroom.cli import address, screen
-from greenroom.cli.failures import Exit
+from greenroom.cli.commands import Subcommand
+from greenroom.cli.failures import ExitStatus, NoGateway, WrongUsage
+from greenroom.errors import BadRequest, StoreDown
 
-NAME = "leases"
-HELP = "Show who holds memory on GPUs: other programs by their leases, and models."
+
+def _add_lease_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mib", type=_above_0, required=True, metavar="N", help="memory on each GPU")
+    parser.add_argument(
+        "--gpus", type=_above_0, default=1, metavar="K", help="on so many GPUs, all or nothing (default: 1)"
+    )
+    parser.add_argument("--device", action="append", default=[], metavar="GPU", help="only this one; may be repeated")
+    parser.add_argument("--name", help="what it is for (default: the program's name)")
+    parser.add_argument("--priority", default="normal", help="high, normal, low or a number (default: normal)")
+    parser.add_argument("--preemptible", action="store_true", help="it may be asked to leave for the more urgent")
+    parser.add_argument("--grace-s", type=float, default=30.0, metavar="S", help="how long it may stay then")
+    parser.add_argument("--ttl-s", type=float, default=30.0, metavar="S", help="lost when not heard of for so long")
+    parser.add_argument("--wait", type=float, default=60.0, metavar="S", help="how long to wait for it (default: 60)")
+    parser.add_argument("--url", help="the gateway's address, or a redis:// one (default: $GREENROOM_LEASES, …_URL)")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
+    parser.add_argument("command", nargs="+", help="after `--`: the program and its arguments")
+
+
+def _lease(args: argparse.Namespace) -> int:
+    from greenroom.cli.leased_program import LeasedProgram
+    from greenroom.leases.client import lease
+
+    try:
+        wanted = lease(
+            args.mib,
+            args.gpus,
+            args.name or os.path.basename(args.command[0]),
+            args.priority,
+            preemptible=args.preemptible,
+            wait_s=args.wait,
+            devices=args.device,
+            grace_s=args.grace_s,
+            ttl_s=args.ttl_s,
+            url=args.url,
+            api_key=_api_key(args.api_key_env),
+        )
+    except BadRequest as wrong:
+        raise WrongUsage(wrong.message) from None
+    began = time.monotonic()
+    # Where there is no GPU a lease is for the host's memory.
+    screen.note(f"waiting for {args.mib:,} MiB" + (f" on each of {args.gpus} GPUs" if args.gpus > 1 else ""))
+    with contextlib.ExitStack() as stack:
+        try:
+            held = stack.enter_context(wanted)
+        except StoreDown as down:
+            raise NoGateway(down.message) from None
+        waited = screen.seconds(time.monotonic() - began)
+        screen.note(f"holds {', '.join(held.devices)} after {waited}; see `greenroom leases`")
+        return LeasedProgram(args.command, held).run()
+
+
+LEASE = Subcommand(
+    "lease", "Run a program with memory on GPUs of its own; idle models leave for it.", _add_lease_options, _lease
+)
+
+
+def _above_0(said: str) -> int:
+    """Raises ArgumentTypeError, which argparse tells as wrong usage."""
+    if not said.strip().isdecimal() or int(said) < 1:
+        raise argparse.ArgumentTypeError(f"{said} is no whole number above 0")
+    return int(said)
+
+
+def _api_key(name: str | None) -> str | None:
+    if name is not None and not os.environ.get(name):
+        raise WrongUsage(f"the environment variable {name} is not set")
+    return None if name is None else os.environ[name].strip()
+
+
+# --- the list --------------------------------------------------------------------------------------------------------
+
+
 TITLES: Final = ("lease", "name", "kind", "state", "memory MiB", "priority", "pid", "expires", "note")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def _add_leases_options(parser: argparse.ArgumentParser) -> None:
     address.add_options(parser, json_help="print the gateway's answer as JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def _leases(args: argparse.Namespace) -> int:
     from greenroom.leases.client import store_url
 
     args.url = store_url(args.url)
@@ -26,11 +105,19 @@ def run(args: argparse.Namespace) -> int:
     answer = _at_gateway(args) if is_gateway else _in_redis(args.url)
     if args.json:
         screen.say_json(answer)
-        return Exit.OK
+        return ExitStatus.OK
     screen.say_table(TITLES, [row(lease) for lease in answer["leases"]])
     if not answer["leases"]:
         screen.hint("take one: greenroom lease --mib 8000 -- python train.py")
-    return Exit.OK
+    return ExitStatus.OK
+
+
+LEASES = Subcommand(
+    "leases",
+    "Show who holds memory on GPUs: other programs by their leases, and models.",
+    _add_leases_options,
+    _leases,
+)
 
 
 def _at_gateway(args: argparse.Namespace) -> Mapping[str, Any]:
@@ -54,7 +141,7 @@ def _in_redis(url: str) -> Mapping[str, Any]:
         finally:
             await store.close()
 
-    leases = asyncio.run(listed())
+    leases = asyncio._leases(listed())
     return {
         "leases": [{**one, "overdue": one["recall_in_s"] is not None and one["recall_in_s"] <= 0} for one in leases]
     }

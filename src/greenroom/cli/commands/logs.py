@@ -7,13 +7,12 @@ import json
 from typing import TYPE_CHECKING, Final
 
 from greenroom.cli import address, screen
-from greenroom.cli.failures import Exit
+from greenroom.cli.commands import Subcommand
+from greenroom.cli.failures import ExitStatus
 
 if TYPE_CHECKING:
     from greenroom.cli.client import Client
 
-NAME = "logs"
-HELP = "Print the last lines of a model's engine, and with -f the next ones as they come."
 LINES: Final = 200
 
 
@@ -30,18 +29,26 @@ def run(args: argparse.Namespace) -> int:
     client = Client(address.address_of(args))
     if args.follow:
         _follow(client, model_path(args.model, "logs/stream"), args)
-        return Exit.OK
+        return ExitStatus.OK
     answer = client.get(model_path(args.model, "logs"), {"lines": args.lines})
     if args.json:
         screen.say_json(answer)
-        return Exit.OK
+        return ExitStatus.OK
     for line in answer["lines"]:
         screen.say(line)
     if not answer["lines"]:
         screen.note(
             f"{answer['model']} has printed nothing yet; it does when it is loaded: greenroom load {args.model}"
         )
-    return Exit.OK
+    return ExitStatus.OK
+
+
+COMMAND = Subcommand(
+    "logs",
+    "Print the last lines of a model's engine, and with -f the next ones as they come.",
+    add_options,
+    run,
+)
 
 
 def _follow(client: Client, path: str, args: argparse.Namespace) -> None:

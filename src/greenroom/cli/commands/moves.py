@@ -1,7 +1,4 @@
-"""What `load`, `unload`, `sleep` and `prepare` share: their options, asking for a move, showing how far it is, the end.
-
-Owns what all four say. What is to be typed next is each command's own.
-"""
+"""`greenroom load`, `unload`, `sleep` and `prepare`: ask the gateway for a move and wait until it is done."""
 
 from __future__ import annotations
 
@@ -13,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.cli import address, screen
-from greenroom.cli.failures import CommandFailed, Exit
+from greenroom.cli.commands import Subcommand
+from greenroom.cli.failures import CommandFailed, ExitStatus
 
 if TYPE_CHECKING:
     from greenroom.cli.client import Client
@@ -22,21 +20,41 @@ if TYPE_CHECKING:
 MOVE_MAX_S: Final = 7_200.0
 LOOK_EVERY_S: Final = 0.5
 
-# What to type or to expect next, by the gateway's answer.
-Hint = Callable[[Mapping[str, Any]], str]
+
+def _load(args: argparse.Namespace) -> int:
+    hint = "it answers at once now; `greenroom ps` shows which models had to leave"
+    return _bring(args, "load", "loading", lambda answer: hint)
 
 
-def add_bringing_options(parser: argparse.ArgumentParser) -> None:
-    """Those of orders that bring a model."""
+def _prepare(args: argparse.Namespace) -> int:
+    hint = "its first request wakes it; `greenroom load` would do so now"
+    return _bring(args, "prepare", "preparing", lambda answer: hint)
+
+
+def _sleep(args: argparse.Namespace) -> int:
+    return _send_away(args, "sleep", "putting to sleep", _hint_after_sleep)
+
+
+def _unload(args: argparse.Namespace) -> int:
+    hint = "the next request for it loads it again; see `greenroom ps`"
+    return _send_away(args, "unload", "unloading", lambda answer: hint)
+
+
+def _hint_after_sleep(answer: Mapping[str, Any]) -> str:
+    if answer["tier"] == "cold":
+        return f"it was not ready; `greenroom prepare {answer['model']}` brings it into the green room"
+    return "the next request wakes it; `greenroom ps` shows where each model is"
+
+
+def _add_bring_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="its id or an alias")
     parser.add_argument(
-        "--evict", action="append", default=[], metavar="MODEL", help="unload this one for it; may be repeated"
+        "--evict", action="append", default=[], metavar="MODEL", help="unload this model to make room; may be repeated"
     )
     address.add_options(parser, json_help="print the gateway's answer as JSON")
 
 
-def add_leaving_options(parser: argparse.ArgumentParser) -> None:
-    """Those of orders that send a model away."""
+def _add_leave_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="its id or an alias")
     parser.add_argument(
         "--grace-s", type=float, metavar="S", help="how long running answers may go on (default: the model's grace_s)"
@@ -44,11 +62,30 @@ def add_leaving_options(parser: argparse.ArgumentParser) -> None:
     address.add_options(parser, json_help="print the gateway's answer as JSON")
 
 
-def bring(args: argparse.Namespace, order: str, doing: str, hint: Hint) -> int:
+LOAD = Subcommand("load", "Make a model ready now, and wait until it is.", _add_bring_options, _load)
+UNLOAD = Subcommand("unload", "Stop a model's engine, and wait until its memory is free.", _add_leave_options, _unload)
+SLEEP = Subcommand(
+    "sleep",
+    "Free a model's GPU memory but keep its weights in host memory, so that it can wake at once.",
+    _add_leave_options,
+    _sleep,
+)
+PREPARE = Subcommand(
+    "prepare",
+    "Read a model into host memory while others are served, so that it can wake at once.",
+    _add_bring_options,
+    _prepare,
+)
+
+# What to type or to expect next, by the gateway's answer.
+Hint = Callable[[Mapping[str, Any]], str]
+
+
+def _bring(args: argparse.Namespace, order: str, doing: str, hint: Hint) -> int:
     return _carry_out(args, order, {"evict": args.evict} if args.evict else {}, doing, hint)
 
 
-def send_away(args: argparse.Namespace, order: str, doing: str, hint: Hint) -> int:
+def _send_away(args: argparse.Namespace, order: str, doing: str, hint: Hint) -> int:
     return _carry_out(args, order, {} if args.grace_s is None else {"grace_s": args.grace_s}, doing, hint)
 
 
@@ -61,13 +98,13 @@ def _carry_out(args: argparse.Namespace, order: str, body: Mapping[str, object],
     else:
         screen.say(f"{answer['model']} is {answer['tier']} after {screen.seconds(took_s)}")
         screen.hint(hint(answer))
-    return Exit.OK
+    return ExitStatus.OK
 
 
 def move(
     client: Client, model: str, order: str, body: Mapping[str, object], doing: str
 ) -> tuple[Mapping[str, Any], float]:
-    """Ask for it and wait. Returns the gateway's answer and the seconds it took. Raises CommandFailed."""
+    """Ask for the move and wait. Returns the gateway's answer and the seconds it took. Raises CommandFailed."""
     from greenroom.cli.client import model_path
 
     began = time.monotonic()
@@ -81,12 +118,12 @@ def move(
 
 
 def outlook(client: Client, model: str, waited_s: float) -> str:
-    """How far it is, for people; the time alone where the gateway does not say."""
+    """Time so far and time to go, as text; only the time so far where the gateway does not know the rest."""
     so_far = screen.seconds(waited_s)
     try:
         models = client.get("/api/v1/status")["models"]
     except CommandFailed:
-        # The order itself will tell what is wrong.
+        # The request for the move itself reports what is wrong.
         return so_far
     # An alias is not among the ids; it is shown without its outlook.
     moving = next((known["moving"] for known in models if known["id"] == model), None) or {}
@@ -95,7 +132,7 @@ def outlook(client: Client, model: str, waited_s: float) -> str:
 
 
 def _in_background(call: Callable[[], Any], look: Callable[[], None]) -> Any:
-    """What the call returns; meanwhile people see how it goes. An interrupt does not wait for the call."""
+    """Run the call in a thread and `look` meanwhile, at a terminal. An interrupt does not wait for the call."""
     if not sys.stderr.isatty():
         return call()
     from concurrent.futures import Future

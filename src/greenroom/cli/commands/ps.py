@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.cli import address, screen
-from greenroom.cli.failures import Exit
+from greenroom.cli.commands import Subcommand
+from greenroom.cli.failures import ExitStatus
 
 if TYPE_CHECKING:
     from greenroom.cli.client import Client
 
-NAME = "ps"
-HELP = "Show every model: where it is, its memory, who uses it and who waits for it."
 TITLES: Final = ("model", "tier", "place", "memory MiB", "in flight", "waiting", "idle", "pid", "note")
 WATCH_EVERY_S: Final = 1.0
 MOVING: Final = {
@@ -48,15 +47,23 @@ def run(args: argparse.Namespace) -> int:
     client = Client(address.address_of(args))
     if args.watch:
         _watch(client, args.json)
-        return Exit.OK
+        return ExitStatus.OK
     status = client.get("/api/v1/status")
     if args.json:
         screen.say_json(status)
-        return Exit.OK
+        return ExitStatus.OK
     screen.say_table(TITLES, rows(status))
     for line in summary(status):
         screen.hint(line)
-    return Exit.OK
+    return ExitStatus.OK
+
+
+COMMAND = Subcommand(
+    "ps",
+    "Show every model: where it is, its memory, who uses it and who waits for it.",
+    add_options,
+    run,
+)
 
 
 def rows(status: Status) -> list[tuple[str, ...]]:

@@ -1,23 +1,25 @@
-"""`greenroom serve`: serve the models of a configuration file, in the foreground."""
+"""`greenroom serve`: serve the models of a configuration file, in the foreground.
+
+Owns the options that override the file (`Overrides`), which `greenroom demo` has too.
+"""
 
 from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from greenroom.cli import failures, overrides, screen
+from greenroom.cli import failures, screen
 from greenroom.cli.address import DEFAULT_URL, KEY_NAME, URL_NAME
-from greenroom.cli.overrides import Overrides
+from greenroom.cli.commands import Subcommand
 
 if TYPE_CHECKING:
     from greenroom.app import App
-    from greenroom.cli.serving import Plan
+    from greenroom.cli.serving import ServePlan
     from greenroom.config.schema import Config
 
-NAME = "serve"
-HELP = "Serve the models of a configuration file until Ctrl-C or SIGTERM."
 # More would scroll the address away.
 MODELS_SHOWN_MAX: Final = 12
 
@@ -26,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-c", "--config", metavar="FILE", help="the configuration (default: $GREENROOM_CONFIG or ./greenroom.yaml)"
     )
-    overrides.add_options(parser)
+    add_override_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,8 +40,11 @@ def run(args: argparse.Namespace) -> int:
         return serving.serve(_plan(args), lambda app: _greet(app, time.monotonic() - began))
 
 
-def _plan(args: argparse.Namespace) -> Plan:
-    from greenroom.cli.serving import Plan
+COMMAND = Subcommand("serve", "Serve the models of a configuration file until Ctrl-C or SIGTERM.", add_options, run)
+
+
+def _plan(args: argparse.Namespace) -> ServePlan:
+    from greenroom.cli.serving import ServePlan
     from greenroom.config import loader
     from greenroom.config.problems import open_door, problems
 
@@ -49,7 +54,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     # The warnings are those of what will run: the command line may have mended the file, or the other way round.
     # An open door is no warning here: the start will refuse it, in the same words.
     warnings = [text for text in problems(config) if text != open_door(config.server)]
-    return Plan(config, loaded.path, lambda: _reread(loaded.path, said), warnings)
+    return ServePlan(config, loaded.path, lambda: _reread(loaded.path, said), warnings)
 
 
 def _reread(path: Path, said: Overrides) -> Config:
@@ -80,3 +85,58 @@ def _next(app: App, url: str) -> list[str]:
     program = screen.program()
     lines.append(f"{program} ps" if model is None else f"{program} chat {model}")
     return ["next, in another terminal:", *(f"  {line}" for line in lines)]
+
+
+# --- what the command line overrides --------------------------------------------------------------------------------
+
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """None: the file decides."""
+
+    host: str | None = None
+    port: int | None = None
+    insecure: bool = False
+    state_dir: str | None = None
+    log_level: str | None = None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Overrides:
+        return cls(args.host, args.port, args.insecure, args.state_dir, args.log_level)
+
+    def applied(self, config: Config) -> Config:
+        from greenroom.config.schema import LogLevel
+
+        server: dict[str, Any] = {"host": self.host, "port": self.port, "insecure": self.insecure or None}
+        log = {"level": LogLevel(self.log_level)} if self.log_level else {}
+        top: dict[str, Any] = {
+            "server": config.server.model_copy(update=_said(server)),
+            "log": config.log.model_copy(update=log),
+            "state_dir": self.state_dir,
+        }
+        return config.model_copy(update=_said(top))
+
+
+def add_override_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1, or the file's)")
+    parser.add_argument(
+        "--port", type=_port, help="port to listen on; 0 takes a free one (default: 8210, or the file's)"
+    )
+    parser.add_argument(
+        "--insecure", action="store_true", help="allow an address that others can reach without any API key"
+    )
+    parser.add_argument("--state-dir", metavar="DIR", help="where the gateway keeps its lock; one gateway a directory")
+    parser.add_argument("--log-level", choices=LEVELS, help="how much is logged (LOG_LEVEL wins)")
+
+
+def _said(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) <= 65_535):
+        raise argparse.ArgumentTypeError(f"{text} is not a port: 0 to 65535")
+    return int(text)

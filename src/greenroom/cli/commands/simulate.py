@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli import screen
-from greenroom.cli.failures import CommandFailed, Exit, WrongUsage
+from greenroom.cli.commands import Subcommand
+from greenroom.cli.failures import CommandFailed, ExitStatus, WrongUsage
 
 if TYPE_CHECKING:
     from greenroom.sim.cases import Case, Result
     from greenroom.sim.stats import Stats, Waits
 
-NAME = "simulate"
-HELP = "Play a recorded or drawn workload through the scheduler and say what other hardware would change."
 WORKLOADS = ("poisson", "bursty", "agents")
 
 
@@ -84,14 +83,22 @@ def run(args: argparse.Namespace) -> int:
         _write(args.out, results, prepared.assumed)
     if args.json:
         screen.say_json({"assumed": prepared.assumed, "cases": [_figures(result) for result in results]})
-        return Exit.OK
+        return ExitStatus.OK
     screen.say_table(*_table(results))
     for sentence in advice(results):
         screen.say(sentence)
     events = sum(result.stats.events for result in results)
     screen.note(f"{events:,} events in {time.monotonic() - began:.1f} s")
     screen.hint(f"open {args.out}" if args.out else "plots: add --out report.html")
-    return Exit.OK
+    return ExitStatus.OK
+
+
+COMMAND = Subcommand(
+    "simulate",
+    "Play a recorded or drawn workload through the scheduler and say what other hardware would change.",
+    add_options,
+    run,
+)
 
 
 def _cases(args: argparse.Namespace, usual_policy: str) -> tuple[Case, ...]:

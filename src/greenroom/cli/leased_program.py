@@ -30,7 +30,7 @@ FORWARDED: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR
 _FROM_TERMINAL: Final = frozenset({signal.SIGINT, signal.SIGQUIT})
 
 
-class Program:
+class LeasedProgram:
     """The program that runs under the lease."""
 
     def __init__(self, command: list[str], held: LeaseHandle, term_grace_s: float = TERM_GRACE_S) -> None:
