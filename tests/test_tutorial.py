@@ -16,7 +16,7 @@ from greenroom.core.model import DeviceId, ModelId, SlotId, Tier
 from greenroom.core.policy.base import PolicyFactory
 from greenroom.core.policy.registry import BUILT_IN
 from greenroom.core.policy.swapper import Resident, Swapper, Target
-from greenroom.sim.setting import SimConfig
+from greenroom.sim.config import SimConfig
 from greenroom.sim.world import World
 from tests.cli.test_guides import ROOT, blocks
 from tests.sim.settings import setting, sim_model

@@ -17,7 +17,7 @@ from benchmarks.scheduling.references import CLAIRVOYANT, Future, PolicyWorld, f
 from benchmarks.scheduling.workloads import GENERATED, generated, recorded, trace_name
 from greenroom.core.events import Limits
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need
-from greenroom.sim.setting import Manners, SimConfig, SimModel
+from greenroom.sim.config import SimConfig, SimModel, Timings
 from greenroom.sim.workloads import Agents, Bursty, Poisson, Recorded, Workload
 
 # One slot's worth of memory; equal models take exactly one.
@@ -113,8 +113,8 @@ def _models(cell: Cell, names: Sequence[str]) -> tuple[SimModel, ...]:
     models = []
     for number, name in enumerate(names):
         mib = _size_mib(cell, number)
-        manners = Manners(load_s=cell.swap_s * mib / SLOT_MIB, unload_s=0.0, concurrency=CONCURRENCY)
-        models.append(SimModel(ModelSpec(ModelId(name), need=Need(mib)), manners))
+        timings = Timings(load_s=cell.swap_s * mib / SLOT_MIB, unload_s=0.0, concurrency=CONCURRENCY)
+        models.append(SimModel(ModelSpec(ModelId(name), need=Need(mib)), timings))
     return tuple(models)
 
 

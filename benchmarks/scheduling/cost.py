@@ -37,8 +37,8 @@ from greenroom.core.effects import Effects
 from greenroom.core.events import Event, Limits, ServeDone
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need, RequestId, TenantId
 from greenroom.core.scheduler import Scheduler
-from greenroom.sim.records import Call
-from greenroom.sim.setting import Manners, SimConfig, SimModel
+from greenroom.sim.config import SimConfig, SimModel, Timings
+from greenroom.sim.records import SimCall
 from greenroom.sim.stats import quantile
 from greenroom.sim.workloads import zipf
 from greenroom.sim.world import World
@@ -167,14 +167,14 @@ class Callers:
         output_len = 1 + int(self._random.expovariate(1 / OUTPUT_LEN))
         self._world.arrive(model, PROMPT_LEN, output_len, tenant, self._random.randrange(3), on_end=self._again)
 
-    def _again(self, call: Call) -> None:
+    def _again(self, call: SimCall) -> None:
         self._world.after(0.0, lambda _: self._ask(call.tenant))
 
 
 def world_of(size: Size) -> TimedWorld:
-    manners = Manners(load_s=5.0, concurrency=CONCURRENCY)
+    timings = Timings(load_s=5.0, concurrency=CONCURRENCY)
     models = tuple(
-        SimModel(ModelSpec(ModelId(f"m{number}"), need=Need(MODEL_MIB)), manners) for number in range(size.models)
+        SimModel(ModelSpec(ModelId(f"m{number}"), need=Need(MODEL_MIB)), timings) for number in range(size.models)
     )
     gpu_mib = MODELS_PER_GPU * MODEL_MIB
     gpus = tuple(Device(DeviceId(f"gpu{number}"), DeviceKind.GPU, gpu_mib) for number in range(size.gpus))

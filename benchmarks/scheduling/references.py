@@ -20,7 +20,7 @@ from greenroom.core.policy.registry import BUILT_IN
 from greenroom.core.policy.swapper import Resident, Swapper
 from greenroom.core.queue.waitlist import Queue
 from greenroom.core.scheduler import Scheduler
-from greenroom.sim.setting import SimConfig
+from greenroom.sim.config import SimConfig
 from greenroom.sim.world import World
 
 STRICT, CLAIRVOYANT, ORACLE = "strict", "clairvoyant", "oracle"
@@ -101,7 +101,7 @@ class PolicyWorld(World):
 
     def _service_s(self, request: str) -> float:
         call = self.calls[request]
-        return self.models[call.model].manners.service_s(call.prompt_len, call.output_len)
+        return self.models[call.model].timings.service_s(call.prompt_len, call.output_len)
 
     def _configure(self) -> None:
         config = self.config

@@ -11,7 +11,7 @@ from functools import lru_cache
 from heapq import merge
 from pathlib import Path
 
-from greenroom.sim.records import Arrival
+from greenroom.sim.records import SimArrival
 from greenroom.sim.traces import Known, read_trace
 from greenroom.sim.workloads import Agents, Bursty, Mix, Poisson, Recorded, Workload, zipf
 
@@ -67,7 +67,7 @@ def _classes(stretch: float, seed: int) -> Workload:
     return Poisson(mix, RATE / stretch, SECONDS * stretch, seed)
 
 
-def _stream(model: str, rate: float, seconds: float, seed: int, output_len: float = 200.0) -> Iterable[Arrival]:
+def _stream(model: str, rate: float, seconds: float, seed: int, output_len: float = 200.0) -> Iterable[SimArrival]:
     # The streams of one run must differ.
     mix = Mix({model: 1.0}, prompt_len=1.5 * output_len, output_len=output_len)
     arrivals = Poisson(mix, rate, seconds, seed * 1_000 + int(model[1:])).arrivals()
@@ -99,7 +99,7 @@ def _starve_short(stretch: float, seed: int) -> Workload:
     )
 
 
-def _others(model: str, stretch: float, seed: int) -> Iterable[Arrival]:
+def _others(model: str, stretch: float, seed: int) -> Iterable[SimArrival]:
     tenants = {f"tenant{number}": 1.0 for number in range(OTHERS)}
     rate = SATURATING_RATE * (1 - FLOOD_SHARE) / stretch
     return Poisson(Mix({model: 1.0}, tenants), rate, FLOOD_S * stretch, seed).arrivals()
@@ -121,7 +121,7 @@ def _flood(model: str) -> Callable[[float, int], Workload]:
     return together
 
 
-def _together(*streams: Iterable[Arrival]) -> Recorded:
+def _together(*streams: Iterable[SimArrival]) -> Recorded:
     return Recorded(tuple(merge(*streams, key=lambda arrival: arrival.at)))
 
 
@@ -158,7 +158,7 @@ def recorded(path: str, stretch: float, seed: int) -> tuple[Workload, tuple[str,
 
 
 @lru_cache(maxsize=16)
-def trace_rows(path: str, seed: int) -> tuple[Arrival, ...]:
+def trace_rows(path: str, seed: int) -> tuple[SimArrival, ...]:
     """A trace. One that names no models is cut short and spread over some, differently with each seed."""
     if _names_models(path):
         return tuple(read_trace(path))

@@ -28,11 +28,11 @@ from greenroom.core import events as ev
 from greenroom.core.explain import Explanation
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need, RequestId, TenantId
 from greenroom.core.scheduler import Scheduler
-from greenroom.sim.setting import Manners, SimConfig, SimModel
+from greenroom.sim.config import SimConfig, SimModel, Timings
 from greenroom.sim.world import World
-from tests.chaos.panel import EFFECTS, Panel
+from tests.chaos.checks.base import EFFECTS, Checkers
 from tests.chaos.play import Play
-from tests.chaos.scene import draw_scene
+from tests.chaos.scenario import draw_scenario
 from tests.core.scenarios import finish, mixed_scenario
 from tests.sim.shared.gateway import Gateway
 from tests.sim.shared.play import play as play_shared
@@ -136,7 +136,7 @@ def workload_hash(name: str) -> str:
     for number, model in enumerate(models):
         asleep = Need(0, 1_000) if sleeps else None
         spec = ModelSpec(ModelId(model), need=Need(600 + 200 * (number % 3) if sleeps else 1_000), need_asleep=asleep)
-        made.append(SimModel(spec, Manners(load_s=swap_s, unload_s=0.0)))
+        made.append(SimModel(spec, Timings(load_s=swap_s, unload_s=0.0)))
     devices = [Device(DeviceId("gpu0"), DeviceKind.GPU, slots * 1_000)]
     devices += [Device(DeviceId("host"), DeviceKind.HOST, 5_000)] if sleeps else []
     golden = Golden()
@@ -149,8 +149,8 @@ def workload_hash(name: str) -> str:
 
 def fault_hash(seed: str) -> str:
     """One fault seed, without the checkers that judge it."""
-    golden, one = Golden(), Play(draw_scene(int(seed)), hashed=True)
-    one.panel, one._hash = Panel([]), golden  # type: ignore[assignment]
+    golden, one = Golden(), Play(draw_scenario(int(seed)), hashed=True)
+    one.checkers, one._hash = Checkers([]), golden  # type: ignore[assignment]
     begun = one._begun
 
     def watched() -> World:

@@ -42,7 +42,7 @@ class Figures:
         return [
             f"{self.seeds:,} seeds, {self.events:,} events, {self.faults.total():,} faults, "
             f"{len(self.failures)} violations",
-            f"scenes: {_listed(self.kinds)}",
+            f"scenarios: {_listed(self.kinds)}",
             f"ends: {_listed(self.fates)}",
             f"faults: {_listed(self.faults)}",
             f"judged: {_listed(self.judged)}",

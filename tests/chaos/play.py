@@ -12,15 +12,14 @@ from dataclasses import dataclass, field
 from greenroom.core import events as ev
 from greenroom.core.model import ModelId
 from greenroom.sim.records import Violation
-from greenroom.sim.trace import TraceHash, Watcher
+from greenroom.sim.watchers import TraceHash, Watcher
 from greenroom.sim.world import World
 from tests.chaos.callers import Callers
 from tests.chaos.checks import checks_for
-from tests.chaos.mischief import HANG_MAX_S, Mischief
-from tests.chaos.panel import Panel
-from tests.chaos.scene import STAY_MAX_S, Scene, draw_scene, draws_stay
-from tests.chaos.tally import Tally
-from tests.chaos.turmoil import Turmoil
+from tests.chaos.checks.base import Checkers
+from tests.chaos.disturbances import Disturbances
+from tests.chaos.fault_plan import HANG_MAX_S, FaultCounts, FaultPlan
+from tests.chaos.scenario import STAY_MAX_S, Scenario, draw_scenario, draws_stay
 
 RECENT_MAX = 30
 # The safety phase is looked at this often to see whether all callers have come.
@@ -85,19 +84,19 @@ class Recent:
 
 def play(seed: int, hashed: bool = False, folding: bool = True) -> Played:
     """Play this seed to its end. Raises Failure."""
-    return Play(draw_scene(seed, folding), hashed).to_the_end()
+    return Play(draw_scenario(seed, folding), hashed).to_the_end()
 
 
 class Play:
-    def __init__(self, scene: Scene, hashed: bool = False) -> None:
-        self.scene = scene
-        self.tally = Tally()
+    def __init__(self, scenario: Scenario, hashed: bool = False) -> None:
+        self.scenario = scenario
+        self.counts = FaultCounts()
         self.recent = Recent()
-        self.panel = Panel(checks_for(scene))
+        self.checkers = Checkers(checks_for(scenario))
         self._hash = TraceHash() if hashed else None
-        self._mischief = Mischief(scene, self.tally)
-        self._turmoil = Turmoil(scene, self._mischief, self.tally)
-        self._callers = Callers(scene, self.tally)
+        self._faults = FaultPlan(scenario, self.counts)
+        self._disturbances = Disturbances(scenario, self._faults, self.counts)
+        self._callers = Callers(scenario, self.counts)
 
     def to_the_end(self) -> Played:
         try:
@@ -107,22 +106,23 @@ class Play:
             self._rest(world)
         except Exception as problem:
             raise self._failure(problem) from problem
-        judged = Counter({type(check).__name__: getattr(check, "judged", 0) for check in self.panel.checks})
+        judged = Counter({type(check).__name__: getattr(check, "judged", 0) for check in self.checkers.checks})
         fates = Counter(call.fate.value for call in world.ended)
         trace = self._hash.hex() if self._hash is not None else ""
         return Played(
-            self.scene.seed, self.scene.kind.value, world.events_told, self.tally.faults, fates, trace, judged
+            self.scenario.seed, self.scenario.kind.value, world.events_told, self.counts.faults, fates, trace, judged
         )
 
     def _begun(self) -> World:
-        watchers: list[Watcher] = [self.recent, self.panel]
+        watchers: list[Watcher] = [self.recent, self.checkers]
         if self._hash is not None:
             watchers.append(self._hash)
-        world = World(self.scene.config, self.scene.seed, self._mischief, watchers)
-        self.panel.attach(world)
+        world = World(self.scenario.config, self.scenario.seed, self._faults, watchers)
+        self._faults.attach(world)
+        self.checkers.attach(world)
         world.step_clock(CLOCK_STARTS_AT_S)
         self._callers.begin(world)
-        self._turmoil.begin(world)
+        self._disturbances.begin(world)
         return world
 
     def _safety(self, world: World) -> None:
@@ -131,27 +131,27 @@ class Play:
         while not self._callers.is_done:
             world.run(until=world.now + STEP_S)
             if (
-                self.scene.odds.shuts_down
+                self.scenario.odds.shuts_down
                 and not is_closed
-                and self._callers.left < self.scene.crowd.arrivals * CLOSED_AT
+                and self._callers.left < self.scenario.traffic.arrivals * CLOSED_AT
             ):
                 is_closed = True
                 self._shut_down(world)
             if world.events_told > EVENTS_MAX:
                 raise Violation(f"more than {EVENTS_MAX} events before all callers have come")
-        if self.scene.odds.shuts_down and not is_closed:
+        if self.scenario.odds.shuts_down and not is_closed:
             self._shut_down(world)
 
     def _shut_down(self, world: World) -> None:
-        self.tally.count("shut_down")
+        self.counts.count("shut_down")
         world.shut_down(DRAIN_S)
 
     def _liveness(self, world: World) -> None:
         """No fault any more: what is left drains, and whoever asks now is served."""
-        self._mischief.stop()
-        self._turmoil.stop(world)
+        self._faults.stop()
+        self._disturbances.stop(world)
         world.run(until=world.now + SETTLING_S)
-        if not self.scene.odds.shuts_down:
+        if not self.scenario.odds.shuts_down:
             self._prove(world)
 
     def _prove(self, world: World) -> None:
@@ -167,17 +167,17 @@ class Play:
             waiting = [call.id for call in world.waiting()]
             raise Violation(f"it does not drain within {within_s:.0f} s: {waiting} wait, {world.ops} asked")
         world.run()
-        if not self.scene.odds.shuts_down:
+        if not self.scenario.odds.shuts_down:
             world.shut_down(1.0)
         world.run()
-        self.panel.at_rest()
+        self.checkers.at_rest()
 
     def _drain_bound_s(self, world: World) -> float:
         """Each turn of a model serves at least one who waits, and takes no longer than this."""
-        manners = [model.manners for model in (*world.models.values(), *self.scene.config.models)]
-        swap_s = max(one.load_s + one.sleep_s + one.unload_s for one in manners) * (1.0 + self.scene.config.jitter)
+        timings = [model.timings for model in (*world.models.values(), *self.scenario.config.models)]
+        swap_s = max(one.load_s + one.sleep_s + one.unload_s for one in timings) * (1.0 + self.scenario.config.jitter)
         limits = world.scheduler.state.limits
-        service_s = max((usual.service_s(10_000, 2_000) for usual in manners), default=0.0)
+        service_s = max((usual.service_s(10_000, 2_000) for usual in timings), default=0.0)
         turn_s = swap_s * (2.0 + limits.residency_swaps + limits.batch_swaps) + service_s
         if not draws_stay(limits):
             # Somebody more urgent may be waited for until it leaves by itself.
@@ -192,4 +192,4 @@ class Play:
             trace = trace.tb_next
         checker = source.removeprefix("greenroom.")
         what = str(problem) if isinstance(problem, AssertionError) else f"{type(problem).__name__}: {problem}"
-        return Failure(self.scene.seed, checker, what, self.recent.events, self.recent.lines())
+        return Failure(self.scenario.seed, checker, what, self.recent.events, self.recent.lines())

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from greenroom.cli.commands import engines as engines_module
-from greenroom.cli.commands.engines import LLAMACPP, TRANSFORMERS, InstalledPackages, RequiredPackage, ask_program, ask_python
+from greenroom.cli.commands.engines import (
+    LLAMACPP,
+    TRANSFORMERS,
+    InstalledPackages,
+    RequiredPackage,
+    ask_program,
+    ask_python,
+)
 from greenroom.cli.main import main
 
 ROOT = Path(__file__).parent.parent.parent

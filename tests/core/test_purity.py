@@ -16,9 +16,9 @@ from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.model import ModelId, RequestId, TenantId
 from greenroom.core.scheduler import Scheduler
-from tests.chaos.panel import Panel
+from tests.chaos.checks.base import Checkers
 from tests.chaos.play import Play
-from tests.chaos.scene import draw_scene
+from tests.chaos.scenario import draw_scenario
 
 ASKED_EVERY = 150
 # A queue finds the first of its deadlines when they are asked for after a waiter has left; which one that is does not
@@ -97,8 +97,8 @@ class Asking:
 
 @pytest.mark.parametrize("seed", [0, 2, 5, 9, 13, 16])
 def test_questions_and_decisions_change_nothing(seed: int) -> None:
-    asking, one = Asking(), Play(draw_scene(seed), hashed=True)
-    one.panel, one._hash = Panel([]), asking  # type: ignore[assignment]
+    asking, one = Asking(), Play(draw_scenario(seed), hashed=True)
+    one.checkers, one._hash = Checkers([]), asking  # type: ignore[assignment]
     begun = one._begun
 
     def watched() -> Any:

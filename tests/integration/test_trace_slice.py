@@ -21,7 +21,7 @@ from greenroom.core.model import MoveId, MoveKind, Outcome
 from greenroom.core.scheduler import Scheduler
 from greenroom.runtime.record.recording import Asked, Recording, WatchedEffects, read
 from greenroom.sim.cases import simulate
-from greenroom.sim.setting import Manners, SimConfig, SimModel
+from greenroom.sim.config import SimConfig, SimModel, Timings
 from greenroom.sim.traces import read_trace
 from greenroom.sim.workloads import Recorded
 from tests.harness import gateway, tiny
@@ -120,14 +120,14 @@ def simulated_swaps(recording: Recording, trace: Path, service_s: float) -> int:
     assert isinstance(first, ConfigChanged) and first.devices is not None and first.limits is not None
     rows = read_trace(trace)
     tokens = fmean(row.output_len for row in rows)
-    manners = Manners(
+    timings = Timings(
         load_s=took_s(recording, MoveKind.LOAD),
         unload_s=took_s(recording, MoveKind.UNLOAD),
         prefill_tokens_per_s=1e9,
         tokens_per_s=tokens / service_s,
     )
     specs = next(event.models for event in recording.events if isinstance(event, ConfigChanged) and event.models)
-    models = tuple(SimModel(spec, manners) for spec in specs)
+    models = tuple(SimModel(spec, timings) for spec in specs)
     config = SimConfig(models, first.devices, first.limits, first.limits.policy, knows_times=False)
     return simulate(config, Recorded(rows)).swaps
 

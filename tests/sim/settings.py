@@ -6,12 +6,12 @@ from typing import Any
 
 from greenroom.core.events import Limits
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need
-from greenroom.sim.setting import Manners, SimConfig, SimModel
+from greenroom.sim.config import SimConfig, SimModel, Timings
 
 GPU = DeviceId("gpu0")
 HOST = DeviceId("host")
 # Round numbers: 100 tokens of answer take a second, prompts take none to speak of.
-MANNERS = Manners(load_s=5.0, wake_s=0.5, sleep_s=0.25, unload_s=1.0, prefill_tokens_per_s=1e9, tokens_per_s=100.0)
+MANNERS = Timings(load_s=5.0, wake_s=0.5, sleep_s=0.25, unload_s=1.0, prefill_tokens_per_s=1e9, tokens_per_s=100.0)
 
 
 def gpu(mib: int, number: int = 0) -> Device:
@@ -22,8 +22,8 @@ def host(mib: int) -> Device:
     return Device(HOST, DeviceKind.HOST, mib)
 
 
-def sim_model(name: str, mib: int = 1_000, *, manners: Manners = MANNERS, **more: Any) -> SimModel:
-    return SimModel(ModelSpec(ModelId(name), need=Need(mib), **more), manners)
+def sim_model(name: str, mib: int = 1_000, *, timings: Timings = MANNERS, **more: Any) -> SimModel:
+    return SimModel(ModelSpec(ModelId(name), need=Need(mib), **more), timings)
 
 
 def sleeper(name: str, mib: int = 1_000, **more: Any) -> SimModel:

@@ -5,7 +5,7 @@ import pytest
 from greenroom.core.model import Device, DeviceId, DeviceKind, Need
 from greenroom.errors import ConfigError
 from greenroom.sim.advice import advice, seconds
-from greenroom.sim.cases import Case, Result, cases, run_all, setting_for
+from greenroom.sim.cases import Case, Result, cases, config_for, run_all
 from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World
 from tests.sim.settings import gpu, host, names, setting, sim_model
@@ -35,29 +35,29 @@ def test_a_case_says_what_it_is() -> None:
 
 
 def test_a_case_without_wishes_leaves_the_configuration_as_it_is() -> None:
-    config = setting_for(Case("default"), BASE)
+    config = config_for(Case("default"), BASE)
     assert (config.devices, config.models, config.policy) == (BASE.devices, BASE.models, "default")
 
 
 def test_gpus_are_the_configured_ones_and_more_like_the_last() -> None:
     def sizes(count: int) -> dict[str, int]:
-        return {device.id: device.capacity_mib for device in setting_for(Case("fifo", count), BASE).devices}
+        return {device.id: device.capacity_mib for device in config_for(Case("fifo", count), BASE).devices}
 
     assert sizes(1) == {"gpu0": 2_000, "host": 9_000}
     assert sizes(4) == {"gpu0": 2_000, "gpu1": 3_000, "gpu2": 3_000, "gpu3": 3_000, "host": 9_000}
 
 
 def test_a_green_room_lets_models_sleep_in_the_hosts_memory() -> None:
-    config = setting_for(Case("fifo", 1, 4_000), setting(sim_model("a", 1_000), devices=(gpu(1_000),)))
+    config = config_for(Case("fifo", 1, 4_000), setting(sim_model("a", 1_000), devices=(gpu(1_000),)))
     assert config.devices[-1] == Device(DeviceId("host"), DeviceKind.HOST, 4_000)
     assert config.models[0].spec.need_asleep == Need(0, 1_000)
-    without = setting_for(Case("fifo", 1, 0), BASE)
+    without = config_for(Case("fifo", 1, 0), BASE)
     assert without.models[0].spec.need_asleep is None
 
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no policy lifo: default or fifo"):
-        World(setting_for(Case("lifo"), BASE))
+        World(config_for(Case("lifo"), BASE))
 
 
 def test_all_cases_meet_the_same_callers() -> None:

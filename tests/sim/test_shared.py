@@ -8,9 +8,9 @@ from greenroom.core.model import Claim, Move, SlotId
 from greenroom.runtime.leases.shared_slots import SharedSlots
 from greenroom.runtime.moves.admission import AlwaysGranted, Grants
 from tests.sim.shared.gateway import Gateway
+from tests.sim.shared.gpus import Violation
 from tests.sim.shared.many import Figures, outcome
 from tests.sim.shared.play import Plant, play
-from tests.sim.shared.stage import Violation
 
 SEEDS = 200
 # Played in so many parts, which test processes share.

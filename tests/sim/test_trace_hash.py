@@ -12,8 +12,8 @@ from typing import get_args
 from greenroom.core import events as ev
 from greenroom.core.events import Event
 from greenroom.sim.cases import simulate
-from greenroom.sim.setting import scheduler_for
-from greenroom.sim.trace import TraceHash, Transcript
+from greenroom.sim.config import scheduler_for
+from greenroom.sim.watchers import TraceHash, Transcript
 from greenroom.sim.workloads import Bursty, Mix, zipf
 from tests.sim.settings import gpu, host, names, setting, sleeper
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.sim import traces
-from greenroom.sim.records import Arrival
+from greenroom.sim.records import SimArrival
 from greenroom.sim.traces import Known, TraceError, read_trace, trace_of
 
 HEADER = "t,model,prompt_len,output_len"
@@ -20,7 +20,7 @@ def written(tmp_path: Path, *lines: str) -> Path:
 
 def test_rows_are_read_in_order_of_time_from_zero(tmp_path: Path) -> None:
     file = written(tmp_path, HEADER, "1700000003.5,b,10,20", "1700000001.5,a,30,0", "", "1700000001.5,b,1,2")
-    assert read_trace(file) == [Arrival(0.0, "a", 30, 0), Arrival(0.0, "b", 1, 2), Arrival(2.0, "b", 10, 20)]
+    assert read_trace(file) == [SimArrival(0.0, "a", 30, 0), SimArrival(0.0, "b", 1, 2), SimArrival(2.0, "b", 10, 20)]
 
 
 def test_tenant_and_priority_are_read_where_they_are_given(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from greenroom.core.model import ModelId
-from greenroom.sim.records import Arrival, Fate
+from greenroom.sim.records import Fate, SimArrival
 from greenroom.sim.workloads import Agents, Bursty, Draw, Mix, Poisson, Recorded, zipf
 from greenroom.sim.world import World
 from tests.sim.settings import names, setting, sim_model
@@ -61,7 +61,7 @@ def test_bursts_come_at_the_same_mean_rate_but_together() -> None:
 
 @pytest.mark.parametrize("kind", [Poisson, Bursty])
 def test_the_same_seed_brings_the_same_callers(kind: type[Poisson] | type[Bursty]) -> None:
-    def rows(seed: int) -> list[Arrival]:
+    def rows(seed: int) -> list[SimArrival]:
         return list(kind(MIX, 1.0, 200.0, seed).arrivals())
 
     assert rows(7) == rows(7) != rows(8)
@@ -85,7 +85,7 @@ def test_agents_ask_again_when_they_are_refused() -> None:
 
 
 def test_a_recording_can_be_stretched() -> None:
-    rows = [Arrival(at, ModelId("m0"), 1, 1) for at in (0.0, 1.0, 2.5)]
+    rows = [SimArrival(at, ModelId("m0"), 1, 1) for at in (0.0, 1.0, 2.5)]
     recorded = Recorded(rows, stretch=4.0)
     assert [row.at for row in recorded.arrivals()] == [0.0, 4.0, 10.0] and recorded.seconds == 10.0
     assert list(Recorded(rows).arrivals()) == rows and Recorded([]).seconds == 0.0

@@ -20,10 +20,10 @@ from greenroom.core.model import (
     SlotId,
     Tier,
 )
+from greenroom.sim.config import POLICIES
 from greenroom.sim.faults import Ending, MoveFate, NoFaults, ServeFate
-from greenroom.sim.records import Arrival, Call, Fate, Violation
-from greenroom.sim.setting import POLICIES
-from greenroom.sim.trace import Transcript
+from greenroom.sim.records import Fate, SimArrival, SimCall, Violation
+from greenroom.sim.watchers import Transcript
 from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World
 from tests.sim.settings import GPU, HOST, gpu, host, names, setting, sim_model, sleeper
@@ -33,7 +33,7 @@ WHY = because("test")
 
 
 def slot_of(world: World, model: str) -> SlotId:
-    return next(place.id for place in world.house.places.values() if place.model == model)
+    return next(place.id for place in world.truth.places.values() if place.model == model)
 
 
 # --- without faults ---------------------------------------------------------------------------------------------------
@@ -44,14 +44,14 @@ def test_a_request_waits_for_the_load_and_is_then_served() -> None:
     call = world.arrive(A, 10, 200)
     world.run()
     assert (call.fate, call.wait_s, call.ended_at) == (Fate.SERVED, pytest.approx(5.0), pytest.approx(7.0))
-    assert world.house.tier_of(A) is Tier.READY and world.is_at_rest
+    assert world.truth.tier_of(A) is Tier.READY and world.is_at_rest
 
 
 def test_prompt_and_answer_both_take_time() -> None:
     model = sim_model("a")
-    assert model.manners.service_s(0, 50) == pytest.approx(0.5)
-    slow = sim_model("a", manners=type(model.manners)(prefill_tokens_per_s=100.0, tokens_per_s=10.0))
-    assert slow.manners.service_s(50, 20) == pytest.approx(0.5 + 2.0)
+    assert model.timings.service_s(0, 50) == pytest.approx(0.5)
+    slow = sim_model("a", timings=type(model.timings)(prefill_tokens_per_s=100.0, tokens_per_s=10.0))
+    assert slow.timings.service_s(50, 20) == pytest.approx(0.5 + 2.0)
 
 
 def test_a_slot_serves_as_many_at_once_as_it_may_and_each_at_full_speed() -> None:
@@ -70,7 +70,7 @@ def test_a_swap_takes_the_time_of_leaving_and_of_coming() -> None:
     world.run()
     assert call.wait_s == pytest.approx(1.0 + 5.0)
     assert call.granted_at == pytest.approx(began + 6.0)
-    assert world.house.meters.moves[MoveKind.LOAD] == 2 and world.house.meters.moves[MoveKind.UNLOAD] == 1
+    assert world.truth.meters.moves[MoveKind.LOAD] == 2 and world.truth.meters.moves[MoveKind.UNLOAD] == 1
 
 
 def test_a_model_that_sleeps_comes_back_quickly() -> None:
@@ -78,7 +78,7 @@ def test_a_model_that_sleeps_comes_back_quickly() -> None:
     for model in (A, B):
         world.arrive(model, 1, 100)
         world.run()
-    assert world.house.tier_of(A) is Tier.ASLEEP
+    assert world.truth.tier_of(A) is Tier.ASLEEP
     again = world.arrive(A, 1, 100)
     world.run()
     assert again.wait_s == pytest.approx(0.25 + 0.5)
@@ -88,13 +88,13 @@ def test_memory_is_counted_per_device_as_slots_come_sleep_and_go() -> None:
     world = World(setting(sleeper("a"), sleeper("b"), devices=(gpu(1_000), host(5_000))))
     world.arrive(A, 1, 100)
     world.run()
-    assert world.house.held_mib == {GPU: 1_000, HOST: 0}
+    assert world.truth.held_mib == {GPU: 1_000, HOST: 0}
     world.ask_move(MoveKind.SLEEP, A)
     world.run()
-    assert world.house.held_mib == {GPU: 0, HOST: 1_000}
+    assert world.truth.held_mib == {GPU: 0, HOST: 1_000}
     world.ask_move(MoveKind.UNLOAD, A)
     world.run()
-    assert world.house.held_mib == {GPU: 0, HOST: 0} and not world.house.places
+    assert world.truth.held_mib == {GPU: 0, HOST: 0} and not world.truth.places
 
 
 def test_loads_wait_for_the_disk_where_it_reads_one_at_a_time() -> None:
@@ -125,7 +125,7 @@ def test_who_asks_again_when_refused_does_so_after_the_scheduler_is_done() -> No
     world = World(setting(sim_model("a")))
     seen: list[Fate] = []
 
-    def again(call: Call) -> None:
+    def again(call: SimCall) -> None:
         seen.append(call.fate)
         world.arrive(A, 1, 1)
 
@@ -140,7 +140,7 @@ def test_arrivals_are_asked_for_one_by_one_as_time_passes() -> None:
     def rows() -> object:
         for at in (1.0, 2.0, 3.0):
             asked.append(at)
-            yield Arrival(at, A, 1, 1)
+            yield SimArrival(at, A, 1, 1)
 
     world = World(setting(sim_model("a")))
     world.feed(rows())  # type: ignore[arg-type]
@@ -158,13 +158,13 @@ def test_operators_are_answered() -> None:
     op = world.ask_move(MoveKind.LOAD, A)
     assert not world.is_at_rest
     world.run()
-    assert world.ops[op] is OpOutcome.DONE and world.house.tier_of(A) is Tier.READY and world.is_at_rest
+    assert world.ops[op] is OpOutcome.DONE and world.truth.tier_of(A) is Tier.READY and world.is_at_rest
 
 
 def test_a_lease_takes_memory_and_gives_it_back() -> None:
     world = World(setting(sim_model("a"), mib=1_500))
     lease = world.ask_lease(Need(1_000))
-    assert world.leases[lease].fate is Fate.GRANTED and world.house.held_mib[GPU] == 1_000
+    assert world.leases[lease].fate is Fate.GRANTED and world.truth.held_mib[GPU] == 1_000
     call = world.arrive(A, 1, 100)
     world.run()
     assert call.fate is Fate.WAITING
@@ -198,7 +198,7 @@ def test_a_removed_model_leaves_and_its_callers_are_told() -> None:
     call = world.arrive(A, 1, 100)
     world.change_config(removed=[A])
     world.run()
-    assert call.code is RejectCode.REMOVED and not world.house.places
+    assert call.code is RejectCode.REMOVED and not world.truth.places
 
 
 def test_a_changed_concurrency_counts_from_then_on() -> None:
@@ -217,7 +217,7 @@ def test_a_shutdown_drains() -> None:
     world.shut_down(drain_s=20.0)
     world.run()
     assert served.fate is Fate.SERVED and served.was_cut and served.ended_at < 27.0
-    assert not world.house.places
+    assert not world.truth.places
 
 
 def test_a_stepped_clock_brings_timers_forward() -> None:
@@ -253,7 +253,7 @@ class Plan(NoFaults):
             self.fates.remove(planned[0])
         return planned[0] if planned else usual
 
-    def on_grant(self, call: Call, usual_s: float) -> ServeFate | None:
+    def on_grant(self, call: SimCall, usual_s: float) -> ServeFate | None:
         planned = [fate for fate in self.fates if isinstance(fate, ServeFate)][:1]
         if planned:
             self.fates.remove(planned[0])
@@ -264,7 +264,7 @@ def test_a_failed_load_rejects_who_waits_for_it() -> None:
     world = World(setting(sim_model("a")), faults=Plan(MoveFate(Outcome.FAILED, 2.0)))
     call = world.arrive(A, 1, 100)
     world.run()
-    assert (call.code, call.ended_at) == (RejectCode.LOAD_FAILED, pytest.approx(2.0)) and not world.house.places
+    assert (call.code, call.ended_at) == (RejectCode.LOAD_FAILED, pytest.approx(2.0)) and not world.truth.places
 
 
 def test_a_client_that_goes_ends_its_answer() -> None:
@@ -286,12 +286,12 @@ def test_a_crash_breaks_answers_off_and_takes_the_slot_with_it() -> None:
     calls = [world.arrive(A, 1, 1_000) for _ in range(2)]
     world.run()
     assert all(call.fate is Fate.SERVED and call.was_broken for call in calls)
-    assert not world.house.places and world.house.held_mib[GPU] == 0
+    assert not world.truth.places and world.truth.held_mib[GPU] == 0
 
 
 def test_a_crash_before_the_first_byte_sends_requests_back() -> None:
-    slow = type(sim_model("a").manners)(load_s=5.0, prefill_tokens_per_s=10.0)
-    world = World(setting(sim_model("a", manners=slow)), faults=Plan(ServeFate(Ending.CRASH, 0.5)))
+    slow = type(sim_model("a").timings)(load_s=5.0, prefill_tokens_per_s=10.0)
+    world = World(setting(sim_model("a", timings=slow)), faults=Plan(ServeFate(Ending.CRASH, 0.5)))
     call = world.arrive(A, 100, 100)
     world.run()
     assert (call.fate, call.grants, call.was_broken) == (Fate.SERVED, 2, False)
@@ -302,7 +302,7 @@ def test_a_crash_may_leave_the_host_copy() -> None:
     world = World(setting(sleeper("a"), devices=(gpu(1_000), host(5_000))), faults=Plan(fate))
     world.arrive(A, 1, 1_000)
     world.run()
-    assert world.house.tier_of(A) is Tier.ASLEEP and world.house.held_mib == {GPU: 0, HOST: 1_000}
+    assert world.truth.tier_of(A) is Tier.ASLEEP and world.truth.held_mib == {GPU: 0, HOST: 1_000}
 
 
 def test_a_process_that_dies_while_loading_never_becomes_ready() -> None:
@@ -310,7 +310,7 @@ def test_a_process_that_dies_while_loading_never_becomes_ready() -> None:
     call = world.arrive(A, 1, 100)
     world.after(1.0, lambda world: world.crash([slot_of(world, "a")]))
     world.run()
-    assert call.code is RejectCode.LOAD_FAILED and not world.house.places
+    assert call.code is RejectCode.LOAD_FAILED and not world.truth.places
 
 
 def test_an_aborted_move_ends_soon_or_as_it_would_have() -> None:
@@ -323,7 +323,7 @@ def test_an_aborted_move_ends_soon_or_as_it_would_have() -> None:
         world.after(1.0, lambda world: world.change_config(removed=[A]))
         world.run()
         done = [event.now for event in transcript.events if isinstance(event, ev.MoveDone)]
-        assert done[-1] == pytest.approx(ends) and not world.house.places
+        assert done[-1] == pytest.approx(ends) and not world.truth.places
 
 
 # --- wrong orders -----------------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def move(world: World, kind: MoveKind, slot: str, claim: dict[object, int], mode
     world.move(Move(MoveId(f"x{kind}{slot}"), kind, SlotId(slot), model, 1, claim, world.now), WHY)  # type: ignore[arg-type]
 
 
-def running_world() -> tuple[World, Call]:
+def running_world() -> tuple[World, SimCall]:
     """One request is being served by `a`, which fills the GPU."""
     world = World(setting(sim_model("a", concurrency=1), sim_model("b")))
     call = world.arrive(A, 1, 10_000)
@@ -344,8 +344,8 @@ def running_world() -> tuple[World, Call]:
 
 def test_the_world_objects_to_wrong_grants() -> None:
     world, call = running_world()
-    other = Call("other", 99, (B,), world.now)
-    same = Call("same", 98, (A,), world.now)
+    other = SimCall("other", 99, (B,), world.now)
+    same = SimCall("same", 98, (A,), world.now)
     world.calls |= {"other": other, "same": same}
     slot = slot_of(world, "a")
     for request, where in ((call.id, slot), ("nobody", slot), ("other", slot), ("same", slot), ("same", "s999")):
@@ -410,7 +410,7 @@ class Trouble(NoFaults):
         world.after(self._random.expovariate(0.2), self._stir)
 
     def _disturb(self, world: World) -> None:
-        random, places = self._random, list(world.house.places)
+        random, places = self._random, list(world.truth.places)
         match random.randrange(7):
             case 0:
                 world.change_memory({GPU: random.choice([0, 500, 1_500])})
@@ -432,7 +432,7 @@ class Trouble(NoFaults):
             return usual
         return usual._replace(outcome=self._random.choice(list(Outcome)))
 
-    def on_grant(self, call: Call, usual_s: float) -> ServeFate | None:
+    def on_grant(self, call: SimCall, usual_s: float) -> ServeFate | None:
         if self._now > self._until or self._random.random() < 0.9:
             return None
         left_in = self._random.choice([Tier.COLD, Tier.ASLEEP])
@@ -458,9 +458,11 @@ def test_world_and_scheduler_stay_of_one_mind_whatever_happens(seed: int, policy
     checker = Checker()
     models = [sleeper(name, 400 + 150 * number) for number, name in enumerate(names(5))]
     config = setting(*models, devices=(gpu(2_000), host(1_500)), jitter=0.3, policy=policy)
-    world = checker.world = World(config, seed, Trouble(seed, until=300.0), [checker])
+    trouble = Trouble(seed, until=300.0)
+    world = checker.world = World(config, seed, trouble, [checker])
+    trouble.begin(world)
     Poisson(Mix(zipf(names(5))), rate=1.0, seconds=400.0, seed=seed).begin(world)
     world.run()
-    held = {slot: place.tier for slot, place in world.house.places.items()}
+    held = {slot: place.tier for slot, place in world.truth.places.items()}
     assert held == {slot.id: slot.tier for slot in world.scheduler.state.slots.values()}
     assert world.is_at_rest and world.events_told > 700

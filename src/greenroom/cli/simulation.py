@@ -18,7 +18,7 @@ from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpe
 from greenroom.engines.registry import engine_for
 from greenroom.runtime.memory.devices import devices
 from greenroom.runtime.memory.needs import Needs, Subject
-from greenroom.sim.setting import Manners, SimConfig, SimModel
+from greenroom.sim.config import SimConfig, SimModel, Timings
 from greenroom.sim.traces import Known, trace_of
 from greenroom.sim.workloads import ARRIVALS_MAX, SPAN_MAX_S, Agents, Bursty, Mix, Poisson, Recorded, zipf
 
@@ -72,7 +72,7 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
     engine = engine_for(model)
     need, _ = needs.need_of(Subject(ModelId(name), model, engine))
     mib, concurrency = need.gpu_mib + need.host_mib, args.concurrency or engine.concurrency(model)
-    manners = Manners(
+    timings = Timings(
         load_s=START_S + mib / READ_MIB_PER_S if args.load_s is None else args.load_s,
         wake_s=WAKE_S + mib / COPY_MIB_PER_S if args.wake_s is None else args.wake_s,
         prefill_tokens_per_s=args.prefill_tokens_per_s,
@@ -92,7 +92,7 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
         pinned=model.pinned,
         preload=model.preload,
     )
-    return SimModel(spec, manners)
+    return SimModel(spec, timings)
 
 
 def _priority(model: Model) -> int:
@@ -153,13 +153,13 @@ def _refuse_too_many(expected: float, option: str) -> None:
 
 
 def _assumed(base: SimConfig) -> list[str]:
-    manners = [model.manners for model in base.models]
-    load_s, wake_s = [one.load_s for one in manners], [one.wake_s for one in manners]
+    timings = [model.timings for model in base.models]
+    load_s, wake_s = [one.load_s for one in timings], [one.wake_s for one in timings]
     sentences = [
         f"Loads take {min(load_s):.1f} to {max(load_s):.1f} s, wakes {min(wake_s):.1f} to {max(wake_s):.1f} s, "
         f"give or take {base.jitter:.0%}.",
-        f"Each request reads its prompt at {manners[0].prefill_tokens_per_s:,.0f} and answers at "
-        f"{manners[0].tokens_per_s:,.0f} tokens a second, as one of at most {_most(base)} at a time.",
+        f"Each request reads its prompt at {timings[0].prefill_tokens_per_s:,.0f} and answers at "
+        f"{timings[0].tokens_per_s:,.0f} tokens a second, as one of at most {_most(base)} at a time.",
         f"The configuration's devices: {', '.join(f'{one.id} {one.capacity_mib:,} MiB' for one in base.devices)}.",
     ]
     if base.patience_s is not None:
@@ -170,5 +170,5 @@ def _assumed(base: SimConfig) -> list[str]:
 
 
 def _most(base: SimConfig) -> str:
-    counts = sorted({model.manners.concurrency for model in base.models})
+    counts = sorted({model.timings.concurrency for model in base.models})
     return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} (by model)"

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from greenroom.core.model import Device, DeviceId, DeviceKind, Need
-from greenroom.sim.setting import SimConfig, SimModel
+from greenroom.sim.config import SimConfig, SimModel
 from greenroom.sim.stats import Stats, stats_of
-from greenroom.sim.trace import Watcher
+from greenroom.sim.watchers import Watcher
 from greenroom.sim.workloads import Workload
 from greenroom.sim.world import World
 
@@ -54,7 +54,7 @@ def cases(
     )
 
 
-def setting_for(case: Case, base: SimConfig) -> SimConfig:
+def config_for(case: Case, base: SimConfig) -> SimConfig:
     """The base with as many GPUs as the case says, and a green room of its size."""
     devices = base.devices if case.gpus is None else _with_gpus(base.devices, case.gpus)
     if case.green_room_mib is None:
@@ -101,7 +101,7 @@ def run_all(
 def _run(
     case: Case, base: SimConfig, workload: Workload, seed: int, on_progress: Callable[[Case, float], None]
 ) -> Stats:
-    return simulate(setting_for(case, base), workload, seed, on_progress=lambda share: on_progress(case, share))
+    return simulate(config_for(case, base), workload, seed, on_progress=lambda share: on_progress(case, share))
 
 
 # How often those who watch hear how far it is.

@@ -1,20 +1,16 @@
-"""Where things can go wrong. The world asks at every turn; `NoFaults` says that all goes well.
+"""Where things can go wrong: the world asks `Faults` how each move, answer and recall ends. `NoFaults`: all go well.
 
-Owns the questions, not the answers: a fault plan draws them from its own random numbers, so that one seed decides
-everything. What comes at times of its own (foreign memory, changed configurations, operators, shutdown) a plan arranges
-in `begin`.
+Owns the questions, not the answers. Whatever happens at times of its own (foreign memory, a changed configuration, a
+crash) is arranged with `World.after`.
 """
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from greenroom.core.model import Claim, LeaseId, Move, MoveId, Outcome, Tier
-from greenroom.sim.records import Call
-
-if TYPE_CHECKING:
-    from greenroom.sim.world import World
+from greenroom.sim.records import SimCall
 
 
 class MoveFate(NamedTuple):
@@ -42,10 +38,6 @@ class ServeFate(NamedTuple):
 
 
 class Faults(Protocol):
-    def begin(self, world: World) -> None:
-        """The world is configured and nothing has happened yet: arrange what comes at times of its own."""
-        ...
-
     def on_move(self, move: Move, usual: MoveFate) -> MoveFate:
         """A move begins."""
         ...
@@ -54,7 +46,7 @@ class Faults(Protocol):
         """A move is to be stopped: whether it still can be. Otherwise it ends as it would have."""
         ...
 
-    def on_grant(self, call: Call, usual_s: float) -> ServeFate | None:
+    def on_grant(self, call: SimCall, usual_s: float) -> ServeFate | None:
         """A request is granted. None: it is answered in the usual time."""
         ...
 
@@ -64,16 +56,13 @@ class Faults(Protocol):
 
 
 class NoFaults:
-    def begin(self, world: World) -> None:
-        """Nothing comes."""
-
     def on_move(self, move: Move, usual: MoveFate) -> MoveFate:
         return usual
 
     def on_abort(self, move: MoveId) -> bool:
         return True
 
-    def on_grant(self, call: Call, usual_s: float) -> ServeFate | None:
+    def on_grant(self, call: SimCall, usual_s: float) -> ServeFate | None:
         return None
 
     def on_recall(self, lease: LeaseId, within_s: float) -> float:

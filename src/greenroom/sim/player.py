@@ -30,11 +30,11 @@ from greenroom.core.model import (
     SlotId,
     Tier,
 )
+from greenroom.sim.config import DEFAULT_TIMINGS, SimConfig, SimModel, Timings, scheduler_for
 from greenroom.sim.faults import Ending, Faults, MoveFate, NoFaults, ServeFate
-from greenroom.sim.records import NO_MODEL, Call, Fate, Place, Violation
-from greenroom.sim.setting import DEFAULT_MANNERS, Manners, SimConfig, SimModel, scheduler_for
-from greenroom.sim.trace import Watcher
-from greenroom.sim.truth import House
+from greenroom.sim.records import NO_MODEL, Fate, SimCall, SimPlace, Violation
+from greenroom.sim.truth import GroundTruth
+from greenroom.sim.watchers import Watcher
 
 # What follows from being cut, aborted or crashed takes this long.
 SOON_S = 0.01
@@ -48,11 +48,11 @@ class Player:
     def __init__(self, config: SimConfig, seed: int, faults: Faults | None, watchers: Sequence[Watcher]) -> None:
         self.config = config
         self.clock = Clock()
-        self.house = House()
+        self.truth = GroundTruth()
         self.models: dict[ModelId, SimModel] = {}
-        self.calls: dict[str, Call] = {}  # those that wait or are served
-        self.ended: list[Call] = []
-        self.leases: dict[LeaseId, Call] = {}
+        self.calls: dict[str, SimCall] = {}  # those that wait or are served
+        self.ended: list[SimCall] = []
+        self.leases: dict[LeaseId, SimCall] = {}
         self.ops: dict[OpId, OpOutcome | None] = {}
         self.events_told = 0
         self._specs: dict[tuple[ModelId, int], ModelSpec] = {}  # slots of old revisions keep theirs
@@ -89,21 +89,21 @@ class Player:
         if call.is_lease:
             self._place_lease(call, slot)
             return
-        place = self.house.serve(call, slot, now)
+        place = self.truth.serve(call, slot, now)
         call.model = place.model
-        usual_s = self._manners(place.model).service_s(call.prompt_len, call.output_len)
+        usual_s = self._timings(place.model).service_s(call.prompt_len, call.output_len)
         fate = self._faults.on_grant(call, usual_s)
         if fate is None:
             self.clock.arrange(usual_s, self._answered, (call, call.grants))
         else:
             self.clock.arrange(fate.after_s, self._meet, (call, call.grants, fate))
 
-    def _place_lease(self, call: Call, slot: SlotId) -> None:
+    def _place_lease(self, call: SimCall, slot: SlotId) -> None:
         # The effect does not say how much was granted where, and the holder has to know: the one look into its tables.
         claim = self.scheduler.view.slots[slot].claim
-        place = self.house.places[slot] = Place(slot, NO_MODEL, 1)
+        place = self.truth.places[slot] = SimPlace(slot, NO_MODEL, 1)
         place.tier = Tier.READY
-        self.house.take(place, claim)
+        self.truth.take(place, claim)
 
     def reject(self, request: RequestId | LeaseId, rejection: Rejection, reason: Reason) -> None:
         self._note("reject", request, rejection, reason)
@@ -127,12 +127,12 @@ class Player:
 
     def move(self, move: Move, reason: Reason) -> None:
         self._note("move", move, reason)
-        self.house.begin(move, self.clock.now)
-        manners = self._manners(move.model)
-        took_s = self._stray(manners.move_s(move.kind))
+        self.truth.begin(move, self.clock.now)
+        timings = self._timings(move.model)
+        took_s = self._stray(timings.move_s(move.kind))
         if move.kind in READING and self._disk_free_at:
             took_s += self._wait_for_disk(took_s)
-        usual = MoveFate(Outcome.DONE, took_s, None, manners.concurrency)
+        usual = MoveFate(Outcome.DONE, took_s, None, timings.concurrency)
         fate = self._faults.on_move(move, usual)
         self.clock.arrange(fate.took_s, self._end_move, (move, fate))
 
@@ -144,7 +144,7 @@ class Player:
 
     def abort(self, move: MoveId, reason: Reason) -> None:
         self._note("abort", move, reason)
-        moving = self.house.moving.get(move)
+        moving = self.truth.moving.get(move)
         if moving is None:
             self._object(f"{move} is aborted though it is not under way")
         if self._faults.on_abort(move):
@@ -175,7 +175,7 @@ class Player:
 
     # --- how things end -----------------------------------------------------------------------------------------------
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: SimCall) -> None:
         """A client goes away, whether it waits or is served; nothing happens if it has ended."""
         if call.fate is Fate.WAITING or call.fate is Fate.GRANTED:
             self._end(call, Fate.GONE)
@@ -184,17 +184,17 @@ class Player:
 
     def crash(self, slots: Sequence[SlotId], left_in: Tier = Tier.COLD, cause: str = "crash") -> None:
         """A process dies and takes these slots with it. Those it served hear of it a moment later."""
-        places = self.house.places
+        places = self.truth.places
         # Memory that another program holds has no engine that could die.
         there = [places[slot] for slot in slots if slot in places and places[slot].has_engine]
         if not there:
             return
         for place in there:
-            for call in self.house.lose(place, self._asleep_claim(place, left_in), self.clock.now):
+            for call in self.truth.lose(place, self._asleep_claim(place, left_in), self.clock.now):
                 self.clock.arrange(SOON_S, self._break_off, (call, call.grants))
         self.post(ev.SlotsLost(self.clock.told, tuple(place.id for place in there), left_in, cause))
 
-    def _asleep_claim(self, place: Place, left_in: Tier) -> Claim | None:
+    def _asleep_claim(self, place: SimPlace, left_in: Tier) -> Claim | None:
         """What is left of a slot whose process died; None: nothing."""
         if place.tier is Tier.ASLEEP:
             return place.asleep_claim if left_in is Tier.ASLEEP else None
@@ -203,7 +203,7 @@ class Player:
         if left_in is not Tier.ASLEEP or need is None:
             return None
         # A copy that has slept before is as large as it was then.
-        return place.asleep_claim or asleep(need, place.ready_claim, list(self.house.devices.values()))
+        return place.asleep_claim or asleep(need, place.ready_claim, list(self.truth.devices.values()))
 
     def end_lease(self, lease: LeaseId) -> None:
         """Its holder leaves, or no longer waits; nothing happens if it is gone."""
@@ -211,11 +211,11 @@ class Player:
         if call is None:
             return
         if call.slot is not None:
-            self.house.drop(self.house.places[call.slot])
+            self.truth.drop(self.truth.places[call.slot])
         self._end(call, Fate.SERVED if call.fate is Fate.GRANTED else Fate.GONE)
         self.post(ev.LeaseGone(self.clock.told, lease))
 
-    def _answered(self, served: tuple[Call, int]) -> None:
+    def _answered(self, served: tuple[SimCall, int]) -> None:
         """The answer ends, if this is still the grant that was meant."""
         call, grants = served
         if call.fate is Fate.GRANTED and call.grants == grants:
@@ -223,7 +223,7 @@ class Player:
             self.post(ev.ServeDone(self.clock.told, RequestId(call.id)))
             self._tell_end(call)
 
-    def _meet(self, served: tuple[Call, int, ServeFate]) -> None:
+    def _meet(self, served: tuple[SimCall, int, ServeFate]) -> None:
         """The answer ends in some other way."""
         call, grants, fate = served
         if call.fate is not Fate.GRANTED or call.grants != grants:
@@ -232,33 +232,33 @@ class Player:
             self.leave(call)
         elif fate.ending is Ending.LOST_EARLY:
             self._lose_early(call)
-        elif fate.ending is Ending.CRASH and call.slot in self.house.places:
+        elif fate.ending is Ending.CRASH and call.slot in self.truth.places:
             self.crash((call.slot,), fate.left_in)
         else:
             self._answered((call, grants))
 
-    def _break_off(self, served: tuple[Call, int]) -> None:
+    def _break_off(self, served: tuple[SimCall, int]) -> None:
         """Its engine is gone: before the first byte it may be served again, after it the answer stays broken."""
         call, grants = served
         if call.fate is not Fate.GRANTED or call.grants != grants:
             return
-        if self.clock.now < call.granted_at + self._manners(call.model).prefill_s(call.prompt_len):
+        if self.clock.now < call.granted_at + self._timings(call.model).prefill_s(call.prompt_len):
             self._lose_early(call)
         else:
             call.was_broken = True
             self._answered(served)
 
-    def _lose_early(self, call: Call) -> None:
-        self.house.stop_serving(call, self.clock.now)
+    def _lose_early(self, call: SimCall) -> None:
+        self.truth.stop_serving(call, self.clock.now)
         call.fate, call.slot = Fate.WAITING, None
         self.post(ev.ServeDone(self.clock.told, RequestId(call.id), lost_before_first_byte=True))
 
     def _end_move(self, ending: tuple[Move, MoveFate]) -> None:
         """Exactly one `MoveDone` for each move: the first ending counts."""
         move, fate = ending
-        if move.id not in self.house.moving:
+        if move.id not in self.truth.moving:
             return
-        place = self.house.end(move, fate.outcome, fate.seen, self.clock.now)
+        place = self.truth.end(move, fate.outcome, fate.seen, self.clock.now)
         if place.tier is Tier.READY:
             place.concurrency = self._specs[move.model, move.revision].concurrency or fate.concurrency or 1
         self.post(ev.MoveDone(self.clock.told, move.id, fate.outcome, fate.seen, fate.concurrency))
@@ -273,20 +273,20 @@ class Player:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _end(self, call: Call, fate: Fate) -> None:
+    def _end(self, call: SimCall, fate: Fate) -> None:
         if call.fate is Fate.GRANTED and not call.is_lease:
-            self.house.stop_serving(call, self.clock.now)
+            self.truth.stop_serving(call, self.clock.now)
         call.fate, call.slot, call.ended_at = fate, None, self.clock.now
         del self.calls[call.id]
         self.ended.append(call)
 
-    def _tell_end(self, call: Call) -> None:
+    def _tell_end(self, call: SimCall) -> None:
         if call.on_end is not None:
             call.on_end(call)
 
-    def _manners(self, model: ModelId) -> Manners:
+    def _timings(self, model: ModelId) -> Timings:
         known = self.models.get(model)
-        return known.manners if known is not None else DEFAULT_MANNERS
+        return known.timings if known is not None else DEFAULT_TIMINGS
 
     def _stray(self, usual_s: float) -> float:
         jitter = self.config.jitter

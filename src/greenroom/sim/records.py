@@ -25,7 +25,7 @@ class Fate(Enum):
     GONE = "gone"
 
 
-class Arrival(NamedTuple):
+class SimArrival(NamedTuple):
     """One row of a workload: who asks which model for how much, and when."""
 
     at: float
@@ -36,7 +36,7 @@ class Arrival(NamedTuple):
     priority: int = 1
 
 
-class Call:
+class SimCall:
     """A request, or a lease asked for by another program."""
 
     __slots__ = (
@@ -94,7 +94,7 @@ class Call:
         self.was_broken = False
         self.code: RejectCode | None = None
         # Who wants to know when it has ended, however it ended.
-        self.on_end: Callable[[Call], None] | None = None
+        self.on_end: Callable[[SimCall], None] | None = None
 
     @property
     def wait_s(self) -> float:
@@ -102,7 +102,7 @@ class Call:
         return self.granted_at - self.arrived
 
 
-class Place:
+class SimPlace:
     """A slot, or the memory another program holds: where it is and what it takes by all that was told of it."""
 
     __slots__ = (
@@ -131,7 +131,7 @@ class Place:
         self.ready_claim: Claim = NO_CLAIM
         self.asleep_claim: Claim = NO_CLAIM
         self.move: Move | None = None
-        self.running: dict[str, Call] = {}
+        self.running: dict[str, SimCall] = {}
         self.concurrency = 1
         # Its process died during the move that is under way.
         self.fell = False

@@ -13,8 +13,8 @@ from math import ceil
 from typing import TypeVar
 
 from greenroom.core.model import DeviceKind, MoveKind
-from greenroom.sim.meters import Tiers
-from greenroom.sim.records import Call, Fate
+from greenroom.sim.records import Fate, SimCall
+from greenroom.sim.truth import Tiers
 from greenroom.sim.world import World
 
 CLASS_NAMES = {0: "high", 1: "normal", 2: "low"}
@@ -114,7 +114,7 @@ def stats_of(world: World) -> Stats:
     """The figures of a world that has run."""
     calls = [call for call in world.ended if not call.is_lease]
     served = [call for call in calls if call.fate is Fate.SERVED]
-    moves, ends_s = world.house.meters.moves, max((call.ended_at for call in calls), default=0.0)
+    moves, ends_s = world.truth.meters.moves, max((call.ended_at for call in calls), default=0.0)
     makespan_s = ends_s - min((call.arrived for call in calls), default=0.0)
     per_s = 1.0 / makespan_s if makespan_s > 0 else 0.0
     return Stats(
@@ -137,33 +137,33 @@ def stats_of(world: World) -> Stats:
         makespan_s=makespan_s,
         served_per_s=len(served) * per_s,
         tokens_per_s=sum(call.output_len for call in served) * per_s,
-        tiers=tuple(world.house.meters.tiers),
-        swaps_at=tuple(world.house.meters.swaps_at),
+        tiers=tuple(world.truth.meters.tiers),
+        swaps_at=tuple(world.truth.meters.swaps_at),
         events=world.events_told,
     )
 
 
-def _groups(calls: Iterable[Call], key: Callable[[Call], Key]) -> list[tuple[Key, list[Call]]]:
-    groups: dict[Key, list[Call]] = {}
+def _groups(calls: Iterable[SimCall], key: Callable[[SimCall], Key]) -> list[tuple[Key, list[SimCall]]]:
+    groups: dict[Key, list[SimCall]] = {}
     for call in calls:
         groups.setdefault(key(call), []).append(call)
     return sorted(groups.items(), key=lambda pair: str(pair[0]))
 
 
-def _split(calls: Iterable[Call], key: Callable[[Call], Key]) -> list[tuple[Key, Waits]]:
+def _split(calls: Iterable[SimCall], key: Callable[[SimCall], Key]) -> list[tuple[Key, Waits]]:
     return [(name, waits_of(call.wait_s for call in group)) for name, group in _groups(calls, key)]
 
 
-def _swiftness(calls: Sequence[Call]) -> float:
+def _swiftness(calls: Sequence[SimCall]) -> float:
     """Seconds of service per second spent here: 1 when nobody ever waited."""
     spent_s = sum(call.ended_at - call.arrived for call in calls)
     return sum(call.ended_at - call.granted_at for call in calls) / spent_s if spent_s > 0 else 1.0
 
 
 def _devices(world: World, until: float) -> dict[str, DeviceUse]:
-    devices = list(world.house.devices.values())
+    devices = list(world.truth.devices.values())
     gpus = [device for device in devices if device.kind is DeviceKind.GPU]
-    meters, uses = world.house.meters, {}
+    meters, uses = world.truth.meters, {}
     for device in gpus or devices:
         whole = max(1, device.usable_mib) * until if until > 0 else 1.0
         busy, moving = meters.busy_mib_s(device.id, until), meters.moving_mib_s(device.id, until)

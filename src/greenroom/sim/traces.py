@@ -22,7 +22,7 @@ from statistics import fmean
 from greenroom.config.schema import PRIORITY_NAMES
 from greenroom.core.model import NO_TENANT, ModelId, TenantId
 from greenroom.errors import ConfigError
-from greenroom.sim.records import Arrival
+from greenroom.sim.records import SimArrival
 from greenroom.sim.workloads import Draw, zipf
 
 ROWS_MAX = 2_000_000
@@ -44,7 +44,7 @@ OWN_OPTIONAL = ("tenant", "priority")
 PUBLIC = ("timestamp", "contexttokens", "generatedtokens")
 
 Row = Mapping[str, str]
-Reader = Callable[[Row], Arrival]
+Reader = Callable[[Row], SimArrival]
 
 
 class TraceError(ConfigError):
@@ -76,11 +76,11 @@ class Known:
 class Trace:
     """The rows in order of time, and in words what is not as the file has it."""
 
-    rows: list[Arrival]
+    rows: list[SimArrival]
     remarks: tuple[str, ...] = ()
 
 
-def read_trace(path: str | Path, known: Known | None = None, seed: int = 0) -> list[Arrival]:
+def read_trace(path: str | Path, known: Known | None = None, seed: int = 0) -> list[SimArrival]:
     """The rows in order of time. Without `known` any model is taken as it is named."""
     return trace_of(path, known, seed).rows
 
@@ -114,9 +114,9 @@ def _usual(title: str, lengths: Sequence[int]) -> tuple[int, str]:
     return usual, f"{len(lengths) - len(known):,} without {title} taken as {usual:,} tokens, {why}"
 
 
-def _read(path: str | Path, known: Known | None, seed: int) -> tuple[list[Arrival], int]:
+def _read(path: str | Path, known: Known | None, seed: int) -> tuple[list[SimArrival], int]:
     """The rows as they stand, and how many were left out."""
-    rows: list[Arrival] = []
+    rows: list[SimArrival] = []
     count = 0
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -131,7 +131,7 @@ def _read(path: str | Path, known: Known | None, seed: int) -> tuple[list[Arriva
     return rows, count - len(rows)
 
 
-def _rows(file: Iterator[str], name: str, known: Known | None, seed: int) -> Iterator[Arrival | None]:
+def _rows(file: Iterator[str], name: str, known: Known | None, seed: int) -> Iterator[SimArrival | None]:
     """None stands for a row that is left out."""
     skips = known is not None and known.skips_others
     table = csv.reader(file, strict=True)
@@ -145,7 +145,7 @@ def _rows(file: Iterator[str], name: str, known: Known | None, seed: int) -> Ite
         raise TraceError(f"{name}:{table.line_num}: this is not CSV: {error}") from error
 
 
-def _row(read: Reader, header: Sequence[str], cells: Sequence[str], where: str, skips: bool) -> Arrival | None:
+def _row(read: Reader, header: Sequence[str], cells: Sequence[str], where: str, skips: bool) -> SimArrival | None:
     if len(cells) != len(header):
         raise TraceError(f"{where}: {len(cells)} values where the header names {len(header)}")
     try:
@@ -169,7 +169,7 @@ def _reader(header: Sequence[str], name: str, known: Known | None, seed: int) ->
     raise TraceError(f"{name}:1: the header must name {wanted}")
 
 
-def _own(row: Row, known: Known | None, models: frozenset[str] | None) -> Arrival:
+def _own(row: Row, known: Known | None, models: frozenset[str] | None) -> SimArrival:
     model = row["model"]
     if not model:
         raise _Wrong("model is empty")
@@ -181,7 +181,7 @@ def _own(row: Row, known: Known | None, models: frozenset[str] | None) -> Arriva
             # Looking for the nearest is slow; nobody reads it where the row is left out.
             near = "" if known.skips_others else _nearest(model, known.models)
             raise _OtherModel(f"there is no model {_shown(model)} in the configuration{near}")
-    return Arrival(
+    return SimArrival(
         _number(row, "t"),
         ModelId(model),
         _tokens(row, "prompt_len"),
@@ -196,8 +196,8 @@ def _nearest(model: str, models: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _public(row: Row, model: str, priorities: Mapping[str, int]) -> Arrival:
-    return Arrival(
+def _public(row: Row, model: str, priorities: Mapping[str, int]) -> SimArrival:
+    return SimArrival(
         _moment(row["timestamp"]),
         ModelId(model),
         _tokens(row, "contexttokens"),

@@ -7,6 +7,7 @@ or must not be carried out raises Violation.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from greenroom.core.model import (
     LEGAL_MOVES,
@@ -24,13 +25,12 @@ from greenroom.core.model import (
     Tier,
     larger,
 )
-from greenroom.sim.meters import Meters
-from greenroom.sim.records import Call, Place, Violation
+from greenroom.sim.records import SimCall, SimPlace, Violation
 
 LEAVING = (MoveKind.SLEEP, MoveKind.UNLOAD)
 
 
-class House:
+class GroundTruth:
     def __init__(self) -> None:
         self.devices: dict[DeviceId, Device] = {}
         self.foreign_mib: dict[DeviceId, int] = {}
@@ -38,7 +38,7 @@ class House:
         self.others_mib: dict[DeviceId, int] = {}
         # What all places hold together, kept beside them so that judging an order costs nothing.
         self.held_mib: dict[DeviceId, int] = {}
-        self.places: dict[SlotId, Place] = {}
+        self.places: dict[SlotId, SimPlace] = {}
         self.moving: dict[str, Move] = {}
         self.meters = Meters()
 
@@ -58,7 +58,7 @@ class House:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def hold(self, place: Place, claim: Claim) -> None:
+    def hold(self, place: SimPlace, claim: Claim) -> None:
         """From now on this place takes that."""
         for device, mib in place.holds.items():
             self.held_mib[device] -= mib
@@ -66,7 +66,7 @@ class House:
             self.held_mib[device] = self.held_mib.get(device, 0) + mib
         place.holds = claim
 
-    def take(self, place: Place, claim: Claim) -> None:
+    def take(self, place: SimPlace, claim: Claim) -> None:
         """The same for memory that must be free, by all the scheduler was told. Raises Violation if it is not."""
         for device, mib in claim.items():
             more = mib - place.holds.get(device, 0)
@@ -80,17 +80,17 @@ class House:
         outside_mib = self.foreign_mib.get(device, 0) + self.others_mib.get(device, 0)
         return 0 if there is None else there.usable_mib - outside_mib
 
-    def drop(self, place: Place) -> None:
+    def drop(self, place: SimPlace) -> None:
         self.hold(place, NO_CLAIM)
         del self.places[place.id]
 
     # --- moves --------------------------------------------------------------------------------------------------------
 
-    def begin(self, move: Move, now: float) -> Place:
+    def begin(self, move: Move, now: float) -> SimPlace:
         """A move starts. Raises Violation unless it is legal from where its slot is, and its memory is free."""
         place = self.places.get(move.slot)
         if place is None:
-            place = self.places[move.slot] = Place(move.slot, move.model, move.revision)
+            place = self.places[move.slot] = SimPlace(move.slot, move.model, move.revision)
         if place.move is not None:
             raise Violation(f"{place.id} is to {move.kind.value} while it still has to {place.move.kind.value}")
         if place.tier not in LEGAL_MOVES[move.kind][0]:
@@ -106,7 +106,7 @@ class House:
         self.meters.tiers_changed(self.places.values(), now)
         return place
 
-    def end(self, move: Move, outcome: Outcome, seen: Claim | None, now: float) -> Place:
+    def end(self, move: Move, outcome: Outcome, seen: Claim | None, now: float) -> SimPlace:
         """A move has ended. What did not arrive leaves nothing behind, except that who slept still sleeps."""
         place = self.places[move.slot]
         del self.moving[move.id]
@@ -128,7 +128,7 @@ class House:
         self.meters.tiers_changed(self.places.values(), now)
         return place
 
-    def _arrive(self, place: Place, move: Move, seen: Claim | None) -> None:
+    def _arrive(self, place: SimPlace, move: Move, seen: Claim | None) -> None:
         place.tier, claim = LEGAL_MOVES[move.kind][1], move.claim
         if place.tier is Tier.READY:
             place.ready_claim = claim
@@ -143,7 +143,7 @@ class House:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def serve(self, call: Call, slot: SlotId, now: float) -> Place:
+    def serve(self, call: SimCall, slot: SlotId, now: float) -> SimPlace:
         """A request is let in. Raises Violation unless the slot is ready for it and has room."""
         place = self.places.get(slot)
         if place is None or place.tier is not Tier.READY or place.move is not None:
@@ -157,13 +157,13 @@ class House:
             self.meters.became_busy(place, now)
         return place
 
-    def stop_serving(self, call: Call, now: float) -> None:
+    def stop_serving(self, call: SimCall, now: float) -> None:
         """A request has left its slot, which may be gone by now."""
         place = self.places.get(call.slot) if call.slot is not None else None
         if place is not None and place.running.pop(call.id, None) is not None and not place.running:
             self.meters.became_idle(place, now)
 
-    def lose(self, place: Place, asleep_claim: Claim | None, now: float) -> list[Call]:
+    def lose(self, place: SimPlace, asleep_claim: Claim | None, now: float) -> list[SimCall]:
         """A process dies; its host copy may survive. Returns the requests it served."""
         calls = list(place.running.values())
         if place.move is not None:
@@ -188,6 +188,98 @@ class House:
         return next((tier for tier in Tier if tier in tiers), Tier.COLD)
 
 
-def _leaves_nobody(place: Place) -> None:
+def _leaves_nobody(place: SimPlace) -> None:
     if place.running:
         raise Violation(f"{place.id} ({place.model}) leaves while it serves {', '.join(place.running)}")
+
+
+# A run that moves more often than this keeps counting, but no longer keeps when.
+MARKS_MAX = 200_000
+
+
+class Tiers(NamedTuple):
+    """How many slots are where from this moment on."""
+
+    at: float
+    ready: int
+    asleep: int
+    moving: int
+
+
+class Level:
+    """An amount that changes, and its integral over time."""
+
+    __slots__ = ("_area", "_level", "_since")
+
+    def __init__(self) -> None:
+        self._level = 0
+        self._since = 0.0
+        self._area = 0.0
+
+    def add(self, amount: int, now: float) -> None:
+        self._area += self._level * (now - self._since)
+        self._since = now
+        self._level += amount
+
+    def area(self, now: float) -> float:
+        return self._area + self._level * (now - self._since)
+
+
+class Meters:
+    def __init__(self) -> None:
+        self.moves: dict[MoveKind, int] = dict.fromkeys(MoveKind, 0)
+        # When each move that brings a model to a GPU began.
+        self.swaps_at: list[float] = []
+        self.tiers: list[Tiers] = []
+        self._moving = 0
+        self._busy_mib: dict[DeviceId, Level] = {}
+        self._moving_mib: dict[DeviceId, Level] = {}
+        # What each busy place was counted with, because its claim may change meanwhile.
+        self._counted: dict[str, Claim] = {}
+
+    def move_began(self, place: SimPlace, now: float) -> None:
+        assert place.move is not None
+        kind = place.move.kind
+        self.moves[kind] += 1
+        self._moving += 1
+        if kind in (MoveKind.LOAD, MoveKind.WAKE) and len(self.swaps_at) < MARKS_MAX:
+            self.swaps_at.append(now)
+        self._count(self._moving_mib, place, now)
+
+    def move_ended(self, place: SimPlace, now: float) -> None:
+        self._moving -= 1
+        self._uncount(self._moving_mib, place, now)
+
+    def became_busy(self, place: SimPlace, now: float) -> None:
+        self._count(self._busy_mib, place, now)
+
+    def became_idle(self, place: SimPlace, now: float) -> None:
+        self._uncount(self._busy_mib, place, now)
+
+    def tiers_changed(self, places: Iterable[SimPlace], now: float) -> None:
+        if len(self.tiers) >= MARKS_MAX:
+            return
+        ready = asleep = 0
+        for place in places:
+            if place.move is None:
+                ready += place.tier is Tier.READY
+                asleep += place.tier is Tier.ASLEEP
+        self.tiers.append(Tiers(now, ready, asleep, self._moving))
+
+    def busy_mib_s(self, device: DeviceId, now: float) -> float:
+        """Memory of slots that were serving, times how long."""
+        return self._busy_mib[device].area(now) if device in self._busy_mib else 0.0
+
+    def moving_mib_s(self, device: DeviceId, now: float) -> float:
+        """Memory of slots that were on their way, times how long."""
+        return self._moving_mib[device].area(now) if device in self._moving_mib else 0.0
+
+    def _count(self, levels: dict[DeviceId, Level], place: SimPlace, now: float) -> None:
+        # A slot never serves and moves at once, so one entry for each is enough.
+        self._counted[place.id] = place.holds
+        for device, mib in place.holds.items():
+            levels.setdefault(device, Level()).add(mib, now)
+
+    def _uncount(self, levels: dict[DeviceId, Level], place: SimPlace, now: float) -> None:
+        for device, mib in self._counted.pop(place.id, {}).items():
+            levels[device].add(-mib, now)

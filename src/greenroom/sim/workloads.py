@@ -14,7 +14,7 @@ from random import Random
 from typing import Protocol
 
 from greenroom.core.model import NO_TENANT, ModelId, TenantId
-from greenroom.sim.records import Arrival, Call
+from greenroom.sim.records import SimArrival, SimCall
 from greenroom.sim.world import World
 
 # Popularity of models falls like 1 / rank^s; 1 is what public logs of many models look like.
@@ -80,10 +80,10 @@ class Drawing:
         self._tenants = Draw(mix.tenants)
         self._priorities = Draw({str(priority): weight for priority, weight in mix.priorities.items()})
 
-    def arrival(self, at: float) -> Arrival:
+    def arrival(self, at: float) -> SimArrival:
         random = self._random
         model, drawn = self._models.one(random), int(self._priorities.one(random))
-        return Arrival(
+        return SimArrival(
             at,
             ModelId(model),
             1 + int(random.expovariate(1.0 / self._mix.prompt_len)),
@@ -110,7 +110,7 @@ class Poisson:
     def begin(self, world: World) -> None:
         world.feed(self.arrivals())
 
-    def arrivals(self) -> Iterator[Arrival]:
+    def arrivals(self) -> Iterator[SimArrival]:
         random = Random(f"{self.seed}:poisson")
         drawing, at = self.mix.drawing(random), random.expovariate(self.rate)
         while at < self.seconds:
@@ -137,7 +137,7 @@ class Bursty:
     def begin(self, world: World) -> None:
         world.feed(self.arrivals())
 
-    def arrivals(self) -> Iterator[Arrival]:
+    def arrivals(self) -> Iterator[SimArrival]:
         random = Random(f"{self.seed}:bursty")
         drawing, at = self.mix.drawing(random), 0.0
         rate_in_burst = self.rate * (self.burst_s + self.silence_s) / self.burst_s
@@ -190,7 +190,7 @@ class Agent:
         others = {name: weight for name, weight in self._loop.mix.models.items() if name != model}
         return ModelId(Draw(others).one(self._random)) if others else model
 
-    def think(self, _: Call | None = None) -> None:
+    def think(self, _: SimCall | None = None) -> None:
         """Think, then ask the next model, unless the time is over."""
         after_s = self._random.expovariate(1.0 / self._loop.think_s)
         if self._world.now + after_s < self._loop.seconds:
@@ -207,7 +207,7 @@ class Agent:
 class Recorded:
     """Arrivals that are known beforehand, in order of time, such as those of a trace. `stretch` makes time longer."""
 
-    rows: Sequence[Arrival]
+    rows: Sequence[SimArrival]
     stretch: float = 1.0
 
     @property
@@ -217,6 +217,6 @@ class Recorded:
     def begin(self, world: World) -> None:
         world.feed(self.arrivals())
 
-    def arrivals(self) -> Iterator[Arrival]:
+    def arrivals(self) -> Iterator[SimArrival]:
         for row in self.rows:
             yield row if self.stretch == 1.0 else row._replace(at=row.at * self.stretch)

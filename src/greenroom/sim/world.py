@@ -21,11 +21,11 @@ from greenroom.core.model import (
     RequestId,
     TenantId,
 )
+from greenroom.sim.config import SimConfig, SimModel, limits_for
 from greenroom.sim.faults import Faults
 from greenroom.sim.player import Player
-from greenroom.sim.records import Arrival, Call, Fate, Violation
-from greenroom.sim.setting import SimConfig, SimModel, limits_for
-from greenroom.sim.trace import Watcher
+from greenroom.sim.records import Fate, SimArrival, SimCall, Violation
+from greenroom.sim.watchers import Watcher
 
 # A world that has not come to rest after so many events never will.
 EVENTS_MAX = 50_000_000
@@ -48,7 +48,6 @@ class World(Player):
             limits=limits_for(config.limits, config.policy, config.policies),
             learned=config.learned(),
         )
-        self._faults.begin(self)
 
     @property
     def now(self) -> float:
@@ -58,9 +57,9 @@ class World(Player):
     @property
     def is_at_rest(self) -> bool:
         """Nobody waits or is served, nothing moves and every operator was answered."""
-        return not self.calls and not self.house.moving and None not in self.ops.values()
+        return not self.calls and not self.truth.moving and None not in self.ops.values()
 
-    def waiting(self) -> list[Call]:
+    def waiting(self) -> list[SimCall]:
         return [call for call in self.calls.values() if call.fate is Fate.WAITING]
 
     # --- time ---------------------------------------------------------------------------------------------------------
@@ -86,16 +85,16 @@ class World(Player):
 
     # --- callers ------------------------------------------------------------------------------------------------------
 
-    def feed(self, arrivals: Iterable[Arrival]) -> None:
+    def feed(self, arrivals: Iterable[SimArrival]) -> None:
         """Let these arrive, each at its time; they are asked for one by one, in order of time."""
         self._arrange_next(iter(arrivals))
 
-    def _arrange_next(self, arrivals: Iterator[Arrival]) -> None:
+    def _arrange_next(self, arrivals: Iterator[SimArrival]) -> None:
         arrival = next(arrivals, None)
         if arrival is not None:
             self.clock.arrange_at(arrival.at, self._arrive_from, (arrival, arrivals))
 
-    def _arrive_from(self, fed: tuple[Arrival, Iterator[Arrival]]) -> None:
+    def _arrive_from(self, fed: tuple[SimArrival, Iterator[SimArrival]]) -> None:
         arrival, arrivals = fed
         self._arrange_next(arrivals)
         self.arrive(arrival.model, arrival.prompt_len, arrival.output_len, arrival.tenant, arrival.priority)
@@ -107,15 +106,15 @@ class World(Player):
         output_len: int,
         tenant: TenantId = NO_TENANT,
         priority: int = 1,
-        on_end: Callable[[Call], None] | None = None,
+        on_end: Callable[[SimCall], None] | None = None,
         patience_s: float | None = None,
         budget_s: float | None = None,
         keep_alive_s: float | None = None,
-    ) -> Call:
+    ) -> SimCall:
         """A request comes now."""
         number = self._next_number()
         candidates = model if isinstance(model, tuple) else (model,)
-        call = Call(f"r{number}", number, candidates, self.clock.now, prompt_len, output_len, priority, tenant)
+        call = SimCall(f"r{number}", number, candidates, self.clock.now, prompt_len, output_len, priority, tenant)
         call.on_end = on_end
         self.calls[call.id] = call
         told, patience_s = self.clock.told, self.config.patience_s if patience_s is None else patience_s
@@ -151,7 +150,7 @@ class World(Player):
         for name in removed:
             self.models.pop(name, None)
         if devices is not None:
-            self.house.set_devices(devices)
+            self.truth.set_devices(devices)
         specs = tuple(model.spec for model in models)
         told_devices = None if devices is None else tuple(devices)
         self.post(ev.ConfigChanged(self.clock.told, specs, tuple(removed), told_devices, limits, learned, needs))
@@ -161,18 +160,18 @@ class World(Player):
         self.models[spec.id] = model
         self._specs[spec.id, spec.revision] = spec
         if spec.concurrency is not None:
-            for place in self.house.places.values():
+            for place in self.truth.places.values():
                 if (place.model, place.revision) == (spec.id, spec.revision):
                     place.concurrency = spec.concurrency
 
     def change_memory(self, foreign_mib: Mapping[DeviceId, int]) -> None:
         """Processes nobody declared now use so much."""
-        self.house.set_foreign(foreign_mib)
+        self.truth.set_foreign(foreign_mib)
         self.post(ev.MemoryChanged(self.clock.told, foreign_mib))
 
     def change_others(self, leases: Sequence[OtherLease]) -> None:
         """These, and no others, are held through other gateways now."""
-        self.house.set_others(leases)
+        self.truth.set_others(leases)
         self.post(ev.MemoryChanged(self.clock.told, {}, leases=tuple(leases)))
 
     def ask_move(
@@ -197,7 +196,7 @@ class World(Player):
         """Another program wants memory."""
         number = self._next_number()
         lease = LeaseId(f"l{number}")
-        self.leases[lease] = self.calls[lease] = Call(
+        self.leases[lease] = self.calls[lease] = SimCall(
             lease, number, (), self.clock.now, priority=priority, is_lease=True
         )
         told = self.clock.told

@@ -1,7 +1,8 @@
-"""One small class for each property that must hold, and which of them watch which scene."""
+"""One small class for each property that must hold, and which of them watch which scenario."""
 
 from __future__ import annotations
 
+from tests.chaos.checks.base import Check
 from tests.chaos.checks.dues import IdleGo, Patience
 from tests.chaos.checks.ends import Ends, Operators
 from tests.chaos.checks.fairness import FairShares
@@ -12,21 +13,20 @@ from tests.chaos.checks.reasons import Reasons
 from tests.chaos.checks.slots import Memory, NoReturn, OneMove, PinnedStay, Revisions
 from tests.chaos.checks.tables import AtRest, Invariants, Timers
 from tests.chaos.checks.waiting import Overtakes, WaitingBound
-from tests.chaos.panel import Check
-from tests.chaos.scene import Kind, Scene
+from tests.chaos.scenario import Kind, Scenario
 
 
-def checks_for(scene: Scene) -> list[Check]:
-    return [*_everywhere(scene), *_of_this_kind(scene)]
+def checks_for(scenario: Scenario) -> list[Check]:
+    return [*_everywhere(scenario), *_of_this_kind(scenario)]
 
 
-def _everywhere(scene: Scene) -> list[Check]:
+def _everywhere(scenario: Scenario) -> list[Check]:
     return [
         InFlight(),
         BusyStay(),
         Ends(),
         Operators(),
-        Order(choosy_come=scene.crowd.choosy > 0),
+        Order(choosy_come=scenario.traffic.choosy > 0),
         OneMove(),
         Memory(),
         Revisions(),
@@ -45,12 +45,12 @@ def _everywhere(scene: Scene) -> list[Check]:
     ]
 
 
-def _of_this_kind(scene: Scene) -> list[Check]:
+def _of_this_kind(scenario: Scenario) -> list[Check]:
     """Promises that are judged where nothing goes wrong."""
-    concurrency = scene.config.models[0].manners.concurrency
-    if scene.kind is Kind.DUEL:
-        return [FairShares(tuple(scene.crowd.tenants), concurrency)]
-    if scene.kind is not Kind.CALM:
+    concurrency = scenario.config.models[0].timings.concurrency
+    if scenario.kind is Kind.DUEL:
+        return [FairShares(tuple(scenario.traffic.tenants), concurrency)]
+    if scenario.kind is not Kind.CALM:
         return []
-    one_at_a_time = scene.config.devices[0].capacity_mib == scene.config.models[0].spec.need.gpu_mib
-    return [WaitingBound(scene), *([Overtakes(scene)] if one_at_a_time else [])]
+    one_at_a_time = scenario.config.devices[0].capacity_mib == scenario.config.models[0].spec.need.gpu_mib
+    return [WaitingBound(scenario), *([Overtakes(scenario)] if one_at_a_time else [])]

@@ -25,7 +25,7 @@ from greenroom.core.model import (
     Tier,
 )
 from greenroom.sim.records import Violation
-from tests.chaos.panel import Check
+from tests.chaos.checks.base import Check
 
 GRACE_S = 1.0
 ROUNDING_S = 1e-6

@@ -11,7 +11,7 @@ from greenroom.core import events as ev
 from greenroom.core.effects import OpOutcome, Reason, Rejection
 from greenroom.core.model import LeaseId, OpId, RequestId, SlotId
 from greenroom.sim.records import Violation
-from tests.chaos.panel import Check
+from tests.chaos.checks.base import Check
 
 
 class Place(Enum):

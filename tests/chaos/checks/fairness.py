@@ -13,7 +13,7 @@ from greenroom.core import events as ev
 from greenroom.core.effects import Reason
 from greenroom.core.model import LeaseId, Move, RequestId, SlotId, TenantId
 from greenroom.sim.records import Violation
-from tests.chaos.panel import Check
+from tests.chaos.checks.base import Check
 
 
 class FairShares(Check):

@@ -6,7 +6,7 @@ from greenroom.core import events as ev
 from greenroom.core.effects import Reason
 from greenroom.core.model import LeaseId, Move, MoveKind, RequestId, SlotId
 from greenroom.sim.records import Violation
-from tests.chaos.panel import Check
+from tests.chaos.checks.base import Check
 
 
 class InFlight(Check):

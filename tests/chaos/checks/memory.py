@@ -8,8 +8,8 @@ from __future__ import annotations
 from greenroom.core import events as ev
 from greenroom.core.effects import Reason
 from greenroom.core.model import DeviceKind, LeaseId, ModelId, Move, MoveKind, Need, OpId, RequestId, SlotId, Tier
-from greenroom.sim.records import Place, Violation
-from tests.chaos.panel import Check
+from greenroom.sim.records import SimPlace, Violation
+from tests.chaos.checks.base import Check
 
 _TO_SLEEP = (MoveKind.SLEEP, MoveKind.PREPARE)
 
@@ -30,7 +30,7 @@ class GreenRoom(Check):
     def settled(self, event: ev.Event) -> None:
         if self._limit_mib is None or self.world is None:
             return
-        there = [place for place in self.world.house.places.values() if _sleeps(place)]
+        there = [place for place in self.world.truth.places.values() if _sleeps(place)]
         # All of them together mostly fit; only if they do not does it matter who is about to leave.
         if not there or sum(map(self._host_mib, there)) <= self._limit_mib:
             return
@@ -43,21 +43,21 @@ class GreenRoom(Check):
         if could_leave:
             raise Violation(f"{taken_mib} MiB sleep, {self._limit_mib} may, and {could_leave} could leave")
 
-    def _is_to_wake(self, place: Place) -> bool:
+    def _is_to_wake(self, place: SimPlace) -> bool:
         # As soon as its memory is free. It is looked up, because nothing that was said tells it.
         slot = None if self.world is None else self.world.scheduler.state.slots.get(place.id)
         return slot is not None and (slot.planned is not None or slot.is_going)
 
-    def _could_leave(self, place: Place) -> bool:
+    def _could_leave(self, place: SimPlace) -> bool:
         return place.move is None and not self._pinned.get(place.model) and self._host_mib(place) > 0
 
-    def _host_mib(self, place: Place) -> int:
+    def _host_mib(self, place: SimPlace) -> int:
         claim = place.move.claim if place.move is not None and place.move.kind in _TO_SLEEP else place.asleep_claim
-        devices = {} if self.world is None else self.world.house.devices
+        devices = {} if self.world is None else self.world.truth.devices
         return sum(mib for on, mib in claim.items() if on in devices and devices[on].kind is DeviceKind.HOST)
 
 
-def _sleeps(place: Place) -> bool:
+def _sleeps(place: SimPlace) -> bool:
     return place.tier is Tier.ASLEEP if place.move is None else place.move.kind in _TO_SLEEP
 
 
@@ -83,7 +83,7 @@ class LeasesWhole(Check):
         if self.world is None:
             return
         self.judged += 1
-        devices = self.world.house.devices
+        devices = self.world.truth.devices
         claim = self.world.scheduler.state.slots[slot].claim
         gpus = [mib for on, mib in claim.items() if on in devices and devices[on].kind is DeviceKind.GPU]
         if not any(device.kind is DeviceKind.GPU for device in devices.values()):

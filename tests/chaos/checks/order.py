@@ -17,7 +17,7 @@ from greenroom.core.model import LeaseId, ModelId, Move, RequestId, SlotId, Tena
 from greenroom.core.policy.default import LATE_DEADLINES
 from greenroom.core.queue.waitlist import TURNS_FRESH_S
 from greenroom.sim.records import Violation
-from tests.chaos.panel import Check
+from tests.chaos.checks.base import Check
 
 ROUNDING_S = 1e-6
 STALE_S = TURNS_FRESH_S + ROUNDING_S

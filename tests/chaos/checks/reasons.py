@@ -6,7 +6,7 @@ from greenroom.core import events as ev
 from greenroom.core.effects import Reason, RejectCode, Rejection
 from greenroom.core.model import ARRIVING, LeaseId, ModelId, Move, MoveId, MoveKind, Outcome, RequestId, SlotId
 from greenroom.sim.records import Violation
-from tests.chaos.panel import Check
+from tests.chaos.checks.base import Check
 
 NEVER = float("-inf")
 
@@ -139,7 +139,7 @@ class Reasons(Check):
         world = self.world
         if world is None or not named or any(model.spec.pinned for model in world.models.values()):
             return True
-        usable = [device.usable_mib for device in world.house.devices.values()]
+        usable = [device.usable_mib for device in world.truth.devices.values()]
         is_small = all(
             name in world.models and 3 * (world.models[name].spec.need.gpu_mib + 500) < min(usable) for name in named
         )

@@ -20,7 +20,7 @@ from greenroom.core.model import (
     SlotId,
 )
 from greenroom.sim.records import Violation
-from tests.chaos.panel import Check
+from tests.chaos.checks.base import Check
 
 LEAVING = (MoveKind.SLEEP, MoveKind.UNLOAD)
 
@@ -53,12 +53,12 @@ class Memory(Check):
     def move(self, move: Move, reason: Reason) -> None:
         if self.world is None or move.kind is MoveKind.UNLOAD:
             return
-        house = self.world.house
-        own = house.places.get(move.slot)
+        truth = self.world.truth
+        own = truth.places.get(move.slot)
         for device, mib in move.claim.items():
             more = mib - (own.holds.get(device, 0) if own is not None else 0)
-            usable = house.usable_mib(device)
-            held = sum(place.holds.get(device, 0) for place in house.places.values())
+            usable = truth.usable_mib(device)
+            held = sum(place.holds.get(device, 0) for place in truth.places.values())
             if more > 0 and held + more > usable:
                 raise Violation(f"{move.slot} takes {more} MiB more of {device}: {held} of {usable} are held")
 

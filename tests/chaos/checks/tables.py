@@ -6,7 +6,7 @@ from greenroom.core import events as ev
 from greenroom.core.effects import Reason
 from greenroom.core.invariants import check
 from greenroom.sim.records import Violation
-from tests.chaos.panel import Check
+from tests.chaos.checks.base import Check
 
 # Looking at everything costs as much as some hundred events, so it is not done after each.
 EVERY = 101
@@ -60,7 +60,7 @@ class AtRest(Check):
     def at_rest(self) -> None:
         if self.world is None:
             return
-        state, house = self.world.scheduler.state, self.world.house
+        state, truth = self.world.scheduler.state, self.world.truth
         tables: dict[str, object] = {
             "slots": state.slots,
             "slots by model": state.slots_by_model,
@@ -74,8 +74,8 @@ class AtRest(Check):
             "holdings": state.ledger.holdings,
             "promises": state.ledger.promises,
             "active tenants": state.accounts._active,
-            "places": house.places,
-            "memory": {device: mib for device, mib in house.held_mib.items() if mib},
+            "places": truth.places,
+            "memory": {device: mib for device, mib in truth.held_mib.items() if mib},
         }
         for name, table in tables.items():
             if table:

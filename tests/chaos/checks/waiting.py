@@ -14,8 +14,8 @@ from greenroom.core.effects import Reason
 from greenroom.core.model import ARRIVING, LeaseId, ModelId, Move, MoveId, RequestId, SlotId
 from greenroom.core.policy.default import LATE_DEADLINES
 from greenroom.sim.records import Violation
-from tests.chaos.panel import Check
-from tests.chaos.scene import Scene
+from tests.chaos.checks.base import Check
+from tests.chaos.scenario import Scenario
 
 # Following every late request would cost more than the run; so many at a time are followed.
 FOLLOWED_MAX = 20
@@ -49,10 +49,10 @@ class Late:
 class WaitingBound(Check):
     """W ≤ late + turn · (1 + Σ ⌈(ahead + passed) / c⌉), where a turn is a swap, its time on stage and a drain."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scenario: Scenario) -> None:
         self.judged = 0
-        self._limits = scene.config.limits
-        self._concurrency = scene.config.models[0].manners.concurrency
+        self._limits = scenario.config.limits
+        self._concurrency = scenario.config.models[0].timings.concurrency
         self._arrived: dict[str, tuple[float, ModelId, float]] = {}
         self._waiting: dict[ModelId, dict[str, float]] = {}
         self._late_at: list[tuple[float, str]] = []
@@ -135,10 +135,10 @@ class WaitingBound(Check):
 class Overtakes(Check):
     """Where one model is on stage at a time: after its batch it serves at most `overtakes_max` while another waits."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scenario: Scenario) -> None:
         self.judged = 0
-        self._limits = scene.config.limits
-        self._concurrency = scene.config.models[0].manners.concurrency
+        self._limits = scenario.config.limits
+        self._concurrency = scenario.config.models[0].timings.concurrency
         self._arrived: dict[str, tuple[float, ModelId]] = {}
         self._waiting: dict[ModelId, dict[str, float]] = {}
         self._granted_at: dict[str, float] = {}

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from tests.chaos.__main__ import main
+from tests.chaos.checks.base import Check, Checkers
 from tests.chaos.checks.waiting import Overtakes, WaitingBound
-from tests.chaos.panel import Check, Panel
 from tests.chaos.play import Failure, Play, Played, play
-from tests.chaos.scene import Scene, draw_scene
+from tests.chaos.scenario import Scenario, draw_scenario
 from tests.chaos.seeds.planted import BUGS, bug, found
 
 # One for each way of finding them: the world, a table, a count, an order, a share, a bound, a claim, a stay.
@@ -38,13 +38,13 @@ def test_a_planted_bug_is_found(name: str) -> None:
     [("bound_broken", WaitingBound, 91), ("overtakes_without_bound", Overtakes, 78)],
 )
 def test_each_promise_about_waiting_is_judged_by_its_own_checker(
-    name: str, check: Callable[[Scene], Check], seed: int
+    name: str, check: Callable[[Scenario], Check], seed: int
 ) -> None:
     """Other checkers may be quicker to find these bugs, so each is left alone with its own."""
 
     def alone() -> Played:
-        one = Play(draw_scene(seed))
-        one.panel = Panel([check(one.scene)])
+        one = Play(draw_scenario(seed))
+        one.checkers = Checkers([check(one.scenario)])
         return one.to_the_end()
 
     assert alone().judged.total() > 0

@@ -11,7 +11,7 @@ import pytest
 
 from tests.chaos.many import Figures, play_many
 from tests.chaos.play import play
-from tests.chaos.scene import draw_scene
+from tests.chaos.scenario import draw_scenario
 from tests.chaos.seeds.seeds import ONCE_FAILED
 
 ROOT = Path(__file__).parents[3]
@@ -55,7 +55,7 @@ def test_two_hundred_seeds_show_no_violation(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("seed", sorted(ONCE_FAILED))
 def test_a_seed_that_once_failed_no_longer_does(seed: int) -> None:
     assert play(seed).events > 0, ONCE_FAILED[seed]
-    if draw_scene(seed).folded:
+    if draw_scenario(seed).folded:
         # Most of them failed when no copy could be folded yet.
         assert play(seed, folding=False).events > 0, ONCE_FAILED[seed]
 

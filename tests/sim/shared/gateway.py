@@ -47,7 +47,7 @@ from greenroom.leases.shared.store import SharedStore
 from greenroom.runtime.leases.sharing import Sharing
 from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.moves.admission import Grants, NoGrant
-from tests.sim.shared.stage import Gpus
+from tests.sim.shared.gpus import Gpus
 
 LOOK_EVERY_S = 1.0
 LOOK_TAKES_S = 0.002

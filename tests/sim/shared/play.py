@@ -25,7 +25,7 @@ from greenroom.runtime.moves.admission import Grants
 from greenroom.telemetry.logs import setup as setup_logs
 from tests.sim.shared.book import Book, BookStore, at_once
 from tests.sim.shared.gateway import Gateway
-from tests.sim.shared.stage import Gpus, Violation
+from tests.sim.shared.gpus import Gpus, Violation
 from tests.sim.shared.virtual_loop import VirtualLoop
 
 FAULTS_S = 15.0

@@ -141,7 +141,7 @@ def _in_redis(url: str) -> Mapping[str, Any]:
         finally:
             await store.close()
 
-    leases = asyncio._leases(listed())
+    leases = asyncio.run(listed())
     return {
         "leases": [{**one, "overdue": one["recall_in_s"] is not None and one["recall_in_s"] <= 0} for one in leases]
     }

@@ -40,13 +40,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--green-room-mib", type=_sizes, metavar="SIZES", help="host memory where models may sleep, such as 0,65536"
     )
-    _add_manners(parser)
+    _add_timing_options(parser)
     parser.add_argument("--seed", type=int, default=0, help="everything drawn is drawn from this number")
     parser.add_argument("--out", metavar="HTML", help="write a report with plots")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
 
 
-def _add_manners(parser: argparse.ArgumentParser) -> None:
+def _add_timing_options(parser: argparse.ArgumentParser) -> None:
     """How models behave, where the estimate from their size is not good enough."""
     parser.add_argument("--load-s", type=_from_zero, help="seconds a load takes (default: by the model's size)")
     parser.add_argument("--wake-s", type=_from_zero, help="seconds a wake takes (default: by the model's size)")

@@ -1,4 +1,4 @@
-"""The panel: hands each event and effect to the checkers that want to hear of it.
+"""The checkers: hands each event and effect to the checkers that want to hear of it.
 
 A checker is a small class that keeps its own truth about one property and raises Violation when it is broken. It names
 the methods it needs after events (`serve_done`) and effects (`grant`); `tell` is called before every event, `settled`
@@ -44,7 +44,7 @@ def _those_with(checks: Sequence[Check], name: str) -> tuple[Heard, ...]:
     return tuple(getattr(check, name) for check in checks if hasattr(check, name))
 
 
-class Panel:
+class Checkers:
     """A watcher made of checkers."""
 
     def __init__(self, checks: Sequence[Check]) -> None:

@@ -1,6 +1,6 @@
 """What one seed draws: machine, models, callers and limits, and how often what goes wrong.
 
-Owns every number of a run. Three kinds of scene: a *storm* has faults of every kind; a *calm* has none, so that the
+Owns every number of a run. Three kinds of scenario: a *storm* has faults of every kind; a *calm* has none, so that the
 promises about waiting can be held against it; a *duel* keeps tenants backlogged on one model, for fairness.
 """
 
@@ -15,7 +15,7 @@ from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpe
 from greenroom.core.policy.coresidency import Rules
 from greenroom.core.policy.coresidency.groups import Group
 from greenroom.core.policy.coresidency.matrix import Matrix
-from greenroom.sim.setting import Manners, SimConfig, SimModel
+from greenroom.sim.config import SimConfig, SimModel, Timings
 
 HOST = DeviceId("host")
 # The longest that any model stays when nobody asks for it, unless it stays for good.
@@ -30,7 +30,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class Traffic:
     """Who asks. `rate` is requests a second over all models; shares of callers with a budget, little patience …"""
 
     arrivals: int
@@ -58,23 +58,23 @@ class Odds:
 
     move: float = 0.0
     answer: float = 0.0
-    turmoil_rate: float = 0.0
+    disturbance_rate: float = 0.0
     shuts_down: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class Scenario:
     seed: int
     kind: Kind
     config: SimConfig
-    crowd: Crowd
+    traffic: Traffic
     odds: Odds = field(default_factory=Odds)
     # To which shares of their size copies on the host are folded when they have been filled; empty: none is.
     folded: tuple[float, ...] = ()
 
 
-def draw_scene(seed: int, folding: bool = True) -> Scene:
-    """The scene of this seed, always the same. Without `folding` it is what it was before copies could be folded."""
+def draw_scenario(seed: int, folding: bool = True) -> Scenario:
+    """The scenario of this seed, always the same. Without `folding` it is what it was before copies could be folded."""
     random = Random(f"{seed}:scene")
     kind = random.choices((Kind.STORM, Kind.CALM, Kind.DUEL), (0.78, 0.12, 0.1))[0]
     if kind is Kind.STORM:
@@ -86,7 +86,7 @@ def draw_scene(seed: int, folding: bool = True) -> Scene:
 # --- storms -----------------------------------------------------------------------------------------------------------
 
 
-def _storm(seed: int, random: Random) -> Scene:
+def _storm(seed: int, random: Random) -> Scenario:
     devices = _devices(random)
     biggest = max(device.usable_mib for device in devices if device.kind is DeviceKind.GPU)
     models = tuple(_model(random, number, biggest) for number in range(random.randint(2, 8)))
@@ -111,22 +111,22 @@ def _storm(seed: int, random: Random) -> Scene:
     odds = Odds(
         move=random.choice((0.02, 0.1, 0.3)),
         answer=random.choice((0.003, 0.01, 0.03)),
-        turmoil_rate=random.choice((0.02, 0.1, 0.2)),
+        disturbance_rate=random.choice((0.02, 0.1, 0.2)),
         shuts_down=random.random() < 0.1,
     )
-    return Scene(seed, Kind.STORM, config, _crowd(random, models, limits), odds)
+    return Scenario(seed, Kind.STORM, config, _traffic(random, models, limits), odds)
 
 
-def _folding(scene: Scene) -> Scene:
+def _folding(scenario: Scenario) -> Scenario:
     """In a third of them workers host the models: a copy stays on the host on stage too, and is smaller than planned.
 
-    Drawn apart, so that nothing else of the scene is drawn differently.
+    Drawn apart, so that nothing else of the scenario is drawn differently.
     """
-    random = Random(f"{scene.seed}:folding")
+    random = Random(f"{scenario.seed}:folding")
     if random.random() > 1 / 3:
-        return scene
-    config = replace(scene.config, models=tuple(map(_hosted, scene.config.models)))
-    return replace(scene, config=config, folded=random.choice(((0.75,), (1.0, 0.75, 0.3))))
+        return scenario
+    config = replace(scenario.config, models=tuple(map(_hosted, scenario.config.models)))
+    return replace(scenario, config=config, folded=random.choice(((0.75,), (1.0, 0.75, 0.3))))
 
 
 def _hosted(model: SimModel) -> SimModel:
@@ -161,16 +161,16 @@ def _model(random: Random, number: int, biggest_mib: int) -> SimModel:
         grace_s=random.choice((0.0, 2.0, 30.0)),
         preload=random.random() < 0.15,
     )
-    return SimModel(spec, draw_manners(random))
+    return SimModel(spec, draw_timings(random))
 
 
 def _asleep(random: Random, gpu_mib: int) -> Need | None:
     return None if random.random() < 0.4 else Need(random.choice((0, 0, 100)), max(1, gpu_mib // 2))
 
 
-def draw_manners(random: Random) -> Manners:
+def draw_timings(random: Random) -> Timings:
     load_s = random.choice((0.3, 1.0, 3.0, 10.0))
-    return Manners(
+    return Timings(
         load_s=load_s,
         wake_s=load_s * random.choice((0.05, 0.2)),
         sleep_s=load_s * random.choice((0.02, 0.2)),
@@ -187,7 +187,7 @@ def _with_pins(random: Random, model: SimModel, biggest_mib: int) -> SimModel:
 
 
 def relabelled(model: SimModel, **changes: object) -> SimModel:
-    return SimModel(replace(model.spec, **changes), model.manners)  # type: ignore[arg-type]
+    return SimModel(replace(model.spec, **changes), model.timings)  # type: ignore[arg-type]
 
 
 def draw_limits(random: Random) -> Limits:
@@ -231,13 +231,13 @@ def draws_stay(limits: Limits) -> bool:
     return limits.swapper != "coordinator"
 
 
-def _crowd(random: Random, models: tuple[SimModel, ...], limits: Limits) -> Crowd:
+def _traffic(random: Random, models: tuple[SimModel, ...], limits: Limits) -> Traffic:
     tenants = TENANTS[: random.randint(1, len(TENANTS))]
     names = [model.spec.id for model in models]
     random.shuffle(names)
     skew = random.choice((1.0, 2.0, 3.0, 4.0, 4.0))
     priorities = random.choice(({1: 1.0}, {0: 1.0, 1: 4.0, 2: 1.0}, {-1: 0.2, 0: 1.0, 1: 1.0, 2: 1.0, 5: 0.3}))
-    return Crowd(
+    return Traffic(
         arrivals=random.randint(4_500, 7_700),
         rate=random.choice((2.0, 5.0, 10.0)),
         weights={name: 1.0 / rank**skew for rank, name in enumerate(names, start=1)},
@@ -258,24 +258,24 @@ def _crowd(random: Random, models: tuple[SimModel, ...], limits: Limits) -> Crow
 # --- calms and duels --------------------------------------------------------------------------------------------------
 
 
-def _calm(seed: int, random: Random) -> Scene:
+def _calm(seed: int, random: Random) -> Scenario:
     """Equal slots, the numbers of a real machine made smaller, and no fault: what is promised about waiting holds."""
     places, count = random.randint(1, 3), random.randint(2, 6)
     swap_s = random.choice((0.4, 1.0, 5.0))
-    manners = Manners(swap_s, swap_s / 4, swap_s / 10, swap_s / 10, concurrency=random.choice((1, 2, 4)))
+    timings = Timings(swap_s, swap_s / 4, swap_s / 10, swap_s / 10, concurrency=random.choice((1, 2, 4)))
     sleeps = Need(0, 1_000) if random.random() < 0.5 else None
     specs = [ModelSpec(ModelId(f"m{n}"), need=Need(1_000), need_asleep=sleeps) for n in range(count)]
-    models = tuple(SimModel(spec, manners) for spec in specs)
+    models = tuple(SimModel(spec, timings) for spec in specs)
     devices = [Device(DeviceId("gpu0"), DeviceKind.GPU, places * 1_000)]
     if sleeps is not None:
         devices.append(Device(HOST, DeviceKind.HOST, random.choice((1_000, 10_000))))
     limits = Limits(queue_depth_max=10_000, lift_s=random.choice((10.0, 60.0)), deadlines_s=(2.0, 10.0, 40.0))
     output_len = random.choice((10.0, 40.0, 120.0))
-    capacity = places * manners.concurrency / manners.service_s(100, int(output_len))
+    capacity = places * timings.concurrency / timings.service_s(100, int(output_len))
     # Half of them are saturated by one model, which would keep the others out for ever if nothing were promised.
     is_hot = random.random() < 0.5
     weights = {spec.id: (100.0 if is_hot and rank == 1 else 1.0) / rank for rank, spec in enumerate(specs, start=1)}
-    crowd = Crowd(
+    traffic = Traffic(
         arrivals=random.randint(2_500, 4_000),
         rate=capacity * (1.1 if is_hot else random.choice((0.3, 0.6, 0.9))),
         weights=weights,
@@ -285,12 +285,12 @@ def _calm(seed: int, random: Random) -> Scene:
         output_len=output_len,
         burst=random.choice((1, 5)),
     )
-    return Scene(seed, Kind.CALM, SimConfig(models, tuple(devices), limits), crowd)
+    return Scenario(seed, Kind.CALM, SimConfig(models, tuple(devices), limits), traffic)
 
 
-def _duel(seed: int, random: Random) -> Scene:
+def _duel(seed: int, random: Random) -> Scenario:
     """Two or three tenants who always wait for the same model, answers of very different length, and long lifts."""
-    manners = Manners(2.0, 0.2, 0.1, 0.1, concurrency=random.choice((1, 2, 4)))
+    timings = Timings(2.0, 0.2, 0.1, 0.1, concurrency=random.choice((1, 2, 4)))
     spec = ModelSpec(ModelId("m0"), need=Need(1_000))
     limits = Limits(
         queue_depth_max=10_000,
@@ -298,7 +298,7 @@ def _duel(seed: int, random: Random) -> Scene:
         tenant_weights={TENANTS[0]: random.choice((1.0, 2.0, 0.5))},
     )
     tenants = TENANTS[: random.randint(2, 3)]
-    crowd = Crowd(
+    traffic = Traffic(
         arrivals=random.randint(5_000, 7_000),
         rate=1.0,
         weights={spec.id: 1.0},
@@ -309,4 +309,4 @@ def _duel(seed: int, random: Random) -> Scene:
         loops=random.randint(6, 12),
     )
     devices = (Device(DeviceId("gpu0"), DeviceKind.GPU, 1_000),)
-    return Scene(seed, Kind.DUEL, SimConfig((SimModel(spec, manners),), devices, limits), crowd)
+    return Scenario(seed, Kind.DUEL, SimConfig((SimModel(spec, timings),), devices, limits), traffic)

@@ -5,14 +5,14 @@ Owns the answers to the world's questions (`faults.py`). What happens at times o
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 from greenroom.core.model import Claim, LeaseId, Move, MoveId, MoveKind, Outcome, SlotId, Tier
 from greenroom.sim.faults import Ending, MoveFate, ServeFate
-from greenroom.sim.records import Call
+from greenroom.sim.records import SimCall
 from greenroom.sim.world import World
-from tests.chaos.scene import HOST, Scene
-from tests.chaos.tally import Tally
+from tests.chaos.scenario import HOST, Scenario
 
 # A hang ends at the time limit of whoever carries the move out.
 HANG_MAX_S = 40.0
@@ -32,16 +32,26 @@ MAKING_ROOM = (*GOING, "room_refused", "room_refused")
 ANSWERS = ("client_goes", "lost_early", "crash", "out_of_memory_at_run", "answer_hangs", "crash_leaves_copy")
 
 
-class Mischief:
-    def __init__(self, scene: Scene, tally: Tally) -> None:
-        self._odds = scene.odds
-        self._random = Random(f"{scene.seed}:mischief")
+class FaultCounts:
+    """How many faults of each kind there were."""
+
+    def __init__(self) -> None:
+        self.faults: Counter[str] = Counter()
+
+    def count(self, kind: str) -> None:
+        self.faults[kind] += 1
+
+
+class FaultPlan:
+    def __init__(self, scenario: Scenario, counts: FaultCounts) -> None:
+        self._odds = scenario.odds
+        self._random = Random(f"{scenario.seed}:mischief")
         # Of its own, so that nothing else is drawn differently where copies are folded.
-        self._folding = Random(f"{scene.seed}:folded")
-        self._folded = scene.folded
+        self._folding = Random(f"{scenario.seed}:folded")
+        self._folded = scenario.folded
         # What the copy of each slot takes of the host, told whenever it has gone to sleep.
         self._copies: dict[SlotId, int] = {}
-        self._tally = tally
+        self._counts = counts
         self._world: World | None = None
         self._is_over = False
         # While the store is down every load ends that way.
@@ -53,7 +63,7 @@ class Mischief:
         """From now on all goes well. What hangs already still has to end."""
         self._is_over, self.store_down_until = True, 0.0
 
-    def begin(self, world: World) -> None:
+    def attach(self, world: World) -> None:
         self._world = world
 
     # --- moves --------------------------------------------------------------------------------------------------------
@@ -67,20 +77,20 @@ class Mischief:
         if not (sleeps and self._folded) or fate.outcome is not Outcome.DONE or fate.seen is not None:
             return fate
         if move.slot not in self._copies:
-            self._tally.count("sleeps_in_less")
+            self._counts.count("sleeps_in_less")
             self._copies[move.slot] = int(move.claim[HOST] * self._folding.choice(self._folded))
         return fate._replace(seen={HOST: self._copies[move.slot]})
 
     def _drawn(self, move: Move, usual: MoveFate) -> MoveFate:
         comes = move.kind not in (MoveKind.SLEEP, MoveKind.UNLOAD)
         if comes and self._world is not None and self._world.now < self.store_down_until:
-            self._tally.count("store_down")
+            self._counts.count("store_down")
             return usual._replace(outcome=Outcome.STORE_DOWN, took_s=0.05)
         if self._is_over or self._random.random() >= self._odds.move:
             return usual
         leaving = GOING if move.makes_room_for is None else MAKING_ROOM
         kind = self._random.choice(COMING if comes else leaving)
-        self._tally.count(kind)
+        self._counts.count(kind)
         return self._fate(kind, move, usual)
 
     def _fate(self, kind: str, move: Move, usual: MoveFate) -> MoveFate:
@@ -111,16 +121,16 @@ class Mischief:
     def on_abort(self, move: MoveId) -> bool:
         if self._is_over or self._random.random() >= self._odds.move:
             return True
-        self._tally.count("cannot_be_stopped")
+        self._counts.count("cannot_be_stopped")
         return False
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    def on_grant(self, call: Call, usual_s: float) -> ServeFate | None:
+    def on_grant(self, call: SimCall, usual_s: float) -> ServeFate | None:
         if self._is_over or self._random.random() >= self._odds.answer:
             return None
         kind = self._random.choice(ANSWERS)
-        self._tally.count(kind)
+        self._counts.count(kind)
         part_s = usual_s * self._random.choice((0.0, self._random.random()))
         match kind:
             case "client_goes":
@@ -142,7 +152,7 @@ class Mischief:
             return within_s / 2
         factor = self._random.choice((0.0, 0.5, 1.0, 2.0))
         if factor > 1.0:
-            self._tally.count("lease_overstays")
+            self._counts.count("lease_overstays")
         return within_s * factor
 
 

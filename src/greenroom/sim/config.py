@@ -1,4 +1,4 @@
-"""What a simulated world is made of: models with their manners, devices, the scheduler's numbers and its policy.
+"""What a simulated world is made of: models with their timings, devices, the scheduler's numbers and its policy.
 
 Owns the numbers of one run and nothing that changes during it.
 """
@@ -19,7 +19,7 @@ POLICIES = tuple(BUILT_IN)
 
 
 @dataclass(frozen=True, slots=True)
-class Manners:
+class Timings:
     """How long things take with a model. The defaults are those of a mid-sized one on one recent GPU."""
 
     load_s: float = 20.0
@@ -50,13 +50,13 @@ class Manners:
         return Learned({kind: self.move_s(kind) for kind in MoveKind})
 
 
-DEFAULT_MANNERS = Manners()
+DEFAULT_TIMINGS = Timings()
 
 
 @dataclass(frozen=True, slots=True)
 class SimModel:
     spec: ModelSpec
-    manners: Manners = DEFAULT_MANNERS
+    timings: Timings = DEFAULT_TIMINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class SimConfig:
     swappers: Swappers = field(default_factory=lambda: SWAPPERS)
 
     def learned(self) -> dict[ModelId, Learned] | None:
-        return {model.spec.id: model.manners.learned() for model in self.models} if self.knows_times else None
+        return {model.spec.id: model.timings.learned() for model in self.models} if self.knows_times else None
 
 
 def scheduler_for(effects: Effects, policies: Policies = BUILT_IN, swappers: Swappers = SWAPPERS) -> Scheduler:

@@ -22,11 +22,10 @@ from greenroom.core.model import (
     SlotId,
     Tier,
 )
-from greenroom.sim.setting import SimModel
+from greenroom.sim.config import SimModel
 from greenroom.sim.world import World
-from tests.chaos.mischief import Mischief
-from tests.chaos.scene import Scene, draw_limits, draw_manners, draws_stay
-from tests.chaos.tally import Tally
+from tests.chaos.fault_plan import FaultCounts, FaultPlan
+from tests.chaos.scenario import Scenario, draw_limits, draw_timings, draws_stay
 
 CLOCK_STEP_MAX_S = 20.0
 STORE_DOWN_MAX_S = 4.0
@@ -35,12 +34,12 @@ LEASE_MAX_S = 30.0
 AWAY_MAX_S = 10.0
 
 
-class Turmoil:
-    def __init__(self, scene: Scene, mischief: Mischief, tally: Tally) -> None:
-        self._scene = scene
-        self._mischief = mischief
-        self._tally = tally
-        self._random = Random(f"{scene.seed}:turmoil")
+class Disturbances:
+    def __init__(self, scenario: Scenario, faults: FaultPlan, counts: FaultCounts) -> None:
+        self._scenario = scenario
+        self._faults = faults
+        self._counts = counts
+        self._random = Random(f"{scenario.seed}:turmoil")
         self._is_over = False
         # Revisions only grow, also of a model that was removed and comes back.
         self._revision = 1
@@ -64,23 +63,23 @@ class Turmoil:
         )
 
     def begin(self, world: World) -> None:
-        if self._scene.odds.turmoil_rate:
-            world.after(self._random.expovariate(self._scene.odds.turmoil_rate), self._strike)
+        if self._scenario.odds.disturbance_rate:
+            world.after(self._random.expovariate(self._scenario.odds.disturbance_rate), self._strike)
 
     def stop(self, world: World) -> None:
         """Nothing more happens, strangers leave, devices come back, leases end; and so does the store's absence."""
         self._is_over = True
         for lease in list(world.leases):
             world.end_lease(lease)
-        world.change_config(devices=self._scene.config.devices)
-        world.change_memory(dict.fromkeys((device.id for device in self._scene.config.devices), 0))
+        world.change_config(devices=self._scenario.config.devices)
+        world.change_memory(dict.fromkeys((device.id for device in self._scenario.config.devices), 0))
         world.change_others(())
 
     def _strike(self, world: World) -> None:
         if self._is_over:
             return
         happening = self._random.choice(self._kinds)
-        self._tally.count(happening.__name__)
+        self._counts.count(happening.__name__)
         happening(world)
         self.begin(world)
 
@@ -88,7 +87,7 @@ class Turmoil:
 
     def foreign_memory(self, world: World) -> None:
         random = self._random
-        device = random.choice(self._scene.config.devices)
+        device = random.choice(self._scenario.config.devices)
         world.change_memory({device.id: int(device.capacity_mib * random.choice((0.0, 0.2, 0.6)))})
         # Strangers leave again before long.
         world.after(AWAY_MAX_S * random.random(), lambda world: world.change_memory({device.id: 0}))
@@ -103,7 +102,7 @@ class Turmoil:
 
     def _lease_elsewhere(self, place: int) -> OtherLease:
         random = self._random
-        devices = random.sample(self._scene.config.devices, random.randint(1, len(self._scene.config.devices)))
+        devices = random.sample(self._scenario.config.devices, random.randint(1, len(self._scenario.config.devices)))
         claim = {device.id: int(device.capacity_mib * random.choice((0.1, 0.5))) for device in devices}
         return OtherLease(LeaseId(f"x{place}"), "elsewhere", claim, random.choice((0, 1, 2)), random.random() < 0.5)
 
@@ -116,14 +115,14 @@ class Turmoil:
 
     def slots_crash(self, world: World) -> None:
         """One process, or all at once: idle, busy, asleep or in the middle of a move."""
-        slots = [place.id for place in world.house.places.values() if place.has_engine]
+        slots = [place.id for place in world.truth.places.values() if place.has_engine]
         lost = slots if self._random.random() < 0.2 else self._random.sample(slots, min(1, len(slots)))
-        is_calm = all(world.house.places[slot].move is None for slot in lost)
-        survives = is_calm and self._mischief.copies_survive and self._random.random() < 0.3
+        is_calm = all(world.truth.places[slot].move is None for slot in lost)
+        survives = is_calm and self._faults.copies_survive and self._random.random() < 0.3
         world.crash(lost, Tier.ASLEEP if survives else Tier.COLD)
 
     def store_goes_down(self, world: World) -> None:
-        self._mischief.store_down_until = world.now + STORE_DOWN_MAX_S * self._random.random()
+        self._faults.store_down_until = world.now + STORE_DOWN_MAX_S * self._random.random()
 
     def stray_word(self, world: World) -> None:
         """Something said twice, or of somebody unknown. It must be ignored."""
@@ -147,7 +146,7 @@ class Turmoil:
             world.change_config(needs={model.spec.id: Need(gpu_mib, need.host_mib)})
 
     def _largest_mib(self) -> int:
-        gpus = [device for device in self._scene.config.devices if device.kind is DeviceKind.GPU]
+        gpus = [device for device in self._scenario.config.devices if device.kind is DeviceKind.GPU]
         return min(device.usable_mib for device in gpus) // 2
 
     # --- people -------------------------------------------------------------------------------------------------------
@@ -166,7 +165,7 @@ class Turmoil:
 
     def lease_asked(self, world: World) -> None:
         random = self._random
-        gpus = [device for device in self._scene.config.devices if device.kind is DeviceKind.GPU]
+        gpus = [device for device in self._scenario.config.devices if device.kind is DeviceKind.GPU]
         lease = world.ask_lease(
             Need(int(gpus[0].usable_mib * random.choice((0.1, 0.4, 0.9)))),
             priority=random.choice((0, 1, 3)),
@@ -190,52 +189,52 @@ class Turmoil:
         world.after(AWAY_MAX_S * self._random.random(), lambda world: self._add(world, model))
 
     def _add(self, world: World, model: SimModel) -> None:
-        self._tally.count("model_added")
-        world.change_config([SimModel(replace(model.spec, revision=self._next_revision()), model.manners)])
+        self._counts.count("model_added")
+        world.change_config([SimModel(replace(model.spec, revision=self._next_revision()), model.timings)])
 
     def new_revision(self, world: World) -> None:
         if model := self._any(world):
-            ttl_s = self._random.choice((0.0 if draws_stay(self._scene.config.limits) else 1.0, 5.0))
+            ttl_s = self._random.choice((0.0 if draws_stay(self._scenario.config.limits) else 1.0, 5.0))
             spec = replace(model.spec, revision=self._next_revision(), ttl_s=ttl_s)
-            world.change_config([SimModel(spec, draw_manners(self._random))])
+            world.change_config([SimModel(spec, draw_timings(self._random))])
 
     def relabelled(self, world: World) -> None:
         """Nothing that needs another process."""
         if model := self._any(world):
             spec = replace(
                 model.spec,
-                ttl_s=self._random.choice((0.0 if draws_stay(self._scene.config.limits) else 1.0, 2.0, 20.0)),
+                ttl_s=self._random.choice((0.0 if draws_stay(self._scenario.config.limits) else 1.0, 2.0, 20.0)),
                 concurrency=self._random.choice((model.spec.concurrency, 1, 4)),
                 preload=self._random.random() < 0.2,
                 grace_s=self._random.choice((0.0, 10.0)),
                 pinned=self._may_pin(model) and self._random.random() < 0.2,
             )
-            world.change_config([SimModel(spec, model.manners)])
+            world.change_config([SimModel(spec, model.timings)])
 
     def _may_pin(self, model: SimModel) -> bool:
         """One that stays for good must leave room, and be allowed in everybody's company."""
-        smallest = min(device.usable_mib for device in self._scene.config.devices)
-        return self._scene.config.limits.company is None and 5 * model.spec.need.gpu_mib < smallest
+        smallest = min(device.usable_mib for device in self._scenario.config.devices)
+        return self._scenario.config.limits.company is None and 5 * model.spec.need.gpu_mib < smallest
 
     def other_limits(self, world: World) -> None:
         policy = self._random.choice(("default", "default", "fifo"))
-        drawn, now = draw_limits(self._random), self._scene.config.limits
+        drawn, now = draw_limits(self._random), self._scenario.config.limits
         world.change_config(limits=replace(drawn, policy=policy, company=now.company, swapper=now.swapper))
 
     def other_devices(self, world: World) -> None:
         """A GPU is gone or smaller; it comes back before long."""
-        devices = list(self._scene.config.devices)
+        devices = list(self._scenario.config.devices)
         place = self._random.randrange(len(devices))
         if self._random.random() < 0.5:
             devices[place] = replace(devices[place], capacity_mib=devices[place].capacity_mib // 2)
         elif len(devices) > 1:
             del devices[place]
-            self._mischief.copies_survive = False
+            self._faults.copies_survive = False
         world.change_config(devices=devices)
         world.after(AWAY_MAX_S * self._random.random(), self._devices_return)
 
     def _devices_return(self, world: World) -> None:
-        world.change_config(devices=self._scene.config.devices)
+        world.change_config(devices=self._scenario.config.devices)
 
     def _next_revision(self) -> int:
         self._revision += 1
