@@ -7,14 +7,14 @@ import asyncio
 import pytest
 
 from greenroom.errors import Overload
-from greenroom.telemetry.hub import Event, Hub, Subscription
+from greenroom.telemetry.hub import Event, Hub, EventSubscription
 
 
-async def next_of(subscription: Subscription) -> Event:
+async def next_of(subscription: EventSubscription) -> Event:
     return await asyncio.wait_for(anext(subscription), 10)
 
 
-async def all_of(subscription: Subscription) -> list[tuple[int, str]]:
+async def all_of(subscription: EventSubscription) -> list[tuple[int, str]]:
     """What a subscription still gives; it must have been ended."""
     return [(event.id, event.kind) async for event in subscription]
 

@@ -37,7 +37,7 @@ class Hub:
         self._past: deque[Event] = deque(maxlen=past_max)
         self._queue_max = queue_max
         self._subscribers_max = subscribers_max
-        self._subscriptions: set[Subscription] = set()
+        self._subscriptions: set[EventSubscription] = set()
         self._last_id = 0
         self._closed = False
 
@@ -49,11 +49,11 @@ class Hub:
         for subscription in self._subscriptions:
             subscription.put(event)
 
-    def subscribe(self, after: int | None = None) -> Subscription:
+    def subscribe(self, after: int | None = None) -> EventSubscription:
         """Listen from now on or, if that is still known, from the event after this id. Raises Overload when full."""
         if len(self._subscriptions) >= self._subscribers_max:
             raise Overload(f"{self._subscribers_max:,} listeners are connected already.", retry_after_s=10.0)
-        subscription = Subscription(self, self._queue_max)
+        subscription = EventSubscription(self, self._queue_max)
         if after is not None:
             self._replay(subscription, after)
         if self._closed:
@@ -69,11 +69,11 @@ class Hub:
             subscription.finish()
         self._subscriptions.clear()
 
-    def forget(self, subscription: Subscription) -> None:
-        """Tell this one nothing more. `Subscription.close` calls it."""
+    def forget(self, subscription: EventSubscription) -> None:
+        """Tell this one nothing more. `EventSubscription.close` calls it."""
         self._subscriptions.discard(subscription)
 
-    def _replay(self, subscription: Subscription, after: int) -> None:
+    def _replay(self, subscription: EventSubscription, after: int) -> None:
         # An id from the future is from an earlier life of the gateway: everything is new to that listener.
         seen = after if 0 <= after <= self._last_id else 0
         oldest = self._past[0].id if self._past else self._last_id + 1
@@ -83,7 +83,7 @@ class Hub:
                 subscription.put(event)
 
 
-class Subscription(AsyncIterator[Event]):
+class EventSubscription(AsyncIterator[Event]):
     """One listener's queue, for one reader. Events that did not fit are replaced by one of kind "dropped"."""
 
     def __init__(self, hub: Hub, queue_max: int) -> None:

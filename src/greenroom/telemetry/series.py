@@ -19,7 +19,7 @@ _LabelsOrPair = TypeVar("_LabelsOrPair", bound=Labels)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MetricSpec:
     """One line of the table of metrics. Histograms have bucket bounds, the others none."""
 
     name: str
@@ -59,10 +59,10 @@ class Spread:
 class Counter:
     """All series of one counter, by label values."""
 
-    __slots__ = ("row", "series")
+    __slots__ = ("series", "spec")
 
-    def __init__(self, row: Row) -> None:
-        self.row = row
+    def __init__(self, spec: MetricSpec) -> None:
+        self.spec = spec
         self.series: dict[Labels, Count] = {}
 
     def at(self, *labels: str) -> Count:
@@ -74,14 +74,14 @@ class Counter:
 
     def summed(self, label: str, value: str) -> Counter:
         """The same counts with this label taken together under one value."""
-        place = self.row.labels.index(label)
-        total = Counter(self.row)
+        place = self.spec.labels.index(label)
+        total = Counter(self.spec)
         for labels, count in list(self.series.items()):
             total.at(*labels[:place], value, *labels[place + 1 :]).add(count.value)
         return total
 
     def family(self) -> CounterMetricFamily:
-        family = CounterMetricFamily(self.row.name, self.row.help, labels=self.row.labels)
+        family = CounterMetricFamily(self.spec.name, self.spec.help, labels=self.spec.labels)
         # A copy made in one step, because this may run in a thread while the loop adds series.
         for labels, count in list(self.series.items()):
             family.add_metric(labels, count.value)
@@ -91,22 +91,22 @@ class Counter:
 class Histogram:
     """All series of one histogram, by label values."""
 
-    __slots__ = ("_bound_names", "row", "series")
+    __slots__ = ("_bound_names", "series", "spec")
 
-    def __init__(self, row: Row) -> None:
-        self.row = row
+    def __init__(self, spec: MetricSpec) -> None:
+        self.spec = spec
         self.series: dict[Labels, Spread] = {}
-        self._bound_names = [*(str(float(bound)) for bound in row.buckets), "+Inf"]
+        self._bound_names = [*(str(float(bound)) for bound in spec.buckets), "+Inf"]
 
     def at(self, *labels: str) -> Spread:
         """The series with these labels; made when it is first asked for."""
         found = self.series.get(labels)
         if found is None:
-            found = self.series[labels] = Spread(self.row.buckets)
+            found = self.series[labels] = Spread(self.spec.buckets)
         return found
 
     def family(self) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(self.row.name, self.row.help, labels=self.row.labels)
+        family = HistogramMetricFamily(self.spec.name, self.spec.help, labels=self.spec.labels)
         for labels, spread in list(self.series.items()):
             family.add_metric(labels, self._cumulated(spread), spread.sum)
         return family
@@ -121,8 +121,8 @@ class Histogram:
         return buckets
 
 
-def gauge_family(row: Row, values: Mapping[_LabelsOrPair, float]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(row.name, row.help, labels=row.labels)
+def gauge_family(spec: MetricSpec, values: Mapping[_LabelsOrPair, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(spec.name, spec.help, labels=spec.labels)
     for labels, value in values.items():
         family.add_metric(labels, value)
     return family

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from greenroom.telemetry.series import Row
+from greenroom.telemetry.series import MetricSpec
 
 # Answers take from a cached embedding's milliseconds to a long generation's minutes.
 _ANSWER_S: Final = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -19,48 +19,68 @@ _MOVE_S: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 _BYTES_PER_S: Final = (1e8, 3e8, 1e9, 3e9, 6e9, 1.2e10, 2e10, 2.5e10, 4e10, 5e10, 6e10, 1e11, 2e11, 4e11)
 
 # --- the table: every metric there is -------------------------------------------------------------------------------
-REQUESTS = Row("greenroom_requests_total", "Requests answered.", ("model", "route", "status"))
-REQUEST_SECONDS = Row("greenroom_request_seconds", "From arrival to last byte.", ("model", "route"), _ANSWER_S)
-WAIT_SECONDS = Row("greenroom_queue_wait_seconds", "From arrival to a slot's grant.", ("model",), _WAIT_S)
-FIRST_BYTE_SECONDS = Row("greenroom_first_byte_seconds", "From arrival to the answer's start.", ("model",), _ANSWER_S)
-TENANT_REQUESTS = Row("greenroom_tenant_requests_total", "Requests answered, by tenant.", ("model", "tenant"))
-TOKENS = Row("greenroom_tokens_total", "Tokens; kind is prompt, completion or cached.", ("model", "tenant", "kind"))
-LOOKUPS = Row("greenroom_model_lookups_total", "Was the model ready when asked for: hit or miss.", ("model", "result"))
-MOVES = Row("greenroom_moves_total", "Moves between tiers that ended.", ("model", "kind", "outcome"))
-MOVE_SECONDS = Row("greenroom_move_seconds", "How long moves took that succeeded.", ("model", "kind"), _MOVE_S)
-EVICTIONS = Row("greenroom_evictions_total", "Models that had to leave.", ("model", "reason"))
-REJECTIONS = Row("greenroom_rejections_total", "Requests refused while they waited or before.", ("model", "code"))
-EDGE_REFUSALS = Row("greenroom_edge_refusals_total", "Requests refused before they were read.", ("code",))
-WAKE_BYTES = Row("greenroom_wake_bytes_total", "Weights copied from the green room to a device.", ("model",))
-WAKE_RATE = Row("greenroom_wake_bytes_per_second", "How fast each wake copied weights.", ("model",), _BYTES_PER_S)
-PREPARE_BYTES = Row("greenroom_prepare_bytes_total", "Weights read from disk into the green room.", ("model",))
-PREPARE_RATE = Row("greenroom_prepare_bytes_per_second", "How fast each was read from disk.", ("model",), _BYTES_PER_S)
-WORKER_STARTS = Row("greenroom_worker_starts_total", "Worker processes started: needed or spare.", ("purpose",))
-WORKER_LOSSES = Row("greenroom_worker_losses_total", "Worker processes that ended and were not asked to.")
-FLUSHED_BYTES = Row("greenroom_cache_flushed_bytes_total", "Prefix caches given back at a caller's word.", ("model",))
-PREFETCH_BYTES = Row("greenroom_prefetch_bytes_total", "Read ahead into the page cache for who waits.", ("model",))
+REQUESTS = MetricSpec("greenroom_requests_total", "Requests answered.", ("model", "route", "status"))
+REQUEST_SECONDS = MetricSpec("greenroom_request_seconds", "From arrival to last byte.", ("model", "route"), _ANSWER_S)
+WAIT_SECONDS = MetricSpec("greenroom_queue_wait_seconds", "From arrival to a slot's grant.", ("model",), _WAIT_S)
+FIRST_BYTE_SECONDS = MetricSpec(
+    "greenroom_first_byte_seconds", "From arrival to the answer's start.", ("model",), _ANSWER_S
+)
+TENANT_REQUESTS = MetricSpec("greenroom_tenant_requests_total", "Requests answered, by tenant.", ("model", "tenant"))
+TOKENS = MetricSpec(
+    "greenroom_tokens_total", "Tokens; kind is prompt, completion or cached.", ("model", "tenant", "kind")
+)
+LOOKUPS = MetricSpec(
+    "greenroom_model_lookups_total", "Was the model ready when asked for: hit or miss.", ("model", "result")
+)
+MOVES = MetricSpec("greenroom_moves_total", "Moves between tiers that ended.", ("model", "kind", "outcome"))
+MOVE_SECONDS = MetricSpec("greenroom_move_seconds", "How long moves took that succeeded.", ("model", "kind"), _MOVE_S)
+EVICTIONS = MetricSpec("greenroom_evictions_total", "Models that had to leave.", ("model", "reason"))
+REJECTIONS = MetricSpec(
+    "greenroom_rejections_total", "Requests refused while they waited or before.", ("model", "code")
+)
+EDGE_REFUSALS = MetricSpec("greenroom_edge_refusals_total", "Requests refused before they were read.", ("code",))
+WAKE_BYTES = MetricSpec("greenroom_wake_bytes_total", "Weights copied from the green room to a device.", ("model",))
+WAKE_RATE = MetricSpec(
+    "greenroom_wake_bytes_per_second", "How fast each wake copied weights.", ("model",), _BYTES_PER_S
+)
+PREPARE_BYTES = MetricSpec("greenroom_prepare_bytes_total", "Weights read from disk into the green room.", ("model",))
+PREPARE_RATE = MetricSpec(
+    "greenroom_prepare_bytes_per_second", "How fast each was read from disk.", ("model",), _BYTES_PER_S
+)
+WORKER_STARTS = MetricSpec("greenroom_worker_starts_total", "Worker processes started: needed or spare.", ("purpose",))
+WORKER_LOSSES = MetricSpec("greenroom_worker_losses_total", "Worker processes that ended and were not asked to.")
+FLUSHED_BYTES = MetricSpec(
+    "greenroom_cache_flushed_bytes_total", "Prefix caches given back at a caller's word.", ("model",)
+)
+PREFETCH_BYTES = MetricSpec(
+    "greenroom_prefetch_bytes_total", "Read ahead into the page cache for who waits.", ("model",)
+)
 
-QUEUE_DEPTH = Row("greenroom_queue_depth", "Requests that wait now.", ("model",))
-IN_FLIGHT = Row("greenroom_in_flight", "Requests that are answered now.", ("model",))
-SLOTS = Row("greenroom_slots", "Slots by tier: ready, asleep, cold.", ("model", "tier"))
-MODEL_MEMORY = Row("greenroom_model_memory_mib", "Memory a model holds on a device.", ("model", "device"))
-DEVICE_CAPACITY = Row("greenroom_device_capacity_mib", "Memory a device has.", ("device",))
-DEVICE_FREE = Row("greenroom_device_free_mib", "Memory that can still be planned with.", ("device",))
-DEVICE_FOREIGN = Row("greenroom_device_foreign_mib", "Memory of processes that are not ours.", ("device",))
-GPU_TOTAL = Row("greenroom_gpu_total_mib", "Memory of a GPU that can be allocated.", ("device",))
-GPU_USED = Row("greenroom_gpu_used_mib", "Memory of a GPU that is used, by whomever.", ("device",))
-GPU_UTILISATION = Row("greenroom_gpu_utilisation_percent", "Share of the time something ran on a GPU.", ("device",))
-GPU_TEMPERATURE = Row("greenroom_gpu_temperature_celsius", "How hot a GPU is.", ("device",))
-STORE_UP = Row("greenroom_lease_store_up", "Whether the shared lease store answers; absent where there is none.")
-UNLEASED = Row("greenroom_slots_without_lease", "Models that run though the shared store gave their lease away.")
-LEASES = Row("greenroom_leases", "Leases that other programs hold, of this gateway or in the shared store.")
-LEASES_WAITING = Row("greenroom_leases_waiting", "Leases that other programs wait for there.")
-LEASE_ASKS = Row("greenroom_lease_asks_total", "Leases asked of this gateway: granted, denied, given_up.", ("outcome",))
-LEASE_MEMORY = Row("greenroom_lease_memory_mib", "Memory that such leases hold on a device.", ("device",))
-GREEN_ROOM_SIZE = Row("greenroom_green_room_size_mib", "Host memory for those asleep; absent where not bounded.")
-GREEN_ROOM_USED = Row("greenroom_green_room_used_mib", "Host memory that those asleep hold.")
-CONNECTIONS = Row("greenroom_connections", "Open connections of callers.")
-UPTIME = Row("greenroom_uptime_seconds", "Since the gateway started.")
+QUEUE_DEPTH = MetricSpec("greenroom_queue_depth", "Requests that wait now.", ("model",))
+IN_FLIGHT = MetricSpec("greenroom_in_flight", "Requests that are answered now.", ("model",))
+SLOTS = MetricSpec("greenroom_slots", "Slots by tier: ready, asleep, cold.", ("model", "tier"))
+MODEL_MEMORY = MetricSpec("greenroom_model_memory_mib", "Memory a model holds on a device.", ("model", "device"))
+DEVICE_CAPACITY = MetricSpec("greenroom_device_capacity_mib", "Memory a device has.", ("device",))
+DEVICE_FREE = MetricSpec("greenroom_device_free_mib", "Memory that can still be planned with.", ("device",))
+DEVICE_FOREIGN = MetricSpec("greenroom_device_foreign_mib", "Memory of processes that are not ours.", ("device",))
+GPU_TOTAL = MetricSpec("greenroom_gpu_total_mib", "Memory of a GPU that can be allocated.", ("device",))
+GPU_USED = MetricSpec("greenroom_gpu_used_mib", "Memory of a GPU that is used, by whomever.", ("device",))
+GPU_UTILISATION = MetricSpec(
+    "greenroom_gpu_utilisation_percent", "Share of the time something ran on a GPU.", ("device",)
+)
+GPU_TEMPERATURE = MetricSpec("greenroom_gpu_temperature_celsius", "How hot a GPU is.", ("device",))
+STORE_UP = MetricSpec("greenroom_lease_store_up", "Whether the shared lease store answers; absent where there is none.")
+UNLEASED = MetricSpec("greenroom_slots_without_lease", "Models that run though the shared store gave their lease away.")
+LEASES = MetricSpec("greenroom_leases", "Leases that other programs hold, of this gateway or in the shared store.")
+LEASES_WAITING = MetricSpec("greenroom_leases_waiting", "Leases that other programs wait for there.")
+LEASE_ASKS = MetricSpec(
+    "greenroom_lease_asks_total", "Leases asked of this gateway: granted, denied, given_up.", ("outcome",)
+)
+LEASE_MEMORY = MetricSpec("greenroom_lease_memory_mib", "Memory that such leases hold on a device.", ("device",))
+GREEN_ROOM_SIZE = MetricSpec("greenroom_green_room_size_mib", "Host memory for those asleep; absent where not bounded.")
+GREEN_ROOM_USED = MetricSpec("greenroom_green_room_used_mib", "Host memory that those asleep hold.")
+CONNECTIONS = MetricSpec("greenroom_connections", "Open connections of callers.")
+UPTIME = MetricSpec("greenroom_uptime_seconds", "Since the gateway started.")
 
 TABLE: Final = (
     *(REQUESTS, REQUEST_SECONDS, WAIT_SECONDS, FIRST_BYTE_SECONDS, TENANT_REQUESTS, TOKENS, LOOKUPS),
