@@ -1,8 +1,7 @@
 """What each request is doing, and what the last ones did.
 
-Owns one record for each request, from arrival to some time after its end. Never bodies, never keys; an engine's words
-only in `reason` and `details`, which are for operators. Records of running requests are always found; of ended ones the
-most recent are kept.
+Owns one record for each request, from arrival to some time after its end: always while it runs, then as one of the
+most recent. Never holds bodies or keys. Only `reason` and `details`, which are for operators, quote an engine.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, Final, Literal
 State = Literal["waiting", "serving", "done"]
 
 
-# In the order in which people read them.
+# In the order in which they are shown.
 _FIELDS: Final = (
     "id",
     "model",
@@ -45,9 +44,9 @@ _FIELDS: Final = (
 
 
 class Record:
-    """One request. Filled in as it goes on; what is not known yet is None. Times are from arrival, in seconds.
+    """One request, filled in as it goes on. What is not known yet is None. Times are seconds since arrival.
 
-    A plain class, because there is one for every request and a compiled dataclass is still made by Python.
+    A plain class: there is one for every request, and even a compiled dataclass is constructed by the interpreter.
     """
 
     __slots__ = _FIELDS
@@ -66,7 +65,7 @@ class Record:
         priority: int = 1,
     ) -> None:
         self.id = id
-        # The model's id, and what the caller called it: that or an alias.
+        # The model's id, and the id or alias that the caller sent.
         self.model = model
         self.asked_as = asked_as
         self.tenant = tenant
@@ -83,14 +82,14 @@ class Record:
         self.total_s: float | None = None
         self.status: int | None = None
         self.error_code: str | None = None
-        # What callers are told; what an operator is, and the engine's lines that go with it.
+        # The message for callers; the one for operators, and the engine's lines that belong to it.
         self.error_message: str | None = None
         self.reason: str | None = None
         self.details: str | None = None
         self.prompt_tokens: int | None = None
         self.completion_tokens: int | None = None
         self.cached_tokens: int | None = None
-        # Whether the tokens were counted by us rather than told by the engine.
+        # True if the gateway counted the tokens because the engine did not report them.
         self.estimated = False
         self.chunks = 0
 
@@ -100,7 +99,7 @@ class Record:
 
 
 class Activity:
-    """`begin` and `end` match. An id that is used twice means its newest request."""
+    """`begin` and `end` match. If an id is used twice, the newest request counts."""
 
     def __init__(self, keep_max: int = 2_000) -> None:
         self._keep_max = keep_max
@@ -109,7 +108,7 @@ class Activity:
         self._ended: OrderedDict[str, Record] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many requests run now."""
+        """The number of requests that run now."""
         return len(self._live)
 
     def begin(self, record: Record) -> None:

@@ -1,4 +1,4 @@
-"""What happens, told to whoever listens.
+"""Publishes events to listeners, such as dashboards.
 
 Owns the numbering of events, the last few of them, and a bounded queue for each listener. Never waits for a listener:
 one that is too slow loses the oldest events and is told how many. Belongs to one event loop.
@@ -25,7 +25,7 @@ DROPPED = "dropped"
 
 
 class Event(NamedTuple):
-    """One thing that happened. Ids count up from 1 and begin anew with the gateway."""
+    """One thing that happened. Ids count up from 1 and start over when the gateway does."""
 
     id: int
     kind: str
@@ -42,7 +42,7 @@ class Hub:
         self._closed = False
 
     def publish(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Tell everyone. `data` is kept as it is: it must not be changed afterwards."""
+        """Send to every listener. `data` is kept, not copied: do not change it afterwards."""
         self._last_id += 1
         event = Event(self._last_id, kind, data)
         self._past.append(event)
@@ -50,7 +50,7 @@ class Hub:
             subscription.put(event)
 
     def subscribe(self, after: int | None = None) -> EventSubscription:
-        """Listen from now on or, if that is still known, from the event after this id. Raises Overload when full."""
+        """Listen from now on, or from the event after this id as far as it is still kept. Raises Overload when full."""
         if len(self._subscriptions) >= self._subscribers_max:
             raise Overload(f"{self._subscribers_max:,} listeners are connected already.", retry_after_s=10.0)
         subscription = EventSubscription(self, self._queue_max)
@@ -63,18 +63,18 @@ class Hub:
         return subscription
 
     def close(self) -> None:
-        """End every subscription after what it has not read yet. Later ones end at once."""
+        """End every subscription once it has read its queue. Later ones end at once."""
         self._closed = True
         for subscription in self._subscriptions:
             subscription.finish()
         self._subscriptions.clear()
 
     def forget(self, subscription: EventSubscription) -> None:
-        """Tell this one nothing more. `EventSubscription.close` calls it."""
+        """Send nothing more to this subscription. `EventSubscription.close` calls it."""
         self._subscriptions.discard(subscription)
 
     def _replay(self, subscription: EventSubscription, after: int) -> None:
-        # An id from the future is from an earlier life of the gateway: everything is new to that listener.
+        # An id from the future was given before a restart: every event is new to that listener.
         seen = after if 0 <= after <= self._last_id else 0
         oldest = self._past[0].id if self._past else self._last_id + 1
         subscription.miss(oldest - 1 - seen, oldest - 1)
@@ -114,7 +114,7 @@ class EventSubscription(AsyncIterator[Event]):
             await self._something()
 
     def close(self) -> None:
-        """Stop listening; what was not read is gone. May be called again."""
+        """Stop listening and drop what was not read. May be called again."""
         self._hub.forget(self)
         self._queue.clear()
         self._missed = 0
@@ -128,7 +128,7 @@ class EventSubscription(AsyncIterator[Event]):
         self._wake()
 
     def miss(self, count: int, last_id: int) -> None:
-        """For the hub: so many events before those in the queue are lost."""
+        """For the hub: this many events before those in the queue are lost."""
         if count > 0:
             self._missed += count
             self._last_missed_id = last_id

@@ -1,8 +1,8 @@
 """One line for each thing that happened, on standard error.
 
 Owns how lines look (text for people, JSON for machines) and where they go. Never raises and never keeps anything: a
-log that cannot be written is a lost line, not a failed request. Values are escaped, so that no caller can write a line
-of his own by sending a line break.
+line that cannot be written is lost, and the request goes on. Values are escaped, so that no caller can forge a line by
+sending a line break.
 
     12:03:01.123 info  swap done model=qwen-72b evicted=siglip2 took_s=0.41 request=r-19
 """
@@ -27,18 +27,18 @@ _LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "warn": WARNING, "e
 _NAMES = {DEBUG: "debug", INFO: "info", WARNING: "warning", ERROR: "error"}
 # Four or five letters, so that what follows starts in the same column.
 _SHORT_NAMES = {DEBUG: "debug", INFO: "info ", WARNING: "warn ", ERROR: "error"}
-# An engine's last words fit; a body sent by mistake does not fill the disk.
+# Long enough for an engine's last lines; a body logged by mistake does not fill the disk.
 VALUE_CHARS_MAX = 4_096
 
 _PLAIN = re.compile(r"[!#-<>-\[\]-~]+")
-# What json leaves as it is although terminals act on it: DEL, C1 controls, line separators, text direction marks.
+# What json does not escape although terminals act on it: DEL, C1 controls, line separators, text direction marks.
 _INVISIBLE = re.compile(r"[\x7f-\xa0\xad\u061c\u200b-\u200f\u2028-\u202f\u2060-\u206f\ufeff\ud800-\udfff\ufff0-\uffff]")
 
 Format = Callable[[int, str, str, Mapping[str, Any]], str]
 
 
 class Logger:
-    """Says what happened in one area of the program. A field that is None is left out."""
+    """Logs what happens in one area of the program. A field that is None is left out."""
 
     __slots__ = ("_area",)
 
@@ -61,17 +61,17 @@ class Logger:
         _sink.write(ERROR, self._area, event, fields)
 
     def bug(self, event: str, error: BaseException, /, **fields: Any) -> None:
-        """An error nobody expected, with its traceback in the same line."""
+        """An unexpected error, with its traceback in the same line."""
         _sink.write(ERROR, self._area, event, {**fields, "error": error, "traceback": _traceback(error)})
 
 
 def get_logger(area: str) -> Logger:
-    """May be called before `setup`: what is set up later holds for all loggers."""
+    """A logger for this area. May be called before `setup`, which applies to all loggers."""
     return Logger(area)
 
 
 def setup(level: str, format: Literal["text", "json"], stream: TextIO | None = None) -> None:
-    """Say how to log from now on. LOG_LEVEL and LOG_FORMAT in the environment win; standard error when no stream."""
+    """Set how to log from now on; LOG_LEVEL and LOG_FORMAT in the environment win. No stream: standard error."""
     asked_level = os.environ.get("LOG_LEVEL", "").lower()
     asked_format = os.environ.get("LOG_FORMAT", "").lower()
     _sink.level = _LEVELS.get(asked_level) or _LEVELS.get(level.lower(), INFO)
@@ -99,12 +99,12 @@ class _Sink:
     def write(self, level: int, area: str, event: str, fields: Mapping[str, Any]) -> None:
         try:
             line = self.format(level, area, event, fields)
-            # Looked up at each line: whoever replaced sys.stderr meant it.
+            # Looked up at each line, because sys.stderr may be replaced.
             stream = self.stream or sys.stderr
             stream.write(_encodable(line, stream) + "\n")
             stream.flush()
         except Exception:
-            # A closed stream, a full disk, a value whose str() fails: nobody is left to be told.
+            # A closed stream, a full disk, a value whose str() fails: there is nowhere left to report it.
             self.lost += 1
 
 
@@ -114,7 +114,7 @@ class _Sink:
 def _text_line(level: int, area: str, event: str, fields: Mapping[str, Any]) -> str:
     now = time.time()
     clock = time.strftime("%H:%M:%S", time.localtime(now))
-    # The event is prose of ours and stays unquoted, but not unescaped: libraries put anything into it.
+    # The event is not quoted, but escaped: libraries put anything into it.
     parts = [f"{clock}.{int(now % 1 * 1000):03d} {_SHORT_NAMES[level]} {_escaped(_cut(event))[1:-1]}"]
     parts += [f"{name}={_text_value(value)}" for name, value in fields.items() if value is not None]
     return " ".join(parts)
@@ -128,7 +128,7 @@ def _text_value(value: Any) -> str:
 
 
 def _escaped(text: str) -> str:
-    """In quotes, on one line, with nothing a terminal would act on. Letters of all languages stay as they are."""
+    """Quoted, on one line, without anything a terminal acts on. Letters of all languages stay as they are."""
     return _visible(json.dumps(text, ensure_ascii=False))
 
 
@@ -149,10 +149,10 @@ def _json_line(level: int, area: str, event: str, fields: Mapping[str, Any]) -> 
     }
     for name, value in fields.items():
         if value is not None:
-            # What happened and when is ours to say, whatever a field is called.
+            # A field never replaces one of the four above.
             line[f"{name}_" if name in line else name] = _json_value(value)
     try:
-        # These characters can only be inside strings, where JSON knows the same escapes.
+        # These characters occur only inside strings, where JSON has the same escapes.
         return _visible(msgspec.json.encode(line, enc_hook=_said).decode())
     except (TypeError, ValueError, RecursionError):
         # Half a surrogate pair, keys that are no strings, a value that contains itself.
@@ -176,7 +176,7 @@ def _cut(text: str) -> str:
 
 
 def _encodable(line: str, stream: TextIO) -> str:
-    """The line as this stream can carry it: a terminal may be ASCII only."""
+    """The line in characters that this stream can encode: a terminal may be ASCII-only."""
     if line.isascii():
         return line
     encoding = getattr(stream, "encoding", None) or "utf-8"
@@ -184,7 +184,7 @@ def _encodable(line: str, stream: TextIO) -> str:
 
 
 def _traceback(error: BaseException) -> str:
-    # The end says where it happened, so that is the part that survives the cut.
+    # The end says where it happened, so the cut keeps the end.
     return "".join(traceback.format_exception(error))[-VALUE_CHARS_MAX:]
 
 
@@ -192,11 +192,11 @@ def _traceback(error: BaseException) -> str:
 
 
 class _FromLibraries(logging.Handler):
-    """What asyncio and other libraries log becomes lines like ours, so that a JSON log holds nothing but JSON."""
+    """Turns what asyncio and other libraries log into our lines, so that a JSON log is all JSON."""
 
     def emit(self, record: logging.LogRecord) -> None:
         level = max((known for known in _NAMES if known <= record.levelno), default=DEBUG)
-        # Libraries are talkative: only their warnings are of interest to an operator.
+        # Libraries log a lot; only their warnings matter to an operator.
         if level < WARNING or _sink.level > level:
             return
         try:

@@ -1,8 +1,8 @@
 """What is counted and measured, for Prometheus.
 
-Owns the caps on label values, so that nobody can make us keep a series for each name he invents; the names of metrics
-are in `table.py`. Never measures anything itself: callers say what happened, and hand over what is the case now
-(`Gauges`) when somebody asks.
+Owns the caps on label values, so that no caller can create a series for each name it invents; the names of metrics are
+in `table.py`. Never measures anything itself: the rest of the gateway reports what happened, and hands over the current
+state (`Gauges`) at a scrape.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from greenroom.telemetry.series import Count, Counter, Histogram, Spread, gauge_
 MODELS_MAX: Final = 1_000
 # Pairs of model and tenant, so at most as many tenants. A pair is four lines of about 130 bytes at every scrape.
 TENANT_SERIES_MAX: Final = 10_000
-# The same of tenants that the operator has not named: where there are no keys, anybody may send any name in a header.
+# The same for tenants that the operator has not named: without keys, any caller may send any name in a header.
 UNNAMED_SERIES_MAX: Final = 1_000
 ROUTES_MAX: Final = 100
 UNKNOWN_MODEL: Final = "unknown"
 OTHER: Final = "other"
-# Stands for every tenant where they are not told apart.
+# The label for all tenants where they are summed.
 ALL: Final = "all"
 
 _Label = TypeVar("_Label")
@@ -44,7 +44,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class GpuFigures:
-    """As its driver says; None where it does not."""
+    """As the driver reports them; None where it does not."""
 
     total_mib: float
     used_mib: float
@@ -62,7 +62,7 @@ class StoreFigures:
 
 @dataclass(frozen=True, slots=True)
 class LeaseFigures:
-    """Of programs that are not models."""
+    """Leases of programs that are not models."""
 
     held: int = 0
     waiting: int = 0
@@ -72,7 +72,7 @@ class LeaseFigures:
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """What is the case at the moment of a scrape. What is not named here any more has no series any more."""
+    """The state at the moment of a scrape. A model or device that is missing here has no series."""
 
     queue_depth: Mapping[str, int] = field(default_factory=dict)
     """By model."""
@@ -93,7 +93,7 @@ class Gauges:
 
 
 class _RequestSeries:
-    """The series one kind of request adds to, found with a single lookup."""
+    """The series that one kind of request adds to, found with a single lookup."""
 
     __slots__ = ("count", "first_byte", "seconds", "wait")
 
@@ -105,10 +105,10 @@ class _RequestSeries:
 
 
 class Metrics:
-    """Counts what it is told. `is_known` says which model ids are real; all others share the label "unknown".
+    """Counts what it is told. `is_known` says which model ids exist; all others share the label "unknown".
 
-    `is_named` says which tenants the operator has named. Others have labels of their own while there is room for them,
-    then they share the label "other".
+    `is_named` says which tenants the operator has named. The rest get labels of their own while there is room, then
+    share the label "other".
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Metrics:
         self._routes: set[str] = set()
         self._named_pairs: set[tuple[str, str]] = set()
         self._unnamed_pairs: set[tuple[str, str]] = set()
-        # Shortcuts for the hot path. Only labels that were admitted as they are get one, so these are bounded too.
+        # Shortcuts for the hot path, only for labels that were admitted: so they are bounded too.
         self._request_series: dict[tuple[str, str, int], _RequestSeries] = {}
         self._tenant_series: dict[tuple[str, str], Count] = {}
         self._token_series: dict[tuple[str, str], tuple[Count, Count, Count]] = {}
@@ -159,19 +159,19 @@ class Metrics:
         count.value += 1
 
     def tokens(self, model: str, tenant: str, prompt: int, completion: int, cached: int) -> None:
-        """`cached` are those of the prompt that the engine did not have to compute again."""
+        """`cached` counts prompt tokens that the engine did not have to compute again."""
         series = self._token_series.get((model, tenant)) or self._token_series_of(model, tenant)
         series[0].value += prompt
         series[1].value += completion
         series[2].value += cached
 
     def looked_up(self, model: str, hit: bool) -> None:
-        """A request asked for this model, which was ready (a hit) or had to be brought up first (a miss)."""
+        """A request asked for this model, which was ready (a hit) or had to be loaded or woken (a miss)."""
         series = self._lookup_series.get(model) or self._lookup_series_of(model)
         series[hit].value += 1
 
     def move_done(self, model: str, kind: str, outcome: str, seconds: float) -> None:
-        """A move has ended. Only those with outcome "done" count for how long moves take."""
+        """A move has ended. Its duration counts only if the outcome is "done"."""
         label = self._model(model)
         self._moves.at(label, kind, outcome).add()
         if outcome == "done":
@@ -195,7 +195,7 @@ class Metrics:
         """Everything in the text format of Prometheus, and its content type. With `only_models` the series of other
         models are left out, and tenants are summed.
 
-        May run in a thread beside the loop that counts, and should: with as many tenants as we keep apart it takes
+        May run in a thread beside the loop that counts, and should: with the most tenants that are kept apart it takes
         about half a second.
         """
         registry = CollectorRegistry(auto_describe=False)
@@ -212,7 +212,7 @@ class Metrics:
 
     def _pair(self, model: str, tenant: str) -> tuple[str, str]:
         pair = (self._model(model), tenant)
-        # Requests that belong to no tenant are not made up.
+        # Requests without a tenant count as named.
         if not tenant or self._is_named is None or self._is_named(tenant):
             is_admitted = _admit(self._named_pairs, pair, TENANT_SERIES_MAX)
         else:
@@ -222,7 +222,7 @@ class Metrics:
     def _request_series_of(self, model: str, route: str, status: int) -> _RequestSeries:
         label = self._model(model)
         route_label = route if _admit(self._routes, route, ROUTES_MAX) else OTHER
-        # An engine may answer any number; only those HTTP knows get a series of their own.
+        # An engine may answer with any number; only HTTP statuses get a series of their own.
         is_status = 100 <= status <= 599
         series = _RequestSeries(
             self._requests.at(label, route_label, str(status) if is_status else OTHER),
@@ -249,7 +249,7 @@ class Metrics:
         return prompt, completion, cached
 
     def _lookup_series_of(self, model: str) -> tuple[Count, Count]:
-        """Misses, then hits, so that the pair can be indexed by whether it was one."""
+        """Misses, then hits: the pair is indexed by `hit`."""
         label = self._model(model)
         pair = (self._lookups.at(label, "miss"), self._lookups.at(label, "hit"))
         if label == model:
@@ -280,7 +280,7 @@ class Metrics:
 
 
 class _Everything(Collector):
-    """What the registry asks at a scrape."""
+    """The collector that the registry asks at a scrape."""
 
     def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:
         self._families = families
@@ -324,7 +324,7 @@ def _is_of(model: str | None, models: Collection[str]) -> bool:
 
 
 def _admit(values: set[_Label], value: _Label, most: int) -> bool:
-    """Whether this label may stand for itself: it is known already, or there is room for one more."""
+    """True if this label gets a series of its own: it has one already, or there is room for one more."""
     if value in values:
         return True
     if len(values) >= most:
@@ -334,7 +334,7 @@ def _admit(values: set[_Label], value: _Label, most: int) -> bool:
 
 
 class GreenRoomCounts:
-    """What goes into the green room and comes out of it. `label` says by which name a model is counted."""
+    """Counts what goes into the green room and comes out of it. `label` gives the label of a model."""
 
     def __init__(self, label: Callable[[str], str]) -> None:
         self._label = label
@@ -342,15 +342,15 @@ class GreenRoomCounts:
         self._read, self._read_rate = Counter(table.PREPARE_BYTES), Histogram(table.PREPARE_RATE)
         self._starts, self._losses = Counter(table.WORKER_STARTS), Counter(table.WORKER_LOSSES)
         self._flushed, self._prefetched = Counter(table.FLUSHED_BYTES), Counter(table.PREFETCH_BYTES)
-        # Shown from the start, so that the first loss is an increase.
+        # Exposed from the start as 0, so that the first loss is an increase.
         self._losses.at()
 
     def woke(self, model: str, size_bytes: int, seconds: float) -> None:
-        """So many bytes of weights were copied to a device in so long."""
+        """These bytes of weights were copied to a device in this time."""
         _add_copy(self._woken, self._wake_rate, self._label(model), size_bytes, seconds)
 
     def prepared(self, model: str, size_bytes: int, seconds: float) -> None:
-        """So many bytes of weights were read from disk in so long."""
+        """These bytes of weights were read from disk in this time."""
         _add_copy(self._read, self._read_rate, self._label(model), size_bytes, seconds)
 
     def worker_started(self, *, spare: bool) -> None:
@@ -374,6 +374,6 @@ class GreenRoomCounts:
 
 def _add_copy(total: Counter, rate: Histogram, label: str, size_bytes: int, seconds: float) -> None:
     total.at(label).add(size_bytes)
-    # What took no time was not copied, and has no rate.
+    # A copy of nothing, or in no time, has no rate.
     if size_bytes > 0 and seconds > 0:
         rate.at(label).add(size_bytes / seconds)

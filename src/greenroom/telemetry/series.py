@@ -1,7 +1,7 @@
 """Counters and histograms as plain numbers in dicts.
 
-Owns the arithmetic and how the numbers become families for the exposition. Never decides labels or names: `metrics.py`
-does. The library's own counters take a lock for every increment, which costs more than the rest of a request's
+Owns the arithmetic, and turns the numbers into families of prometheus_client. `metrics.py` decides labels and names.
+prometheus_client's own counters take a lock for every increment, which costs more than the rest of a request's
 bookkeeping; here one event loop owns the numbers, so there is no lock.
 """
 
@@ -20,7 +20,7 @@ _LabelsOrPair = TypeVar("_LabelsOrPair", bound=Labels)
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One line of the table of metrics. Histograms have bucket bounds, the others none."""
+    """One entry of the table of metrics. Only histograms have bucket bounds."""
 
     name: str
     help: str
@@ -73,7 +73,7 @@ class Counter:
         return found
 
     def summed(self, label: str, value: str) -> Counter:
-        """The same counts with this label taken together under one value."""
+        """A copy in which all values of this label are summed under `value`."""
         place = self.spec.labels.index(label)
         total = Counter(self.spec)
         for labels, count in list(self.series.items()):
@@ -112,7 +112,7 @@ class Histogram:
         return family
 
     def _cumulated(self, spread: Spread) -> list[tuple[str, float]]:
-        """Buckets as the exposition wants them: each includes all the smaller ones."""
+        """Buckets as Prometheus wants them: each includes all smaller ones."""
         below = 0
         buckets: list[tuple[str, float]] = []
         for bound, count in zip(self._bound_names, spread.counts, strict=True):

@@ -1,6 +1,6 @@
-"""The table of metrics: every name there is, what it means, its labels and its buckets. The whole list, in one place.
+"""The table of metrics: every name, its meaning, its labels and its buckets, in one place.
 
-Owns names only. What is counted under them is in `metrics.py` and `green_room.py`.
+Owns names only. `metrics.py` counts under them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from greenroom.telemetry.series import MetricSpec
 
 # Answers take from a cached embedding's milliseconds to a long generation's minutes.
 _ANSWER_S: Final = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-# Most requests do not wait at all; the longest wait is wait_max_s.
+# Most requests do not wait; wait_max_s bounds the longest wait.
 _WAIT_S: Final = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 # A wake takes a fraction of a second, a load from a slow disk minutes.
 _MOVE_S: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
-# From a slow disk's 0.1 GB/s over PCIe's generations (12, 25, 50) to links that are faster.
+# From a slow disk (0.1 GB/s) over PCIe 3 to 5 (12, 25, 50) to faster links.
 _BYTES_PER_S: Final = (1e8, 3e8, 1e9, 3e9, 6e9, 1.2e10, 2e10, 2.5e10, 4e10, 5e10, 6e10, 1e11, 2e11, 4e11)
 
 # --- the table: every metric there is -------------------------------------------------------------------------------
@@ -48,12 +48,10 @@ PREPARE_RATE = MetricSpec(
     "greenroom_prepare_bytes_per_second", "How fast each was read from disk.", ("model",), _BYTES_PER_S
 )
 WORKER_STARTS = MetricSpec("greenroom_worker_starts_total", "Worker processes started: needed or spare.", ("purpose",))
-WORKER_LOSSES = MetricSpec("greenroom_worker_losses_total", "Worker processes that ended and were not asked to.")
-FLUSHED_BYTES = MetricSpec(
-    "greenroom_cache_flushed_bytes_total", "Prefix caches given back at a caller's word.", ("model",)
-)
+WORKER_LOSSES = MetricSpec("greenroom_worker_losses_total", "Worker processes that ended unasked.")
+FLUSHED_BYTES = MetricSpec("greenroom_cache_flushed_bytes_total", "Prefix caches freed on request.", ("model",))
 PREFETCH_BYTES = MetricSpec(
-    "greenroom_prefetch_bytes_total", "Read ahead into the page cache for who waits.", ("model",)
+    "greenroom_prefetch_bytes_total", "Read ahead into the page cache for models that wait.", ("model",)
 )
 
 QUEUE_DEPTH = MetricSpec("greenroom_queue_depth", "Requests that wait now.", ("model",))
@@ -64,21 +62,21 @@ DEVICE_CAPACITY = MetricSpec("greenroom_device_capacity_mib", "Memory a device h
 DEVICE_FREE = MetricSpec("greenroom_device_free_mib", "Memory that can still be planned with.", ("device",))
 DEVICE_FOREIGN = MetricSpec("greenroom_device_foreign_mib", "Memory of processes that are not ours.", ("device",))
 GPU_TOTAL = MetricSpec("greenroom_gpu_total_mib", "Memory of a GPU that can be allocated.", ("device",))
-GPU_USED = MetricSpec("greenroom_gpu_used_mib", "Memory of a GPU that is used, by whomever.", ("device",))
+GPU_USED = MetricSpec("greenroom_gpu_used_mib", "Memory of a GPU that is used, by any process.", ("device",))
 GPU_UTILISATION = MetricSpec(
     "greenroom_gpu_utilisation_percent", "Share of the time something ran on a GPU.", ("device",)
 )
 GPU_TEMPERATURE = MetricSpec("greenroom_gpu_temperature_celsius", "How hot a GPU is.", ("device",))
 STORE_UP = MetricSpec("greenroom_lease_store_up", "Whether the shared lease store answers; absent where there is none.")
-UNLEASED = MetricSpec("greenroom_slots_without_lease", "Models that run though the shared store gave their lease away.")
+UNLEASED = MetricSpec("greenroom_slots_without_lease", "Models that run without a lease in the shared store.")
 LEASES = MetricSpec("greenroom_leases", "Leases that other programs hold, of this gateway or in the shared store.")
 LEASES_WAITING = MetricSpec("greenroom_leases_waiting", "Leases that other programs wait for there.")
 LEASE_ASKS = MetricSpec(
     "greenroom_lease_asks_total", "Leases asked of this gateway: granted, denied, given_up.", ("outcome",)
 )
 LEASE_MEMORY = MetricSpec("greenroom_lease_memory_mib", "Memory that such leases hold on a device.", ("device",))
-GREEN_ROOM_SIZE = MetricSpec("greenroom_green_room_size_mib", "Host memory for those asleep; absent where not bounded.")
-GREEN_ROOM_USED = MetricSpec("greenroom_green_room_used_mib", "Host memory that those asleep hold.")
+GREEN_ROOM_SIZE = MetricSpec("greenroom_green_room_size_mib", "Host memory for models asleep; absent if unbounded.")
+GREEN_ROOM_USED = MetricSpec("greenroom_green_room_used_mib", "Host memory that models asleep hold.")
 CONNECTIONS = MetricSpec("greenroom_connections", "Open connections of callers.")
 UPTIME = MetricSpec("greenroom_uptime_seconds", "Since the gateway started.")
 

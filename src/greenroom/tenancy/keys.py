@@ -1,7 +1,7 @@
-"""Who is calling, by API key.
+"""API keys: which caller presents one, and what that caller may do.
 
-Owns the digests of the keys. Never keeps, shows or logs a key itself, and takes the same time whichever key is wrong
-and however far it is right.
+Owns the digests of the keys. Never keeps, shows or logs a key itself. A check takes the same time for every wrong key,
+however much of it is right.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from greenroom.core.model import TenantId
 from greenroom.errors import InvalidKey
 from greenroom.tenancy.tenants import PRIORITY_MIN
 
-# Ours are 46 characters; nobody's is longer than this.
+# Keys made by `greenroom key` have 46 characters; a longer key than this is refused.
 KEY_BYTES_MAX: Final = 1_024
 _NEW_KEY_BYTES: Final = 32
 
@@ -27,7 +27,7 @@ HeadGetter = Callable[[bytes], bytes | None]
 
 
 class Permission(Enum):
-    """What a request needs of its caller's key."""
+    """What a request requires of its caller's key."""
 
     ASK = "ask"
     LEASE = "lease"
@@ -36,7 +36,7 @@ class Permission(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is. `tenant` is None where callers may name their own."""
+    """The caller of a request. `tenant` is None where callers may name their own."""
 
     name: str
     tenant: TenantId | None
@@ -51,7 +51,7 @@ class Caller:
         return permission is Permission.LEASE and self.leases
 
 
-# Without keys everyone who can reach the address is trusted.
+# Without keys, every caller that can reach the address is trusted.
 ANYONE: Final = Caller(name="anyone", tenant=None, priority_max=PRIORITY_MIN, admin=True)
 
 
@@ -64,7 +64,7 @@ class Keys:
         return bool(self._callers)
 
     def check(self, presented: bytes | None) -> Caller:
-        """Who presents this key. Without any keys configured: anyone. Raises InvalidKey."""
+        """The caller that presents this key; ANYONE if no keys are configured. Raises InvalidKey."""
         if not self._callers:
             return ANYONE
         if not presented:
@@ -75,7 +75,7 @@ class Keys:
         return found
 
     def _find(self, digest: bytes) -> Caller | None:
-        """Looks at all of them, also after the right one, so that time tells nothing."""
+        """Compares with all keys, also after a match, so that the time taken reveals nothing."""
         found: Caller | None = None
         for known, caller in self._callers:
             if hmac.compare_digest(known, digest):
@@ -102,7 +102,7 @@ def new_key() -> tuple[str, str]:
 def _digest_of(key: ApiKey) -> bytes:
     if key.sha256 is not None:
         return bytes.fromhex(key.sha256)
-    # The schema sees to it that one of the two is given.
+    # The schema requires one of the two.
     assert key.key is not None
     return hashlib.sha256(key.key.encode("utf-8")).digest()
 

@@ -1,7 +1,7 @@
-"""Whom a request is counted for, and how urgent it may be.
+"""The tenant that a request is counted for, and the priority it may have.
 
-Owns the rules for tenant names and priorities that callers send, and how many tenants are kept apart. Never counts
-anything itself: queues, limits and metrics do, by the names given here.
+Owns the rules for tenant names and priorities that callers send, and how many tenants are kept apart. Counts nothing:
+queues, limits and metrics do, by the names given here.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from greenroom.config.schema import PRIORITY_NAMES
 from greenroom.core.model import NO_TENANT, TenantId
 from greenroom.errors import BadRequest
 
-# Everything kept for each tenant is bounded by this many.
+# Bounds everything that is kept per tenant.
 LIVE_MAX: Final = 10_000
-# A tenant that has not asked for this long makes room for others.
+# A tenant without a request for this long makes room for others.
 IDLE_S: Final = 600.0
 NAME_CHARS_MAX: Final = 128
-# Whoever does not fit any more shares this name.
+# Tenants beyond LIVE_MAX share this name.
 OTHER: Final = TenantId("other")
 
 # Lower goes first: high is 0, normal 1, low 2.
@@ -43,7 +43,7 @@ class Tenants:
         self._live_max = live_max
         self._idle_s = idle_s
         self._clock = clock
-        # When each was last used, the longest idle first.
+        # When each name was last used, the longest idle first.
         self._used_at: OrderedDict[bytes, float] = OrderedDict()
         self._names: dict[bytes, TenantId] = {}
 
@@ -51,7 +51,7 @@ class Tenants:
         return len(self._names)
 
     def name(self, raw: bytes | None) -> TenantId:
-        """The tenant a caller names (X-Tenant-ID). Raises BadRequest for a name that cannot be one."""
+        """The tenant that a caller names (X-Tenant-ID). Raises BadRequest if the name is not allowed."""
         if not raw:
             return NO_TENANT
         name = self._names.get(raw)
@@ -72,7 +72,7 @@ class Tenants:
         return name
 
     def _forget_idle(self, since: float) -> None:
-        """Each is forgotten once after it was met once, so this is cheap over time."""
+        """Amortised O(1): each name is added once and forgotten once."""
         while self._used_at:
             oldest = next(iter(self._used_at))
             if self._used_at[oldest] > since:
@@ -96,7 +96,7 @@ def parse_priority(raw: object, *, param: str = "x_priority") -> int:
 
 
 def cap(priority: int, caller: PriorityCapped) -> int:
-    """The priority asked for, or the best this caller may have."""
+    """The priority asked for, or the best that this caller may have."""
     return max(priority, caller.priority_max)
 
 
@@ -115,7 +115,7 @@ def _in_range(priority: int, param: str) -> int:
 
 
 def bad_priority(param: str) -> BadRequest:
-    """Whatever is wrong with it is told in these words."""
+    """The error for every kind of wrong priority."""
     return BadRequest(
         f"{param} is high, normal, low or a whole number from {PRIORITY_MIN} to {PRIORITY_MAX}; lower goes first.",
         param=param,
