@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from greenroom.errors import Overload
-from greenroom.telemetry.hub import Event, Hub, EventSubscription
+from greenroom.telemetry.hub import Event, EventSubscription, Hub
 
 
 async def next_of(subscription: EventSubscription) -> Event:

@@ -83,7 +83,7 @@ def stranded_counter(original: Callable[..., None]) -> Any:
 
 
 @planted(Actions, "serve")
-def double_grant(original: Callable[..., None]) -> Any:
+def double_grant(original: Callable[..., Any]) -> Any:
     is_time = every(50)
 
     def serve(self: Actions, waiter: Any, slot: model.Slot, now: float) -> Any:
