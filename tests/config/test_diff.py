@@ -6,8 +6,17 @@ from typing import Any
 
 import pytest
 
-from greenroom.config import fields
-from greenroom.config.diff import Changes, diff, refuse_restart
+from greenroom.config.diff import (
+    AT_ONCE_KEYS,
+    COMPARED_ELSEWHERE,
+    LABEL_KEYS,
+    NEW_SLOT_KEYS,
+    RESTART_KEYS,
+    Changes,
+    diff,
+    refuse_restart,
+)
+from greenroom.config.model_section import COMMAND_KEYS, KEYS_OF_ENGINES, LLAMACPP_KEYS, TRANSFORMERS_KEYS
 from greenroom.config.schema import Config, Model, Section
 from greenroom.errors import ConfigError
 
@@ -80,39 +89,39 @@ def config_keys() -> set[str]:
 
 
 def test_every_key_of_a_model_needs_a_new_slot_or_is_a_label() -> None:
-    assert set(Model.model_fields) == fields.NEW_SLOT_KEYS | fields.LABEL_KEYS
-    assert not fields.NEW_SLOT_KEYS & fields.LABEL_KEYS
+    assert set(Model.model_fields) == NEW_SLOT_KEYS | LABEL_KEYS
+    assert not NEW_SLOT_KEYS & LABEL_KEYS
 
 
 def test_every_other_key_is_applied_at_once_or_needs_a_restart() -> None:
-    sets = (fields.AT_ONCE_KEYS, fields.RESTART_KEYS, fields.COMPARED_ELSEWHERE)
+    sets = (AT_ONCE_KEYS, RESTART_KEYS, COMPARED_ELSEWHERE)
     assert frozenset().union(*sets) == config_keys()
     assert sum(map(len, sets)) == len(config_keys())
 
 
 def test_keys_of_engines_exist_and_only_engines_that_read_files_share_some() -> None:
-    for keys in fields.KEYS_OF_ENGINES.values():
+    for keys in KEYS_OF_ENGINES.values():
         assert set(Model.model_fields) >= keys
-    assert not fields.COMMAND_KEYS & (fields.LLAMACPP_KEYS | fields.TRANSFORMERS_KEYS)
+    assert not COMMAND_KEYS & (LLAMACPP_KEYS | TRANSFORMERS_KEYS)
 
 
 def test_description_says_which_engines_a_key_belongs_to() -> None:
     for key, field in Model.model_fields.items():
         said = (field.description or "").split(":")[0].split(", ")
-        owners = [name for name, keys in fields.KEYS_OF_ENGINES.items() if key in keys]
-        assert [name for name in said if name in fields.KEYS_OF_ENGINES and key != "engine"] == owners, key
+        owners = [name for name, keys in KEYS_OF_ENGINES.items() if key in keys]
+        assert [name for name in said if name in KEYS_OF_ENGINES and key != "engine"] == owners, key
 
 
 @pytest.mark.parametrize("key", sorted(set(Model.model_fields) - {"engine"}))
 def test_changed_key_of_a_model(key: str) -> None:
-    base: dict[str, Any] = {"cmd": "q ${PORT}"} if key in fields.COMMAND_KEYS else {"path": "/q.gguf"}
-    if key in fields.TRANSFORMERS_KEYS - fields.LLAMACPP_KEYS:
+    base: dict[str, Any] = {"cmd": "q ${PORT}"} if key in COMMAND_KEYS else {"path": "/q.gguf"}
+    if key in TRANSFORMERS_KEYS - LLAMACPP_KEYS:
         base = {"path": "/q"}
     old = Config(models={"q": Model(**base), "same": Model(path="/s.gguf")})
     new = Config(models={"q": Model(**{**base, key: OTHER_VALUES[key]}), "same": Model(path="/s.gguf")})
     changes = diff(old, new)
-    assert changes.changed == (("q",) if key in fields.NEW_SLOT_KEYS else ())
-    assert changes.relabelled == (("q",) if key in fields.LABEL_KEYS else ())
+    assert changes.changed == (("q",) if key in NEW_SLOT_KEYS else ())
+    assert changes.relabelled == (("q",) if key in LABEL_KEYS else ())
     assert not (changes.added or changes.removed or changes.at_once or changes.needs_restart)
 
 

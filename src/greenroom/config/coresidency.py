@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from greenroom.config.report import Problem, Where
+from greenroom.config.scheduler_section import Company, Group, Matrix
 from greenroom.core.model import ModelId
 from greenroom.core.policy import coresidency as core
 from greenroom.core.policy.coresidency.groups import Group as CoreGroup
@@ -19,20 +19,12 @@ from greenroom.core.policy.coresidency.language import Expression, Mistake, Name
 from greenroom.core.policy.coresidency.matrix import ByMatrix
 from greenroom.core.policy.coresidency.matrix import Matrix as CoreMatrix
 
-if TYPE_CHECKING:
-    from greenroom.config.schema import Company, Group, Matrix
-
 
 def rules_of(company: Company | None) -> core.Rules | None:
     """The rules as the core knows them; None where there are none."""
     if company is None:
         return None
     return _groups(company.groups or {}) if company.matrix is None else _matrix(company.matrix)
-
-
-def of_company(company: Company) -> Iterator[Problem]:
-    if (company.groups is None) == (company.matrix is None):
-        yield Problem((), "give groups or matrix" + ("" if company.groups is None else ", not both"))
 
 
 def of_models(company: Company, aliases_of: Mapping[str, Iterable[str]]) -> Iterator[Problem]:

@@ -8,16 +8,32 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from greenroom.config.published.example import example
-from greenroom.config.published.reference import json_schema, tables
+from greenroom.config.diff import AT_ONCE_KEYS, NEW_SLOT_KEYS, RESTART_KEYS
+from greenroom.config.example import example, said
+from greenroom.config.schema import ApiKey, Company, Config, Gpu, Group, Matrix, Model, Section
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = "docs/configuration.md"
 BEGIN = "<!-- begin of the reference, written by python -m greenroom.config.generate -->"
 END = "<!-- end of the reference -->"
+
+SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+SCHEMA_ID = "urn:greenroom:config.schema.json"
+
+# Sections inside sections: after which one they are told, their title, and the key whose change a reload sees.
+_INSIDE: Mapping[str, tuple[tuple[str, type[Section], str], ...]] = {
+    "server": (("`server.api_keys[]`", ApiKey, "server.api_keys"),),
+    "scheduler": (
+        ("`scheduler.company`", Company, "scheduler.company"),
+        ("`scheduler.company.groups.<name>`", Group, "scheduler.company"),
+        ("`scheduler.company.matrix`", Matrix, "scheduler.company"),
+    ),
+}
+_WORDS = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text"}
 
 
 def generated(root: Path) -> dict[str, str]:
@@ -54,6 +70,76 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     did = "is out of date; run python -m greenroom.config.generate" if check_only else "written"
     sys.stdout.writelines(f"{name} {did}\n" for name in stale)
     return 1 if stale and check_only else 0
+
+
+def json_schema() -> dict[str, Any]:
+    made = Config.model_json_schema()
+    return {"$schema": SCHEMA_DIALECT, "$id": SCHEMA_ID, **made, "title": "Greenroom configuration"}
+
+
+def tables() -> str:
+    """One table for each section, in the order of the file."""
+    parts = [_table("Top level", Config, "", [name for name in Config.model_fields if not _is_section(name)])]
+    for name in filter(_is_section, Config.model_fields):
+        section = Config.model_fields[name].annotation
+        assert isinstance(section, type) and issubclass(section, Section)
+        parts.append(_table(f"`{name}`", section, f"{name}."))
+        parts += [_table(*inside) for inside in _INSIDE.get(name, ())]
+    parts.append(_table("`gpus[]`", Gpu, "gpus"))
+    parts.append(_table("`models.<id>`", Model, "models."))
+    return "\n\n".join(parts)
+
+
+def _is_section(name: str) -> bool:
+    kind = Config.model_fields[name].annotation
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def _table(title: str, section: type[Section], prefix: str, keys: list[str] | None = None) -> str:
+    head = [f"### {title}", "", section.__doc__ or "", "", "| key | value | default | on reload | meaning |"]
+    return "\n".join([*head, "|---|---|---|---|---|", *_rows(section, prefix, keys or list(section.model_fields))])
+
+
+def _rows(section: type[Section], prefix: str, keys: list[str]) -> Iterator[str]:
+    schema = section.model_json_schema()
+    for key in keys:
+        field = section.model_fields[key]
+        default = "needed" if field.is_required() else "" if field.default is None else f"`{said(field.default)}`"
+        kind = _kind(schema["properties"][key], schema.get("$defs", {}))
+        cells = (f"`{key}`", kind, default, _on_reload(prefix, key), " ".join((field.description or "").split()))
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _on_reload(prefix: str, key: str) -> str:
+    if prefix == "models.":
+        return "new engine" if key in NEW_SLOT_KEYS else "at once"
+    full = prefix if prefix and not prefix.endswith(".") else prefix + key
+    if full in RESTART_KEYS:
+        return "restart"
+    return "at once" if full in AT_ONCE_KEYS else "as a diff"
+
+
+def _kind(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> str:
+    if "$ref" in schema:
+        return _kind(defs[schema["$ref"].rsplit("/", 1)[-1]], defs)
+    if "anyOf" in schema:
+        return " or ".join(_kind(each, defs) for each in schema["anyOf"] if each.get("type") != "null")
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of {_kind(schema['items'], defs)}"
+    if schema.get("type") == "object":
+        return "mapping"
+    return _WORDS.get(schema.get("type", ""), "any value") + _bounds(schema)
+
+
+def _bounds(schema: Mapping[str, Any]) -> str:
+    if "exclusiveMinimum" in schema:
+        return f" > {schema['exclusiveMinimum']}"
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is not None and high is not None and high <= 65535:
+        return f" {low}…{high}"
+    return f" ≥ {low}" if low is not None else ""
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from greenroom.config.fields import GPU_HOLES, GPU_KEYS, PID_KEYS, PORT_KEYS
 from greenroom.config.reader import Value
 from greenroom.config.report import Problem, Where
 
@@ -22,7 +21,12 @@ EXPANDED_CHARS_MAX = 8 * 1024 * 1024
 # What a value counts besides its characters, so that many short ones are bounded too.
 VALUE_CHARS = 32
 
-# What a start fills, and the keys in which it looks.
+# Placeholders that only a start can fill, and the keys of a model in which they may stand.
+PORT_KEYS = frozenset({"cmd", "cmd_stop", "env", "args"})
+PID_KEYS = frozenset({"cmd_stop"})
+# The GPUs a command gets, how many they are, and in what proportion it shall use them.
+GPU_HOLES = ("GPUS", "GPU_COUNT", "TENSOR_SPLIT")
+GPU_KEYS = frozenset({"cmd", "cmd_stop", "env"})
 AT_START = {"PORT": PORT_KEYS, "PID": PID_KEYS, **dict.fromkeys(GPU_HOLES, GPU_KEYS)}
 HOLES = ("MODEL_ID", *AT_START)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from greenroom.config import rules
 from greenroom.config.kinds import (
     COUNT_MAX,
     Count,
@@ -20,7 +21,7 @@ from greenroom.config.kinds import (
     SecondsAboveZero,
     Section,
 )
-from greenroom.config.report import break_on
+from greenroom.config.report import Problem, break_on
 
 
 class Heartbeat(StrEnum):
@@ -49,7 +50,7 @@ class ApiKey(Section):
 
     @model_validator(mode="after")
     def _obeys_rules(self) -> Self:
-        break_on(rules.of_api_key(self))
+        break_on(_api_key_problems(self))
         return self
 
 
@@ -119,3 +120,25 @@ class Server(Section):
     """File for one CSV row an answered request (time, model, tokens, tenant, priority); greenroom simulate reads it."""
     record_events: str | None = None
     """File for every event the scheduler is given and every effect it asks for, to replay its decisions elsewhere."""
+
+
+def _api_key_problems(key: ApiKey) -> Iterator[Problem]:
+    if (key.key is None) == (key.sha256 is None):
+        yield Problem((), f"give exactly one of key and sha256 for {key.name}")
+    if key.key is not None and (not key.key or not key.key.isascii() or any(c <= " " or c == "\x7f" for c in key.key)):
+        # Such a key could not be sent in a header, or would be no secret at all.
+        yield Problem(("key",), "must be visible ASCII characters without spaces, at least one")
+
+
+def equal_api_keys(keys: Sequence[ApiKey]) -> Iterator[Problem]:
+    """The same name or the same secret twice would make it a matter of luck whose limits count."""
+    name_of: dict[str, str] = {}
+    names_seen: set[str] = set()
+    for position, key in enumerate(keys):
+        digest = key.sha256 or hashlib.sha256((key.key or "").encode()).hexdigest()
+        if key.name in names_seen:
+            yield Problem((position, "name"), f"{key.name} names another key already")
+        if digest in name_of:
+            yield Problem((position,), f"is the same key as {name_of[digest]}")
+        names_seen.add(key.name)
+        name_of.setdefault(digest, key.name)

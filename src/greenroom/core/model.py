@@ -28,6 +28,12 @@ Claim = Mapping[DeviceId, int]
 NO_CLAIM: Claim = {}
 
 
+def cuda_name(device: str) -> str:
+    """The name CUDA knows a GPU by: its UUID, or the number of a simulated GPU such as gpu0."""
+    number = device.removeprefix("gpu")
+    return number if number.isdecimal() else device
+
+
 def larger(one: Claim, other: Claim) -> Claim:
     """Per device the larger of the two."""
     if other.keys() <= one.keys():

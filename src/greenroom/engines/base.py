@@ -13,9 +13,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal, Protocol
 
-from greenroom.config.gpu_names import cuda_name
 from greenroom.config.schema import Model
-from greenroom.core.model import Claim, DeviceId
+from greenroom.core.model import Claim, DeviceId, cuda_name
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.usage import Usage
 from greenroom.process.spawn import Command

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from greenroom.config.fields import GPU_HOLES
 from greenroom.config.kinds import words
+from greenroom.config.macros import GPU_HOLES
 from greenroom.config.schema import Model
 from greenroom.engines.base import Ability, Launch, Listens, Place, UsageSource, environment
 from greenroom.engines.estimates.command import estimate_command, files_of_command

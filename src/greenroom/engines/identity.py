@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from greenroom.config.fields import NEW_SLOT_KEYS
+from greenroom.config.diff import NEW_SLOT_KEYS
 from greenroom.config.schema import Model
 
 # Enough of a model's file to tell one header from another of the same size and time.

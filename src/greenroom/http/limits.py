@@ -12,6 +12,8 @@ from greenroom.config.schema import Server
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
+# What an operator can set has its default in the configuration and nowhere else.
+DEFAULTS: Final = Server()
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,33 +21,33 @@ class EdgeLimits:
     """How long the edge waits for a client, and how much it takes from one. There is no deadline for answering."""
 
     # From accept, or from the first byte of a later request, to the end of its headers.
-    header_timeout_s: float = 10.0
+    header_timeout_s: float = DEFAULTS.header_timeout_s
     # A body may take this long, or as long as its bytes take at the slowest rate we accept, whichever is longer.
-    body_timeout_s: float = 30.0
-    body_rate_min_bytes_s: int = 8 * KIB
+    body_timeout_s: float = DEFAULTS.body_timeout_s
+    body_rate_min_bytes_s: int = DEFAULTS.body_rate_min_kib_s * KIB
     # Longer than the idle time of common client pools, so that they close first and never meet our close half-way.
-    keepalive_s: float = 75.0
+    keepalive_s: float = DEFAULTS.keepalive_s
     # A client that accepts no byte for this long while we have bytes for it is cut.
-    write_timeout_s: float = 30.0
+    write_timeout_s: float = DEFAULTS.write_timeout_s
     # After an early refusal this much is read and thrown away, so that the client can read why.
     linger_s: float = 5.0
     linger_bytes_max: int = 16 * MIB
 
-    headers_max: int = 100
-    header_bytes_max: int = 32 * KIB
-    request_line_max: int = 8 * KIB
+    headers_max: int = DEFAULTS.headers_max
+    header_bytes_max: int = DEFAULTS.header_bytes_max
+    request_line_max: int = DEFAULTS.request_line_max
     # What a chunked body may spend on sizes, extensions and trailers beyond as much as its content.
     chunk_overhead_bytes_max: int = 16 * KIB
 
-    connections_max: int = 10_000
+    connections_max: int = DEFAULTS.connections_max
     # Loopback is exempt: there everyone has the same address.
-    connections_per_ip_max: int = 1_000
+    connections_per_ip_max: int = DEFAULTS.connections_per_ip_max
     backlog: int = 2048
 
     # A body above this goes to an unlinked temporary file.
     body_in_memory_max: int = 256 * KIB
-    bodies_total_max: int = 512 * MIB
-    spool_total_max: int = 8 * 1024 * MIB
+    bodies_total_max: int = DEFAULTS.bodies_memory_mib * MIB
+    spool_total_max: int = DEFAULTS.bodies_spool_mib * MIB
     # So much stays free on the disk of the spool, where leases and what was learned are written down too.
     spool_leaves_bytes: int = 32 * MIB
 

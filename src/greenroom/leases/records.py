@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from greenroom.config.gpu_names import cuda_name
+from greenroom.core.model import cuda_name
 from greenroom.errors import LeaseTaken
 
 # The device that is no GPU.

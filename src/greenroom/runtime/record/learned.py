@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from greenroom.config.fields import NEW_SLOT_KEYS
+from greenroom.config.diff import NEW_SLOT_KEYS
 from greenroom.config.schema import Model
 from greenroom.core.events import Learned
 from greenroom.core.model import ModelId, MoveKind

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
-from greenroom.config.fields import COMMAND_KEYS, LLAMACPP_KEYS, TRANSFORMERS_KEYS
+from greenroom.config.model_section import COMMAND_KEYS, LLAMACPP_KEYS, TRANSFORMERS_KEYS
 from greenroom.config.reader import plain
 from greenroom.config.schema import ApiKey, Company, Config, Gpu, Group, Matrix, Model, Section
 

@@ -1,0 +1,281 @@
+"""What an operator can say about one model, and the rules between its keys.
+
+Owns the keys and which engine each belongs to. Never reads files and never looks at the machine: see `problems.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from greenroom.config.kinds import (
+    COUNT_MAX,
+    Count,
+    CountFromZero,
+    Mib,
+    MibAboveZero,
+    ModelId,
+    NotBool,
+    RoutePattern,
+    Seconds,
+    SecondsAboveZero,
+    Section,
+    words,
+)
+from greenroom.config.report import Problem, break_on
+
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+
+PRIORITY_NAMES = {"high": 0, "normal": 1, "low": 2}
+
+
+class Model(Section):
+    """One model: what callers ask for, which engine runs it, what it needs."""
+
+    engine: Literal["llamacpp", "transformers", "command"] | None = None
+    """llamacpp, transformers or command; inferred from path (a .gguf file or a folder) or cmd when not given."""
+    path: str | None = None
+    """llamacpp, transformers: the model file, or the folder with config.json and safetensors; relative paths start at
+    the folder of the configuration file."""
+    cmd: str | tuple[str, ...] | None = None
+    """command: the program and its arguments, split like a shell would, never run by one. ${PORT} is a free port;
+    ${GPUS}, ${GPU_COUNT} and ${TENSOR_SPLIT} are its GPUs, how many, and the MiB on each: where none of these stands it
+    is never spread over several."""
+    cmd_stop: str | tuple[str, ...] | None = None
+    """command: a program that stops the engine, instead of SIGTERM; ${PID} and ${PORT} are replaced."""
+    check_endpoint: str = "/health"
+    """command: path that answers 200 once the engine is ready; "none" when the process being up is enough."""
+    listener: Literal["own", "any"] = "own"
+    """command: own: only the engine's own process tree may hold the port; any: anybody (containers of a daemon)."""
+    env: dict[str, str] = {}
+    """Further environment variables of the engine; of the gateway's own it gets only PATH, HOME, CUDA_… and such."""
+    cwd: str | None = None
+    """Working directory of the engine."""
+    program: str | None = None
+    """llamacpp: the llama-server binary to run; otherwise the one on PATH, otherwise the embedded build."""
+    python: str | None = None
+    """llamacpp, transformers: Python interpreter that has the engine's packages; the gateway's own when not given."""
+    ctx_size: CountFromZero = 4096
+    """llamacpp, transformers: context length in tokens; 0 takes the model's own."""
+    cache_type_k: CacheType = "f16"
+    """llamacpp: how the keys of the KV cache are kept."""
+    cache_type_v: CacheType = "f16"
+    """llamacpp: how its values are kept; anything but f16, bf16 and f32 needs flash attention."""
+    n_gpu_layers: Annotated[int, Field(ge=-1, le=COUNT_MAX), NotBool] = -1
+    """llamacpp: layers on the GPU; -1 puts all there if there is one."""
+    flash_attn: Literal["auto", "on", "off"] = "auto"
+    """llamacpp: flash attention."""
+    parallel: Annotated[int, Field(ge=1, le=256), NotBool] = 4
+    """llamacpp: requests answered at once; they share the context."""
+    threads: Count | None = None
+    """llamacpp, transformers: CPU threads; the engine's own choice when not given."""
+    embedding: bool = False
+    """llamacpp, transformers: serve embeddings instead of text."""
+    reranking: bool = False
+    """llamacpp: serve /v1/rerank instead of text."""
+    args: tuple[str, ...] = ()
+    """llamacpp: further arguments for llama-server, as they are."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """transformers: the kind of numbers its weights are kept in; auto takes the files' own."""
+    cache_tokens: Count | None = None
+    """transformers: tokens that the KV cache holds for all requests together; four contexts when not given."""
+    isolate: bool = False
+    """transformers: a worker process of its own, so that no other model's fault can reach it, nor its own them."""
+    trust_remote_code: bool = False
+    """transformers: run Python code that lies in the model's folder. Only for folders you trust like a program."""
+    allow_pickle: bool = False
+    """transformers: load .bin files, which can run any code. Only for folders you trust like a program."""
+    skip_check: bool = False
+    """transformers: serve it without the comparison with plain Transformers, which refuses what answers otherwise."""
+    aliases: tuple[ModelId, ...] = ()
+    """Other ids this model answers to."""
+    name: str | None = None
+    """A name for people, shown in listings."""
+    description: str | None = None
+    """A sentence for people, shown in listings."""
+    unlisted: bool = False
+    """Leave it out of /v1/models; it can still be asked for."""
+    metadata: dict[str, JsonValue] = {}
+    """Anything; copied to listings."""
+    use_model_name: str | None = None
+    """The model name sent to the engine instead of the id asked for."""
+    strip_params: tuple[str, ...] = ()
+    """Top-level request fields removed before the engine sees them."""
+    set_params: dict[str, JsonValue] = {}
+    """Top-level request fields set to these values whatever the caller sent."""
+    routes: tuple[RoutePattern, ...] = ()
+    """Paths of its engine that every key may use behind /upstream/MODEL; * is one part, ** at the end all that follow.
+    Keys with admin may use all."""
+    memory_mib: Mib | None = None
+    """Memory it needs when ready, on a GPU or, without GPUs, on the host; estimated from the file when not given."""
+    host_memory_mib: Mib = 0
+    """Host memory it needs besides, when it is on a GPU."""
+    gpu_memory_budget_mib: MibAboveZero | None = None
+    """At most so much GPU memory is planned for it, whatever is estimated or was measured."""
+    device: Literal["auto", "cpu"] = "auto"
+    """cpu: it runs on the host alone, also where there are GPUs."""
+    devices: tuple[str, ...] = ()
+    """Devices it must be placed on (gpu0, gpu1 or a GPU's UUID; host); any when not given."""
+    concurrency: Count | None = None
+    """Requests it answers at once; further ones wait. The engine's own number when not given."""
+    priority: Literal["high", "normal", "low"] | Annotated[int, Field(ge=0, le=100), NotBool] = "normal"
+    """Priority of its requests when they name none; lower numbers go first (high 0, normal 1, low 2)."""
+    category: Literal["llm", "vision", "diffusion"] = "llm"
+    """What kind of model it is: how long it stays warm depends on it, see stay_warm."""
+    ttl_s: Seconds | None = None
+    """Unload after this long without a request, unless its caller said keep_alive; 0 = never; else see stay_warm."""
+    pinned: bool = False
+    """Never evicted and never unloaded for being idle."""
+    preload: bool = False
+    """Loaded at start, and again after a crash, as long as there is room."""
+    load_timeout_s: SecondsAboveZero = 600
+    """A load that is not ready by then has failed."""
+    stop_timeout_s: SecondsAboveZero = 10
+    """How long the engine may take to stop before it is killed."""
+    grace_s: Seconds = 30
+    """How long running answers may go on when the model is unloaded by an operator or a changed configuration."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _infer_engine(cls, said: Any) -> Any:
+        """After this `engine` is never None: a model whose engine is in doubt is refused."""
+        if isinstance(said, dict) and said.get("engine") is None and (engine := _inferred_engine(said)):
+            return {**said, "engine": engine}
+        return said
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        break_on(_problems(self))
+        return self
+
+
+# --- which engine a key belongs to; keys in no set belong to every engine -------------------------------------------
+
+LLAMACPP_KEYS = frozenset(
+    {
+        "path",
+        "program",
+        "python",
+        "ctx_size",
+        "cache_type_k",
+        "cache_type_v",
+        "n_gpu_layers",
+        "flash_attn",
+        "parallel",
+        "threads",
+        "embedding",
+        "reranking",
+        "args",
+    }
+)
+TRANSFORMERS_KEYS = frozenset(
+    {
+        "path",
+        "python",
+        "ctx_size",
+        "threads",
+        "embedding",
+        "dtype",
+        "cache_tokens",
+        "isolate",
+        "trust_remote_code",
+        "allow_pickle",
+        "skip_check",
+    }
+)
+COMMAND_KEYS = frozenset({"cmd", "cmd_stop", "check_endpoint", "listener"})
+KEYS_OF_ENGINES = {"llamacpp": LLAMACPP_KEYS, "transformers": TRANSFORMERS_KEYS, "command": COMMAND_KEYS}
+
+
+# --- the rules between keys -----------------------------------------------------------------------------------------
+
+NO_CHECK = "none"
+
+# `model` decides the route and `stream` the shape of the answer; both have been acted on when these are applied.
+PARAMS_NOT_OURS_TO_CHANGE = frozenset({"model", "stream"})
+
+# Where else what a key of another engine is meant for could be said.
+_INSTEAD = {
+    "llamacpp": "llamacpp takes its arguments in args",
+    "transformers": "transformers has nothing like it",
+    "command": "command takes its arguments in cmd",
+}
+
+
+def _problems(model: Model) -> Iterator[Problem]:
+    if model.engine is None:
+        yield _engine_in_doubt(model)
+        return
+    yield from _keys_of_other_engines(model, model.engine)
+    yield from _params(model)
+    yield from _environment(model)
+    if model.engine in ("llamacpp", "transformers") and not model.path:
+        yield Problem((), f"engine {model.engine} needs path")
+    if model.engine == "command":
+        yield from _command(model)
+    if model.device == "cpu" and any(device != "host" for device in model.devices):
+        yield Problem(("devices",), "names a GPU, but device: cpu keeps it on the host")
+
+
+def _inferred_engine(model: Mapping[str, object]) -> str | None:
+    """The engine of a model that names none, if its keys leave no doubt."""
+    path, cmd = model.get("path"), model.get("cmd")
+    if cmd is not None and path is None:
+        return "command"
+    if cmd is None and isinstance(path, str) and path:
+        return "llamacpp" if path.lower().endswith(".gguf") else "transformers"
+    return None
+
+
+def _engine_in_doubt(model: Model) -> Problem:
+    if model.path and model.cmd:
+        return Problem((), "give path (engine llamacpp or transformers) or cmd (engine command), not both")
+    return Problem((), "give path (a .gguf file or a folder) or cmd (for engine command)")
+
+
+def _keys_of_other_engines(model: Model, engine: str) -> Iterator[Problem]:
+    strange = frozenset().union(*KEYS_OF_ENGINES.values()) - KEYS_OF_ENGINES[engine]
+    for key in sorted(strange & model.model_fields_set):
+        if getattr(model, key) is not None:
+            owners = " or ".join(name for name, keys in KEYS_OF_ENGINES.items() if key in keys)
+            yield Problem((key,), f"{key} is for engine {owners}; {_INSTEAD[engine]}")
+
+
+def _command(model: Model) -> Iterator[Problem]:
+    if not model.cmd:
+        yield Problem((), "engine command needs cmd")
+        return
+    for key, command in (("cmd", model.cmd), ("cmd_stop", model.cmd_stop)):
+        if command is not None and (why := _unsplittable(command)):
+            yield Problem((key,), why)
+    if not model.check_endpoint.startswith("/") and model.check_endpoint != NO_CHECK:
+        yield Problem(("check_endpoint",), f'must begin with / or be "{NO_CHECK}"')
+    elif not model.check_endpoint.isascii() or any(c <= " " or c == "\x7f" for c in model.check_endpoint):
+        yield Problem(("check_endpoint",), "may not contain spaces, control characters or other than ASCII")
+    texts = ((model.cmd,) if isinstance(model.cmd, str) else model.cmd) + tuple(model.env.values())
+    if model.check_endpoint != NO_CHECK and not any("${PORT}" in text for text in texts):
+        yield Problem(("cmd",), f'needs ${{PORT}}, the port to listen on, unless check_endpoint is "{NO_CHECK}"')
+
+
+def _unsplittable(command: str | tuple[str, ...]) -> str | None:
+    try:
+        split = words(command)
+    except ValueError as error:
+        return f"cannot be split into words: {str(error).lower()}"
+    return None if split and split[0] else "is empty"
+
+
+def _params(model: Model) -> Iterator[Problem]:
+    for name in sorted(PARAMS_NOT_OURS_TO_CHANGE & set(model.set_params)):
+        yield Problem(("set_params", name), f"{name} cannot be set; it has been acted on already")
+    for position, name in enumerate(model.strip_params):
+        if name in PARAMS_NOT_OURS_TO_CHANGE:
+            yield Problem(("strip_params", position), f"{name} cannot be removed; it has been acted on already")
+
+
+def _environment(model: Model) -> Iterator[Problem]:
+    for name in model.env:
+        if not name or "=" in name or not name.isprintable():
+            yield Problem(("env", name), "is not a name an environment variable can have")

@@ -1,1 +1,0 @@
-"""What is generated from the schema: the example file, the JSON schema, the reference tables."""

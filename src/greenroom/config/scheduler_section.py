@@ -1,0 +1,126 @@
+"""What an operator can say about scheduling: order, limits, evictions, and which models may be ready together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Self
+
+from pydantic import model_validator
+
+from greenroom.config.kinds import (
+    Count,
+    FactorFromZero,
+    LiftSeconds,
+    ModelId,
+    Name,
+    Overtakes,
+    Seconds,
+    SecondsAboveZero,
+    Section,
+    TenantName,
+    TenantWeight,
+)
+from greenroom.config.report import Problem, break_on
+from greenroom.core.events import Limits
+
+# The core knows the default of each of its limits; they are not repeated here.
+DEFAULTS = Limits()
+
+
+def _written(number: float) -> float:
+    """The number as an operator writes it: 60 rather than 60.0."""
+    return int(number) if number.is_integer() else number
+
+
+class Group(Section):
+    """Models that share a rule. Models in no group are one more group, with the defaults below."""
+
+    members: tuple[ModelId, ...]
+    """Its models, by id; a model is in one group at most."""
+    swap: bool = True
+    """Only one member is ready at a time."""
+    exclusive: bool = True
+    """A member that comes sends the members of all other groups away."""
+    persistent: bool = False
+    """Members of other groups do not send its members away."""
+
+
+class Matrix(Section):
+    """Sets of models that may be ready together; a set allows every part of it too."""
+
+    vars: dict[Name, ModelId] = {}
+    """Short names for models, to be used in sets and evict_costs; they win over ids."""
+    evict_costs: dict[Name, Count] = {}
+    """What sending a model away costs, by short name or id; 1 when not given. The set that costs least is chosen."""
+    sets: dict[Name, str]
+    """Sets by name: a & b is both together, a | b one of them, +name another set, ( ) as needed; first wins ties."""
+
+
+class Company(Section):
+    """Who may be ready together: groups or a matrix, one of them."""
+
+    groups: dict[Name, Group] | None = None
+    """Groups by name; {} has one model ready at a time."""
+    matrix: Matrix | None = None
+    """Sets of models. A model in no set is ready alone."""
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        break_on(_company_problems(self))
+        return self
+
+
+class Scheduler(Section):
+    """Who goes next, and how many may wait."""
+
+    policy: str = DEFAULTS.policy
+    """Who goes first and when models change places: default, fifo, or one that an installed package registers."""
+    swapper: str = DEFAULTS.swapper
+    """Who has to leave for a newcomer: memory, coordinator (idle ones only), or one that an installed package has."""
+    queue_depth_max: Count = DEFAULTS.queue_depth_max
+    """Requests that may wait at once; one more is answered 503 queue_full with Retry-After."""
+    overtakes_max: Overtakes = DEFAULTS.overtakes_max
+    """How often requests for a ready model may go before an older one for a cold model once its batch is over."""
+    residency_swaps: FactorFromZero = _written(DEFAULTS.residency_swaps)
+    """While others wait a model stays ready for at least this many times as long as bringing it took."""
+    batch_swaps: FactorFromZero = _written(DEFAULTS.batch_swaps)
+    """And serves a batch of at most this many times as long as it takes to bring it and to end its answers."""
+    lift_s: LiftSeconds = _written(DEFAULTS.lift_s)
+    """Waiting this long lifts a request by one class of priority."""
+    deadline_high_s: SecondsAboveZero = _written(DEFAULTS.deadlines_s[0])
+    """Waiting this long, a request of high priority insists on its model; never later than server.wait_max_s."""
+    deadline_normal_s: SecondsAboveZero = _written(DEFAULTS.deadlines_s[1])
+    """The same for normal priority."""
+    deadline_low_s: SecondsAboveZero = _written(DEFAULTS.deadlines_s[2])
+    """The same for low priority."""
+    recency_s: SecondsAboveZero = _written(DEFAULTS.recency_s)
+    """How long ago requests still count, to a third, for how likely a model is to be asked for again."""
+    tenant_weights: dict[TenantName, TenantWeight] = {}
+    """Shares between tenants who wait for the same model; 1 for those who are not named."""
+    backoff_s: SecondsAboveZero = _written(DEFAULTS.backoff_s)
+    """Pause after a first failed load; doubled with each further one."""
+    backoff_max_s: SecondsAboveZero = _written(DEFAULTS.backoff_max_s)
+    """Longest pause between failed loads."""
+    keep_alive_max_s: Seconds | None = None
+    """The longest `keep_alive` a caller gets; -1, which is for ever, becomes this too. No bound when not given."""
+    fit_memory: bool = True
+    """Whether models have to fit into memory together; false: company alone says who may be ready at once."""
+    company: Company | None = None
+    """Rules about who may be ready together, as groups or as a matrix; without any only memory counts."""
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        break_on(_scheduler_problems(self))
+        return self
+
+
+def _scheduler_problems(scheduler: Scheduler) -> Iterator[Problem]:
+    if scheduler.backoff_s > scheduler.backoff_max_s:
+        yield Problem(("backoff_s",), f"may not be more than backoff_max_s ({scheduler.backoff_max_s:g})")
+    if not scheduler.fit_memory and scheduler.company is None:
+        yield Problem(("fit_memory",), "may only be false with company; nothing else says who may be ready together")
+
+
+def _company_problems(company: Company) -> Iterator[Problem]:
+    if (company.groups is None) == (company.matrix is None):
+        yield Problem((), "give groups or matrix" + ("" if company.groups is None else ", not both"))
