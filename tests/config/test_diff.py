@@ -31,6 +31,7 @@ OTHER_VALUES: dict[str, Any] = {
     "cmd_stop": "stop",
     "check_endpoint": "/up",
     "listener": "any",
+    "sizes_itself": True,
     "env": {"A": "b"},
     "cwd": "/tmp",
     "program": "/bin/llama-server",

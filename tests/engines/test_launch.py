@@ -10,6 +10,7 @@ import pytest
 from greenroom.config.schema import Model
 from greenroom.core.model import DeviceId
 from greenroom.engines.base import Ability, Place, environment
+from greenroom.engines.command import takes_free_memory
 from greenroom.engines.llamacpp import WORKER, LlamaCppEngine
 from greenroom.engines.registry import engine_for
 from greenroom.errors import LoadFailed
@@ -226,3 +227,46 @@ def test_command_told_of_no_gpu_hears_zero() -> None:
 def test_command_can_be_split_only_if_it_asks_for_its_gpus(keys: dict[str, Any], can: bool) -> None:
     model = Model(**keys)
     assert engine_for(model).can_split(model) is can
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "vllm serve Qwen/Qwen3-8B --port 1",
+        "/opt/vllm/bin/vllm serve /models/qwen",
+        "uv run --with vllm vllm serve x",
+        "python -m vllm.entrypoints.openai.api_server --model x",
+        "python3 -m sglang.launch_server --model-path x",
+        "sglang serve --model-path x",
+        "lmdeploy serve api_server x",
+        "trtllm-serve x --port 1",
+        "docker run --gpus all vllm/vllm-openai:v0.11.0 --model x",
+        "podman run docker.io/lmsysorg/sglang@sha256:00 python3 -m sglang.launch_server",
+        "text-generation-launcher --model-id x",
+    ],
+)
+def test_programs_that_take_all_free_memory_are_recognised(command: str) -> None:
+    assert takes_free_memory(command.split())
+    assert engine_for(Model(cmd=f"{command} ${{PORT}}")).sizes_itself(Model(cmd=f"{command} ${{PORT}}"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "llama-server -m /models/vllm/serve.gguf",
+        "vllm bench",
+        "python -m http.server",
+        "whisper-server --model vllm",
+        "",
+    ],
+)
+def test_other_programs_are_not_taken_for_them(command: str) -> None:
+    assert not takes_free_memory(command.split())
+
+
+def test_operator_has_the_last_word_on_whether_an_engine_sizes_itself(tmp_path: Path) -> None:
+    known, unknown = Model(cmd="vllm serve x ${PORT}", sizes_itself=False), Model(cmd="x ${PORT}", sizes_itself=True)
+    assert not engine_for(known).sizes_itself(known)
+    assert engine_for(unknown).sizes_itself(unknown)
+    of_a_file = Model(path=str(gguf(tmp_path)))
+    assert not engine_for(of_a_file).sizes_itself(of_a_file)

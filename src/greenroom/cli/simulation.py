@@ -85,7 +85,7 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
         need=need if config.scheduler.fit_memory else Need(),
         devices=tuple(DeviceId(device) for device in model.devices),
         can_split=engine.can_split(model),
-        sizes_itself=engine.sizes_itself,
+        sizes_itself=engine.sizes_itself(model),
         concurrency=concurrency,
         priority=_priority(model),
         ttl_s=ttl_s_of(model, config.stay_warm),

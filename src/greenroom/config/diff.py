@@ -112,6 +112,7 @@ NEW_SLOT_KEYS = frozenset(
 LABEL_KEYS = frozenset(
     {
         "cmd_stop",
+        "sizes_itself",
         "aliases",
         "name",
         "description",

@@ -49,6 +49,9 @@ class Model(Section):
     """command: path that answers 200 once the engine is ready; "none" when the process being up is enough."""
     listener: Literal["own", "any"] = "own"
     """command: own: only the engine's own process tree may hold the port; any: anybody (containers of a daemon)."""
+    sizes_itself: bool | None = None
+    """command: it takes as much GPU memory as it finds free, so it starts while nothing else loads or leaves on its
+    GPUs. When not given, true for vLLM, SGLang, LMDeploy, TensorRT-LLM and TGI, as far as cmd shows them."""
     env: dict[str, str] = {}
     """Further environment variables of the engine; of the gateway's own it gets only PATH, HOME, CUDA_… and such."""
     cwd: str | None = None
@@ -185,7 +188,7 @@ TRANSFORMERS_KEYS = frozenset(
         "skip_check",
     }
 )
-COMMAND_KEYS = frozenset({"cmd", "cmd_stop", "check_endpoint", "listener"})
+COMMAND_KEYS = frozenset({"cmd", "cmd_stop", "check_endpoint", "listener", "sizes_itself"})
 KEYS_OF_ENGINES = {"llamacpp": LLAMACPP_KEYS, "transformers": TRANSFORMERS_KEYS, "command": COMMAND_KEYS}
 
 

@@ -107,7 +107,10 @@ class Describing(Protocol):
 
     name: str
     usage_source: UsageSource
-    sizes_itself: bool
+
+    def sizes_itself(self, model: Model) -> bool:
+        """True if it takes as much GPU memory as it finds free; the core starts it alone on each of its GPUs."""
+        ...
 
     def can_split(self, model: Model) -> bool:
         """Whether it can be spread over several GPUs."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import os
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,13 +22,25 @@ from greenroom.process.spawn import Command
 # A program we know nothing about is asked at most this many things at once.
 CONCURRENCY = 8
 
+# Servers that size their KV cache by the GPU memory they find free, as they are started: `vllm serve`, alone,
+# `python -m vllm.entrypoints…`, or from an image.
+_WITH_SERVE = frozenset(("vllm", "sglang", "lmdeploy"))
+_ALONE = frozenset(("trtllm-serve", "text-generation-launcher"))
+_MODULES = frozenset(("vllm", "sglang", "lmdeploy", "tensorrt_llm"))
+_IMAGES = ("vllm/vllm-openai", "lmsysorg/sglang", "openmmlab/lmdeploy", "huggingface/text-generation-inference")
+# Options and wrappers such as `docker run` stand before the program; more words than this do not.
+_WORDS_MAX = 256
+
 
 class CommandEngine:
     name = "command"
     hosted: Literal[False] = False
     listens = Listens.PORT
     usage_source = UsageSource.ASK
-    sizes_itself = False
+
+    def sizes_itself(self, model: Model) -> bool:
+        """What the operator says; otherwise true for programs that are known to take all free memory."""
+        return takes_free_memory(words(model.cmd or ())) if model.sizes_itself is None else model.sizes_itself
 
     def can_split(self, model: Model) -> bool:
         """A program that does not ask which GPUs it gets could not be told to use several."""
@@ -77,3 +92,17 @@ def _filled(text: str, said: Mapping[str, str]) -> str:
     for hole, value in said.items():
         text = text.replace(f"${{{hole}}}", value)
     return text
+
+
+def takes_free_memory(command: Sequence[str]) -> bool:
+    """True if these words start a server that takes whatever GPU memory is free, such as `vllm serve`."""
+    command = command[:_WORDS_MAX]
+    for word, following in itertools.pairwise((*command, "")):
+        program = os.path.basename(word)
+        if program in _ALONE or (program in _WITH_SERVE and following == "serve"):
+            return True
+        if word == "-m" and following.partition(".")[0] in _MODULES:
+            return True
+        if re.split("[:@]", word)[0].endswith(_IMAGES):
+            return True
+    return False

@@ -35,7 +35,9 @@ class LlamaCppEngine:
     hosted: Literal[False] = False
     listens = Listens.SOCKET
     usage_source = UsageSource.TIMINGS
-    sizes_itself = False
+
+    def sizes_itself(self, model: Model) -> bool:
+        return False
 
     def can_split(self, model: Model) -> bool:
         return True

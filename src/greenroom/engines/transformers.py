@@ -40,7 +40,9 @@ class TransformersEngine:
     name = "transformers"
     hosted: Literal[True] = True
     usage_source = UsageSource.ASK
-    sizes_itself = False
+
+    def sizes_itself(self, model: Model) -> bool:
+        return False
 
     def can_split(self, model: Model) -> bool:
         return False

@@ -138,7 +138,7 @@ class Catalog:
             # Two names may mean one device.
             devices=tuple(dict.fromkeys(self.device_of(device) for device in model.devices)),
             can_split=engine.can_split(model),
-            sizes_itself=engine.sizes_itself,
+            sizes_itself=engine.sizes_itself(model),
             concurrency=engine.concurrency(model),
             priority=priority_number(model.priority),
             ttl_s=ttl_s_of(model, shared.stay_warm),
