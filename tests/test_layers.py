@@ -52,8 +52,9 @@ CORE_IS_ALSO_SEEN_BY = {"sim/player.py": {"decide.placement"}}
 STANDALONE = {
     "process/keeper.py": set(),
     "workers/llamacpp_server.py": {"xllamacpp"},
-    "workers/torch_host/sandbox/template_program.py": {"jinja2"},
-    "workers/torch_host/sandbox/schema_trial.py": {"llguidance"},
+    "workers/torch_host/sandbox/program.py": set(),
+    "workers/torch_host/sandbox/template_job.py": {"jinja2"},
+    "workers/torch_host/sandbox/schema_job.py": {"llguidance"},
 }
 # The torch worker is a package of its own: it names itself relatively, because its program is started by path under
 # another Python, and it may use what that engine brings.

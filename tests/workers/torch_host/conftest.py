@@ -15,8 +15,9 @@ import pytest
 from greenroom.workers.torch_host.api.http import Server
 from greenroom.workers.torch_host.api.routes import serve_text
 from greenroom.workers.torch_host.engine.requests import Ask
-from greenroom.workers.torch_host.sandbox.schema_trials import SchemaTrials
-from greenroom.workers.torch_host.sandbox.template_runner import Scribes
+from greenroom.workers.torch_host.sandbox.pool import SandboxPool
+from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTrials
+from greenroom.workers.torch_host.sandbox.template_runner import TEMPLATES
 from greenroom.workers.torch_host.text.tokens import Text
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host import tokenizer_folders
@@ -59,14 +60,14 @@ def socket_folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-async def scribes() -> AsyncIterator[Scribes]:
-    made = Scribes()
+async def templates() -> AsyncIterator[SandboxPool]:
+    made = SandboxPool(TEMPLATES)
     yield made
     await made.close()
 
 
 @pytest.fixture
-def open_api(byte_text: Text, socket_folder: Path, scribes: Scribes) -> Opener:
+def open_api(byte_text: Text, socket_folder: Path, templates: SandboxPool) -> Opener:
     """Serve a performer that says this text (or what a script says) to everyone."""
 
     @contextlib.asynccontextmanager
@@ -91,8 +92,8 @@ def open_api(byte_text: Text, socket_folder: Path, scribes: Scribes) -> Opener:
             performer,
             own,
             "tiny",
-            scribes=scribes,
-            trials=SchemaTrials(),
+            templates=templates,
+            trials=SchemaTrials(SandboxPool(SCHEMAS)),
             sentence=(sentence or SentenceConfig()) if embeds else None,
             template_deadline_s=template_deadline_s,
         )

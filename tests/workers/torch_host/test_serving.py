@@ -15,8 +15,8 @@ import torch
 
 from greenroom.workers.torch_host.api.routes import serve_text
 from greenroom.workers.torch_host.engine.engine_loop import Batching
-from greenroom.workers.torch_host.sandbox.schema_trials import SchemaTrials
-from greenroom.workers.torch_host.sandbox.template_runner import Scribes
+from greenroom.workers.torch_host.sandbox.pool import SandboxPool
+from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTrials
 from greenroom.workers.torch_host.text.tokens import Text
 from tests.workers.torch_host.engine_rig import performing, random_model
 from tests.workers.torch_host.tiny import save_tokenizer
@@ -46,11 +46,12 @@ class House:
 
 
 @pytest.fixture
-async def house(tmp_path: Path, socket_folder: Path, scribes: Scribes) -> AsyncIterator[House]:
+async def house(tmp_path: Path, socket_folder: Path, templates: SandboxPool) -> AsyncIterator[House]:
     save_tokenizer(tmp_path / "tiny")
     text = Text.load(tmp_path / "tiny")
     with performing(random_model("llama")) as batching:
-        served = await serve_text(socket_folder / "s", batching, text, "tiny", scribes=scribes, trials=SchemaTrials())
+        trials = SchemaTrials(SandboxPool(SCHEMAS))
+        served = await serve_text(socket_folder / "s", batching, text, "tiny", templates=templates, trials=trials)
         made = House(batching, text, socket_folder / "s")
         yield made
         await made.client.close()

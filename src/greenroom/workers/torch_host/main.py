@@ -100,7 +100,7 @@ def _control(listener: socket.socket, loop: asyncio.AbstractEventLoop, ended: as
         shared = Shared(loop, on_fatal=lambda error, say: slots.lost(error, say))
         slots = Slots(shared)
         Control(connection, slots).serve()
-        shared.run(shared.scribes.close())
+        shared.run(shared.templates.close())
     finally:
         loop.call_soon_threadsafe(ended.set)
 

@@ -16,8 +16,8 @@ from greenroom.workers.torch_host.api.refusals import Refused
 from greenroom.workers.torch_host.api.routes import serve_text
 from greenroom.workers.torch_host.sandbox import grammar
 from greenroom.workers.torch_host.sandbox.grammar import SCHEMA_BYTES_MAX, Grammars, JsonConstraint
-from greenroom.workers.torch_host.sandbox.schema_trials import SchemaTrials
-from greenroom.workers.torch_host.sandbox.template_runner import Scribes
+from greenroom.workers.torch_host.sandbox.pool import SandboxPool
+from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTrials
 from greenroom.workers.torch_host.text.tokens import Text
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.fake_inference import FakePerformer
@@ -33,7 +33,7 @@ CITY = {
 
 @pytest.fixture
 def grammars(byte_text: Text) -> Iterator[Grammars]:
-    made = Grammars(byte_text, SchemaTrials())
+    made = Grammars(byte_text, SchemaTrials(SandboxPool(SCHEMAS)))
     yield made
     made.close()
 
@@ -66,7 +66,7 @@ async def test_a_vocabulary_that_fills_its_words_is_masked_too(byte_text: Text, 
     missing = tuple(f"<pad{number}>" for number in range(-byte_text.size % 32))
     full = Text.load(tokenizer_folders.byte_level(tmp_path / "full", special=missing))
     assert full.size % 32 == 0
-    own = Grammars(full, SchemaTrials())
+    own = Grammars(full, SchemaTrials(SandboxPool(SCHEMAS)))
     for extra_words in (0, 1):
         constraint = await own.constraint(CITY, True, "f")
         assert allowed(constraint, full.size // 32 + extra_words) == allowed(constraint, 40) != set()
@@ -268,11 +268,18 @@ async def test_no_more_compilations_wait_than_may(
 
 
 async def test_threads_that_compile_end_with_the_model(
-    byte_text: Text, grammars: Grammars, socket_folder: Path, scribes: Scribes
+    byte_text: Text, grammars: Grammars, socket_folder: Path, templates: SandboxPool
 ) -> None:
     performer = FakePerformer(lambda ask: [])
     before = set(threading.enumerate())
-    served = await serve_text(socket_folder / "s", performer, byte_text, "tiny", scribes=scribes, trials=SchemaTrials())
+    served = await serve_text(
+        socket_folder / "s",
+        performer,
+        byte_text,
+        "tiny",
+        templates=templates,
+        trials=SchemaTrials(SandboxPool(SCHEMAS)),
+    )
     await served._house.grammars.constraint(CITY, True, "f")
     own = [one for one in threading.enumerate() if one.name.startswith("compile") and one not in before]
     assert own

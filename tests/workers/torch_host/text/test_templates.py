@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from greenroom.workers.torch_host.api.refusals import Refused
-from greenroom.workers.torch_host.sandbox.template_runner import Scribes
+from greenroom.workers.torch_host.sandbox.pool import SandboxPool
+from greenroom.workers.torch_host.sandbox.template_runner import TEMPLATES
 from greenroom.workers.torch_host.text.templates import PROGRAM_CHARS_MAX, Template
 from greenroom.workers.torch_host.text.tokens import Text
 from tests.workers.torch_host import tokenizer_folders
@@ -23,26 +25,26 @@ Maker = Callable[..., Template]
 
 
 @pytest.fixture
-def template(tmp_path: Path, scribes: Scribes) -> Maker:
+def template(tmp_path: Path, templates: SandboxPool) -> Maker:
     """That of a model with this program."""
 
     def made(source: str | None, deadline_s: float = PATIENCE_S) -> Template:
         text = Text.load(tokenizer_folders.byte_level(tmp_path / "odd-model", source))
-        return Template(text, scribes, deadline_s)
+        return Template(text, templates, deadline_s)
 
     return made
 
 
-async def test_a_conversation_is_rendered_with_its_tools_and_switches(byte_text: Text, scribes: Scribes) -> None:
-    made = Template(byte_text, scribes)
+async def test_a_conversation_is_rendered_with_its_tools_and_switches(byte_text: Text, templates: SandboxPool) -> None:
+    made = Template(byte_text, templates)
     assert await made.render(HI, None, {}, CONTEXT) == "<|user|>hi\n<|assistant|>"
     assert await made.render(HI, TOOLS, {"shouts": True}, CONTEXT) == "<|user|>hi\nTOOLS look\n!<|assistant|>"
 
 
-async def test_a_caller_cannot_bring_its_own_program(byte_text: Text, scribes: Scribes) -> None:
+async def test_a_caller_cannot_bring_its_own_program(byte_text: Text, templates: SandboxPool) -> None:
     switches = {"chat_template": "mine", "tokenize": True, "add_generation_prompt": False, "conversation": []}
     switches |= {"messages": [], "tools": TOOLS, "template": "mine"}
-    assert await Template(byte_text, scribes).render(HI, None, switches, CONTEXT) == "<|user|>hi\n<|assistant|>"
+    assert await Template(byte_text, templates).render(HI, None, switches, CONTEXT) == "<|user|>hi\n<|assistant|>"
 
 
 async def test_a_template_that_loops_is_stopped_and_named(template: Maker) -> None:
@@ -101,7 +103,8 @@ async def test_a_model_without_a_template_says_what_to_do(template: Maker) -> No
 
 async def test_no_scribe_to_be_had_is_nobodys_mistake(byte_text: Text) -> None:
     with pytest.raises(Refused) as refused:
-        await Template(byte_text, Scribes(most=0, wait_s=0.01)).render(HI, None, {}, CONTEXT)
+        none = SandboxPool(replace(TEMPLATES, processes_max=0, wait_s=0.01))
+        await Template(byte_text, none).render(HI, None, {}, CONTEXT)
     assert (refused.value.code, refused.value.status) == ("unavailable", 503)
 
 
@@ -120,17 +123,17 @@ def odd_text(tmp_path: Path) -> Callable[[Callable[..., Any]], Text]:
     return made
 
 
-async def test_a_tokenizer_that_renders_itself_is_asked(odd_text: Any, scribes: Scribes) -> None:
+async def test_a_tokenizer_that_renders_itself_is_asked(odd_text: Any, templates: SandboxPool) -> None:
     def render(self: Any, conversation: Any, tools: Any = None, **rest: Any) -> Any:
         return "MINE " + super(type(self), self).apply_chat_template(conversation, tools=tools, **rest)
 
-    made = Template(odd_text(render), scribes)
+    made = Template(odd_text(render), templates)
     assert await made.render(HI, TOOLS, {"shouts": True}, CONTEXT) == "MINE <|user|>hi\nTOOLS look\n!<|assistant|>"
     assert running() == []
 
 
 async def test_a_tokenizer_that_renders_itself_has_the_same_deadline_and_refusals(
-    odd_text: Any, scribes: Scribes
+    odd_text: Any, templates: SandboxPool
 ) -> None:
     def render(self: Any, conversation: Any, **rest: Any) -> Any:
         if conversation[0]["content"] == "long":
@@ -140,7 +143,7 @@ async def test_a_tokenizer_that_renders_itself_has_the_same_deadline_and_refusal
         while True:
             pass
 
-    made = Template(odd_text(render), scribes, deadline_s=0.2)
+    made = Template(odd_text(render), templates, deadline_s=0.2)
     for content, said, status in (("hi", "0.2 s", 422), ("wrong", "no such role", 400), ("long", "3,000,000", 400)):
         with pytest.raises(Refused, match=said) as refused:
             await made.render([{"role": "user", "content": content}], None, {}, CONTEXT)

@@ -14,8 +14,8 @@ from typing import Any
 
 from ..engine.requests import Mailbox, Performer
 from ..sandbox.grammar import Grammars
+from ..sandbox.pool import SandboxPool
 from ..sandbox.schema_trials import SchemaTrials
-from ..sandbox.template_runner import Scribes
 from ..text.harmony import Harmony
 from ..text.templates import RENDER_DEADLINE_S, Template
 from ..text.tokens import Text, read_config
@@ -45,12 +45,12 @@ class Api:
         performer: Performer,
         model: str,
         *,
-        scribes: Scribes,
+        templates: SandboxPool,
         trials: SchemaTrials,
         sentence: SentenceConfig | None = None,
         template_deadline_s: float = RENDER_DEADLINE_S,
     ) -> None:
-        template = Template(text, scribes, template_deadline_s)
+        template = Template(text, templates, template_deadline_s)
         self.house = House(
             model=model,
             performer=performer,
@@ -120,7 +120,7 @@ async def serve_text(
     text: Text,
     model: str,
     *,
-    scribes: Scribes,
+    templates: SandboxPool,
     trials: SchemaTrials,
     sentence: SentenceConfig | None = None,
     template_deadline_s: float = RENDER_DEADLINE_S,
@@ -130,7 +130,7 @@ async def serve_text(
         text,
         performer,
         model,
-        scribes=scribes,
+        templates=templates,
         trials=trials,
         sentence=sentence,
         template_deadline_s=template_deadline_s,

@@ -20,8 +20,9 @@ import torch
 from ..api.routes import Served, serve_text
 from ..engine.engine_loop import Batching
 from ..failures import BadModel, Cancelled, OnFatal, Stuck
-from ..sandbox.schema_trials import SchemaTrials
-from ..sandbox.template_runner import Scribes
+from ..sandbox.pool import SandboxPool
+from ..sandbox.schema_trials import SCHEMAS, SchemaTrials
+from ..sandbox.template_runner import TEMPLATES
 from ..weights.device_weights import StageModel, Wire
 from .orders import Order
 from .preparing import Surroundings, prepare
@@ -38,8 +39,8 @@ class Shared:
     loop: asyncio.AbstractEventLoop
     on_fatal: OnFatal
     wire: Wire = field(default_factory=Wire)
-    scribes: Scribes = field(default_factory=Scribes)
-    trials: SchemaTrials = field(default_factory=SchemaTrials)
+    templates: SandboxPool = field(default_factory=lambda: SandboxPool(TEMPLATES))
+    trials: SchemaTrials = field(default_factory=lambda: SchemaTrials(SandboxPool(SCHEMAS)))
 
     def run(self, work: Coroutine[Any, Any, _Answer]) -> _Answer:
         """Do this on the loop of the sockets, from another thread."""
@@ -86,7 +87,7 @@ class Hosted:
                     made.performer,
                     made.text,
                     order.model,
-                    scribes=shared.scribes,
+                    templates=shared.templates,
                     trials=shared.trials,
                     sentence=made.sentence,
                 )

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ..api.refusals import Refused, unavailable, unsupported
 from ..text.tokens import Text
-from .schema_trial import COMPILE_STACK_BYTES
-from .schema_trials import SchemaTrials, Share
+from .schema_job import COMPILE_STACK_BYTES
+from .schema_trials import SchemaChecker, SchemaTrials
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +97,7 @@ class Grammars:
         self._text = text
         self._tokens: Any = None
         self._building = threading.Lock()
-        self._trials = Share(trials)
+        self._trials = SchemaChecker(trials)
         self._threads = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="compile")
         self._has_library = False
         self._compiling: dict[bytes, asyncio.Future[_Compiled]] = {}

@@ -1,21 +1,18 @@
-"""Whether a JSON schema may be compiled in this process: tried in one that may fall, and remembered.
+"""Decides whether the worker may compile a JSON schema: tries it in a sandbox process, and remembers the verdict.
 
-Owns the processes of `schema_trial.py`, how many run at once and for whom, and what came of them. A schema is seldom
-sent once, so that few requests wait for a trial, which takes a tenth of a second. Never keeps a schema: only a hash of
-it. What a trial could not find out, because the machine had no time or memory for it, is not held against the schema.
-Read `Share.check` first.
+Owns the trials: how many run at once and for which models, and what came of them. Most schemas are sent again and
+again, so few requests wait for a trial, which takes a tenth of a second. Never keeps a schema, only its hash. What a
+trial could not find out, because the machine lacked time or memory, is not held against the schema.
+Read `SchemaChecker.check` first.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import importlib.util
 import logging
-import os
 import signal
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -23,45 +20,39 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..api.refusals import Refused, unavailable
-from .schema_trial import CPU_S, NO_LIBRARY, TOO_MUCH, TOO_SLOW, WALL_S
+from .pool import JobKind, MemoryExhausted, ProcessEnded, SandboxError, SandboxPool
+from .schema_job import FIT, SAID_CHARS_MAX, TOO_MUCH, TOO_SLOW, UNFIT
 
-AT_ONCE: Final = 2
-# Of one model, so that its bad schemas hold up nobody else's.
-AT_ONCE_A_MODEL: Final = 1
-# Who still waits then is refused.
-WAIT_S: Final = 60.0
+# Far more than an honest schema takes, and still within what a caller waits for.
+CPU_S: Final = 3
+WALL_S: Final = 20
+# Two memories, so that invented bad schemas push out no good one.
 PASSED_MAX: Final = 1_024
-# Apart from those that passed, so that whoever invents bad ones pushes out no good one.
 REFUSED_MAX: Final = 1_024
-_PROGRAM: Final = Path(__file__).with_name("schema_trial.py")
+_SAID_BYTES_MAX: Final = 4 * SAID_CHARS_MAX
 
 _FIT: Final = 200
 _UNFIT: Final = 400
 _TOO_COMPLEX: Final = 422
 _UNKNOWN: Final = 503
-_COMPILES_LONG: Final = f"to compile it takes more than {CPU_S} s or too much memory"
-# Ends that are the schema's own doing. A kill is none: it comes from the kernel, when the whole machine has no memory.
-_OWN_DOING: Final = {
-    TOO_SLOW: "to follow it takes too long",
-    TOO_MUCH: _COMPILES_LONG,
-    -signal.SIGXCPU: _COMPILES_LONG,
-    -signal.SIGSEGV: _COMPILES_LONG,
-    -signal.SIGBUS: _COMPILES_LONG,
-    -signal.SIGABRT: _COMPILES_LONG,
-}
+_TOO_LONG_TO_COMPILE: Final = f"to compile it takes more than {CPU_S} s or too much memory"
+_TOO_LONG_TO_FOLLOW: Final = "to follow it takes too long"
+# Signals that a schema brings upon its process. SIGKILL is not among them: the kernel sends it when the whole machine
+# has no memory.
+_OWN_SIGNALS: Final = (signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a trial found, as the status of a request, and why."""
+    """What a trial found, as the status of the request, and why."""
 
     status: int
     why: str = ""
 
     def enforce(self, param: str) -> None:
-        """Return if the schema may be compiled. Raises Refused, for the caller who sent it in this field."""
+        """Return if the schema may be compiled. Raises Refused, which names the field it was sent in."""
         if self.status == _UNFIT:
             raise Refused(f"{param}: this schema cannot be held to: {self.why}", param=param)
         if self.status == _TOO_COMPLEX:
@@ -71,11 +62,12 @@ class Verdict:
 
 
 class SchemaTrials:
-    """All that one worker has. Belongs to the loop on which it is first used."""
+    """All verdicts of one worker. Belongs to the loop on which it is first used."""
 
-    def __init__(self) -> None:
-        self._places = asyncio.Semaphore(AT_ONCE)
-        self._running = _Together()
+    def __init__(self, pool: SandboxPool, passed_max: int = PASSED_MAX, refused_max: int = REFUSED_MAX) -> None:
+        self.pool = pool
+        self._passed_max, self._refused_max = passed_max, refused_max
+        self._running = _SharedTasks()
         self._passed: OrderedDict[bytes, Verdict] = OrderedDict()
         self._refused: OrderedDict[bytes, Verdict] = OrderedDict()
 
@@ -90,68 +82,67 @@ class SchemaTrials:
         return self.known(key) or await self._running.once(key, lambda: self._try(key, order))
 
     async def _try(self, key: bytes, order: bytes) -> Verdict:
-        async with self._places:
-            verdict = await _judged(order)
+        async with self.pool.place() as place:
+            verdict = await _judged(place, order)
         if verdict.status == _FIT:
-            _remember(self._passed, key, verdict, PASSED_MAX)
+            _remember(self._passed, key, verdict, self._passed_max)
         elif verdict.status != _UNKNOWN:
-            _remember(self._refused, key, verdict, REFUSED_MAX)
+            _remember(self._refused, key, verdict, self._refused_max)
         return verdict
 
 
-class Share:
-    """One model's way to the trials, of which it may keep some busy, but not all."""
+class SchemaChecker:
+    """One model's share of the trials."""
 
     def __init__(self, trials: SchemaTrials) -> None:
         self._trials = trials
-        self._turns = asyncio.Semaphore(AT_ONCE_A_MODEL)
-        self._waiting = _Together()
+        self._turns = trials.pool.model_turns()
+        self._waiting = _SharedTasks()
 
     async def check(self, order: bytes, param: str) -> None:
-        """Return if the schema of this order is fit to be compiled here. Raises Refused.
+        """Return if the worker may compile the schema of this order. Raises Refused.
 
-        However many ask about one schema, it is tried once; the trial ends with the last of them.
+        However many callers ask about one schema, it is tried once; the trial ends when the last of them leaves.
         """
         key = hashlib.sha256(order).digest()
         verdict = self._trials.known(key)
         if verdict is None:
             try:
-                async with asyncio.timeout(WAIT_S):
+                async with asyncio.timeout(self._trials.pool.kind.wait_s):
                     verdict = await self._waiting.once(key, lambda: self._in_turn(key, order))
             except TimeoutError:
                 raise unavailable(f"{param}: schemas that take long keep others waiting. Try again.") from None
         verdict.enforce(param)
 
     async def _in_turn(self, key: bytes, order: bytes) -> Verdict:
-        """First come, first served: among those who ask for this model, then among the models."""
         async with self._turns:
             return await self._trials.verdict(key, order)
 
 
-class _Together:
-    """Work that several may wait for: it is done once, and ended when the last of them leaves."""
+class _SharedTasks:
+    """Tasks that several callers wait for: each runs once, and is cancelled when its last caller leaves."""
 
     def __init__(self) -> None:
-        self._under_way: dict[bytes, _Work] = {}
+        self._under_way: dict[bytes, _SharedTask] = {}
 
     async def once(self, key: bytes, begin: Callable[[], Coroutine[Any, Any, Verdict]]) -> Verdict:
-        work = self._under_way.get(key)
-        if work is None:
-            work = self._under_way[key] = _Work(asyncio.create_task(begin()))
-        work.waiting += 1
+        shared = self._under_way.get(key)
+        if shared is None:
+            shared = self._under_way[key] = _SharedTask(asyncio.create_task(begin()))
+        shared.callers += 1
         try:
-            return await asyncio.shield(work.task)
+            return await asyncio.shield(shared.task)
         finally:
-            work.waiting -= 1
-            if work.waiting == 0:
+            shared.callers -= 1
+            if shared.callers == 0:
                 del self._under_way[key]
-                work.task.cancel()
+                shared.task.cancel()
 
 
 @dataclass(slots=True)
-class _Work:
+class _SharedTask:
     task: asyncio.Task[Verdict]
-    waiting: int = 0
+    callers: int = 0
 
 
 def too_complex(param: str, why: str) -> Refused:
@@ -170,20 +161,30 @@ def _remember(verdicts: OrderedDict[bytes, Verdict], key: bytes, verdict: Verdic
         verdicts.popitem(last=False)
 
 
-async def _judged(order: bytes) -> Verdict:
+async def _judged(pool: SandboxPool, order: bytes) -> Verdict:
     try:
-        code, said = await _tried(order)
-    except TimeoutError:
-        return _unknown(f"it had not ended after {WALL_S} s")
-    except OSError as error:
-        return _unknown(f"no process could be started: {error}")
-    if code == 0:
-        return Verdict(_UNFIT, said) if said else Verdict(_FIT)
-    if code in _OWN_DOING:
-        return Verdict(_TOO_COMPLEX, _OWN_DOING[code])
-    if code == NO_LIBRARY:
-        return _unknown(said)
-    return _unknown(f"code {code}" if code > 0 else f"signal {-code}")
+        word, content = await pool.run(order, _SAID_BYTES_MAX, WALL_S)
+    except MemoryExhausted:
+        return Verdict(_TOO_COMPLEX, _TOO_LONG_TO_COMPILE)
+    except ProcessEnded as error:
+        if error.code is not None and -error.code in _OWN_SIGNALS:
+            return Verdict(_TOO_COMPLEX, _TOO_LONG_TO_COMPILE)
+        return _unknown(f"it {error}")
+    except SandboxError as error:
+        return _unknown(str(error))
+    return _verdict(word, content.decode(errors="replace"))
+
+
+def _verdict(word: bytes, why: str) -> Verdict:
+    if word == FIT:
+        return Verdict(_FIT)
+    if word == UNFIT:
+        return Verdict(_UNFIT, why)
+    if word == TOO_SLOW:
+        return Verdict(_TOO_COMPLEX, _TOO_LONG_TO_FOLLOW)
+    if word == TOO_MUCH:
+        return Verdict(_TOO_COMPLEX, _TOO_LONG_TO_COMPILE)
+    return _unknown(why)
 
 
 def _unknown(why: str) -> Verdict:
@@ -191,22 +192,23 @@ def _unknown(why: str) -> Verdict:
     return Verdict(_UNKNOWN)
 
 
-async def _tried(order: bytes) -> tuple[int, str]:
-    """How the trial ended, and what it said. Raises TimeoutError, and OSError if it could not begin."""
+def _library_folders() -> tuple[str, ...]:
+    """Where this Python keeps llguidance. A trial without it says that it cannot be imported."""
     found = importlib.util.find_spec("llguidance")
-    folder = str(Path(found.origin).parent.parent) if found is not None and found.origin else ""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid()), folder),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
-        cwd="/",
-    )
-    try:
-        async with asyncio.timeout(WALL_S):
-            said, _ = await process.communicate(order)
-            return await process.wait(), said.decode(errors="replace")
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+    return (str(Path(found.origin).parent.parent),) if found is not None and found.origin else ()
+
+
+SCHEMAS: Final = JobKind(
+    purpose="JSON schemas",
+    module=Path(__file__).with_name("schema_job.py"),
+    folders=_library_folders,
+    memory_bytes=2**31,
+    processes_max=2,
+    processes_a_model=1,
+    # The trial itself included.
+    wait_s=60.0,
+    # How a process ends is the verdict, so each has one schema.
+    is_reused=False,
+    cpu_s=CPU_S,
+    wall_s=WALL_S,
+)

@@ -1,7 +1,7 @@
 """A conversation as the one text its model was trained on, by the model's chat template.
 
 Owns what of a request a template sees, and how long it may think. A template is a program that came with the model: it
-runs in a sandbox, in a process of its own (`scribes.py`), so that one that loops or grows fails only the request.
+runs in a sandbox, in a process of its own (`sandbox/`), so that one that loops or grows fails only the request.
 
 Some tokenizers bring Python of their own that renders, before or instead of a template. The operator has trusted it
 with this process (`trust_remote_code`), and only here it can be called: in a thread, with the deadline but no other
@@ -17,13 +17,14 @@ from typing import Any, Protocol
 
 from ..api.refusals import Refused, too_long, unavailable
 from ..sandbox.deadline import DeadlineExceeded, run_with_deadline
-from ..sandbox.template_runner import Complaint, Scribes, Share, Stopped, TooLong, Unavailable
+from ..sandbox.pool import SandboxPool, Stopped, TimedOut, Unavailable
+from ..sandbox.template_runner import Complaint, RenderedTooLong, TemplateRunner
 from .tokens import Text
 
 RENDER_DEADLINE_S = 5.0
 # What a template says about itself when it refuses is shown, but not a whole conversation.
 COMPLAINT_CHARS_MAX = 500
-# Twenty times the longest there are. It goes to the scribe with every order.
+# Twenty times the longest there are. It is sent with every order.
 PROGRAM_CHARS_MAX = 2**20
 # No prompt has more, however many tokens fit and however long one can be.
 PROMPT_CHARS_MAX = 2**26
@@ -34,7 +35,7 @@ Message = Mapping[str, Any]
 
 
 class Template:
-    def __init__(self, text: Text, scribes: Scribes, deadline_s: float = RENDER_DEADLINE_S) -> None:
+    def __init__(self, text: Text, pool: SandboxPool, deadline_s: float = RENDER_DEADLINE_S) -> None:
         self._text = text
         self._folder = text.folder
         tokenizer = text.tokenizer
@@ -44,9 +45,9 @@ class Template:
         # A caller may set the template's own switches, never the arguments that decide which program runs and how.
         self._reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         self._writer: _Writer = (
-            _ByItsTokenizer(tokenizer, deadline_s)
+            _InThread(tokenizer, deadline_s)
             if _renders_itself(tokenizer)
-            else _ByScribe(tokenizer, Share(scribes), deadline_s)
+            else _InProcess(tokenizer, TemplateRunner(pool), deadline_s)
         )
 
     async def render(
@@ -68,7 +69,7 @@ class Template:
         except Stopped as reason:
             log.warning("template stopped model=%s: it %s", self._folder.name, reason)
             raise self._failed(f"{reason}. Mend it or use /v1/completions.", 422) from None
-        except TooLong as reason:
+        except RenderedTooLong as reason:
             raise too_long(f"messages make {reason}; at most {context:,} tokens fit. Send less.") from None
         except Unavailable as reason:
             raise unavailable(str(reason)) from None
@@ -94,12 +95,12 @@ class _Writer(Protocol):
     async def write(
         self, messages: list[Message], tools: list[Message] | None, switches: Mapping[str, Any], chars_max: int
     ) -> str:
-        """The prompt. Raises Unwritten."""
+        """The prompt. Raises SandboxError."""
 
 
-class _ByScribe:
-    def __init__(self, tokenizer: Any, share: Share, deadline_s: float) -> None:
-        self._tokenizer, self._share, self._deadline_s = tokenizer, share, deadline_s
+class _InProcess:
+    def __init__(self, tokenizer: Any, runner: TemplateRunner, deadline_s: float) -> None:
+        self._tokenizer, self._runner, self._deadline_s = tokenizer, runner, deadline_s
 
     async def write(
         self, messages: list[Message], tools: list[Message] | None, switches: Mapping[str, Any], chars_max: int
@@ -110,7 +111,7 @@ class _ByScribe:
             "tools": tools,
             "names": {**self._tokenizer.special_tokens_map, **switches},
         }
-        return await self._share.write(order, chars_max, self._deadline_s)
+        return await self._runner.render(order, chars_max, self._deadline_s)
 
     def _program(self, tools: list[Message] | None) -> str:
         """Of several the one for this request, as Transformers chooses."""
@@ -123,7 +124,7 @@ class _ByScribe:
         return program
 
 
-class _ByItsTokenizer:
+class _InThread:
     def __init__(self, tokenizer: Any, deadline_s: float) -> None:
         self._tokenizer, self._deadline_s = tokenizer, deadline_s
 
@@ -137,11 +138,11 @@ class _ByItsTokenizer:
         try:
             text = await run_with_deadline(rendered, self._deadline_s, f"template of {type(self._tokenizer).__name__}")
         except DeadlineExceeded:
-            raise Stopped(f"did not end within {self._deadline_s:g} s and was stopped") from None
+            raise TimedOut(self._deadline_s) from None
         except Exception as error:
             raise Complaint(str(error)[:COMPLAINT_CHARS_MAX]) from error
         if len(text) > chars_max:
-            raise TooLong(len(text))
+            raise RenderedTooLong(len(text))
         return text
 
 

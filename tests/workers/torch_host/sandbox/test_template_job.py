@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from greenroom.workers.torch_host.api.refusals import Refused
-from greenroom.workers.torch_host.sandbox.template_runner import Scribes
+from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.text.templates import COMPLAINT_CHARS_MAX, Template
 from greenroom.workers.torch_host.text.tokens import Text
 from tests.workers.torch_host.chat_templates import (
@@ -52,10 +52,10 @@ def text(byte_text: Text, monkeypatch: pytest.MonkeyPatch) -> Text:
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_a_template_writes_what_it_writes_in_transformers(
-    text: Text, scribes: Scribes, monkeypatch: pytest.MonkeyPatch, family: str
+    text: Text, templates: SandboxPool, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     monkeypatch.setattr(text.tokenizer, "chat_template", FAMILIES[family])
-    template = Template(text, scribes)
+    template = Template(text, templates)
     written = set()
     for messages in CONVERSATIONS.values():
         for tools in (None, TOOLS):
@@ -69,38 +69,38 @@ async def test_a_template_writes_what_it_writes_in_transformers(
 
 @pytest.mark.parametrize("source", MISTAKES)
 async def test_a_template_that_fails_says_what_it_says_in_transformers(
-    text: Text, scribes: Scribes, monkeypatch: pytest.MonkeyPatch, source: str
+    text: Text, templates: SandboxPool, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     monkeypatch.setattr(text.tokenizer, "chat_template", source)
     wanted = theirs(text, CONVERSATIONS["long"], None, {})
-    assert await ours(Template(text, scribes), CONVERSATIONS["long"], None, {}) == wanted
+    assert await ours(Template(text, templates), CONVERSATIONS["long"], None, {}) == wanted
 
 
 @pytest.mark.parametrize("source", DEEPER_MISTAKES)
 async def test_a_template_that_fails_in_transformers_fails_here(
-    text: Text, scribes: Scribes, monkeypatch: pytest.MonkeyPatch, source: str
+    text: Text, templates: SandboxPool, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     monkeypatch.setattr(text.tokenizer, "chat_template", source)
     assert theirs(text, CONVERSATIONS["short"], None, {}).startswith("refused these")
-    assert (await ours(Template(text, scribes), CONVERSATIONS["short"], None, {})).startswith("refused these")
+    assert (await ours(Template(text, templates), CONVERSATIONS["short"], None, {})).startswith("refused these")
 
 
-async def test_the_date_is_todays(text: Text, scribes: Scribes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_date_is_todays(text: Text, templates: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text.tokenizer, "chat_template", TODAY)
     messages = CONVERSATIONS["short"]
     before = theirs(text, messages, None, {})
-    written = await ours(Template(text, scribes), messages, None, {})
+    written = await ours(Template(text, templates), messages, None, {})
     # Midnight may lie between.
     assert written in (before, theirs(text, messages, None, {}))
 
 
 async def test_of_several_templates_the_one_for_tools_is_taken_where_there_are_some(
-    text: Text, scribes: Scribes, monkeypatch: pytest.MonkeyPatch
+    text: Text, templates: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = {"default": "plain {{ tools is none }}", "tool_use": "with {{ tools | length }}", "rag": "never"}
     messages = CONVERSATIONS["short"]
     monkeypatch.setattr(text.tokenizer, "chat_template", named)
-    template = Template(text, scribes)
+    template = Template(text, templates)
     assert await ours(template, messages, None, {}) == theirs(text, messages, None, {}) == "plain True"
     assert await ours(template, messages, TOOLS, {}) == theirs(text, messages, TOOLS, {}) == "with 2"
     monkeypatch.setattr(text.tokenizer, "chat_template", {"rag": "never"})
