@@ -16,8 +16,8 @@ COMPILED := .venv-compiled
 TORCH := .venv-torch
 TORCH_VERSION := torch==2.13.0
 # Exactly this one: which families it has, and which of them are served, is a table in docs/transformers.md.
-TORCH_PACKAGES := transformers==5.22.2 llguidance>=1.9 safetensors>=0.6 tokenizers>=0.22 jinja2>=3.1.6 numpy>=2.0 \
-  sentence-transformers>=6.2,<7 openai>=2.0 pytest>=8.4 pytest-asyncio>=1.4 pytest-timeout>=2.4 pytest-xdist>=3.6
+TORCH_PACKAGES := transformers==5.22.2 llguidance>=1.9 safetensors>=0.6 tokenizers>=0.22 h11>=0.16 jinja2>=3.1.6 \
+  numpy>=2.0 sentence-transformers>=6.2,<7 openai>=2.0 pytest>=8.4 pytest-asyncio>=1.4 pytest-timeout>=2.4 pytest-xdist>=3.6
 TORCH_STAMP := $(TORCH)/.ready-$(shell echo '$(TORCH_VERSION) $(TORCH_PACKAGES)' | cksum | cut -d' ' -f1)
 # These import torch, so they run there and nowhere else.
 TORCH_TESTS := tests/workers/torch_host

@@ -59,7 +59,17 @@ STANDALONE = {
 # The torch worker is a package of its own: it names itself relatively, because its program is started by path under
 # another Python, and it may use what that engine brings.
 TORCH_HOST = SOURCE / "workers" / "torch_host"
-TORCH_PACKAGES = {"torch", "transformers", "safetensors", "tokenizers", "jinja2", "llguidance", "triton", "numpy"}
+TORCH_PACKAGES = {
+    "torch",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "h11",
+    "jinja2",
+    "llguidance",
+    "triton",
+    "numpy",
+}
 
 
 def imports(path: Path) -> set[str]:

@@ -156,8 +156,8 @@ def test_a_store_without_its_client_is_warned_of_with_what_to_type(
 def test_a_python_without_what_hosted_models_need_is_warned_of_once(
     good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = python_with(tmp_path / "whole", torch="2.13.0", transformers="5.22.2", jinja2="3.1.6")
-    old = python_with(tmp_path / "old", torch="2.9.1", transformers="5.22.2", jinja2="3.1.6")
+    whole = python_with(tmp_path / "whole", torch="2.13.0", transformers="5.22.2", h11="0.16.0", jinja2="3.1.6")
+    old = python_with(tmp_path / "old", torch="2.9.1", transformers="5.22.2", h11="0.16.0", jinja2="3.1.6")
     mute = program(tmp_path / "mute", "hello")
     for name in "abcd":
         (tmp_path / name).mkdir()

@@ -75,8 +75,10 @@ def test_it_is_said_why_no_models_are_named(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_each_python_is_asked_for_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = python_with(tmp_path / "whole", torch="2.13.0+cpu", transformers="5.22.2", jinja2="3.1.6", llguidance="1.9")
-    old = python_with(tmp_path / "old", torch="2.9.1", transformers="5.22.2", jinja2="3.1.6")
+    whole = python_with(
+        tmp_path / "whole", torch="2.13.0+cpu", transformers="5.22.2", h11="0.16.0", jinja2="3.1.6", llguidance="1.9"
+    )
+    old = python_with(tmp_path / "old", torch="2.9.1", transformers="5.22.2", h11="0.16.0", jinja2="3.1.6")
     models = "".join(
         f"  {name}: {{engine: transformers, path: m, python: {python}}}\n"
         for name, python in (("a", whole), ("b", old), ("c", whole), ("d", "/nowhere/python"))
@@ -96,14 +98,14 @@ def test_each_python_is_asked_for_itself(tmp_path: Path, capsys: pytest.CaptureF
 def test_people_are_told_what_is_missing_what_for_and_what_to_type(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    python = python_with(tmp_path / "python", torch="2.9.1", transformers="5.22.2", llguidance="1.9")
+    python = python_with(tmp_path / "python", torch="2.9.1", transformers="5.22.2", h11="0.16.0", llguidance="1.9")
     config = configured(
         tmp_path / "c.yaml", f"  a: {{engine: transformers, path: m, python: {python}}}\n  b: {{path: b.gguf}}\n"
     )
     assert main(["engines", "-c", config]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["ENGINE", "INSTALLED", "VERSION", "MODELS", "WHERE"]
-    versions = "torch=2.9.1,transformers=5.22.2,llguidance=1.9"
+    versions = "torch=2.9.1,transformers=5.22.2,h11=0.16.0,llguidance=1.9"
     assert ["transformers", "no", versions, "a", str(python)] in [line.split() for line in lines]
     assert f"transformers: torch 2.9.1 is too old, 2.11 will do (computes, on GPUs and on the CPU) in {python}" in lines
     assert f"transformers: jinja2 is missing (renders chat templates) in {python}" in lines
@@ -113,7 +115,7 @@ def test_people_are_told_what_is_missing_what_for_and_what_to_type(
 def test_what_only_some_calls_miss_is_said_and_does_not_make_it_unusable(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    python = python_with(tmp_path / "python", torch="2.11.0", transformers="5.17.0", jinja2="3.1.6")
+    python = python_with(tmp_path / "python", torch="2.11.0", transformers="5.17.0", h11="0.16.0", jinja2="3.1.6")
     config = configured(tmp_path / "c.yaml", f"  a: {{engine: transformers, path: m, python: {python}}}\n")
     assert main(["engines", "-c", config]) == 0
     assert "transformers  mostly" in capsys.readouterr().out

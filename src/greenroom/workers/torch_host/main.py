@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.unlink(asked.control)
         if _is_ours(reason.name):
             raise
-        log.error("%s is missing in %s: pip install torch transformers", reason.name or reason, sys.executable)
+        log.error("%s is missing in %s: pip install torch transformers h11", reason.name or reason, sys.executable)
         return NOT_INSTALLED
     # Modules stay for good: looking through them again and again for garbage would only hold up those who compute.
     gc.collect()

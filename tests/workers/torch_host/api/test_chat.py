@@ -319,7 +319,7 @@ async def test_a_client_that_leaves_ends_its_asks(open_api: Opener, when: str) -
         body = {"messages": HI, "n": 2, "stream": "whole" not in when}
         raw = json.dumps(body).encode()
         reader, writer = await asyncio.open_unix_connection(str(rig.socket))
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(raw), raw))
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(raw), raw))
         await until(lambda: len(rig.performer.asks) == 2)
         if "middle" in when:
             await asyncio.wait_for(reader.readuntil(b"data: "), 30)
@@ -370,7 +370,7 @@ async def test_a_slow_reader_gets_everything_in_fewer_events(open_api: Opener) -
     async with open_api(lambda ask: [70] * tokens, context=100_000) as rig:
         raw = json.dumps({"messages": HI, "stream": True}).encode()
         reader, writer = await asyncio.open_unix_connection(str(rig.socket), limit=4096)
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(raw), raw))
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(raw), raw))
         await asyncio.to_thread(rig.performer.wait_for_ends, 1)
         async with asyncio.timeout(60):
             said = b""

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from greenroom.workers.torch_host.api.fields import BARE_BYTES_MAX, ELEMENTS_MAX, parse_body
-from greenroom.workers.torch_host.api.http_parser import BODY_BYTES_MAX
+from greenroom.workers.torch_host.api.http import BODY_BYTES_MAX
 from greenroom.workers.torch_host.api.refusals import Refused
 from tests.workers.torch_host.conftest import Opener
 

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from greenroom.workers.torch_host.api import http
-from greenroom.workers.torch_host.api.http import Answer, Handler, Server
-from greenroom.workers.torch_host.api.http_parser import Request
+from greenroom.workers.torch_host.api.http import Answer, Handler, Request, Server
 from greenroom.workers.torch_host.api.refusals import Refused
 
 WAIT_S = 30
-GET = b"GET /x HTTP/1.1\r\n\r\n"
+GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @contextlib.asynccontextmanager
@@ -61,13 +60,13 @@ async def test_only_this_user_may_connect_and_the_socket_goes_with_the_server(so
 async def test_a_client_that_asks_to_close_is_closed(socket_folder: Path) -> None:
     async with serving(echo, socket_folder) as path:
         reader, writer = await connected(path)
-        writer.write(b"GET /x HTTP/1.1\r\nConnection: close\r\n\r\n")
+        writer.write(b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         async with asyncio.timeout(WAIT_S):
             assert (await reader.read()).endswith(b"connection: close\r\n\r\n/x")
         writer.close()
 
 
-@pytest.mark.parametrize("raw", [b"\x16\x03\x01\x00\r\n\r\n", b"GET / HTTP/1.1\r\nbad\r\n\r\n"])
+@pytest.mark.parametrize("raw", [b"\x16\x03\x01\x00\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nbad\r\n\r\n"])
 async def test_malformed_input_is_answered_and_the_next_client_served(socket_folder: Path, raw: bytes) -> None:
     async with serving(echo, socket_folder) as path:
         reader, writer = await connected(path)
@@ -135,7 +134,7 @@ async def test_a_client_that_leaves_cancels_what_is_done_for_it(socket_folder: P
 async def test_a_client_that_leaves_in_the_middle_of_its_request_is_forgotten(socket_folder: Path) -> None:
     async with serving(echo, socket_folder) as path:
         _, writer = await connected(path)
-        writer.write(b"POST /x HTTP/1.1\r\nContent-Length: 100\r\n\r\nhalf")
+        writer.write(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf")
         await writer.drain()
         writer.close()
         reader, writer = await connected(path)
@@ -148,7 +147,7 @@ async def test_a_request_that_never_ends_is_given_up(socket_folder: Path, monkey
     monkeypatch.setattr(http, "REQUEST_TIMEOUT_S", 0.05)
     async with serving(echo, socket_folder) as path:
         reader, writer = await connected(path)
-        writer.write(b"POST /x HTTP/1.1\r\nContent-Length: 100\r\n\r\nhalf")
+        writer.write(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf")
         async with asyncio.timeout(WAIT_S):
             assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
         writer.close()
@@ -183,7 +182,7 @@ async def test_connections_are_bounded(socket_folder: Path, monkeypatch: pytest.
 async def test_a_client_that_waits_to_be_told_may_send_its_body(socket_folder: Path) -> None:
     async with serving(echo, socket_folder) as path:
         reader, writer = await connected(path)
-        writer.write(b"POST /x HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n")
+        writer.write(b"POST /x HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n")
         assert await read(reader, b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(b"body")
         await read(reader, b"\r\n\r\nbody")

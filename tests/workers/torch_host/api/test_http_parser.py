@@ -2,19 +2,20 @@ from __future__ import annotations
 
 import pytest
 
-from greenroom.workers.torch_host.api import http_parser
-from greenroom.workers.torch_host.api.http_parser import Request, RequestParser
+from greenroom.workers.torch_host.api import http
+from greenroom.workers.torch_host.api.http import Request, RequestReader
 from greenroom.workers.torch_host.api.refusals import Refused
 
 SIZED = b"POST /a?b=c HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello"
-CHUNKED = b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3;x=y\r\nllo\r\n0\r\nTrailer: t\r\n\r\n"
+CHUNKED = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED += b"2\r\nhe\r\n3;x=y\r\nllo\r\n0\r\nTrailer: t\r\n\r\n"
 
 
 def parsed(*pieces: bytes) -> list[Request]:
-    parser, found = RequestParser(), []
+    reader, found = RequestReader(), []
     for piece in pieces:
-        parser.feed(piece)
-        while (request := parser.next_request()) is not None:
+        reader.feed(piece)
+        while (request := reader.next_request()) is not None:
             found.append(request)
     return found
 
@@ -33,20 +34,21 @@ def test_requests_sent_ahead_come_out_one_by_one() -> None:
 
 
 def test_an_unfinished_request_is_known_as_one() -> None:
-    parser = RequestParser()
-    assert not parser.is_in_request
-    parser.feed(SIZED[:-1])
-    assert parser.next_request() is None
-    assert parser.is_in_request
+    reader = RequestReader()
+    assert not reader.is_in_request
+    reader.feed(SIZED[:-1])
+    assert reader.next_request() is None
+    assert reader.is_in_request
 
 
 @pytest.mark.parametrize(
     ("head", "keeps"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", True),
-        (b"GET / HTTP/1.1\r\nConnection: Close\r\n\r\n", False),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", True),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Close\r\n\r\n", False),
         (b"GET / HTTP/1.0\r\n\r\n", False),
-        (b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", True),
+        # h11 keeps no connection of an older client.
+        (b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", False),
     ],
 )
 def test_a_connection_is_kept_as_its_client_says(head: bytes, keeps: bool) -> None:
@@ -58,20 +60,22 @@ def test_a_connection_is_kept_as_its_client_says(head: bytes, keeps: bool) -> No
     [
         b"nonsense\r\n\r\n",
         b"\x00\xff\x16\x03\r\n\r\n",
-        b"GET  / HTTP/1.1\r\n\r\n",
+        b"GET  / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
         b"GET / HTTP/2.0\r\n\r\n",
-        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
-        b"GET / HTTP/1.1\r\n folded: x\r\n\r\n",
-        b"GET / HTTP/1.1\r\na : x\r\n\r\n",
-        b"GET / HTTP/1.1\r\na: \x00\r\n\r\n",
-        b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
-        b"POST / HTTP/1.1\r\nContent-Length: 1e3\r\n\r\n",
-        b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
-        b"POST / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST / HTTP/1.1\r\nTransfer-Encoding: gzip\r\n\r\n",
-        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
-        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nab\r\n",
-        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 5000,
+        b"GET / HTTP/1.1\r\nHost: x\r\nno colon\r\n\r\n",
+        b"GET / HTTP/1.1\r\n folded: x\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\na : x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\na: \x00\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1e3\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nab\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 5000 + b"\r\n",
     ],
 )
 def test_what_is_not_one_clear_request_is_refused(raw: bytes) -> None:
@@ -81,12 +85,14 @@ def test_what_is_not_one_clear_request_is_refused(raw: bytes) -> None:
 
 
 def test_sizes_are_bounded() -> None:
-    too_big = http_parser.BODY_BYTES_MAX + 1
+    too_big = http.BODY_BYTES_MAX + 1
     cases = [
-        (b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % too_big, 413),
-        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % too_big, 413),
-        (b"GET / HTTP/1.1\r\na: " + b"x" * http_parser.HEAD_BYTES_MAX, 431),
-        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * (http_parser.HEADERS_MAX + 1) + b"\r\n", 431),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % too_big, 413),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % too_big + b" " * too_big, 413),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 2 * http.HEAD_BYTES_MAX, 431),
+        (b"GET / HTTP/1.1\r\nHost: x\r\na: " + b"x" * http.HEAD_BYTES_MAX + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: x\r\na: " + b"x" * http.HEAD_BYTES_MAX, 431),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * (http.HEADERS_MAX + 1) + b"\r\n", 431),
     ]
     for raw, status in cases:
         with pytest.raises(Refused) as refused:
@@ -97,11 +103,11 @@ def test_sizes_are_bounded() -> None:
 def test_a_body_of_nothing_but_chunk_extensions_is_refused() -> None:
     chunk = b"1;" + b"x" * 4000 + b"\r\na\r\n"
     with pytest.raises(Refused, match="mostly"):
-        parsed(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", chunk * 100)
+        parsed(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", chunk * 100)
 
 
 def test_a_client_that_waits_to_be_told_is_told_once() -> None:
-    parser = RequestParser()
-    parser.feed(b"POST / HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
-    assert parser.next_request() is None
-    assert [parser.take_continue(), parser.take_continue()] == [True, False]
+    reader = RequestReader()
+    reader.feed(b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
+    assert reader.next_request() is None
+    assert [reader.take_continue(), reader.take_continue()] == [True, False]

@@ -80,7 +80,7 @@ async def test_schemas_nested_without_end_are_400(open_api: Opener) -> None:
 
 async def test_noise_never_ends_the_server(open_api: Opener) -> None:
     draw = random.Random(11)
-    good = b'POST /v1/completions HTTP/1.1\r\nContent-Length: 17\r\n\r\n{"prompt": "abc"}'
+    good = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 17\r\n\r\n{"prompt": "abc"}'
     async with open_api() as rig:
         for _ in range(150):
             noisy = bytearray(good)

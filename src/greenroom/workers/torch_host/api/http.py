@@ -1,7 +1,10 @@
 """A small HTTP/1.1 server on a Unix socket: one request at a time on each connection, whole answers or event streams.
 
 Owns the connections and their bounds. A client that leaves, at any moment, cancels what was done for it. Never knows an
-endpoint: a handler answers. Only a gateway connects, so that there is no TLS, no pipelining to speak of and no key.
+endpoint: a handler answers. Only a gateway connects, so there is no TLS and no key.
+
+h11 parses requests. Answers are written here: h11's `send` would cost several times as much for each event of a stream,
+and the two shapes of an answer need no more than a head and chunk sizes.
 """
 
 from __future__ import annotations
@@ -10,23 +13,42 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 
-from .http_parser import Request, RequestParser
+import h11
+
 from .refusals import Refused
 
 CONNECTIONS_MAX = 1_024
 BACKLOG = 512
 # A request that has begun is complete within this time: it comes from the same machine.
 REQUEST_TIMEOUT_S = 60.0
-# What may be sent ahead while a request is answered. We keep reading, because only so we hear that the client left.
+# What may be sent ahead while a request is answered. We keep reading, because only then we learn that the client left.
 AHEAD_BYTES_MAX = 64 * 1024
 # Above this many unsent bytes an answer is choked: streams then join what they have to say.
 UNSENT_BYTES_MAX = 256 * 1024
 CLOSE_TIMEOUT_S = 5.0
+HEAD_BYTES_MAX = 64 * 1024
+HEADERS_MAX = 128
+# Four million tokens of text, escaped. Python parses JSON without yielding, a quarter of a second for so much.
+BODY_BYTES_MAX = 32 * 1024 * 1024
+# Bytes of framing for each byte of a body. A chunk of one byte has five; more is spent on extensions.
+FRAMING_MAX = 8
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    method: str
+    path: str
+    """Without its query, which no endpoint here has."""
+    headers: Mapping[str, str]
+    """By lower-case name; of a repeated header the last counts."""
+    body: bytes
+    keeps_alive: bool
 
 
 class Answer:
@@ -117,7 +139,7 @@ class _Connection(asyncio.Protocol):
         self._handler = handler
         self._everyone = everyone
         self._loop = asyncio.get_running_loop()
-        self._parser = RequestParser()
+        self._reader = RequestReader()
         self._answer: Answer | None = None
         self._task: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
@@ -133,10 +155,10 @@ class _Connection(asyncio.Protocol):
         self._everyone.add(self)
 
     def data_received(self, data: bytes) -> None:
-        self._parser.feed(data)
+        self._reader.feed(data)
         if self._task is None:
             self._advance()
-        if self._task is not None and self._parser.pending_bytes > AHEAD_BYTES_MAX:
+        if self._task is not None and self._reader.ahead_bytes > AHEAD_BYTES_MAX:
             self._transport.abort()
 
     def eof_received(self) -> bool:
@@ -170,15 +192,15 @@ class _Connection(asyncio.Protocol):
     def _advance(self) -> None:
         """Begin with the next request if it is complete."""
         try:
-            request = self._parser.next_request()
+            request = self._reader.next_request()
         except Refused as error:
             self._refuse_all(error)
             return
         if request is not None:
             self._begin(request)
-        elif self._parser.is_in_request and self._deadline is None:
+        elif self._reader.is_in_request and self._deadline is None:
             self._deadline = self._loop.call_later(REQUEST_TIMEOUT_S, self._refuse_all, _TOO_SLOW)
-        if self._parser.take_continue() and request is None:
+        if request is None and self._reader.take_continue():
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _begin(self, request: Request) -> None:
@@ -219,6 +241,127 @@ class _Connection(asyncio.Protocol):
             self._deadline = None
 
 
+class RequestReader:
+    """Bytes in, requests out, in order. After it has raised it is of no further use."""
+
+    def __init__(self) -> None:
+        self._unread = bytearray()
+        self._head: h11.Request | None = None
+        self._headers: Mapping[str, str] = {}
+        self._is_told = False
+        self._begin()
+
+    @property
+    def is_in_request(self) -> bool:
+        """A request has begun and is not complete."""
+        return self._taken_bytes > 0
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Received after the last complete request."""
+        return len(self._unread)
+
+    def feed(self, data: bytes) -> None:
+        self._unread += data
+
+    def next_request(self) -> Request | None:
+        """The next complete request, or None while bytes are missing. Raises Refused for what is not HTTP."""
+        self._hand_over()
+        try:
+            while not isinstance(event := self._http.next_event(), h11.EndOfMessage):
+                if isinstance(event, h11.Request):
+                    self._head, self._headers = event, _headers(event)
+                elif isinstance(event, h11.Data):
+                    self._take(event.data)
+                else:
+                    self._check_framing()
+                    return None
+        except h11.RemoteProtocolError as error:
+            raise _refused(error) from None
+        return self._complete()
+
+    def take_continue(self) -> bool:
+        """True if the client waits to be told before it sends its body; once for each request."""
+        wants = self._http.they_are_waiting_for_100_continue and not self._is_told
+        self._is_told = self._is_told or wants
+        return wants
+
+    def _begin(self) -> None:
+        # One h11 connection for each request: it is not told what is answered, so it could not go on to the next.
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
+        self._head = None
+        self._pieces: list[bytes] = []
+        self._body_bytes = 0
+        self._taken_bytes = 0
+        self._is_told = False
+
+    def _hand_over(self) -> None:
+        if not self._taken_bytes:
+            # An empty line before a request is forgiven, as the standard asks.
+            while self._unread.startswith(b"\r\n"):
+                del self._unread[:2]
+        if self._unread:
+            self._taken_bytes += len(self._unread)
+            self._http.receive_data(bytes(self._unread))
+            self._unread.clear()
+
+    def _take(self, data: bytes) -> None:
+        self._body_bytes += len(data)
+        _check_size(self._body_bytes)
+        self._pieces.append(bytes(data))
+
+    def _check_framing(self) -> None:
+        if self._taken_bytes - self._body_bytes > 2 * HEAD_BYTES_MAX + FRAMING_MAX * self._body_bytes:
+            raise Refused("The body is mostly chunk sizes.", code="bad_framing")
+
+    def _complete(self) -> Request:
+        head = self._head
+        assert head is not None
+        request = Request(
+            method=head.method.decode(),
+            path=head.target.decode().partition("?")[0],
+            headers=self._headers,
+            body=b"".join(self._pieces),
+            keeps_alive=self._http.their_state is h11.DONE,
+        )
+        rest, _ = self._http.trailing_data
+        self._begin()
+        self._unread += rest
+        return request
+
+
+def _headers(head: h11.Request) -> Mapping[str, str]:
+    """The headers, by name. Raises Refused for a head that h11 accepts and we do not."""
+    # h11's own sequence of headers is slow to walk, so it is walked once.
+    pairs = list(head.headers)
+    if len(pairs) > HEADERS_MAX:
+        raise Refused(f"There are more than {HEADERS_MAX} headers.", status=431, code="headers_too_large")
+    if head.http_version not in (b"1.1", b"1.0"):
+        raise Refused("The first line is not an HTTP/1.1 request.", code="bad_framing")
+    headers = {name.decode(): value.decode("latin-1") for name, value in pairs}
+    if sum(map(len, headers)) + sum(map(len, headers.values())) + len(head.target) > HEAD_BYTES_MAX:
+        raise _HEAD_TOO_LONG
+    length = headers.get("content-length")
+    if length is not None:
+        if "transfer-encoding" in headers:
+            # Two programs that read such a body differently could be led to see different requests.
+            raise Refused("A body is either chunked or of a stated length.", code="bad_framing")
+        _check_size(int(length))
+    return headers
+
+
+def _check_size(size: int) -> None:
+    if size > BODY_BYTES_MAX:
+        raise Refused(f"The body is larger than {BODY_BYTES_MAX} bytes.", status=413, code="body_too_large")
+
+
+def _refused(error: h11.RemoteProtocolError) -> Refused:
+    if error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
+        return _HEAD_TOO_LONG
+    return Refused(f"This is not HTTP/1.1: {error}.", code="bad_framing")
+
+
+_HEAD_TOO_LONG = Refused(f"The headers are longer than {HEAD_BYTES_MAX} bytes.", status=431, code="headers_too_large")
 _TOO_SLOW = Refused("The request did not arrive in time.", status=408, code="request_timeout")
 
 

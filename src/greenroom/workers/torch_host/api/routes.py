@@ -24,8 +24,7 @@ from .chat import chat
 from .completions import complete
 from .embeddings import embed
 from .fields import parse_body
-from .http import Answer, Server
-from .http_parser import Request
+from .http import Answer, Request, Server
 from .model_context import House, Origin
 from .refusals import Refused, encoded, unsupported
 
