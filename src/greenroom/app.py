@@ -269,8 +269,8 @@ async def stopped(common: CommonParts, moves: MoveParts, front: FrontParts, drai
         async with asyncio.timeout(drain_s + STOP_MAX_S):
             await common.loop.until(lambda: all(slot.lease is not None for slot in state.slots.values()))
             await front.inference.finished()
-            await moves.mover.cleared_up()
-            await moves.hosted.close()
+            await moves.mover.cleaned_up()
+            await moves.workers.close()
 
 
 async def let_go(common: CommonParts, memory: MemoryParts, leases: LeaseParts, front: FrontParts) -> None:

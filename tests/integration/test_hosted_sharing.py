@@ -54,7 +54,7 @@ async def test_a_sleeper_gives_its_gpu_back_to_the_store_and_a_wake_takes_it_aga
         assert (await in_store(one))["alpha"].claim[A] >= 6_000
         os.kill(worker_of(one, "alpha"), signal.SIGKILL)
         await until_in(one, "alpha", Tier.ASLEEP)
-        await one.mover.cleared_up()
+        await one.mover.cleaned_up()
         assert "alpha" not in await in_store(one)
         await move(one, MoveKind.UNLOAD, "alpha")
         await until(lambda: not one.hosted_slots.workers, "nothing is left")

@@ -29,16 +29,16 @@ A, B = DeviceId("GPU-a"), DeviceId("GPU-b")
 async def test_a_load_waits_for_remains_on_its_gpus(
     left_on: tuple[DeviceId, ...], wanted: tuple[DeviceId, ...], waits: bool
 ) -> None:
-    remains, is_over = Cleanup(), asyncio.Event()
+    cleanup, is_over = Cleanup(), asyncio.Event()
 
     async def clear_up() -> None:
         await is_over.wait()
 
-    remains.clear_up(clear_up(), left_on, "remains")
-    waiting = asyncio.ensure_future(remains.cleared_up(wanted))
+    cleanup.start(clear_up(), left_on, "remains")
+    waiting = asyncio.ensure_future(cleanup.finished(wanted))
     for _ in range(5):
         await asyncio.sleep(0)
     assert waiting.done() is not waits
     is_over.set()
     await asyncio.wait_for(waiting, 30)
-    await asyncio.wait_for(remains.cleared_up(), 30)
+    await asyncio.wait_for(cleanup.finished(), 30)

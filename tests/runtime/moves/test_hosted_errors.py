@@ -57,15 +57,15 @@ def hosted_errors(missing: Claim | None = None) -> HostedErrors:
     ],
 )
 def test_a_failed_open_is_told_by_its_kind_and_with_its_words(kind: str, error: type[LoadFailed]) -> None:
-    told = hosted_errors().no_load(MOVE, ENTRY, OpFailed(kind, "no config.json in /m."))
+    told = hosted_errors().load_error(MOVE, ENTRY, OpFailed(kind, "no config.json in /m."))
     assert type(told) is error and "no config.json in /m" in told.message and "qwen" in told.message
 
 
 async def test_a_wake_for_which_a_stranger_has_left_no_memory_has_not_failed() -> None:
     error = OpFailed("out_of_memory", "the GPU is full.")
-    assert isinstance(await hosted_errors({GPU: 40}).no_wake(MOVE, ENTRY, error), NoGrant)
-    assert isinstance(await hosted_errors().no_wake(MOVE, ENTRY, error), OutOfMemory)
-    assert isinstance(await hosted_errors({GPU: 40}).no_wake(MOVE, ENTRY, OpFailed("failed", "no.")), LoadFailed)
+    assert isinstance(await hosted_errors({GPU: 40}).wake_error(MOVE, ENTRY, error), NoGrant)
+    assert isinstance(await hosted_errors().wake_error(MOVE, ENTRY, error), OutOfMemory)
+    assert isinstance(await hosted_errors({GPU: 40}).wake_error(MOVE, ENTRY, OpFailed("failed", "no.")), LoadFailed)
 
 
 @pytest.mark.parametrize(("complaint", "error"), [(None, LoadFailed), ("std::bad_alloc", OutOfMemory)])

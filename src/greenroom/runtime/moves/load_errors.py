@@ -1,4 +1,8 @@
-"""Errors of loads: what a failed load or a lost engine means, and whether memory ran out."""
+"""Errors of moves: of failed loads, of workers and of engines that were lost, and whether memory ran out.
+
+Owns the last error of each model, the words of these errors, and the patterns by which engines say that memory ran out.
+Never retries: the scheduler decides what follows.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from greenroom.core.model import ModelId, Move, SlotId
+from greenroom.core.events import Event, SlotsLost
+from greenroom.core.model import ModelId, Move, SlotId, Tier
 from greenroom.errors import BadModel, GreenroomError, LoadFailed, OutOfMemory
 from greenroom.process.logs import START_LINES_MAX
 from greenroom.process.spawn import Child, Exit
@@ -16,6 +21,7 @@ from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.hosted_memory import HostedMemory
 from greenroom.runtime.moves.admission import NoGrant
+from greenroom.runtime.observer import Observer
 from greenroom.runtime.workers.control_link import OpFailed
 from greenroom.runtime.workers.worker import Worker
 
@@ -24,40 +30,69 @@ LAST_LINES: Final = 20
 
 
 class LoadErrors(dict[ModelId, GreenroomError]):
+    """The last error of each model."""
+
     def __init__(self, state_dir: StateDir, catalog: Catalog, is_going: Callable[[SlotId], bool]) -> None:
-        """`is_going` says which slots are to leave anyway."""
+        """`is_going` tells whether a slot is leaving anyway."""
         super().__init__()
         self._is_going = is_going
         self._state_dir = state_dir
         self._catalog = catalog
 
     def keep(self, model: ModelId, error: GreenroomError) -> None:
-        # An engine's words may say where it was to listen.
+        """Keep this error, without paths of the state directory."""
+        # An engine's output may name its socket.
         error.message = self._state_dir.unnamed(error.message)
         error.details = None if error.details is None else self._state_dir.unnamed(error.details)
         self[model] = error
 
-    def ended(self, entry: Entry, slot: SlotId, who: str, exit: Exit, lines: Sequence[str]) -> None:
-        """A process that had served ended by itself: whoever is refused for it hears how, as after a failed load."""
+    def ended(self, entry: Entry, slot: SlotId, program: str, exit: Exit, lines: Sequence[str]) -> None:
+        """A serving process ended by itself: callers that are rejected for it are told how, as after a failed load."""
         if self._catalog.revision(entry.id, entry.spec.revision) is None or self._is_going(slot):
-            # Of a model that was changed, removed or told to leave nobody wants this one back.
+            # The model was changed or removed, or the slot was told to leave: its end is no error.
             return
-        said = f"{entry.id} was lost: its {who} ended ({exit})."
+        said = f"{entry.id} was lost: its {program} ended ({exit})."
         self.keep(entry.id, LoadFailed(said, public=said, details="\n".join(lines) or None))
 
 
-# How a shell reports a program of its own that was killed.
+class LostSlots:
+    """Reports slots whose process ended without being asked to."""
+
+    def __init__(
+        self, errors: LoadErrors, observer: Observer, post: Callable[[Event], None], clock: Callable[[], float]
+    ) -> None:
+        self._errors = errors
+        self._observer = observer
+        self._post = post
+        self._clock = clock
+
+    def report(self, entry: Entry, slot: SlotId, exit: Exit) -> None:
+        """Log the loss of one slot."""
+        self._observer.lost(entry.id, slot, str(exit))
+
+    def keep_error(self, entry: Entry, slot: SlotId, program: str, exit: Exit, lines: Sequence[str]) -> None:
+        """Keep how it ended as the error of its model."""
+        self._errors.ended(entry, slot, program, exit, lines)
+
+    def post(self, slots: Sequence[SlotId], left_in: Tier, exit: Exit) -> None:
+        """Tell the scheduler, in one event for all slots of the process."""
+        self._post(SlotsLost(self._clock(), tuple(slots), left_in, str(exit)))
+
+
+# --- whether memory ran out -----------------------------------------------------------------------------------------
+
+# The exit code of a shell whose program was killed.
 _KILLED_CODE: Final = 128 + signal.SIGKILL
 
 
 class Evidence:
-    """Made before the engine is started, asked after it has failed."""
+    """Whether one load ran out of memory. Made before the engine starts, asked after it has failed."""
 
     def __init__(self) -> None:
         self._oom_kills_before = oom_kills()
 
     def of_no_memory(self, child: Child, lines: Sequence[str]) -> str | None:
-        """What says that memory ran out, in these lines of this start or by the kernel; None when nothing does."""
+        """The line of this start, or the act of the kernel, which shows that memory ran out; None if there is none."""
         if complaint := memory_complaint(lines):
             return complaint
         if child.exit is not None and _was_killed(child.exit) and oom_kills() > self._oom_kills_before:
@@ -69,13 +104,13 @@ def _was_killed(exit: Exit) -> bool:
     return exit.signal == signal.SIGKILL or exit.code == _KILLED_CODE
 
 
-# The machine's counter, and that of our own control group, which in a container is the only one that counts for it.
+# The machine's counter, and that of our own cgroup, which is the only one that counts kills inside a container.
 COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
 _WORD = "oom_kill"
 
 
 def oom_kills(counters: Sequence[Path] = COUNTERS) -> int:
-    """All counters together. One that cannot be read counts nothing."""
+    """The sum of all counters. One that cannot be read counts as 0."""
     return sum(_count(path) for path in counters)
 
 
@@ -87,9 +122,9 @@ def _count(path: Path) -> int:
         return 0
 
 
-# One line each, with who prints it. Compared without regard to case.
+# One pattern a line, grouped by the program that prints it. Case is ignored.
 SIGNATURES: Final = (
-    # CUDA, ROCm and whatever is built on them: `CUDA error: out of memory`, `cudaMalloc failed: out of memory`,
+    # CUDA, ROCm and what is built on them: `CUDA error: out of memory`, `cudaMalloc failed: out of memory`,
     # `torch.OutOfMemoryError: CUDA out of memory. Tried to allocate …`, `HIP out of memory`.
     r"out of memory",
     r"OutOfMemoryError",
@@ -106,7 +141,7 @@ SIGNATURES: Final = (
     r"(failed|unable) to allocate .*buffer",
     r"cudaMalloc failed",
     r"insufficient memory",
-    # vLLM, which measures what is free before it begins.
+    # vLLM, which checks free memory before it begins.
     r"no available memory for the cache blocks",
     r"free memory on device .*less than desired GPU memory utilization",
     r"larger than the (available|maximum number of tokens that can be stored in) KV cache",
@@ -123,32 +158,38 @@ _ANY: Final = re.compile("|".join(f"(?:{signature})" for signature in SIGNATURES
 
 
 def memory_complaint(lines: Iterable[str]) -> str | None:
-    """The first line that says that memory ran out; None when none does."""
+    """The first line that says that memory ran out; None if there is none."""
     return next((line.strip() for line in lines if _ANY.search(line)), None)
 
 
-# The error of a load that ran out of memory, with the numbers.
+# --- errors of workers ----------------------------------------------------------------------------------------------
+
+# Makes the error of a load that ran out of memory, with the numbers.
 Shortage = Callable[[Move, Entry, str, str], OutOfMemory]
 
 
 class HostedErrors:
+    """Translates what workers report into errors of ours."""
+
     def __init__(self, memory: HostedMemory, shortage: Shortage) -> None:
         self._memory = memory
         self._shortage = shortage
 
-    def no_load(self, move: Move, entry: Entry, error: OpFailed) -> LoadFailed:
+    def load_error(self, move: Move, entry: Entry, error: OpFailed) -> LoadFailed:
         if error.kind == "out_of_memory":
             return self._shortage(move, entry, error.message.rstrip("."), "")
         kind = BadModel if error.kind == "bad_model" else LoadFailed
         return kind(f"{entry.id} could not be loaded: {error.message}")
 
-    async def no_wake(self, move: Move, entry: Entry, error: OpFailed) -> Exception:
+    async def wake_error(self, move: Move, entry: Entry, error: OpFailed) -> Exception:
+        """NoGrant where something else took the memory meanwhile: the model itself has not failed."""
         if error.kind == "out_of_memory" and (missing := await self._memory.missing(move.claim)):
             said = " ".join(f"{device}={mib}" for device, mib in missing.items())
             return NoGrant(f"somebody else has the memory of {entry.id} now, missing_mib: {said}")
-        return self.no_load(move, entry, error)
+        return self.load_error(move, entry, error)
 
     def worker_ended(self, move: Move, entry: Entry, worker: Worker, evidence: Evidence) -> LoadFailed:
+        """The error of a load whose worker ended."""
         details = "\n".join(worker.lines_of(move.slot, LAST_LINES))
         if complaint := evidence.of_no_memory(worker.child, worker.lines_of(move.slot, START_LINES_MAX)):
             return self._shortage(move, entry, complaint, details)

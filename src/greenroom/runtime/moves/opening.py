@@ -1,7 +1,7 @@
-"""Slots in workers: opened, which fills an arena or takes a filled one over, and closed.
+"""Opens slots in workers and closes them. Opening fills an arena or takes over a filled one.
 
-Owns the way into a worker and out of it. Whatever goes wrong on the way in, nothing of the slot is left there. A worker
-that cannot let go of a slot is ended. Never touches a GPU's memory: an open slot is asleep.
+Owns the steps into a worker and out of it. An open that fails leaves nothing in the worker. A worker that cannot close
+a slot is ended. Never touches GPU memory: an open slot is asleep.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost,
 from greenroom.runtime.workers.hosted_slots import HostedSlot
 from greenroom.runtime.workers.pool import WorkerPool
 
-# A worker that cannot close its only slot in this time is ended: it is quicker to start another.
+# A worker that cannot close its only slot within this is ended: starting another one is quicker.
 CLOSE_MAX_S: Final = 20.0
-# One that serves others has this long before it counts as stuck, which is longer than it waits for its own threads.
-# Then it is ended, and what else lives there goes on in another.
+# A worker that serves other slots has this long, more than it waits for its own threads, before it counts as stuck.
+# Then it is ended, and its other slots go on in another worker.
 CLOSE_SHARED_MAX_S: Final = 150.0
 
 
@@ -37,22 +37,25 @@ class SlotOpener:
         self,
         slots: LiveSlots,
         state_dir: StateDir,
-        hosts: WorkerPool,
+        pool: WorkerPool,
         observer: Observer,
         memory: HostedMemory,
-        mishaps: HostedErrors,
+        errors: HostedErrors,
         roots: Callable[[], tuple[str, ...]],
     ) -> None:
         self._slots = slots
         self._state_dir = state_dir
-        self._hosts = hosts
+        self._pool = pool
         self._observer = observer
         self._memory = memory
-        self._mishaps = mishaps
+        self.errors = errors
         self._roots = roots
 
     async def open(self, move: Move, slot: HostedSlot) -> None:
-        """Have a worker that has this slot, asleep. An arena that is filled is taken over as it is."""
+        """Open this slot in a worker, where it is asleep then. A filled arena is taken over as it is.
+
+        Raises LoadFailed, or WorkerLost.
+        """
         limit_s, clock = slot.entry.config.load_timeout_s, asyncio.get_running_loop().time
         ends_at = clock() + limit_s
         try:
@@ -61,9 +64,9 @@ class SlotOpener:
         except WorkerLost:
             raise
         except BaseException as error:
-            await whole(self.shut(slot, opens_for_s=ends_at - clock()))
+            await uninterrupted(self.shut(slot, opens_for_s=ends_at - clock()))
             if isinstance(error, OpFailed):
-                raise self._mishaps.no_load(move, slot.entry, error) from error
+                raise self.errors.load_error(move, slot.entry, error) from error
             if isinstance(error, TimeoutError):
                 said = f"{slot.entry.id} could not be loaded: it took more than {limit_s:g} s."
                 raise LoadFailed(said, public=said) from error
@@ -75,7 +78,7 @@ class SlotOpener:
             await run_detached(lambda: check_roots(entry, roots), f"roots of {entry.id}")
         options = self._options(slot)
         try:
-            worker = await self._hosts.let_in(slot.engine, slot.key, slot.id, self._slots.log(entry.id))
+            worker = await self._pool.let_in(slot.engine, slot.key, slot.id, self._slots.log(entry.id))
         except LoadFailed as error:
             why = error.message.rstrip(".")
             raise LoadFailed(
@@ -83,7 +86,7 @@ class SlotOpener:
                 public=f"{entry.id} could not be loaded: its worker could not be started.",
                 details=error.details,
             ) from error
-        slot.worker, slot.had_company = worker, len(worker.slots) > 1
+        slot.worker, slot.had_neighbours = worker, len(worker.slots) > 1
         slot.is_on_host = worker.device == "cpu"
         if not slot.arena.is_filled:
             slot.arena.empty()
@@ -121,13 +124,13 @@ class SlotOpener:
         slot.arena.is_filled, slot.progress = True, None
         slot.arena_bytes = count(answer, "arena_bytes")
         slot.pool = Pool(Address(path=slot.socket or ""), name=f"The engine of {slot.entry.id}")
-        self._hosts.want_spare(slot.engine, slot.key)
+        self._pool.want_spare(slot.engine, slot.key)
 
     async def shut(self, slot: HostedSlot, *, opens_for_s: float = 0.0) -> None:
-        """Have the worker let go of it. One that does not is ended, and the others who live there go on elsewhere.
+        """Close this slot in its worker. A worker that cannot is ended; its other slots go on elsewhere.
 
-        One that is still being opened may be read by Transformers itself, which does not hear that nobody waits: it has
-        what is left of the time for that.
+        A slot that is still being opened may be in a read by Transformers, which cannot be interrupted: it has
+        `opens_for_s`, what is left of the time for opening.
         """
         worker = slot.worker
         if worker is not None:
@@ -147,7 +150,7 @@ class SlotOpener:
         self.let_go(slot)
 
     def let_go(self, slot: HostedSlot) -> None:
-        """It lives in no worker any more."""
+        """Forget the worker of this slot, and its socket."""
         worker, slot.worker = slot.worker, None
         if slot.pool is not None:
             slot.pool.close()
@@ -155,11 +158,11 @@ class SlotOpener:
             Path(slot.socket).unlink(missing_ok=True)
         slot.pool = slot.socket = slot.progress = None
         if worker is not None:
-            self._hosts.let_out(worker, slot.id)
+            self._pool.let_out(worker, slot.id)
 
 
-async def whole(work: Coroutine[Any, Any, None]) -> None:
-    """Clear up to the end. Being called off meanwhile is heard afterwards: a deadline may have come before it."""
+async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
+    """Run this clean-up to its end. A cancel that comes meanwhile is raised after it."""
     clearing = asyncio.ensure_future(work)
     try:
         await asyncio.shield(clearing)

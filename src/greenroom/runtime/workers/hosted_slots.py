@@ -33,7 +33,7 @@ class HostedSlot:
         # Where it is open; None when its worker has ended and nobody has asked for it since.
         self.worker: Worker | None = None
         # Whether others lived there when it came.
-        self.had_company = False
+        self.had_neighbours = False
         self.pool: Pool | None = None
         self.socket: str | None = None
         # How often it was opened: each time its socket has a name of its own.

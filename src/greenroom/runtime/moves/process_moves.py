@@ -1,0 +1,289 @@
+"""Loads and unloads of engines with one process for each slot.
+
+Owns the way from a launch to a live slot and back: grant, port or socket, process, readiness, memory. `hosted_moves.py`
+does the same for slots that live in workers. Never decides what moves: the scheduler did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from greenroom.core.model import Claim, Move, SlotId, Tier
+from greenroom.engines.base import Launch, Listens, Place, ProcessEngine
+from greenroom.errors import LoadFailed
+from greenroom.http.upstream import Address, Pool
+from greenroom.process.logs import START_LINES_MAX, StartLog
+from greenroom.process.ports import PortRange, is_ours, listener_pids
+from greenroom.process.spawn import Child, Exit, spawn
+from greenroom.process.state_dir import StateDir
+from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.detached import run_detached
+from greenroom.runtime.memory.slot_memory import Held, SlotMemory
+from greenroom.runtime.moves.admission import Admission
+from greenroom.runtime.moves.load_errors import LAST_LINES, Evidence, LostSlots
+from greenroom.runtime.moves.model_files import check_roots
+from greenroom.runtime.slots import LiveSlot, LiveSlots
+from greenroom.telemetry.logs import get_logger
+
+# Another process may take the port between our choice and the engine's bind; another port is tried this often.
+PORT_TRIES = 3
+
+_log = get_logger("moves")
+
+
+class PortTaken(LoadFailed):
+    """Another process answers on the port that was meant for the engine."""
+
+
+class ProcessMoves:
+    """`roots` are the folders below which files of models must lie, if there are any."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        slots: LiveSlots,
+        state_dir: StateDir,
+        ports: PortRange,
+        memory: SlotMemory,
+        admission: Admission,
+        lost: LostSlots,
+        roots: Callable[[], tuple[str, ...]] = tuple,
+    ) -> None:
+        self._catalog = catalog
+        self._slots = slots
+        self._state_dir = state_dir
+        self._ports = ports
+        self._memory = memory
+        self._admission = admission
+        self._lost = lost
+        self._roots = roots
+        self._ports_in_use: dict[SlotId, int] = {}
+
+    async def cleaned_up(self) -> None:
+        """Wait until nothing is left of engines that crashed."""
+        await self._admission.cleanup.finished()
+
+    # --- load -----------------------------------------------------------------------------------------------------
+
+    async def load(self, move: Move, entry: Entry, engine: ProcessEngine) -> Claim | None:
+        """Start the engine and wait until it answers. Returns what it was seen to use, where that is known.
+
+        Raises LoadFailed, NoGrant or StoreDown, and leaves nothing behind.
+        """
+        if roots := self._roots():
+            await run_detached(lambda: check_roots(entry, roots), f"roots of {entry.id}")
+        # What a crashed engine held, memory above all, is free only when its last process has ended.
+        await self._admission.cleanup.finished(move.claim)
+        async with self._admission.granted(move):
+            await self._admission.check_room(move)
+            await self._admission.grants.confirm(move.slot)
+            return await self._load_granted(move, entry, engine)
+
+    async def _load_granted(self, move: Move, entry: Entry, engine: ProcessEngine) -> Claim | None:
+        for attempt in range(1, PORT_TRIES):
+            try:
+                return await self._load_once(move, entry, engine, attempt)
+            except PortTaken as error:
+                _log.warning("port taken", model=move.model, attempt=attempt, error=error.message)
+        return await self._load_once(move, entry, engine, PORT_TRIES)
+
+    async def _load_once(self, move: Move, entry: Entry, engine: ProcessEngine, attempt: int) -> Claim | None:
+        place = self._place(move, entry, engine)
+        try:
+            launch = engine.launch(move.model, entry.config, place)
+            child, seen = await self._ready_child(move, entry, launch, place, attempt)
+        except BaseException:
+            self._give_back(move.slot, place.socket)
+            raise
+        pool = Pool(_address(place), name=f"The engine of {entry.id}")
+        live = LiveSlot(move.slot, entry, child, pool, place.socket)
+        self._slots.live[move.slot] = live
+        child.on_exit(lambda exit: self._on_exit(live, exit))
+        return seen
+
+    async def _ready_child(
+        self, move: Move, entry: Entry, launch: Launch, place: Place, attempt: int
+    ) -> tuple[Child, Claim | None]:
+        evidence, log = Evidence(), StartLog(self._slots.log(move.model))
+        identity = self._state_dir.identity(f"{move.slot}.{attempt}")
+        try:
+            child = await spawn(launch.command, identity=identity, log=log)
+        except LoadFailed as error:
+            raise LoadFailed(
+                f"{entry.id} could not be loaded: {error.message}.",
+                public=f"{entry.id} could not be loaded: its program could not be started.",
+                details=error.details,
+            ) from error
+        try:
+            await self._until_ready(child, launch, place, entry)
+            return child, await self._memory.look(move.slot)
+        except BaseException as error:
+            # Also when this move was aborted: its processes and their memory must be gone before the move ends.
+            held = self._memory.held_by(move.slot)
+            await child.stop(entry.config.stop_timeout_s)
+            await self._memory.back(move.slot, held)
+            lines = log.tail(START_LINES_MAX)
+            if isinstance(error, LoadFailed) and (complaint := evidence.of_no_memory(child, lines)):
+                raise self._memory.shortage(move, entry, complaint, error.details or "") from error
+            raise
+
+    def _place(self, move: Move, entry: Entry, engine: ProcessEngine) -> Place:
+        gpus = self._memory.gpus_for(entry, move.claim)
+        if engine.listens is Listens.SOCKET:
+            # Slot ids are never used again, so no leftover socket can be in the way.
+            return Place(move.claim, socket=str(self._state_dir.run_dir / f"{move.slot}.sock"), gpus=gpus)
+        port = self._ports.pick(set(self._ports_in_use.values()))
+        self._ports_in_use[move.slot] = port
+        return Place(move.claim, port=port, gpus=gpus)
+
+    async def _until_ready(self, child: Child, launch: Launch, place: Place, entry: Entry) -> None:
+        """Wait until the engine answers. Its process is watched too: a dying engine may still answer.
+
+        Raises LoadFailed or PortTaken.
+        """
+        ended = asyncio.ensure_future(child.wait())
+        ready = asyncio.ensure_future(self._answers(launch, place))
+        try:
+            await asyncio.wait((ended, ready), timeout=entry.config.load_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                self._check_port_was_free(child, place, entry)
+                raise _failed(entry, child, f"the engine ended while loading ({ended.result()})")
+            if not ready.done():
+                raise _failed(entry, child, f"it was not ready after {entry.config.load_timeout_s:g} s")
+            ready.result()
+            self._check_owner(child, place, entry)
+        finally:
+            ended.cancel()
+            ready.cancel()
+
+    async def _answers(self, launch: Launch, place: Place) -> None:
+        if launch.check_path is not None:
+            await until_ready(_address(place), launch.check_path)
+
+    def _check_owner(self, child: Child, place: Place, entry: Entry) -> None:
+        if place.port is None or entry.config.listener == "any" or entry.config.check_endpoint == "none":
+            return
+        if not is_ours(place.port, child.tree()):
+            raise PortTaken(
+                f"{entry.id}: port {place.port} is answered by another process, not by the engine. If it runs in a "
+                "container started by a daemon, set `listener: any`."
+            )
+
+    def _check_port_was_free(self, child: Child, place: Place, entry: Entry) -> None:
+        """Raises PortTaken where another process holds the port: the load is tried on another one, without a back-off."""
+        if place.port is None or entry.config.listener == "any":
+            return
+        holders = listener_pids(place.port)
+        # None: a process that cannot be seen. What is left of the engine's own tree may hold the port a moment longer.
+        if holders is None or holders - child.tree():
+            raise PortTaken(f"{entry.id}: the engine ended, and port {place.port} is held by another process.")
+
+    def _give_back(self, slot: SlotId, socket: str | None) -> None:
+        self._ports_in_use.pop(slot, None)
+        if socket is not None:
+            Path(socket).unlink(missing_ok=True)
+
+    # --- unload ---------------------------------------------------------------------------------------------------
+
+    async def unload(self, move: Move) -> None:
+        """Cut our connections first: llama.cpp was seen to hang in TERM while a stream was open."""
+        if move.slot in self._slots.live:
+            # The slot is untouched until it is certain that its memory will be used.
+            await self._admission.grants.make_way(move)
+        live = self._slots.live.pop(move.slot, None)
+        if live is None:
+            return
+        live.pool.close()
+        await self._end(live, self._memory.held_by(live.id))
+        self._give_back(move.slot, live.socket)
+
+    async def _end(self, live: LiveSlot, held: Held) -> None:
+        """End its processes, then wait for its memory: the grant is given back only after both."""
+        await live.child.stop(self._stop_timeout_s(live))
+        self._memory.remember(live.id, live.entry)
+        await self._memory.back(live.id, held)
+        await self._admission.grants.leave(live.id)
+
+    def _stop_timeout_s(self, live: LiveSlot) -> float:
+        """As configured now: a reload may have changed it while the engine runs."""
+        current = self._catalog.revision(live.entry.id, live.entry.spec.revision)
+        return (current or live.entry).config.stop_timeout_s
+
+    def _on_exit(self, live: LiveSlot, exit: Exit) -> None:
+        """The engine ended. If it was not asked to, everything it served is lost."""
+        if self._slots.live.pop(live.id, None) is None:
+            return
+        self._lost.report(live.entry, live.id, exit)
+        self._lost.keep_error(live.entry, live.id, "engine", exit, live.child.log.tail(LAST_LINES))
+        self._give_back(live.id, live.socket)
+        self._clean_up(live)
+        self._lost.post((live.id,), Tier.COLD, exit)
+        live.pool.close()
+
+    def _clean_up(self, live: LiveSlot) -> None:
+        # What it held is read now: once the scheduler hears of the loss, it counts that as free.
+        held = self._memory.held_by(live.id)
+        self._admission.cleanup.start(self._end(live, held), held.unseen | frozenset(held.seen), f"remains {live.id}")
+
+
+def _address(place: Place) -> Address:
+    return Address(path=place.socket) if place.socket else Address("127.0.0.1", place.port or 0)
+
+
+def _failed(entry: Entry, child: Child, why: str) -> LoadFailed:
+    said = f"{entry.id} could not be loaded: {why}."
+    return LoadFailed(said, public=said, details="\n".join(child.log.tail(LAST_LINES)))
+
+
+# --- readiness ----------------------------------------------------------------------------------------------------
+
+# The first polls are frequent, because small models are ready in a tenth of a second; later ones are slower.
+ASK_FIRST_S = 0.02
+
+
+ASK_SLOWEST_S = 0.25
+
+
+ASK_GROWTH = 1.3
+
+
+ANSWER_MAX_S = 2.0
+
+
+_STATUS_LINE_MAX = 4096
+
+
+async def until_ready(address: Address, path: str) -> None:
+    """Return when the path answers 200. Runs until cancelled otherwise."""
+    pause_s = ASK_FIRST_S
+    while not await answers(address, path):
+        await asyncio.sleep(pause_s)
+        pause_s = min(pause_s * ASK_GROWTH, ASK_SLOWEST_S)
+
+
+async def answers(address: Address, path: str) -> bool:
+    try:
+        async with asyncio.timeout(ANSWER_MAX_S):
+            return await _status(address, path) == 200
+    except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        return False
+
+
+async def _status(address: Address, path: str) -> int:
+    if address.path:
+        reader, writer = await asyncio.open_unix_connection(address.path, limit=_STATUS_LINE_MAX)
+    else:
+        reader, writer = await asyncio.open_connection(address.host, address.port, limit=_STATUS_LINE_MAX)
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        line = await reader.readuntil(b"\n")
+        return int(line.split(b" ", 2)[1])
+    except IndexError as error:
+        raise ValueError("not HTTP") from error
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
