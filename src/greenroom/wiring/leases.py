@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from greenroom.config.schema import Config
 from greenroom.leases.holder import holder_of
-from greenroom.leases.shared.store import open_store
+from greenroom.leases.shared.store import Membership, open_store
 from greenroom.runtime.leases.journal_writer import JournalWriter
 from greenroom.runtime.leases.local import LocalLeasing
 from greenroom.runtime.leases.making_room import MakingRoom
-from greenroom.runtime.leases.refusals import leasable_mib, most_leasable_mib
+from greenroom.runtime.leases.refusals import LeasableMemory
 from greenroom.runtime.leases.shared_leasing import SharedLeasing
 from greenroom.runtime.leases.sharing import Sharing
 from greenroom.runtime.moves.admission import AlwaysGranted, Grants
@@ -54,12 +54,8 @@ def wire_leases(common: CommonParts, memory: MemoryParts, config: Config) -> Lea
         memory.post_and_look,
         common.clock,
         JournalWriter(common.state_dir.path),
+        LeasableMemory(common.state, memory.device_names.id_of, memory.watch.room_for),
         wait_max_s=config.leases.wait_max_s,
-        claim_of=lambda slot: common.state.slots[slot].claim,
-        free_mib=lambda: leasable_mib(common.state.ledger),
-        most_mib=lambda: most_leasable_mib(common.state),
-        device_named=memory.device_names.id_of,
-        room_for=memory.watch.room_for,
         tell=common.hub.publish,
     )
     if config.leases.store is None:
@@ -69,19 +65,9 @@ def wire_leases(common: CommonParts, memory: MemoryParts, config: Config) -> Lea
 
 def _shared(common: CommonParts, memory: MemoryParts, config: Config, url: str, own: LocalLeasing) -> LeaseParts:
     store = open_store(config, url)
-    sharing = Sharing(
-        store,
-        f"{common.state_dir.id}.{common.state_dir.run}",
-        common.state,
-        memory.post_and_look,
-        common.clock,
-        ttl_s=config.leases.ttl_s,
-        holder=holder_of(os.getpid()),
-        reading=lambda: memory.watch.last.reading,
-        look=memory.watch.look_now,
-        nudge=memory.watch.nudge,
-        tell=common.hub.publish,
-    )
+    name = f"{common.state_dir.id}.{common.state_dir.run}"
+    member = Membership(store, name, config.leases.ttl_s, holder_of(os.getpid()))
+    sharing = Sharing(member, common.state, memory.post_and_look, common.clock, memory.watch, common.hub.publish)
     leasing = SharedLeasing(
         store,
         wait_max_s=config.leases.wait_max_s,

@@ -30,7 +30,7 @@ from greenroom.core.scheduler import Scheduler
 from greenroom.leases.records import LeaseAsk
 from greenroom.runtime.leases.journal_writer import JournalWriter
 from greenroom.runtime.leases.local import LocalLeasing
-from greenroom.runtime.leases.refusals import most_leasable_mib
+from greenroom.runtime.leases.refusals import LeasableMemory
 from greenroom.runtime.loop import SchedulerLoop
 
 # Generous: a loaded machine with two cores.
@@ -64,12 +64,12 @@ class Rig:
             self.loop.post,
             self.clock,
             JournalWriter(folder),
+            LeasableMemory(
+                self.loop.scheduler.view,
+                lambda name: DeviceId(name) if DeviceId(name) in self.state.ledger.devices else None,
+                self._room_for,
+            ),
             wait_max_s=3_600.0,
-            claim_of=lambda slot: self.state.slots[slot].claim,
-            free_mib=self._free_mib,
-            most_mib=lambda: most_leasable_mib(self.loop.scheduler.view),
-            device_named=lambda name: DeviceId(name) if DeviceId(name) in self.state.ledger.devices else None,
-            room_for=self._room_for,
             tell=lambda what, facts: self.told.append(f"{what} {facts['lease']}"),
             wall=wall,
         )
@@ -77,9 +77,6 @@ class Rig:
         self.loop.post(ConfigChanged(self.clock(), devices=devices))
         self.leasing.restore()
         self.loop.post(ConfigChanged(self.clock(), models=tuple(models)))
-
-    def _free_mib(self) -> dict[str, int]:
-        return {str(device): mib for device, mib in self.state.ledger.free_mib(frozenset()).items()}
 
     async def _room_for(self, claim: Claim, timeout_s: float) -> Claim:
         deadline = self.clock() + timeout_s

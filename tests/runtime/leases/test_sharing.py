@@ -26,7 +26,7 @@ from greenroom.core.state import ModelRecord, State
 from greenroom.core.view import SchedulerView
 from greenroom.errors import StoreDown
 from greenroom.leases.records import LeaseAsk
-from greenroom.leases.shared.store import SlotAsk
+from greenroom.leases.shared.store import Membership, SlotAsk
 from greenroom.runtime.leases.sharing import Sharing
 from greenroom.runtime.memory.probes.base import GpuReading, HostReading, Reading
 from greenroom.runtime.moves.admission import NoGrant
@@ -35,6 +35,16 @@ from tests.sim.shared.book import Book, BookStore
 
 GPU = DeviceId("gpu0")
 TTL_S = 30.0
+
+
+class FakeWatch:
+    reading = Reading((GpuReading(GPU, 0, "fake", 10_000, 0, {}),), HostReading(0, 0, 0, 0))
+
+    async def look_now(self) -> None:
+        return
+
+    def nudge(self) -> None:
+        return
 
 
 @dataclass
@@ -52,17 +62,12 @@ class Rig:
         self.state.ledger.set_devices([Device(GPU, DeviceKind.GPU, 10_000, 500)])
         self.store, self.other = self.client(), self.client()
         self.sharing = Sharing(
-            self.store,
-            "me",
+            Membership(self.store, "me", TTL_S, holder=None),
             SchedulerView(self.state),
             self._post,
             lambda: self.now,
-            ttl_s=TTL_S,
-            holder=None,
-            reading=lambda: Reading((GpuReading(GPU, 0, "fake", 10_000, 0, {}),), HostReading(0, 0, 0, 0)),
-            look=self._look,
-            nudge=lambda: None,
-            tell=lambda what, facts: self.told.append((what, dict(facts))),
+            FakeWatch(),
+            lambda what, facts: self.told.append((what, dict(facts))),
         )
 
     def client(self) -> BookStore:
@@ -73,9 +78,6 @@ class Rig:
             raise StoreDown("it cannot be reached")
         said: bytes = question()
         return said
-
-    async def _look(self) -> None:
-        return
 
     def _post(self, event: Event) -> None:
         self.posted.append(event)

@@ -43,9 +43,10 @@ from greenroom.core.model import (
 )
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import StoreDown
-from greenroom.leases.shared.store import SharedStore
+from greenroom.leases.shared.store import Membership, SharedStore
 from greenroom.runtime.leases.sharing import Sharing
 from greenroom.runtime.loop import SchedulerLoop
+from greenroom.runtime.memory.probes.base import Reading
 from greenroom.runtime.moves.admission import Grants, NoGrant
 from tests.sim.shared.gpus import Gpus
 
@@ -87,17 +88,12 @@ class Gateway:
         self._events = SchedulerLoop(scheduler)
         self.post: Callable[[Event], None] = self._events.post
         self.sharing = Sharing(
-            world.new_store(lambda: self.is_dead),
-            name,
+            Membership(world.new_store(lambda: self.is_dead), name, world.ttl_s, holder=None),
             scheduler.view,
             self._post_and_look,
             self.clock,
-            ttl_s=world.ttl_s,
-            holder=None,
-            reading=world.gpus.reading,
-            look=self._look,
-            nudge=self._nudge,
-            tell=lambda what, facts: None,
+            self,
+            lambda what, facts: None,
         )
         self._grants = grants or self.sharing.slots
         self._wanted = asyncio.Event()
@@ -199,22 +195,26 @@ class Gateway:
 
     def _post_and_look(self, event: Event) -> None:
         self.post(event)
-        self._nudge()
+        self.nudge()
 
-    def _nudge(self) -> None:
+    @property
+    def reading(self) -> Reading:
+        return self._world.gpus.reading()
+
+    def nudge(self) -> None:
         self._wanted.set()
 
     async def _watch(self) -> None:
         while True:
             self._wanted.clear()
-            await self._look()
+            await self.look_now()
             try:
                 async with asyncio.timeout(LOOK_EVERY_S):
                     await self._wanted.wait()
             except TimeoutError:
                 continue
 
-    async def _look(self) -> None:
+    async def look_now(self) -> None:
         await asyncio.sleep(LOOK_TAKES_S)
         gpus, ledger = self._world.gpus, self.state.ledger
         mine = {owner for owner in gpus.users if owner.startswith(f"{self.name}/")}
@@ -230,7 +230,7 @@ class Gateway:
         while not self._world.gpus.has_room(claim):
             if self.clock() >= deadline:
                 return True
-            await self._look()
+            await self.look_now()
             await asyncio.sleep(AGAIN_S)
         return False
 

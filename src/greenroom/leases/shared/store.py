@@ -81,6 +81,16 @@ class SharedStore(LeaseStore, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """One gateway as a member of a shared store: its name there, and what its leases have in common."""
+
+    store: SharedStore
+    gateway: str
+    ttl_s: float
+    holder: Holder | None
+
+
 def open_store(config: Config, url: str) -> SharedStore:
     """Raises ConfigError where the client of such a store is not installed."""
     try:

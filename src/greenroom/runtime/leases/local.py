@@ -11,12 +11,12 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from greenroom.core.effects import Rejection
 from greenroom.core.events import Event, LeaseAsked, LeaseGone
-from greenroom.core.model import Claim, DeviceId, LeaseId, Need, SlotId
+from greenroom.core.model import DeviceId, LeaseId, Need, SlotId
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, LeaseLost, LeaseUnknown
 from greenroom.leases import holder as holders
 from greenroom.leases.records import Lease, LeaseAsk, taken
@@ -32,7 +32,7 @@ from greenroom.runtime.leases.entry import (
 )
 from greenroom.runtime.leases.holders import Holders
 from greenroom.runtime.leases.journal_writer import JournalWriter
-from greenroom.runtime.leases.refusals import DeviceNamed, devices_meant, never_free, not_free, not_written, refusal
+from greenroom.runtime.leases.refusals import LeasableMemory, devices_meant, never_free, not_free, not_written, refusal
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("leases")
@@ -50,9 +50,7 @@ Tell = Callable[[str, Mapping[str, object]], None]
 
 
 class LocalLeasing:
-    """`free_mib` tells what is free on each GPU now, and `most_mib` what could ever be; `claim_of` what the scheduler
-    gave a slot; `device_named` which device people mean by a name; `room_for` waits until memory is really free and
-    tells what is missing then."""
+    """The leases that this gateway keeps itself."""
 
     lists_slots = False
 
@@ -60,26 +58,18 @@ class LocalLeasing:
         self,
         post: Callable[[Event], None],
         clock: Callable[[], float],
-        log: JournalWriter,
+        journal: JournalWriter,
+        memory: LeasableMemory,
         *,
         wait_max_s: float,
-        claim_of: Callable[[SlotId], Claim],
-        free_mib: Callable[[], Mapping[str, int]],
-        most_mib: Callable[[], Mapping[str, int]],
-        device_named: DeviceNamed,
-        room_for: Callable[[Claim, float], Awaitable[Claim]],
         tell: Tell,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._post = post
         self._clock = clock
-        self._journal = log
+        self._journal = journal
+        self._memory = memory
         self._wait_max_s = wait_max_s
-        self._claim_of = claim_of
-        self._free_mib = free_mib
-        self._most_mib = most_mib
-        self._device_named = device_named
-        self._room_for = room_for
         self._tell = tell
         self._wall = wall
         self._holders = Holders()
@@ -95,7 +85,9 @@ class LocalLeasing:
 
         `asker` is this call's name, by which it can say later that it was `unheard`.
         """
-        ask = replace(ask, wait_s=min(ask.wait_s, self._wait_max_s), devices=devices_meant(ask, self._device_named))
+        ask = replace(
+            ask, wait_s=min(ask.wait_s, self._wait_max_s), devices=devices_meant(ask, self._memory.device_named)
+        )
         entry = self._entries.get(ask.id) or self._begin(ask)
         _check_same(entry, ask)
         entry.askers += 1
@@ -124,7 +116,7 @@ class LocalLeasing:
         if not entry.is_waiting:
             await asyncio.wait((entry.settled,), timeout=HAND_OVER_MAX_S)
         if not entry.settled.done():
-            raise not_free(ask, self._free_mib())
+            raise not_free(ask, self._memory.free_mib())
         entry.settled.result()
 
     async def renew(self, id: str, token: int) -> Lease:
@@ -179,8 +171,8 @@ class LocalLeasing:
         # Who does not wait must neither make others leave for nothing nor go before who waits.
         waits = is_behind(entry, self._entries.values())
         if not ask.wait_s and (waits or not self._is_free_now(ask)):
-            free = self._free_mib()
-            raise never_free(ask, self._most_mib(), free) or not_free(ask, free)
+            free = self._memory.free_mib()
+            raise never_free(ask, self._memory.most_mib(), free) or not_free(ask, free)
         self._lost.pop(ask.id, None)
         self._put(entry)
         if not waits:
@@ -195,7 +187,7 @@ class LocalLeasing:
                 self._ask_scheduler(entry)
 
     def _is_free_now(self, ask: LeaseAsk) -> bool:
-        free = self._free_mib()
+        free = self._memory.free_mib()
         usable = [mib for device, mib in free.items() if not ask.devices or device in ask.devices]
         return sum(mib >= ask.mib for mib in usable) >= ask.gpus
 
@@ -240,7 +232,7 @@ class LocalLeasing:
     def granted(self, lease: LeaseId, slot: SlotId) -> None:
         entry = self._by_core_id[lease]
         entry.slot = slot
-        entry.claim = {str(device): mib for device, mib in self._claim_of(slot).items()}
+        entry.claim = {str(device): mib for device, mib in self._memory.claim_of(slot).items()}
         self._move_up()
         if entry.token:
             # Of an earlier run, and written down there.
@@ -256,7 +248,7 @@ class LocalLeasing:
         self._forget(entry)
         if entry.token:
             self._journal.ended(entry.id)
-        _settle(entry, refusal(entry.ask, rejection, self._free_mib()))
+        _settle(entry, refusal(entry.ask, rejection, self._memory.free_mib()))
         self._move_up()
 
     def recalled(self, lease: LeaseId, deadline: float) -> None:
@@ -284,7 +276,7 @@ class LocalLeasing:
         """Who lost the memory, or gave it back on paper, may still use it."""
         left_s = 0.0 if entry.give_up_at is None else max(0.0, entry.give_up_at - self._clock())
         claim = {DeviceId(device): mib for device, mib in entry.claim.items()}
-        return not_free(entry.ask, self._free_mib()) if await self._room_for(claim, left_s) else None
+        return not_free(entry.ask, self._memory.free_mib()) if await self._memory.room_for(claim, left_s) else None
 
     async def _not_written(self, entry: LeaseEntry) -> GreenroomError | None:
         try:

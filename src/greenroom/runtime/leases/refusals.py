@@ -1,21 +1,55 @@
-"""Which devices somebody means who asks for a lease, and what could be had there."""
+"""What a lease can be given: the devices that are asked for, the memory there, and the errors that refuse it.
+
+Owns these errors and their numbers. Never grants: the scheduler does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from greenroom.core.effects import RejectCode, Rejection
-from greenroom.core.model import DeviceId, DeviceKind
+from greenroom.core.model import Claim, DeviceId, DeviceKind, SlotId
 from greenroom.core.view import LedgerFacts, SchedulerView
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, LeaseTooLarge, ShuttingDown, StoreDown
 from greenroom.leases.records import LeaseAsk
 from greenroom.runtime.memory.devices import HOST
 
+# The device that a name means; None if there is none.
 DeviceNamed = Callable[[str], DeviceId | None]
+# Waits until so much is really free, at most so long; returns what is missing then.
+RoomFor = Callable[[Claim, float], Awaitable[Claim]]
+
+
+class LeasableMemory:
+    """The memory that leases can be given: by name, by the scheduler's ledger, and as it is really free."""
+
+    def __init__(self, state: SchedulerView, device_named: DeviceNamed, room_for: RoomFor) -> None:
+        self._state = state
+        self.device_named = device_named
+        self.room_for = room_for
+
+    def claim_of(self, slot: SlotId) -> Claim:
+        """What the scheduler gave this slot."""
+        return self._state.slots[slot].claim
+
+    def free_mib(self) -> dict[str, int]:
+        """What leases can be given now: on each GPU, or on the host where there is none."""
+        ledger = self._state.ledger
+        free = ledger.free_mib(frozenset())
+        return {str(device): max(0, free[device]) for device in _leasable(ledger)}
+
+    def most_mib(self) -> dict[str, int]:
+        """What leases could be given if every slot that may ever leave had left."""
+        most = self._state.most_mib()
+        return {str(device): max(0, most[device]) for device in _leasable(self._state.ledger)}
+
+
+def _leasable(ledger: LedgerFacts) -> list[DeviceId]:
+    return [one.id for one in ledger.devices.values() if one.kind is DeviceKind.GPU] or list(ledger.devices)
 
 
 def devices_meant(ask: LeaseAsk, device_named: DeviceNamed) -> tuple[str, ...]:
-    """The ids of the devices that were named. Raises BadRequest."""
+    """The ids of the devices that this request names. Raises BadRequest."""
     meant = {name: device_named(name) for name in ask.devices}
     if unknown := [name for name, device in meant.items() if device is None]:
         raise BadRequest(f"There is no device {unknown[0]}; `greenroom gpus` lists them.", param="devices")
@@ -27,28 +61,12 @@ def devices_meant(ask: LeaseAsk, device_named: DeviceNamed) -> tuple[str, ...]:
     return devices
 
 
-def leasable_mib(ledger: LedgerFacts) -> dict[str, int]:
-    """What leases can be given now: on each GPU, or on the host where there is none."""
-    free = ledger.free_mib(frozenset())
-    return {str(device): max(0, free[device]) for device in _leasable(ledger)}
-
-
-def most_leasable_mib(state: SchedulerView) -> dict[str, int]:
-    """What there would be if everybody left who ever may."""
-    most = state.most_mib()
-    return {str(device): max(0, most[device]) for device in _leasable(state.ledger)}
-
-
-def _leasable(ledger: LedgerFacts) -> list[DeviceId]:
-    return [one.id for one in ledger.devices.values() if one.kind is DeviceKind.GPU] or list(ledger.devices)
-
-
-# Models leave within seconds once they are idle; when that will be nobody knows.
+# Models leave within seconds once they are idle; when they become idle is not known.
 RETRY_AFTER_S = 5.0
 
 
 def refusal(ask: LeaseAsk, rejection: Rejection, free_mib: Mapping[str, int]) -> GreenroomError:
-    """What the scheduler's rejection means to who asked for a lease."""
+    """The error that this rejection means to the caller of `acquire`."""
     match rejection.code:
         case RejectCode.TOO_LARGE if ask.gpus > len(free_mib):
             return _too_many(ask, len(free_mib), free_mib)
@@ -63,7 +81,7 @@ def refusal(ask: LeaseAsk, rejection: Rejection, free_mib: Mapping[str, int]) ->
 
 
 def never_free(ask: LeaseAsk, most_mib: Mapping[str, int], free_mib: Mapping[str, int]) -> LeaseTooLarge | None:
-    """What to tell who does not wait and would wait in vain; None where it could be had some time."""
+    """The error of a request that no wait could satisfy; None if waiting may help."""
     most = sorted((mib for device, mib in most_mib.items() if not ask.devices or device in ask.devices), reverse=True)
     if ask.gpus > len(most):
         return _too_many(ask, len(most), free_mib)

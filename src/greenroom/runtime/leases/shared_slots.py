@@ -15,8 +15,8 @@ from typing import Final
 from greenroom.core.model import Claim, Move, MoveKind, Slot, SlotId, larger
 from greenroom.core.view import SchedulerView
 from greenroom.errors import LeaseDenied, StoreDown
-from greenroom.leases.records import Holder, Lease
-from greenroom.leases.shared.store import SharedStore, SlotAsk
+from greenroom.leases.records import Lease
+from greenroom.leases.shared.store import Membership, SlotAsk
 from greenroom.runtime.moves.admission import NoGrant
 from greenroom.telemetry.logs import get_logger
 
@@ -51,23 +51,20 @@ class SharedSlots:
 
     def __init__(
         self,
-        store: SharedStore,
-        gateway: str,
+        member: Membership,
         state: SchedulerView,
         clock: Callable[[], float],
         *,
-        ttl_s: float,
-        holder: Holder | None,
         into: Callable[[Slot], str | None],
         adopted: Callable[[Move], Lease | None],
         on_refusal: Callable[[], None],
     ) -> None:
-        self._store = store
-        self._gateway = gateway
+        self._store = member.store
+        self._gateway = member.gateway
         self._state = state
         self._clock = clock
-        self._ttl_s = ttl_s
-        self._holder = holder
+        self._ttl_s = member.ttl_s
+        self._holder = member.holder
         self._into_of = into
         self._adopted = adopted
         self._on_refusal = on_refusal

@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol
 
 from greenroom.core.events import Event, MemoryChanged
 from greenroom.core.model import DeviceId, DeviceKind, LeaseId, OtherLease
 from greenroom.core.view import SchedulerView
 from greenroom.errors import StoreDown
-from greenroom.leases.records import Holder, Lease
-from greenroom.leases.shared.store import PublishReply, SharedStore
+from greenroom.leases.records import Lease
+from greenroom.leases.shared.store import Membership, PublishReply
 from greenroom.runtime.leases.holders import DeadHolders, Recalls
 from greenroom.runtime.leases.making_room import MakingRoom
 from greenroom.runtime.leases.shared_slots import SharedSlots
@@ -41,44 +41,43 @@ CLOSE_MAX_S: Final = 5.0
 Tell = Callable[[str, Mapping[str, object]], None]
 
 
-class Sharing:
-    """`reading` is the last look at memory and `look` takes a new one; `nudge` asks for one soon."""
+class SeenMemory(Protocol):
+    """The watch over this machine's memory."""
 
+    @property
+    def reading(self) -> Reading:
+        """What was seen last."""
+
+    async def look_now(self) -> object:
+        """Look again."""
+
+    def nudge(self) -> None:
+        """Look again soon."""
+
+
+class Sharing:
     def __init__(
         self,
-        store: SharedStore,
-        gateway: str,
+        member: Membership,
         state: SchedulerView,
         post: Callable[[Event], None],
         clock: Callable[[], float],
-        *,
-        ttl_s: float,
-        holder: Holder | None,
-        reading: Callable[[], Reading],
-        look: Callable[[], Awaitable[object]],
-        nudge: Callable[[], None],
+        memory: SeenMemory,
         tell: Tell,
     ) -> None:
-        self._store = store
-        self._gateway = gateway
+        self._store = member.store
+        self._gateway = member.gateway
         self._state = state
         self._post = post
         self._clock = clock
-        self._reading = reading
-        self._look = look
-        self._nudge = nudge
+        self._memory = memory
         self._tell = tell
         self.room = MakingRoom(state, post, clock, self.hurry)
-        self.waiting_models = WaitingModels(
-            store, gateway, state, clock, ttl_s=ttl_s, holder=holder, on_held=self.hurry
-        )
+        self.waiting_models = WaitingModels(member, state, clock, on_held=self.hurry)
         self.slots = SharedSlots(
-            store,
-            gateway,
+            member,
             state,
             clock,
-            ttl_s=ttl_s,
-            holder=holder,
             into=self.room.into,
             adopted=self.waiting_models.adopted,
             on_refusal=self.hurry,
@@ -174,7 +173,7 @@ class Sharing:
 
         That is what strangers use, and engines of ours whose lease was lost. A device that is gone has none.
         """
-        seen = {DeviceId(gpu.uuid) for gpu in self._reading().gpus}
+        seen = {DeviceId(gpu.uuid) for gpu in self._memory.reading.gpus}
         return {
             str(device.id): max(0, device.usable_mib - self._unleased_mib(device.id))
             if device.kind is DeviceKind.HOST or device.id in seen
@@ -212,7 +211,7 @@ class Sharing:
         if others != self._state.ledger.others:
             self._post(MemoryChanged(self._clock(), {}, leases=others))
             # What they use was taken for strangers' before, or is now.
-            self._nudge()
+            self._memory.nudge()
 
     async def _bury(self) -> None:
         """Give back what the dead held, once what is left of them is counted as a stranger's."""
@@ -220,7 +219,7 @@ class Sharing:
         if not dead:
             return
         self._tell_others(without=frozenset(lease.id for lease in dead))
-        await self._look()
+        await self._memory.look_now()
         await self._publish()
         for lease in dead:
             _log.info("the holder of a lease has ended", lease=lease.id, name=lease.name)

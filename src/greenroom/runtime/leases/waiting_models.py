@@ -14,8 +14,8 @@ from typing import Final
 from greenroom.core.model import ModelId, Move
 from greenroom.core.view import KeptOut, SchedulerView
 from greenroom.errors import GreenroomError, LeaseDenied
-from greenroom.leases.records import Holder, Lease, LeaseAsk
-from greenroom.leases.shared.store import SharedStore
+from greenroom.leases.records import Lease, LeaseAsk
+from greenroom.leases.shared.store import Membership
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("sharing")
@@ -44,22 +44,14 @@ class WaitingModels:
     """`on_held` is called when a lease was granted, so that the scheduler hears of the room there is."""
 
     def __init__(
-        self,
-        store: SharedStore,
-        gateway: str,
-        state: SchedulerView,
-        clock: Callable[[], float],
-        *,
-        ttl_s: float,
-        holder: Holder | None,
-        on_held: Callable[[], None],
+        self, member: Membership, state: SchedulerView, clock: Callable[[], float], *, on_held: Callable[[], None]
     ) -> None:
-        self._store = store
-        self._gateway = gateway
+        self._store = member.store
+        self._gateway = member.gateway
         self._state = state
         self._clock = clock
-        self._ttl_s = ttl_s
-        self._holder = holder
+        self._ttl_s = member.ttl_s
+        self._holder = member.holder
         self._on_held = on_held
         self._wants: dict[ModelId, Want] = {}
         self._leaving: set[asyncio.Task[None]] = set()

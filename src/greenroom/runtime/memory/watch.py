@@ -102,6 +102,11 @@ class MemoryWatch:
         return self._probe.kind
 
     @property
+    def reading(self) -> Reading:
+        """What was seen last."""
+        return self.last.reading
+
+    @property
     def sees_pids(self) -> bool:
         """Whether memory is attributed by process on every GPU, rather than estimated from what was declared."""
         return not self.last.shares.unseen

@@ -173,7 +173,7 @@ class ProcessMoves:
             )
 
     def _check_port_was_free(self, child: Child, place: Place, entry: Entry) -> None:
-        """Raises PortTaken where another process holds the port: the load is tried on another one, without a back-off."""
+        """Raises PortTaken where another process holds the port: the load is tried on another, without back-off."""
         if place.port is None or entry.config.listener == "any":
             return
         holders = listener_pids(place.port)
