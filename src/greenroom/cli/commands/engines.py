@@ -232,6 +232,7 @@ class RequiredPackage:
 TRANSFORMERS: Final = (
     RequiredPackage("torch", "2.11", "computes, on GPUs and on the CPU"),
     RequiredPackage("transformers", "5.17", "knows the models' shapes and their tokenizers"),
+    RequiredPackage("h11", "0.16", "reads HTTP requests"),
     RequiredPackage("jinja2", "3.1.6", "renders chat templates"),
     RequiredPackage("llguidance", "1.0", "keeps answers to a JSON schema", optional=True),
 )
