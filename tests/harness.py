@@ -101,7 +101,7 @@ def url(app: App) -> str:
     return f"http://{app.edge.addresses[0]}"
 
 
-def left_behind(folder: Path) -> list[orphans.Found]:
+def left_behind(folder: Path) -> list[orphans.OwnedProcess]:
     """Processes that carry this state directory's identity."""
     identity = folder / "state" / "id"
     return orphans.find(identity.read_text().strip() + ":") if identity.exists() else []

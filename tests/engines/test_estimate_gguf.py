@@ -15,7 +15,7 @@ import pytest
 from greenroom.config.schema import Model
 from greenroom.core.model import Need
 from greenroom.engines.estimates import gguf as module
-from greenroom.engines.estimates.estimate import Estimate, Part
+from greenroom.engines.estimates.estimate import Estimate, EstimatePart
 from greenroom.engines.estimates.gguf import estimate_gguf, files_of
 from greenroom.engines.estimates.gguf_header import read_header
 from greenroom.engines.estimates.kv_cache import Cells, attention_bytes, gguf_cache, state_bytes
@@ -37,7 +37,7 @@ def estimated(path: Path, gpus: int = 1, *words: str, logits_all: bool = False) 
     return found
 
 
-def parts(found: Estimate) -> dict[str, Part]:
+def parts(found: Estimate) -> dict[str, EstimatePart]:
     return {part.what: part for part in found.parts}
 
 
@@ -195,8 +195,8 @@ def test_experts_that_stay_on_the_host_are_counted_there(monkeypatch: pytest.Mon
 def test_projectors_adapters_and_drafts_come_on_top(tmp_path: Path) -> None:
     projector, adapter = sparse(tmp_path, "mmproj.gguf", 50), sparse(tmp_path, "lora.gguf", 20)
     found = parts(estimated(big(), 1, "--mmproj", str(projector), f"--lora={adapter}", "-md", str(tiny("alpha"))))
-    assert found["projector"] == Part("projector", 65, 0)
-    assert found["adapters"] == Part("adapters", 20, 0)
+    assert found["projector"] == EstimatePart("projector", 65, 0)
+    assert found["adapters"] == EstimatePart("adapters", 20, 0)
     assert found["draft weights"].gpu_mib == 1 and "draft context" not in found
     assert parts(estimated(big(), 1, "--mmproj", str(projector), "--no-mmproj-offload"))["projector"].host_mib == 65
     options = read(("--mmproj", str(projector), "-md", "d.gguf"), LlamaOptions(model=str(big())))
@@ -238,7 +238,7 @@ def test_longer_contexts_and_wider_numbers_take_more() -> None:
 
 def test_a_file_whose_header_is_bad_is_judged_by_its_size(tmp_path: Path) -> None:
     path = sparse(tmp_path)
-    assert estimated(path, 1) == Estimate((Part("file", 111, 0),), "file size")
+    assert estimated(path, 1) == Estimate((EstimatePart("file", 111, 0),), "file size")
     assert estimated(path, 0).need == Need(0, 111)
     assert estimated(path, 1, "-ngl", "0").need == Need(0, 111)
 

@@ -11,7 +11,7 @@ import pytest
 
 from greenroom.core.model import Need
 from greenroom.engines.estimates import hf_folder as module
-from greenroom.engines.estimates.estimate import Estimate, Part
+from greenroom.engines.estimates.estimate import Estimate, EstimatePart
 from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.hf_folder import (
     Facts,
@@ -47,7 +47,7 @@ def folder(path: Path, config: dict[str, Any] | None = None, mib: int = 64, dtyp
     return path
 
 
-def parts(path: Path, gpus: int = 1, **options: Any) -> dict[str, Part]:
+def parts(path: Path, gpus: int = 1, **options: Any) -> dict[str, EstimatePart]:
     found = estimate_folder(path, FolderOptions(**options), gpus)
     assert found is not None and found.source == "safetensors"
     return {part.what: part for part in found.parts}
@@ -55,7 +55,7 @@ def parts(path: Path, gpus: int = 1, **options: Any) -> dict[str, Part]:
 
 def test_weights_and_cache_are_exact(tmp_path: Path) -> None:
     found = parts(folder(tmp_path / "m"), context=4096)
-    assert found["weights"] == Part("weights", 64, 0)
+    assert found["weights"] == EstimatePart("weights", 64, 0)
     # Four layers, four heads of 64 numbers as keys and as values, two bytes each.
     assert found["KV cache"].gpu_mib == 4 * 4 * 64 * 2 * 2 * 4096 // MIB
     assert found["context"].gpu_mib == module.CONTEXT_MIB + module.WORKSPACE_MIB
@@ -144,7 +144,7 @@ def test_bad_headers_are_judged_by_the_files_size(tmp_path: Path) -> None:
     path = folder(tmp_path / "m")
     with (path / "model.safetensors").open("wb") as file:
         file.truncate(100 * MIB)
-    assert estimate_folder(path, FolderOptions(), 1) == Estimate((Part("files", 131, 0),), "file size")
+    assert estimate_folder(path, FolderOptions(), 1) == Estimate((EstimatePart("files", 131, 0),), "file size")
     found = estimate_folder(path, FolderOptions(), 0)
     assert found is not None and found.need == Need(0, 131)
 

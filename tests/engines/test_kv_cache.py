@@ -8,7 +8,7 @@ import pytest
 
 from greenroom.config.schema import CacheType
 from greenroom.engines.estimates.gguf_header import GgufHeader
-from greenroom.engines.estimates.gguf_tensors import Weights
+from greenroom.engines.estimates.gguf_tensors import WeightBytes
 from greenroom.engines.estimates.kv_cache import (
     TYPE_BYTES,
     Cells,
@@ -22,7 +22,7 @@ from greenroom.engines.estimates.kv_cache import (
 
 def header(architecture: str, **numbers: int | tuple[int, ...]) -> GgufHeader:
     said = {name.replace("__", "."): value for name, value in numbers.items()}
-    return GgufHeader(architecture, "", 4096, None, 0, 1, False, False, Weights(), said)
+    return GgufHeader(architecture, "", 4096, None, 0, 1, False, False, WeightBytes(), said)
 
 
 def shape(**more: int | tuple[int, ...]) -> dict[str, int | tuple[int, ...]]:

@@ -9,14 +9,14 @@ import pytest
 
 from greenroom.config.schema import Model
 from greenroom.core.model import DeviceId
-from greenroom.engines.base import Ability, Place, environment
+from greenroom.engines.base import Ability, LaunchPlace, environment
 from greenroom.engines.command import takes_free_memory
 from greenroom.engines.llamacpp import WORKER, LlamaCppEngine
 from greenroom.engines.registry import engine_for
 from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command
 
-PLACE = Place({}, socket="/run/x.sock")
+PLACE = LaunchPlace({}, socket="/run/x.sock")
 
 
 def gguf(folder: Path, name: str = "m.gguf", mib: int = 10) -> Path:
@@ -106,7 +106,7 @@ def test_command_gets_its_port_after_it_was_split() -> None:
         env={"LISTEN": "127.0.0.1:${PORT}"},
         memory_mib=5,
     )
-    launch = engine_for(model).launch("m", model, Place({}, port=21_007))
+    launch = engine_for(model).launch("m", model, LaunchPlace({}, port=21_007))
     assert launch.command.argv == ("serve", "--name", "two words", "--port", "21007")
     assert launch.command.stop_argv == ("stop", "21007", "${PID}")
     assert launch.command.env["LISTEN"] == "127.0.0.1:21007"
@@ -114,7 +114,7 @@ def test_command_gets_its_port_after_it_was_split() -> None:
 
 def test_no_check_endpoint_means_being_up_is_enough() -> None:
     model = Model(cmd="serve", check_endpoint="none")
-    assert engine_for(model).launch("m", model, Place({}, port=1)).check_path is None
+    assert engine_for(model).launch("m", model, LaunchPlace({}, port=1)).check_path is None
 
 
 def test_engines_do_not_see_the_gateways_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,16 +134,16 @@ TWO = DeviceId("GPU-b")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def on(*gpus: DeviceId, **claim: int) -> Place:
+def on(*gpus: DeviceId, **claim: int) -> LaunchPlace:
     """A place with these GPUs; `claim` is MiB by the last letter of their names."""
-    return Place({DeviceId(f"GPU-{name}"): mib for name, mib in claim.items()}, port=21_007, gpus=gpus)
+    return LaunchPlace({DeviceId(f"GPU-{name}"): mib for name, mib in claim.items()}, port=21_007, gpus=gpus)
 
 
-def llama(folder: Path, place: Place, **keys: Any) -> Command:
+def llama(folder: Path, place: LaunchPlace, **keys: Any) -> Command:
     return LlamaCppEngine().launch("m", Model(path=str(gguf(folder)), **keys), place).command
 
 
-def command(place: Place, cmd: str = "serve ${PORT}", **keys: Any) -> Command:
+def command(place: LaunchPlace, cmd: str = "serve ${PORT}", **keys: Any) -> Command:
     model = Model(cmd=cmd, **keys)
     return engine_for(model).launch("m", model, place).command
 
@@ -157,7 +157,7 @@ def test_engine_sees_the_gpus_it_was_given_by_id_in_their_order(
 
 
 def test_gpu_that_is_a_budget_in_the_configuration_is_known_by_its_number(tmp_path: Path) -> None:
-    place = Place({DeviceId("gpu1"): 5}, port=21_007, gpus=(DeviceId("gpu1"),))
+    place = LaunchPlace({DeviceId("gpu1"): 5}, port=21_007, gpus=(DeviceId("gpu1"),))
     assert command(place).env[VISIBLE] == "1"
 
 
@@ -183,7 +183,7 @@ def test_device_cpu_hides_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         started = llama(tmp_path, place, device="cpu", n_gpu_layers=5)
         assert started.env[VISIBLE] == ""
         assert dict(itertools.pairwise(started.argv))["--n-gpu-layers"] == "0"
-    assert command(Place({}, port=1), device="cpu").env[VISIBLE] == ""
+    assert command(LaunchPlace({}, port=1), device="cpu").env[VISIBLE] == ""
 
 
 def test_operator_has_the_last_word_on_visible_gpus() -> None:
@@ -211,7 +211,7 @@ def test_command_is_told_its_gpus_where_it_asks() -> None:
 
 
 def test_command_told_of_no_gpu_hears_zero() -> None:
-    assert command(Place({}, port=1), "serve ${PORT} ${GPU_COUNT} x${GPUS}").argv == ("serve", "1", "0", "x")
+    assert command(LaunchPlace({}, port=1), "serve ${PORT} ${GPU_COUNT} x${GPUS}").argv == ("serve", "1", "0", "x")
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from greenroom.engines.estimates import safetensors_header
+from greenroom.engines.estimates import hf_folder
 from greenroom.engines.estimates.gguf_header import BadModelFile
-from greenroom.engines.estimates.safetensors_header import read_all, read_safetensors
+from greenroom.engines.estimates.hf_folder import read_all, read_safetensors
 
 # The file is written anew for each example, so it may be shared by them.
 HOSTILE = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -82,7 +82,7 @@ def test_bad_files_are_refused_with_the_reason(tmp_path: Path, bad: bytes, reaso
 def test_a_header_longer_than_any_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", safetensors_header.HEADER_MAX_BYTES + 1))
+        file.write(struct.pack("<Q", hf_folder.HEADER_MAX_BYTES + 1))
         # The bytes it speaks of are there, at no cost on the disk.
         file.truncate(2**33)
     with pytest.raises(BadModelFile, match="header would have"):
@@ -103,6 +103,6 @@ def test_any_bytes_give_a_header_or_the_one_error(tmp_path: Path, header: bytes,
     path = tmp_path / "m.safetensors"
     path.write_bytes(struct.pack("<Q", length) + header)
     # The same size and time may come again with other bytes.
-    safetensors_header._read.cache_clear()
+    hf_folder._read.cache_clear()
     with contextlib.suppress(BadModelFile):
         assert read_safetensors(path).tensor_bytes >= 0

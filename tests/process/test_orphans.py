@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from greenroom.process import orphans
-from greenroom.process.orphans import Found
+from greenroom.process.orphans import OwnedProcess
 
 from .trees import engine_argv, is_alive, new_identity, open_fds, until_now
 
@@ -80,8 +80,8 @@ async def test_later_owner_of_a_pid_is_not_touched() -> None:
     fds = open_fds()
     with process(identity) as (pid,):
         (found,) = orphans.find(identity)
-        earlier = Found(pid, found.start_ticks - 1, identity)
-        renamed = Found(pid, found.start_ticks, identity + "x")
+        earlier = OwnedProcess(pid, found.start_ticks - 1, identity)
+        renamed = OwnedProcess(pid, found.start_ticks, identity + "x")
         assert await orphans.end([earlier, renamed], term_s=0.1) == 0
         assert is_alive(pid)
     assert await orphans.end([found], term_s=0.1) == 0

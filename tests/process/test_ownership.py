@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from greenroom.process import ownership
+from greenroom.process import proc
 from greenroom.process.proc import IDENTITY_VARIABLE
 
 # A process that starts another one and waits with it until its input ends.
@@ -37,32 +37,32 @@ def nobody(_: str) -> None:
 
 def test_a_process_is_its_identitys_and_so_is_what_it_started(family: tuple[int, int]) -> None:
     parent, child = family
-    assert ownership.owners_of([parent, child], {}, by_identity) == {parent: "s7", child: "s7"}
+    assert proc.owners_of([parent, child], {}, by_identity) == {parent: "s7", child: "s7"}
 
 
 def test_a_process_below_a_known_one_is_its_owners(family: tuple[int, int]) -> None:
     parent, child = family
-    assert ownership.owners_of([parent, child], {parent: "trainer"}, nobody) == {parent: "trainer", child: "trainer"}
+    assert proc.owners_of([parent, child], {parent: "trainer"}, nobody) == {parent: "trainer", child: "trainer"}
 
 
 def test_the_nearest_owner_counts(family: tuple[int, int]) -> None:
     parent, child = family
-    assert ownership.owner_of(child, {parent: "near", os.getpid(): "far"}, nobody) == "near"
+    assert proc.owner_of(child, {parent: "near", os.getpid(): "far"}, nobody) == "near"
 
 
 def test_strangers_and_the_dead_are_nobodys(family: tuple[int, int]) -> None:
     ended = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
     ended.wait()
-    assert ownership.owners_of([*family, ended.pid, 1], {}, nobody) == {}
+    assert proc.owners_of([*family, ended.pid, 1], {}, nobody) == {}
 
 
 def test_a_tree_is_everything_at_or_below_its_root(family: tuple[int, int]) -> None:
     parent, child = family
-    assert ownership.trees({parent: "s7"}) == {"s7": {parent, child}}
-    assert ownership.trees({child: "a", parent: "b"}) == {"a": {child}, "b": {parent}}
-    assert ownership.trees({}) == {}
+    assert proc.trees({parent: "s7"}) == {"s7": {parent, child}}
+    assert proc.trees({child: "a", parent: "b"}) == {"a": {child}, "b": {parent}}
+    assert proc.trees({}) == {}
 
 
 def test_a_process_has_a_name_while_it_lives() -> None:
-    assert ownership.name_of(os.getpid())
-    assert ownership.name_of(2**30) is None
+    assert proc.name_of(os.getpid())
+    assert proc.name_of(2**30) is None

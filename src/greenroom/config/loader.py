@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from greenroom.config import kinds, macros
 from greenroom.config.problems import clashing_recordings
 from greenroom.config.problems import problems as problems_of_config
-from greenroom.config.reader import Source, Value, read
+from greenroom.config.reader import SourceFile, Value, read
 from greenroom.config.report import Lines, Problem, Where, refusal, shown
 from greenroom.config.schema import Company, Config, Model, Section
 from greenroom.errors import ConfigError
@@ -29,14 +29,14 @@ DEFAULT_NAME = "greenroom.yaml"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedConfig:
     config: Config
     path: Path
     # What will not work although the file is right; said to the operator, never in the way of a start.
     warnings: tuple[str, ...]
 
 
-def load(path: str | Path, environ: Mapping[str, str] = os.environ) -> Loaded:
+def load(path: str | Path, environ: Mapping[str, str] = os.environ) -> LoadedConfig:
     """Load a file. Raises ConfigError, whose message has one line for each problem, and changes nothing."""
     # `file` is what the operator typed, for messages; the working directory may change later, so the path is absolute.
     file = Path(os.path.expanduser(path))
@@ -51,7 +51,7 @@ def load(path: str | Path, environ: Mapping[str, str] = os.environ) -> Loaded:
     config = resolved(checked, absolute.parent)
     if clashes := list(clashing_recordings(config.server, absolute)):
         raise refusal(str(file), clashes, source.lines)
-    return Loaded(config, absolute, tuple(problems_of_config(config)))
+    return LoadedConfig(config, absolute, tuple(problems_of_config(config)))
 
 
 def find(given: str | Path | None, environ: Mapping[str, str] = os.environ) -> Path:
@@ -66,7 +66,7 @@ def find(given: str | Path | None, environ: Mapping[str, str] = os.environ) -> P
     )
 
 
-def _validated(tree: dict[str, Value], source: Source, not_expanded: tuple[Problem, ...]) -> Config | list[Problem]:
+def _validated(tree: dict[str, Value], source: SourceFile, not_expanded: tuple[Problem, ...]) -> Config | list[Problem]:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:

@@ -43,14 +43,14 @@ class Hole:
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class TextTemplate:
     """A text with holes."""
 
     pieces: tuple[str | Hole, ...]
 
 
 # A value whose texts are templates.
-Open = Template | int | float | bool | None | list["Open"] | dict[str, "Open"]
+Open = TextTemplate | int | float | bool | None | list["Open"] | dict[str, "Open"]
 
 
 class _TooMuch(Exception):
@@ -112,7 +112,7 @@ class _Expansion:
             return self._template(value)
         except _Unknown as unknown:
             self.problems.append(Problem(where, str(unknown)))
-            return Template((value,))
+            return TextTemplate((value,))
 
     def _template(self, text: str) -> Open:
         pieces: list[str | Hole] = []
@@ -131,13 +131,13 @@ class _Expansion:
                 pieces += self._as_pieces(value, token.group(1))
         pieces.append(text[end:])
         self._spend(sum(len(piece) if isinstance(piece, str) else 1 for piece in pieces))
-        return Template(tuple(piece for piece in pieces if piece))
+        return TextTemplate(tuple(piece for piece in pieces if piece))
 
     def _referred(self, name: str) -> Open:
         if name in HOLES:
-            return Template((Hole(name),))
+            return TextTemplate((Hole(name),))
         if name.startswith(_ENV):
-            return Template((self._from_environment(name.removeprefix(_ENV)),))
+            return TextTemplate((self._from_environment(name.removeprefix(_ENV)),))
         if name in self.known:
             return self.known[name]
         # Compared in one case: ${port} is meant for ${PORT}.
@@ -161,7 +161,7 @@ class _Expansion:
         return value
 
     def _as_pieces(self, value: Open, name: str) -> tuple[str | Hole, ...]:
-        if isinstance(value, Template):
+        if isinstance(value, TextTemplate):
             return value.pieces
         if isinstance(value, bool):
             return ("true" if value else "false",)
@@ -177,7 +177,7 @@ class _Expansion:
             return {key: self._filled(each, where) for key, each in value.items()}
         if isinstance(value, list):
             return [self._filled(each, where) for each in value]
-        if not isinstance(value, Template):
+        if not isinstance(value, TextTemplate):
             return value
         text = "".join(piece if isinstance(piece, str) else self._hole(piece.name, where) for piece in value.pieces)
         self._spend(len(text))
@@ -197,7 +197,7 @@ class _Expansion:
             self.problems.append(Problem(where, f"{kept} can be used {place}"))
         return kept
 
-    def _check_no_false_hole(self, text: str, template: Template, where: Where) -> None:
+    def _check_no_false_hole(self, text: str, template: TextTemplate, where: Where) -> None:
         """A start could not tell an escaped ${PORT} from a real one, so there may be none where it looks."""
         if where[0] != "models" or len(where) < 3 or where[2] not in PORT_KEYS:
             return

@@ -39,7 +39,7 @@ _MERGE = "<<"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceFile:
     """A file as read: its tree, the line of every value, and what was wrong that did not keep it from being read."""
 
     tree: dict[str, Value]
@@ -47,7 +47,7 @@ class Source:
     problems: tuple[Problem, ...]
 
 
-def read(path: Path) -> Source:
+def read(path: Path) -> SourceFile:
     """Read a file. Raises ConfigError if it cannot be read as one mapping."""
     text = _text(path)
     try:
@@ -65,7 +65,7 @@ def read(path: Path) -> Source:
         raise _refused(path, node.start_mark.line + 1, "must be a mapping with keys such as server and models")
     if not root:
         raise ConfigError(f"{path}: says nothing; give models, or at least one other key")
-    return Source(root, tree.lines, tuple(tree.problems))
+    return SourceFile(root, tree.lines, tuple(tree.problems))
 
 
 def _text(path: Path) -> str:

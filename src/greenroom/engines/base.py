@@ -53,7 +53,7 @@ class Ability(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaunchPlace:
     """Where an engine shall listen, and what it may use where.
 
     `gpus` are those it may see, in the order in which it shall count them; None: this machine has none to plan with.
@@ -150,7 +150,7 @@ class ProcessEngine(Describing, Protocol):
     hosted: Literal[False]
     listens: Listens
 
-    def launch(self, model_id: str, model: Model, place: Place) -> Launch:
+    def launch(self, model_id: str, model: Model, place: LaunchPlace) -> Launch:
         """How to start it there. Raises LoadFailed when something is missing, saying what to do."""
         ...
 
@@ -180,7 +180,7 @@ class HostedEngine(Describing, Protocol):
 Engine = ProcessEngine | HostedEngine
 
 
-def environment(model: Model, place: Place) -> dict[str, str]:
+def environment(model: Model, place: LaunchPlace) -> dict[str, str]:
     """The engine's whole environment: the harmless part of ours, the GPUs it may see, then what the operator gave."""
     return _inherited() | gpus_shown(() if model.device == "cpu" else place.gpus) | model.env
 

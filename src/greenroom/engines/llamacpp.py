@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from greenroom.config.schema import Model
-from greenroom.engines.base import Ability, Launch, Listens, Place, UsageSource, environment
+from greenroom.engines.base import Ability, Launch, LaunchPlace, Listens, UsageSource, environment
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.gguf import estimate_gguf, files_of
 from greenroom.engines.estimates.llama_options import of_model
@@ -57,7 +57,7 @@ class LlamaCppEngine:
     def files(self, model: Model) -> list[Path]:
         return list(files_of(of_model(model)))
 
-    def launch(self, model_id: str, model: Model, place: Place) -> Launch:
+    def launch(self, model_id: str, model: Model, place: LaunchPlace) -> Launch:
         # Unlike the method of a path, this answers also where the file may not be looked at, or cannot be one.
         if not os.path.isfile(model.path or ""):
             raise LoadFailed(f"{model_id}: there is no file {model.path}. Correct `path` in the configuration.")
@@ -94,7 +94,7 @@ def _program(model: Model) -> tuple[str, ...]:
     return (model.python or sys.executable, str(WORKER))
 
 
-def _arguments(model_id: str, model: Model, place: Place) -> list[str]:
+def _arguments(model_id: str, model: Model, place: LaunchPlace) -> list[str]:
     argv = ["--model", str(model.path), "--alias", model_id, "--host", place.socket or "127.0.0.1"]
     argv += ["--port", str(place.port or 0)]
     argv += ["--ctx-size", str(model.ctx_size), "--parallel", str(model.parallel), "--kv-unified"]
@@ -110,7 +110,7 @@ def _arguments(model_id: str, model: Model, place: Place) -> list[str]:
     return [*argv, *model.args]
 
 
-def _on_devices(model: Model, place: Place) -> list[str]:
+def _on_devices(model: Model, place: LaunchPlace) -> list[str]:
     """Which devices it uses, and how much of it lies on each."""
     if model.device == "cpu" or place.gpus == ():
         # Even without layers on it a GPU would be used for large batches.

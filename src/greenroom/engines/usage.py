@@ -35,7 +35,7 @@ class _Timings(msgspec.Struct):
     cache_n: int = 0
 
 
-class _Answer(msgspec.Struct):
+class _WholeAnswer(msgspec.Struct):
     """A whole answer; everything else in it is skipped."""
 
     usage: _OpenAi | None = None
@@ -49,7 +49,7 @@ NESTED_MAX = 8
 
 _openai = msgspec.json.Decoder(_OpenAi)
 _timings = msgspec.json.Decoder(_Timings)
-_answer = msgspec.json.Decoder(_Answer)
+_answer = msgspec.json.Decoder(_WholeAnswer)
 
 
 def from_usage(tail: bytes) -> Usage | None:
@@ -74,7 +74,7 @@ def estimated(events: int) -> Usage:
     return Usage(0, events, estimated=True)
 
 
-def _whole(tail: bytes) -> _Answer | None:
+def _whole(tail: bytes) -> _WholeAnswer | None:
     """A short answer that is no stream, read in one go."""
     if not tail.startswith(b"{"):
         return None

@@ -54,7 +54,7 @@ class StartFailed(Exception):
     """The program could not be executed. The text says why."""
 
 
-class Order:
+class LaunchOrder:
     """What to run, read from the bytes the gateway wrote."""
 
     def __init__(self, raw: bytes) -> None:
@@ -68,7 +68,7 @@ class Order:
 class Keeper:
     """One engine, from its start to the end of the last process below it."""
 
-    def __init__(self, control_fd: int, status_fd: int, order: Order) -> None:
+    def __init__(self, control_fd: int, status_fd: int, order: LaunchOrder) -> None:
         self._control_fd = control_fd
         self._status_fd = status_fd
         self._order = order
@@ -312,10 +312,10 @@ def wake_at_signals() -> int:
     return wake_read
 
 
-def read_order() -> Order:
+def read_order() -> LaunchOrder:
     """Read what to run from stdin, and leave /dev/null there for the engine to inherit."""
     with open(0, "rb", closefd=False) as stdin:
-        order = Order(stdin.read())
+        order = LaunchOrder(stdin.read())
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class OwnedProcess:
     """A process with an identity of ours. Start time tells it from a later owner of the same pid."""
 
     pid: int
@@ -42,7 +42,7 @@ class Found:
     identity: str
 
 
-def find(identity_prefix: str) -> list[Found]:
+def find(identity_prefix: str) -> list[OwnedProcess]:
     """Every living process at or below this identity, apart from this one and those above it. Reads all of /proc."""
     if not identity_prefix.strip(":"):
         raise ValueError("an empty identity would match strangers")
@@ -64,13 +64,13 @@ async def sweep(identity_prefix: str, *, spare: frozenset[int]) -> int:
     return ended
 
 
-async def end(found: Iterable[Found], term_s: float) -> int:
+async def end(found: Iterable[OwnedProcess], term_s: float) -> int:
     """SIGTERM, then after `term_s` SIGKILL, to exactly these processes; return how many were seen to end."""
     outcomes = await asyncio.gather(*(_end_one(one, term_s) for one in found))
     return sum(outcomes)
 
 
-async def _end_one(one: Found, term_s: float) -> bool:
+async def _end_one(one: OwnedProcess, term_s: float) -> bool:
     try:
         pidfd = os.pidfd_open(one.pid)
     except ProcessLookupError:
@@ -124,10 +124,10 @@ def collect(own: Collection[int]) -> None:
                 os.waitpid(seen.pid, os.WNOHANG)
 
 
-def _look_at(pid: int) -> Found | None:
+def _look_at(pid: int) -> OwnedProcess | None:
     identity = proc.identity(pid)
     seen = proc.stat(pid) if identity else None
-    return Found(pid, seen.start_ticks, identity) if seen and identity else None
+    return OwnedProcess(pid, seen.start_ticks, identity) if seen and identity else None
 
 
 def _matches(identity: str, prefix: str) -> bool:

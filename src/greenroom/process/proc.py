@@ -7,7 +7,7 @@ that is the ordinary case.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,3 +83,54 @@ def self_and_above() -> frozenset[int]:
         seen = stat(pid)
         pid = seen.parent if seen else 0
     return frozenset(found)
+
+
+# No tree of processes is as deep; and a table that is read while it changes may look like a circle.
+DEPTH_MAX = 64
+
+# The owner with this identity; None if it is nobody's.
+ByIdentity = Callable[[str], str | None]
+
+
+def owner_of(pid: int, roots: Mapping[int, str], by_identity: ByIdentity) -> str | None:
+    """The owner of one process; `roots` are processes whose owner is known, as is everything below them."""
+    for _ in range(DEPTH_MAX):
+        if pid in roots:
+            return roots[pid]
+        carried = identity(pid)
+        if carried is not None and (owner := by_identity(carried)) is not None:
+            return owner
+        seen = stat(pid)
+        if seen is None or seen.parent <= 0:
+            return None
+        pid = seen.parent
+    return None
+
+
+def owners_of(processes: Iterable[int], roots: Mapping[int, str], by_identity: ByIdentity) -> dict[int, str]:
+    found = ((pid, owner_of(pid, roots, by_identity)) for pid in processes)
+    return {pid: owner for pid, owner in found if owner is not None}
+
+
+def trees(roots: Mapping[int, str]) -> dict[str, set[int]]:
+    """Every process at or below these, by owner. Reads the whole process table, once."""
+    parents = {seen.pid: seen.parent for seen in map(stat, pids()) if seen is not None and not seen.is_dead}
+    found: dict[str, set[int]] = {}
+    for pid in parents:
+        above = pid
+        for _ in range(DEPTH_MAX):
+            if above in roots:
+                found.setdefault(roots[above], set()).add(pid)
+                break
+            if above not in parents:
+                break
+            above = parents[above]
+    return found
+
+
+def name_of(pid: int) -> str | None:
+    """What a process calls itself; None when it has ended."""
+    try:
+        return (PROC / str(pid) / "comm").read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None

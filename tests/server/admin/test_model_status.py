@@ -8,7 +8,7 @@ import pytest
 
 from greenroom.core.events import ConfigChanged
 from greenroom.core.model import ModelId, Need, RequestId, Tier
-from greenroom.engines.estimates.estimate import Estimate, Part
+from greenroom.engines.estimates.estimate import Estimate, EstimatePart
 from greenroom.runtime.memory.book import Measured
 from greenroom.runtime.memory.needs import Account
 from greenroom.server.admin.snapshot import need_view
@@ -84,7 +84,7 @@ async def test_need_is_the_one_that_the_next_load_is_planned_with() -> None:
 
 
 def test_figure_is_shown_with_what_it_can_be_compared_with() -> None:
-    estimate = Estimate((Part("weights", 1_000, 10), Part("KV cache", 50, 0)), "gguf")
+    estimate = Estimate((EstimatePart("weights", 1_000, 10), EstimatePart("KV cache", 50, 0)), "gguf")
     account = Account(Need(1_000, 20), "measured", estimate, Measured(1_000, 20))
     said = need_view(Need(1_000, 20), account)
     assert (said.source, said.gpu_mib, said.host_mib) == ("measured", 1_000, 20)

@@ -15,7 +15,7 @@ from greenroom.cli.failures import ExitStatus
 from greenroom.errors import ConfigError
 
 if TYPE_CHECKING:
-    from greenroom.config.loader import Loaded
+    from greenroom.config.loader import LoadedConfig
     from greenroom.config.schema import Config, Model
     from greenroom.runtime.memory.needs import Needs
     from greenroom.runtime.memory.probes.base import Reading
@@ -59,7 +59,7 @@ COMMAND = Subcommand(
 )
 
 
-def summary(loaded: Loaded) -> dict[str, Any]:
+def summary(loaded: LoadedConfig) -> dict[str, Any]:
     """What the file would serve, and on what."""
     from greenroom.core.model import DeviceId
     from greenroom.runtime.memory.devices import devices

@@ -99,7 +99,7 @@ def _local(config_file: str | None) -> Callable[[], Seen]:
 def _seen(kind: str, reading: Any, why: str | None) -> Seen:
     from dataclasses import asdict
 
-    from greenroom.process.ownership import name_of
+    from greenroom.process.proc import name_of
 
     gpus = []
     for gpu in reading.gpus:

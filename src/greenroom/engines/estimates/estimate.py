@@ -22,7 +22,7 @@ NAME: Final = "name"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class EstimatePart:
     """One reason for memory: `weights`, `KV cache`, `recurrent state`, `compute buffers`, `context` …"""
 
     what: str
@@ -34,7 +34,7 @@ class Part:
 class Estimate:
     """The parts together, and what they were made from."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[EstimatePart, ...]
     source: str
 
     @property
@@ -47,10 +47,10 @@ def mib(size_bytes: float) -> int:
     return -int(-size_bytes // MIB)
 
 
-def part(what: str, gpu_bytes: float = 0, host_bytes: float = 0) -> Part:
-    return Part(what, mib(gpu_bytes), mib(host_bytes))
+def part(what: str, gpu_bytes: float = 0, host_bytes: float = 0) -> EstimatePart:
+    return EstimatePart(what, mib(gpu_bytes), mib(host_bytes))
 
 
-def known(parts: Iterable[Part]) -> tuple[Part, ...]:
+def known(parts: Iterable[EstimatePart]) -> tuple[EstimatePart, ...]:
     """Only those that need anything."""
     return tuple(one for one in parts if one.gpu_mib or one.host_mib)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from greenroom.engines.estimates.estimate import FILE_SIZE, GGUF, MIB, Estimate, Part, known, part
+from greenroom.engines.estimates.estimate import FILE_SIZE, GGUF, MIB, Estimate, EstimatePart, known, part
 from greenroom.engines.estimates.gguf_header import (
     ENCODERS,
     BadModelFile,
@@ -24,7 +24,7 @@ from greenroom.engines.estimates.gguf_header import (
     read_weights,
     shards,
 )
-from greenroom.engines.estimates.gguf_tensors import Weights
+from greenroom.engines.estimates.gguf_tensors import WeightBytes
 from greenroom.engines.estimates.kv_cache import Cells, LayerCache, attention_bytes, gguf_cache, padded, state_bytes
 from greenroom.engines.estimates.llama_options import LlamaOptions
 
@@ -84,7 +84,7 @@ class _Model:
     """A file's header, with the weights of all files it is split over."""
 
     header: GgufHeader
-    weights: Weights
+    weights: WeightBytes
 
     @staticmethod
     def of(path: Path) -> _Model:
@@ -109,14 +109,14 @@ def _header(path: str, size: int, changed_ns: int) -> GgufHeader:
 
 
 @functools.lru_cache(maxsize=HEADERS_MAX)
-def _weights(*stamps: tuple[str, int, int]) -> Weights:
+def _weights(*stamps: tuple[str, int, int]) -> WeightBytes:
     return read_weights(Path(path) for path, _, _ in stamps)
 
 
 # --- the parts ------------------------------------------------------------------------------------------------------
 
 
-def _parts(options: LlamaOptions, model: _Model, gpus: int, logits_all: bool) -> tuple[Part, ...]:
+def _parts(options: LlamaOptions, model: _Model, gpus: int, logits_all: bool) -> tuple[EstimatePart, ...]:
     header, cache = model.header, gguf_cache(model.header)
     on_gpu = _layers_on_gpu(options.gpu_layers, len(cache)) if gpus else range(0)
     cells = _cells(options, header)
@@ -128,8 +128,8 @@ def _parts(options: LlamaOptions, model: _Model, gpus: int, logits_all: bool) ->
         *_projectors(options, bool(gpus)),
         *_adapters(options, bool(on_gpu)),
         *_draft(options, gpus, logits_all),
-        Part("context", CONTEXT_MIB * gpus if on_gpu else 0, 0),
-        Part("process", 0, PROCESS_CUDA_MIB if on_gpu else PROCESS_MIB),
+        EstimatePart("context", CONTEXT_MIB * gpus if on_gpu else 0, 0),
+        EstimatePart("process", 0, PROCESS_CUDA_MIB if on_gpu else PROCESS_MIB),
     ]
     return known(parts)
 
@@ -146,7 +146,7 @@ def _cells(options: LlamaOptions, header: GgufHeader) -> Cells:
     return Cells(context, options.sequences, options.unified, batch, options.windows_whole)
 
 
-def _weights_part(options: LlamaOptions, weights: Weights, on_gpu: range, count: int) -> Part:
+def _weights_part(options: LlamaOptions, weights: WeightBytes, on_gpu: range, count: int) -> EstimatePart:
     gpu = host = 0
     for number, (dense, experts) in enumerate(weights.layers):
         is_there = number in on_gpu
@@ -160,24 +160,24 @@ def _weights_part(options: LlamaOptions, weights: Weights, on_gpu: range, count:
     return part("weights", gpu, host + weights.input_bytes + weights.output_bytes + weights.other_bytes)
 
 
-def _cache_part(options: LlamaOptions, cache: Sequence[LayerCache], cells: Cells, on_gpu: range) -> Part:
+def _cache_part(options: LlamaOptions, cache: Sequence[LayerCache], cells: Cells, on_gpu: range) -> EstimatePart:
     sizes = [attention_bytes(layer, cells, options.type_k, options.type_v) for layer in cache]
     return _shared_out("KV cache", sizes, on_gpu if options.kv_offload else range(0))
 
 
-def _state_part(options: LlamaOptions, cache: Sequence[LayerCache], on_gpu: range) -> Part:
+def _state_part(options: LlamaOptions, cache: Sequence[LayerCache], on_gpu: range) -> EstimatePart:
     sizes = [state_bytes(layer, options.sequences) for layer in cache]
     return _shared_out("recurrent state", sizes, on_gpu if options.kv_offload else range(0))
 
 
-def _shared_out(what: str, sizes: Sequence[int], on_gpu: range) -> Part:
+def _shared_out(what: str, sizes: Sequence[int], on_gpu: range) -> EstimatePart:
     gpu = sum(size for number, size in enumerate(sizes) if number in on_gpu)
     return part(what, gpu, sum(sizes) - gpu)
 
 
 def _compute_part(
     options: LlamaOptions, model: _Model, cache: Sequence[LayerCache], cells: Cells, on_gpu: bool, logits_all: bool
-) -> Part:
+) -> EstimatePart:
     """An upper bound of the graph's widest step, the masks, and without flash attention the scores of one layer."""
     header, tokens = model.header, cells.batch
     looked_at = _looked_at(header, cache, cells)
@@ -207,16 +207,16 @@ def _feed_forward(header: GgufHeader) -> int:
     return max(header.number("feed_forward_length"), experts + header.number("expert_shared_feed_forward_length"))
 
 
-def _projectors(options: LlamaOptions, has_gpu: bool) -> list[Part]:
+def _projectors(options: LlamaOptions, has_gpu: bool) -> list[EstimatePart]:
     size = sum(_file_bytes(path) for path in options.projectors) * PROJECTOR_FACTOR
     return [_whole("projector", size, has_gpu and options.projector_offload)]
 
 
-def _adapters(options: LlamaOptions, on_gpu: bool) -> list[Part]:
+def _adapters(options: LlamaOptions, on_gpu: bool) -> list[EstimatePart]:
     return [_whole("adapters", sum(_file_bytes(path) for path in options.adapters), on_gpu)]
 
 
-def _draft(options: LlamaOptions, gpus: int, logits_all: bool) -> list[Part]:
+def _draft(options: LlamaOptions, gpus: int, logits_all: bool) -> list[EstimatePart]:
     """A small model that guesses ahead has weights and a cache of its own, in the same process."""
     if options.draft is None:
         return []
@@ -230,11 +230,13 @@ def _draft(options: LlamaOptions, gpus: int, logits_all: bool) -> list[Part]:
     found = estimate_gguf(own, gpus, logits_all=logits_all)
     parts = () if found is None else found.parts
     return [
-        Part(f"draft {one.what}", one.gpu_mib, one.host_mib) for one in parts if one.what not in ("context", "process")
+        EstimatePart(f"draft {one.what}", one.gpu_mib, one.host_mib)
+        for one in parts
+        if one.what not in ("context", "process")
     ]
 
 
-def _whole(what: str, size: float, on_gpu: bool) -> Part:
+def _whole(what: str, size: float, on_gpu: bool) -> EstimatePart:
     return part(what, size if on_gpu else 0, 0 if on_gpu else size)
 
 
@@ -252,7 +254,9 @@ def _by_size(path: Path, options: LlamaOptions, gpus: int) -> Estimate | None:
     on_gpu = bool(gpus) and options.gpu_layers != 0 and not options.no_gpu
     # Rounded up beyond doubt, so that no file counts as nothing.
     whole = int(size * FILE_SIZE_FACTOR / MIB) + 1
-    return Estimate((Part("file", whole if on_gpu else 0, 0 if on_gpu else whole),), FILE_SIZE) if size else None
+    return (
+        Estimate((EstimatePart("file", whole if on_gpu else 0, 0 if on_gpu else whole),), FILE_SIZE) if size else None
+    )
 
 
 def split_names(path: Path) -> list[Path]:

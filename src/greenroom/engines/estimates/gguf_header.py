@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from greenroom.engines.estimates.gguf_tensors import LAYERS_MAX, Weights, WeightsSum, tensor_bytes
+from greenroom.engines.estimates.gguf_tensors import LAYERS_MAX, WeightBytes, WeightsSum, tensor_bytes
 from greenroom.errors import LoadFailed
 
 MAGIC: Final = b"GGUF"
@@ -72,7 +72,7 @@ class GgufHeader:
     is_embedding: bool
     is_reranking: bool
     # The same by place: layers, input, output. Of this file alone if there are several.
-    weights: Weights
+    weights: WeightBytes
     # All whole numbers it states of its architecture, by key without that prefix; several where they are per layer.
     numbers: Mapping[str, int | tuple[int, ...]]
 
@@ -111,7 +111,7 @@ def read_header(path: str | Path) -> GgufHeader:
         raise BadModelFile(f"{path} cannot be read: {getattr(reason, 'strerror', None) or reason}.") from reason
 
 
-def read_weights(paths: Iterable[Path]) -> Weights:
+def read_weights(paths: Iterable[Path]) -> WeightBytes:
     """The weights of all files of one model together. Raises BadModelFile if one is missing or not complete."""
     total = WeightsSum()
     for path in paths:
@@ -289,7 +289,7 @@ def _add_tensors(cursor: Cursor, count: int, total: WeightsSum) -> int:
     return end
 
 
-def _header(cursor: Cursor, values: Mapping[str, Value], end: int, weights: Weights) -> GgufHeader:
+def _header(cursor: Cursor, values: Mapping[str, Value], end: int, weights: WeightBytes) -> GgufHeader:
     architecture = values.get("general.architecture")
     if not isinstance(architecture, str) or not architecture:
         raise cursor.bad("it does not say its architecture")

@@ -33,7 +33,7 @@ _OUTPUT: Final = re.compile(r"(?:output|cls|score|rope_freqs)\b|output_norm|cls_
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightBytes:
     """Bytes by place. `layers` are the dense part and the experts of each block."""
 
     layers: tuple[tuple[int, int], ...] = ()
@@ -78,9 +78,9 @@ class WeightsSum:
         else:
             self.other_bytes += size_bytes
 
-    def take(self) -> Weights:
+    def take(self) -> WeightBytes:
         count = max((*self.dense, *self.experts), default=-1) + 1
-        return Weights(
+        return WeightBytes(
             tuple((self.dense.get(layer, 0), self.experts.get(layer, 0)) for layer in range(count)),
             self.input_bytes,
             self.output_bytes,

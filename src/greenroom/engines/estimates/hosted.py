@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from greenroom.engines.estimates.estimate import FILE_SIZE, SAFETENSORS, Estimate, Part, known, mib
+from greenroom.engines.estimates.estimate import FILE_SIZE, SAFETENSORS, Estimate, EstimatePart, known, mib
 from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.gguf_tensors import LAYERS_MAX
 from greenroom.engines.estimates.hf_folder import (
@@ -23,10 +23,10 @@ from greenroom.engines.estimates.hf_folder import (
     Facts,
     FolderOptions,
     folder_config,
+    read_all,
     weight_bytes,
     weight_files,
 )
-from greenroom.engines.estimates.safetensors_header import read_all
 
 # --- as the worker lays it out --------------------------------------------------------------------------------------
 # Tokens of a block of KV memory; one block more is kept that belongs to nobody. Each store begins at such a multiple.
@@ -78,20 +78,24 @@ def estimate_ready(path: Path, options: HostedOptions, gpus: int) -> Estimate | 
     folder = _read(path, options)
     if folder is None:
         return None
-    arena = Part("weights in the green room", 0, folder.arena_mib)
+    arena = EstimatePart("weights in the green room", 0, folder.arena_mib)
     kv_mib, work_mib = mib(_kv_bytes(folder, options)), mib(_work_bytes(folder, options))
     if not gpus:
-        parts: Sequence[Part] = (arena, Part("KV memory", 0, kv_mib), Part("work", 0, work_mib))
+        parts: Sequence[EstimatePart] = (arena, EstimatePart("KV memory", 0, kv_mib), EstimatePart("work", 0, work_mib))
     else:
-        on_gpu = (Part("weights", folder.arena_mib, 0), Part("KV memory", kv_mib, 0), Part("work", work_mib, 0))
-        parts = (*on_gpu, Part("graphs", GRAPHS_MIB, 0), arena)
+        on_gpu = (
+            EstimatePart("weights", folder.arena_mib, 0),
+            EstimatePart("KV memory", kv_mib, 0),
+            EstimatePart("work", work_mib, 0),
+        )
+        parts = (*on_gpu, EstimatePart("graphs", GRAPHS_MIB, 0), arena)
     return Estimate(known(parts), folder.source)
 
 
 def estimate_asleep(path: Path, options: HostedOptions) -> Estimate | None:
     """In the green room: the arena on the host, and nothing anywhere else. Never raises."""
     folder = _read(path, options)
-    return None if folder is None else Estimate((Part("weights", 0, folder.arena_mib),), folder.source)
+    return None if folder is None else Estimate((EstimatePart("weights", 0, folder.arena_mib),), folder.source)
 
 
 # --- what is read ---------------------------------------------------------------------------------------------------

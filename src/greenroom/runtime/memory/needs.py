@@ -18,7 +18,7 @@ from greenroom.config.kinds import words
 from greenroom.config.schema import Model
 from greenroom.core.model import Claim, DeviceId, ModelId, Need
 from greenroom.engines.base import Engine
-from greenroom.engines.estimates.estimate import NAME, Estimate, Part, mib
+from greenroom.engines.estimates.estimate import NAME, Estimate, EstimatePart, mib
 from greenroom.engines.identity import arguments_identity
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.book import BookKey, Measured, NeedBook
@@ -301,7 +301,7 @@ def estimate_by_name(model_id: str, model: Model, gpus: int) -> Estimate | None:
         if billions:
             bits = bits_of(text) or bits_of(model_id) or (BITS_DEFAULT_GGUF if "gguf" in text else BITS_DEFAULT)
             size_mib = mib(billions * 1e9 * bits / 8 * OVERHEAD)
-            part = Part("all, by its name", size_mib if gpus else 0, 0 if gpus else size_mib)
+            part = EstimatePart("all, by its name", size_mib if gpus else 0, 0 if gpus else size_mib)
             return Estimate((part,), NAME)
     return None
 

@@ -16,7 +16,7 @@ from typing import Protocol
 from greenroom.core.events import Event, MemoryChanged
 from greenroom.core.model import NO_CLAIM, Claim, DeviceId, SlotId, larger
 from greenroom.errors import ProbeFailed
-from greenroom.process import ownership
+from greenroom.process import proc
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.attribution import Attribution, Owner, attribute, not_back, short_of
 from greenroom.runtime.memory.devices import HOST
@@ -181,16 +181,14 @@ class MemoryWatch:
         if not done:
             raise ProbeFailed(f"The {self.kind} probe has not answered for {LOOK_MAX_S:g} s.")
 
-    def _look(self, owners: Mapping[str, Owner], by_identity: ownership.ByIdentity) -> MemoryLook:
+    def _look(self, owners: Mapping[str, Owner], by_identity: proc.ByIdentity) -> MemoryLook:
         """Beside the loop: nothing of the scheduler is touched here."""
         return self._shared_out(self._probe.look(), owners, by_identity)
 
-    def _shared_out(
-        self, reading: Reading, owners: Mapping[str, Owner], by_identity: ownership.ByIdentity
-    ) -> MemoryLook:
+    def _shared_out(self, reading: Reading, owners: Mapping[str, Owner], by_identity: proc.ByIdentity) -> MemoryLook:
         roots = {pid: name for name, owner in owners.items() for pid in owner.roots}
         pids = {pid for gpu in reading.gpus for pid in gpu.processes or ()}
-        shares = attribute(reading, owners, ownership.owners_of(pids, roots, by_identity))
+        shares = attribute(reading, owners, proc.owners_of(pids, roots, by_identity))
         shares = replace(shares, seen={**shares.seen, **_host_use(owners, shares.seen, roots)})
         return MemoryLook(self._clock(), reading, shares, _names(shares))
 
@@ -304,13 +302,13 @@ class MemoryWatch:
 def _names(shares: Attribution) -> dict[int, str]:
     """What the strangers among the processes call themselves."""
     strangers = {pid for by_pid in shares.strangers.values() for pid in by_pid}
-    return {pid: name for pid in sorted(strangers) if (name := ownership.name_of(pid)) is not None}
+    return {pid: name for pid in sorted(strangers) if (name := proc.name_of(pid)) is not None}
 
 
 def _host_use(owners: Mapping[str, Owner], seen: Mapping[str, Claim], roots: Mapping[int, str]) -> dict[str, Claim]:
     """What those use of the host who were given memory there. Only then is the whole process table read."""
     wanted = {pid: name for pid, name in roots.items() if owners[name].held.get(HOST)}
-    trees = ownership.trees(wanted) if wanted else {}
+    trees = proc.trees(wanted) if wanted else {}
     return {
         name: {**seen.get(name, NO_CLAIM), HOST: used_mib}
         for name, pids in trees.items()

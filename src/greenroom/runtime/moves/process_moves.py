@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from greenroom.core.model import Claim, Move, SlotId, Tier
-from greenroom.engines.base import Launch, Listens, Place, ProcessEngine
+from greenroom.engines.base import Launch, LaunchPlace, Listens, ProcessEngine
 from greenroom.errors import LoadFailed
 from greenroom.http.upstream import Address, Pool
 from greenroom.process.logs import START_LINES_MAX, StartLog
@@ -105,7 +105,7 @@ class ProcessMoves:
         return seen
 
     async def _ready_child(
-        self, move: Move, entry: Entry, launch: Launch, place: Place, attempt: int
+        self, move: Move, entry: Entry, launch: Launch, place: LaunchPlace, attempt: int
     ) -> tuple[Child, Claim | None]:
         evidence, log = Evidence(), StartLog(self._slots.log(move.model))
         identity = self._state_dir.identity(f"{move.slot}.{attempt}")
@@ -130,16 +130,16 @@ class ProcessMoves:
                 raise self._memory.shortage(move, entry, complaint, error.details or "") from error
             raise
 
-    def _place(self, move: Move, entry: Entry, engine: ProcessEngine) -> Place:
+    def _place(self, move: Move, entry: Entry, engine: ProcessEngine) -> LaunchPlace:
         gpus = self._memory.gpus_for(entry, move.claim)
         if engine.listens is Listens.SOCKET:
             # Slot ids are never used again, so no leftover socket can be in the way.
-            return Place(move.claim, socket=str(self._state_dir.run_dir / f"{move.slot}.sock"), gpus=gpus)
+            return LaunchPlace(move.claim, socket=str(self._state_dir.run_dir / f"{move.slot}.sock"), gpus=gpus)
         port = self._ports.pick(set(self._ports_in_use.values()))
         self._ports_in_use[move.slot] = port
-        return Place(move.claim, port=port, gpus=gpus)
+        return LaunchPlace(move.claim, port=port, gpus=gpus)
 
-    async def _until_ready(self, child: Child, launch: Launch, place: Place, entry: Entry) -> None:
+    async def _until_ready(self, child: Child, launch: Launch, place: LaunchPlace, entry: Entry) -> None:
         """Wait until the engine answers. Its process is watched too: a dying engine may still answer.
 
         Raises LoadFailed or PortTaken.
@@ -159,11 +159,11 @@ class ProcessMoves:
             ended.cancel()
             ready.cancel()
 
-    async def _answers(self, launch: Launch, place: Place) -> None:
+    async def _answers(self, launch: Launch, place: LaunchPlace) -> None:
         if launch.check_path is not None:
             await until_ready(_address(place), launch.check_path)
 
-    def _check_owner(self, child: Child, place: Place, entry: Entry) -> None:
+    def _check_owner(self, child: Child, place: LaunchPlace, entry: Entry) -> None:
         if place.port is None or entry.config.listener == "any" or entry.config.check_endpoint == "none":
             return
         if not is_ours(place.port, child.tree()):
@@ -172,7 +172,7 @@ class ProcessMoves:
                 "container started by a daemon, set `listener: any`."
             )
 
-    def _check_port_was_free(self, child: Child, place: Place, entry: Entry) -> None:
+    def _check_port_was_free(self, child: Child, place: LaunchPlace, entry: Entry) -> None:
         """Raises PortTaken where another process holds the port: the load is tried on another, without back-off."""
         if place.port is None or entry.config.listener == "any":
             return
@@ -229,7 +229,7 @@ class ProcessMoves:
         self._admission.cleanup.start(self._end(live, held), held.unseen | frozenset(held.seen), f"remains {live.id}")
 
 
-def _address(place: Place) -> Address:
+def _address(place: LaunchPlace) -> Address:
     return Address(path=place.socket) if place.socket else Address("127.0.0.1", place.port or 0)
 
 
