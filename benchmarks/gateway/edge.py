@@ -21,9 +21,11 @@ from benchmarks.rig.processes import cpu_s, engine_argv, free_port, running
 from benchmarks.rig.result import Run, options_of
 from benchmarks.rig.traffic import compare, cost_ratios, nginx
 from greenroom.errors import GreenroomError
-from greenroom.http.edge import Edge, Exchange, Head, Refusal
+from greenroom.http.edge import Edge, Refusal
+from greenroom.http.exchange import Exchange
 from greenroom.http.headers import build_request
 from greenroom.http.relay import Outcome, Relay
+from greenroom.http.request import Head
 from greenroom.http.upstream import Address, Pool
 
 # The goals of the whole gateway: the difference to the bare edge is what everything else may cost.

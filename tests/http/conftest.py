@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from greenroom.http.edge import EdgeLimits
+from greenroom.http.limits import EdgeLimits
 from greenroom.http.upstream import Pool
 
 from .wires import QUICK, Client, Engine, Proxy, Script, Server, address, until

@@ -13,7 +13,8 @@ import pytest
 from greenroom.errors import BadRequest, GatewayBug, InvalidKey
 from greenroom.http import edge as edge_module
 from greenroom.http.client import ClientConnection
-from greenroom.http.edge import Exchange, Head
+from greenroom.http.exchange import Exchange
+from greenroom.http.request import Head
 
 from .conftest import Connect, Serve
 from .wires import DEADLINE_S, Client, echo, get, leave, post, until

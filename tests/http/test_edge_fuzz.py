@@ -10,7 +10,7 @@ import asyncio
 import random
 import re
 
-from greenroom.http.edge import Exchange
+from greenroom.http.exchange import Exchange
 
 from .conftest import Serve
 from .wires import DEADLINE_S, Client, Seen, Server, get, parse_head, post

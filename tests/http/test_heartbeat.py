@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from greenroom.http.heartbeat import HeartbeatKind, StreamShape, comment, empty_chunk, heartbeat
+from greenroom.http.sse import HeartbeatKind, StreamShape, comment, empty_chunk, heartbeat
 
 HOSTILE = 'a\n\ndata: {"choices":[]}\r\n: é '
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from greenroom.http.edge import Exchange
+from greenroom.http.exchange import Exchange
 from greenroom.http.relay import BAD_BODY_BYTES_MAX, TAIL_BYTES, Outcome, Relay
 
 from .conftest import Behind, Connect, Engines

@@ -11,7 +11,7 @@ import pytest
 from greenroom.errors import EngineLost
 from greenroom.http.body import Body, BodyBudget
 from greenroom.http.engine_connection import Connection
-from greenroom.http.head import Headers
+from greenroom.http.headers import Headers
 from greenroom.http.limits import EdgeLimits
 from greenroom.http.upstream import Address, Pool
 

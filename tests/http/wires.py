@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from greenroom.errors import GreenroomError
-from greenroom.http.edge import Edge, EdgeLimits, Exchange, Head, Headers, Refusal
-from greenroom.http.headers import build_request
+from greenroom.http.edge import Edge, Refusal
+from greenroom.http.exchange import Exchange
+from greenroom.http.headers import Headers, build_request
+from greenroom.http.limits import EdgeLimits
 from greenroom.http.relay import Relay
+from greenroom.http.request import Head
 from greenroom.http.tunnel import Tunnel
 from greenroom.http.upstream import Address, Pool
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest_asyncio
 
-from greenroom.http.edge import EdgeLimits, Exchange
+from greenroom.http.exchange import Exchange
+from greenroom.http.limits import EdgeLimits
 from greenroom.server.asgi import AsgiBridge, Message
 from tests.http.wires import QUICK, Client, Server, echo, until
 

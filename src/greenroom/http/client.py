@@ -15,16 +15,15 @@ import logging
 import select
 import socket
 import struct
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Callable
+from typing import Final, Protocol, cast
 
 from greenroom.errors import GatewayBug, GreenroomError, TooSlow
-from greenroom.http import head as wire
-from greenroom.http.exchange import Exchange, RawReceiver
-from greenroom.http.head import Head
-from greenroom.http.reader import RequestReader
-
-if TYPE_CHECKING:
-    from greenroom.http.edge import Edge
+from greenroom.http import headers as wire
+from greenroom.http.body import BodyBudget
+from greenroom.http.exchange import Exchange, RawReceiver, Refusal
+from greenroom.http.limits import EdgeState
+from greenroom.http.request import Head, RequestReader
 
 log = logging.getLogger("greenroom.http")
 
@@ -40,6 +39,19 @@ _HUNG_UP: Final[int] = getattr(select, "POLLRDHUP", select.POLLHUP)
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
 
+class ConnectionOwner(Protocol):
+    """What a connection asks of the edge that accepted it."""
+
+    state: EdgeState
+    bodies: BodyBudget
+    admit: Callable[[Head], int]
+    handle: Callable[[Exchange], None]
+
+    def refusal(self, exchange: Exchange | None, head: Head | None, error: GreenroomError) -> Refusal: ...
+    def joined(self, connection: ClientConnection) -> None: ...
+    def left(self, connection: ClientConnection) -> None: ...
+
+
 class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_advancing",
@@ -47,29 +59,34 @@ class ClientConnection(asyncio.Protocol):
         "_body_since",
         "_deadline",
         "_exchange",
+        "_handle",
         "_idle",
         "_linger_left",
+        "_owner",
         "_phase",
         "_reader",
         "_reading_paused",
         "_receiver",
+        "_sent",
         "_stall_mark",
         "_stall_since",
+        "_state",
         "_writing_paused",
-        "edge",
         "peer_ip",
-        "sent",
         "transport",
         "write",
     )
 
     transport: asyncio.Transport
+    write: Callable[[bytes], None]
 
-    def __init__(self, edge: Edge) -> None:
-        self.edge = edge
+    def __init__(self, owner: ConnectionOwner) -> None:
+        self._owner = owner
+        self._state = owner.state
+        self._handle = owner.handle
         self.peer_ip = ""
         self._phase = READ
-        self._reader = RequestReader(edge.admit, edge.bodies, edge.limits)
+        self._reader = RequestReader(owner.admit, owner.bodies, owner.state.limits)
         self._exchange: Exchange | None = None
         self._receiver: RawReceiver | None = None
         self._backlog = b""
@@ -83,8 +100,8 @@ class ClientConnection(asyncio.Protocol):
         # When the body began to be awaited; negative while it is not.
         self._body_since = -1.0
         self._linger_left = 0
-        # Bytes given to the transport since the start.
-        self.sent = 0
+        # Bytes given to the transport, without those of the answer that is running.
+        self._sent = 0
         self._stall_mark = -1
         self._stall_since = 0.0
 
@@ -93,17 +110,17 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.write = self.transport.write
-        high = self.edge.limits.write_buffer_bytes_max
+        high = self._state.limits.write_buffer_bytes_max
         self.transport.set_write_buffer_limits(high=high, low=high // 4)
         peer = transport.get_extra_info("peername")
         # A Unix socket has no address of its own; its file's permissions are its limit.
         self.peer_ip = self._reader.peer_ip = peer[0] if isinstance(peer, tuple) else ""
-        self._deadline = self.edge.now + self.edge.limits.header_timeout_s
-        self.edge.joined(self)
+        self._deadline = self._state.now + self._state.limits.header_timeout_s
+        self._owner.joined(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._phase = CLOSED
-        self.edge.left(self)
+        self._owner.left(self)
         self._client_left()
 
     def eof_received(self) -> bool:
@@ -140,7 +157,7 @@ class ClientConnection(asyncio.Protocol):
         elif phase <= ANSWER:
             self._set_aside(data)
         elif phase == TUNNEL:
-            self._deadline = self.edge.now + self.edge.limits.write_timeout_s
+            self._deadline = self._state.now + self._state.limits.write_timeout_s
             if self._receiver is not None:
                 self._receiver.client_data(data)
         elif phase == LINGER:
@@ -150,26 +167,26 @@ class ClientConnection(asyncio.Protocol):
 
     # --- what the exchange asks for ---------------------------------------------------------------------------------
 
-    def send(self, data: bytes) -> None:
-        """What the exchange does itself for each piece, to save a call."""
-        self.sent += len(data)
+    def _send(self, data: bytes) -> None:
+        """Send bytes that belong to no exchange."""
+        self._sent += len(data)
         self.write(data)
 
     def exchange_over(self, keep_alive: bool) -> None:
         """The answer is complete: take the next request, or close."""
-        self._exchange = None
-        if not keep_alive or self.edge.draining:
+        self._forget_exchange()
+        if not keep_alive or self._state.draining:
             self._close_politely()
             return
         self._phase = READ
         self._idle = True
-        self._deadline = self.edge.now + self.edge.limits.keepalive_s
+        self._deadline = self._state.now + self._state.limits.keepalive_s
         if self._backlog and not self._advancing:
             self._take_backlog()
 
     def cut(self, *, hard: bool) -> None:
         """Close without a word: in order, or by a reset where an orderly close would look like the answer's end."""
-        self._exchange = None
+        self._forget_exchange()
         self._phase = CLOSED
         if not hard:
             self.transport.close()
@@ -181,7 +198,7 @@ class ClientConnection(asyncio.Protocol):
 
     def take_over(self, receiver: RawReceiver) -> asyncio.Transport:
         """Leave HTTP: hand what was sent ahead, then every later byte, to `receiver`."""
-        self._exchange = None
+        self._forget_exchange()
         self._phase = TUNNEL
         self._receiver = receiver
         self._resume_reading()
@@ -189,6 +206,11 @@ class ClientConnection(asyncio.Protocol):
         if ahead:
             receiver.client_data(ahead)
         return self.transport
+
+    def _forget_exchange(self) -> None:
+        if self._exchange is not None:
+            self._sent += self._exchange.sent
+            self._exchange = None
 
     # --- what the edge asks -----------------------------------------------------------------------------------------
 
@@ -203,13 +225,13 @@ class ClientConnection(asyncio.Protocol):
 
     def turn_away(self, error: GreenroomError, *, linger: bool = True) -> None:
         """Answer an error and close, whatever else the client sends."""
-        self.edge.stats.refused += 1
+        self._state.stats.refused += 1
         head = self._reader.head
-        status, headers, body = self.edge.refusal(None, head, error)
+        status, headers, body = self._owner.refusal(None, head, error)
         rendered = wire.render_head(
-            status, headers, b"content-length: %d\r\n%b" % (len(body), wire.CLOSE), self.edge.date
+            status, headers, b"content-length: %d\r\n%b" % (len(body), wire.CLOSE), self._state.date
         )
-        self.send(rendered if head is not None and head.method == b"HEAD" else rendered + body)
+        self._send(rendered if head is not None and head.method == b"HEAD" else rendered + body)
         if linger:
             self._linger()
         else:
@@ -227,7 +249,9 @@ class ClientConnection(asyncio.Protocol):
             return
         waiting = self.transport.get_write_buffer_size()
         if waiting:
-            self._check_stall(now, self.sent - waiting)
+            exchange = self._exchange
+            sent = self._sent if exchange is None else self._sent + exchange.sent
+            self._check_stall(now, sent - waiting)
         else:
             self._stall_mark = -1
 
@@ -236,7 +260,7 @@ class ClientConnection(asyncio.Protocol):
     def _advance(self, data: bytes) -> None:
         """Take requests out of these bytes until they are used up or an answer has to come first."""
         reader = self._reader
-        requests_left = self.edge.limits.pipelined_per_turn_max
+        requests_left = self._state.limits.pipelined_per_turn_max
         self._advancing = True
         try:
             while data and self._phase == READ and not self._writing_paused:
@@ -253,7 +277,7 @@ class ClientConnection(asyncio.Protocol):
             return
         except Exception:
             log.exception("reading a request failed")
-            self.edge.stats.bugs += 1
+            self._state.stats.bugs += 1
             self.turn_away(GatewayBug("The request could not be admitted."))
             return
         finally:
@@ -267,19 +291,19 @@ class ClientConnection(asyncio.Protocol):
             self._set_aside(data)
             if self._phase == READ and not self._writing_paused:
                 # Other connections get their turn before the rest.
-                self.edge.loop.call_soon(self._take_backlog)
+                asyncio.get_running_loop().call_soon(self._take_backlog)
 
     def _await_rest(self, head: Head | None) -> None:
         """Part of a request is here: start the deadline for the rest of it."""
         if head is not None:
             if self._body_since < 0:
-                self._body_since = self.edge.now
+                self._body_since = self._state.now
                 if head.expects_continue:
-                    self.send(wire.CONTINUE)
+                    self._send(wire.CONTINUE)
         elif self._idle:
             # The first request's deadline has been running since accept.
             self._idle = False
-            self._deadline = self.edge.now + self.edge.limits.header_timeout_s
+            self._deadline = self._state.now + self._state.limits.header_timeout_s
 
     def _take_backlog(self) -> None:
         if self._phase == READ and not self._writing_paused:
@@ -290,7 +314,7 @@ class ClientConnection(asyncio.Protocol):
     def _set_aside(self, data: bytes) -> None:
         """Keep bytes sent ahead. Beyond a bound the client has to wait; then only the sweep sees it leave."""
         self._backlog += data
-        if len(self._backlog) > self.edge.limits.pipelined_bytes_max and not self._reading_paused:
+        if len(self._backlog) > self._state.limits.pipelined_bytes_max and not self._reading_paused:
             self._reading_paused = True
             self.transport.pause_reading()
 
@@ -304,25 +328,25 @@ class ClientConnection(asyncio.Protocol):
         head, body = reader.take()
         self._phase = ANSWER
         self._body_since = -1.0
-        self._exchange = exchange = Exchange(self, head, body)
+        self._exchange = exchange = Exchange(self, self._state, head, body)
         try:
             if refusal is not None:
-                self.edge.stats.refused += 1
+                self._state.stats.refused += 1
                 raise refusal
-            self.edge.stats.requests += 1
-            self.edge.handle(exchange)
+            self._state.stats.requests += 1
+            self._handle(exchange)
         except GreenroomError as error:
             self._answer_error(exchange, error)
         except Exception:
             log.exception("handling a request failed")
-            self.edge.stats.bugs += 1
+            self._state.stats.bugs += 1
             self._answer_error(exchange, GatewayBug("The request could not be handled."))
 
     def _answer_error(self, exchange: Exchange, error: GreenroomError) -> None:
         if exchange.started:
             exchange.cut()
         else:
-            exchange.respond(*self.edge.refusal(exchange, exchange.head, error))
+            exchange.respond(*self._owner.refusal(exchange, exchange.head, error))
 
     # --- ending -----------------------------------------------------------------------------------------------------
 
@@ -334,8 +358,8 @@ class ClientConnection(asyncio.Protocol):
         self._phase = LINGER
         self._reader.drop()
         self._backlog = b""
-        self._linger_left = self.edge.limits.linger_bytes_max
-        self._deadline = self.edge.now + self.edge.limits.linger_s
+        self._linger_left = self._state.limits.linger_bytes_max
+        self._deadline = self._state.now + self._state.limits.linger_s
         self._resume_reading()
         with contextlib.suppress(OSError, RuntimeError):
             self.transport.write_eof()
@@ -351,7 +375,7 @@ class ClientConnection(asyncio.Protocol):
         self._reader.drop()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            self.edge.stats.gone += 1
+            self._state.stats.gone += 1
             exchange.leave()
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
@@ -376,9 +400,9 @@ class ClientConnection(asyncio.Protocol):
 
     def _head_overdue(self) -> None:
         if self._idle:
-            self.edge.stats.idle_closed += 1
+            self._state.stats.idle_closed += 1
         else:
-            self.edge.stats.header_timeouts += 1
+            self._state.stats.header_timeouts += 1
         if self._reader.has_begun:
             self.turn_away(TooSlow("The headers did not arrive in time."))
         else:
@@ -386,16 +410,16 @@ class ClientConnection(asyncio.Protocol):
             self.close_idle()
 
     def _check_body(self, now: float) -> None:
-        limits = self.edge.limits
+        limits = self._state.limits
         allowed_s = max(limits.body_timeout_s, self._reader.received_bytes / limits.body_rate_min_bytes_s)
         if now - self._body_since > allowed_s:
-            self.edge.stats.body_timeouts += 1
+            self._state.stats.body_timeouts += 1
             self.turn_away(TooSlow("The body did not arrive in time."))
 
     def _check_stall(self, now: float, accepted: int) -> None:
         if accepted != self._stall_mark:
             self._stall_mark = accepted
             self._stall_since = now
-        elif now - self._stall_since > self.edge.limits.write_timeout_s:
-            self.edge.stats.write_timeouts += 1
+        elif now - self._stall_since > self._state.limits.write_timeout_s:
+            self._state.stats.write_timeouts += 1
             self.transport.abort()

@@ -20,19 +20,15 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from greenroom.errors import GreenroomError, Overload
-from greenroom.http import head as wire
-from greenroom.http.body import Body, BodyBudget
+from greenroom.http import headers as wire
+from greenroom.http.body import BodyBudget
 from greenroom.http.client import ClientConnection
-from greenroom.http.exchange import Exchange, RawReceiver
-from greenroom.http.head import Head, Headers
-from greenroom.http.limits import EdgeLimits, EdgeStats
-
-__all__ = ["Body", "Edge", "EdgeLimits", "EdgeStats", "Exchange", "Head", "Headers", "RawReceiver", "Refusal"]
+from greenroom.http.exchange import Exchange, Refusal
+from greenroom.http.limits import EdgeLimits, EdgeState, EdgeStats
+from greenroom.http.request import Head
 
 log = logging.getLogger("greenroom.http")
 
-# Status, headers and body of an answer.
-Refusal = tuple[int, Headers, bytes]
 _LAST_RESORT: Final[Refusal] = (
     500,
     [(b"content-type", b"application/json")],
@@ -59,14 +55,10 @@ class Edge:
     ) -> None:
         self.handle = handle
         self.limits = limits or EdgeLimits()
-        self.stats = EdgeStats()
+        self.state = EdgeState(self.limits)
         self.bodies = BodyBudget(self.limits, spool_dir)
-        self.draining = False
         self.addresses: list[str] = []
-        # Read for every request, so kept here and renewed by the sweep.
-        self.now = clock()
-        self.date = wire.date_line(time.time())
-        self.loop: asyncio.AbstractEventLoop
+        self._loop: asyncio.AbstractEventLoop
         self.admit = admit
         self._refuse = refuse
         self._clock = clock
@@ -75,6 +67,11 @@ class Edge:
         self._servers: list[asyncio.AbstractServer] = []
         self._socket_paths: list[str] = []
         self._next_sweep: asyncio.TimerHandle | None = None
+        self._read_clock()
+
+    @property
+    def stats(self) -> EdgeStats:
+        return self.state.stats
 
     @property
     def connections(self) -> int:
@@ -82,12 +79,12 @@ class Edge:
 
     async def listen(self, *, host: str | None = None, port: int | None = None, path: str | None = None) -> None:
         """Accept on a TCP port (0: any free one) or on a Unix socket. Raises OSError. May be called more than once."""
-        self.loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         if path is not None:
             server: asyncio.AbstractServer = await self._listen_unix(path)
         else:
             # Any, because uvloop's server is not asyncio's: its sockets come as a list.
-            tcp: Any = await self.loop.create_server(self._accept, host, port or 0, backlog=self.limits.backlog)
+            tcp: Any = await self._loop.create_server(self._accept, host, port or 0, backlog=self.limits.backlog)
             self.addresses += [_spell(sock.getsockname()) for sock in tcp.sockets]
             server = tcp
         self._servers.append(server)
@@ -96,7 +93,7 @@ class Edge:
 
     async def close(self) -> None:
         """Stop accepting and close idle connections. Running answers go on; their connections close after them."""
-        self.draining = True
+        self.state.draining = True
         for server in self._servers:
             server.close()
         self._servers.clear()
@@ -122,19 +119,19 @@ class Edge:
             return self._refuse(exchange, head, error)
         except Exception:
             log.exception("rendering an error failed")
-            self.stats.bugs += 1
+            self.state.stats.bugs += 1
             return _LAST_RESORT
 
     # --- what connections say ---------------------------------------------------------------------------------------
 
     def joined(self, connection: ClientConnection) -> None:
         self._connections.add(connection)
-        self.stats.accepted += 1
+        self.state.stats.accepted += 1
         ip = connection.peer_ip
         self._per_ip[ip] += 1
         crowded = self._per_ip[ip] > self.limits.connections_per_ip_max and not _is_loopback(ip)
-        if crowded or len(self._connections) > self.limits.connections_max or self.draining:
-            self.stats.over_limit += 1
+        if crowded or len(self._connections) > self.limits.connections_max or self.state.draining:
+            self.state.stats.over_limit += 1
             crowd = Overload("Too many connections; try again in a moment.", retry_after_s=1.0)
             connection.turn_away(crowd, linger=False)
 
@@ -155,7 +152,7 @@ class Edge:
             sock.bind(path)
             # Only our own user, and before anyone can connect: the file's mode is this listener's only lock.
             os.chmod(path, 0o600)
-            server = await self.loop.create_unix_server(self._accept, sock=sock, backlog=self.limits.backlog)
+            server = await self._loop.create_unix_server(self._accept, sock=sock, backlog=self.limits.backlog)
         except BaseException:
             sock.close()
             raise
@@ -163,17 +160,20 @@ class Edge:
         self.addresses.append(f"unix:{path}")
         return server
 
+    def _read_clock(self) -> None:
+        self.state.now = self._clock()
+        self.state.date = wire.date_line(time.time())
+
     def _sweep(self) -> None:
-        self.now = self._clock()
-        self.date = wire.date_line(time.time())
+        self._read_clock()
         for connection in list(self._connections):
             try:
-                connection.sweep(self.now)
+                connection.sweep(self.state.now)
             except Exception:
                 log.exception("sweeping a connection failed")
-                self.stats.bugs += 1
+                self.state.stats.bugs += 1
                 connection.transport.abort()
-        self._next_sweep = self.loop.call_later(self.limits.sweep_s, self._sweep)
+        self._next_sweep = self._loop.call_later(self.limits.sweep_s, self._sweep)
 
 
 def _is_loopback(ip: str) -> bool:

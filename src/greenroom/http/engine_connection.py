@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import Final, Protocol, cast
 
 import httptools
 
-from greenroom.errors import GreenroomError
+from greenroom.errors import EngineLost, GreenroomError
 from greenroom.http.body import Payload
-from greenroom.http.head import Headers
-
-if TYPE_CHECKING:
-    from greenroom.http.upstream import Pool, Sink
+from greenroom.http.headers import Headers
 
 log = logging.getLogger("greenroom.http")
 
@@ -27,6 +24,36 @@ RESPONSE_HEAD_BYTES_MAX: Final = 64 * 1024
 WRITE_BUFFER_BYTES_MAX: Final = 256 * 1024
 # Bodies up to this size are joined with their head into one write.
 _ONE_WRITE_MAX: Final = 64 * 1024
+
+
+class Sink(Protocol):
+    """Who hears an engine's answer: `head`, any number of `body`, then `complete`; `lost` may end it at any time.
+
+    `answer` is all of it at once, for one that came in a single read.
+    `upstream` is set when a connection has taken the request, and again when it was retried on another one. `wanted`
+    turns false when nobody waits for the answer any more.
+    """
+
+    upstream: Connection | None
+
+    @property
+    def wanted(self) -> bool: ...
+    def answer(self, status: int, headers: Headers, body: bytes) -> None: ...
+    def head(self, status: int, headers: Headers) -> None: ...
+    def body(self, data: bytes) -> None: ...
+    def complete(self) -> None: ...
+    def upgraded(self, headers: Headers, rest: bytes) -> None: ...
+    def lost(self, error: EngineLost, before_first_byte: bool) -> None: ...
+
+
+class ConnectionPool(Protocol):
+    """What a connection tells the pool that it belongs to."""
+
+    def opened(self, connection: Connection) -> None: ...
+    def released(self, connection: Connection) -> None: ...
+    def ended(self, connection: Connection) -> None: ...
+    def retry(self, head: bytes, body: Payload, sink: Sink) -> None: ...
+    def lost(self, what: str) -> EngineLost: ...
 
 
 class EngineReceiver(Protocol):
@@ -72,7 +99,7 @@ class Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self.idle_since = 0.0
         self._pool = pool
         # The parser adds to this list by itself, without a call into our code for each piece.

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from greenroom.errors import GatewayBug
-from greenroom.http import head as wire
+from greenroom.http import headers as wire
 from greenroom.http.body import Body
-from greenroom.http.head import Head, Headers
+from greenroom.http.headers import Headers
+from greenroom.http.limits import EdgeState
+from greenroom.http.request import Head
 
-if TYPE_CHECKING:
-    from greenroom.http.client import ClientConnection
+# Status, headers and body of an answer.
+Refusal = tuple[int, Headers, bytes]
 
 _BODILESS: Final = frozenset((204, 304))
 
@@ -35,6 +37,16 @@ class RawReceiver(Protocol):
     def client_resumed(self) -> None: ...
 
 
+class AnswerWire(Protocol):
+    """The client's connection, as far as an exchange needs it."""
+
+    write: Callable[[bytes], None]
+
+    def exchange_over(self, keep_alive: bool) -> None: ...
+    def cut(self, *, hard: bool) -> None: ...
+    def take_over(self, receiver: RawReceiver) -> asyncio.Transport: ...
+
+
 class Exchange:
     """`on_gone` is called once if the client leaves before the answer is complete, and never after that."""
 
@@ -44,6 +56,8 @@ class Exchange:
         "_keep_alive",
         "_left",
         "_silent",
+        "_state",
+        "_write",
         "body",
         "finished",
         "gone",
@@ -52,17 +66,22 @@ class Exchange:
         "on_pause",
         "on_resume",
         "paused",
+        "sent",
         "started",
     )
 
-    def __init__(self, connection: ClientConnection, head: Head, body: Body) -> None:
+    def __init__(self, connection: AnswerWire, state: EdgeState, head: Head, body: Body) -> None:
         self._connection = connection
+        self._state = state
+        self._write = connection.write
         self.head = head
         self.body = body
         self.started = False
         self.finished = False
         self.gone = False
         self.paused = False
+        # Bytes of this answer given to the transport.
+        self.sent = 0
         self.on_gone: Callable[[], None] | None = None
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
@@ -81,27 +100,23 @@ class Exchange:
             return
         if not self._silent:
             data += body
-        connection = self._connection
-        connection.sent += len(data)
-        connection.write(data)
-        self.finished = True
-        self.body.close()
-        connection.exchange_over(self._keep_alive)
+        self.sent += len(data)
+        self._write(data)
+        self._over()
 
     def start(self, status: int, headers: Headers, length: int | None) -> None:
         """Send the head. Without a length the body is chunked, or ended by close for HTTP/1.0."""
         head = self._render(status, headers, length)
         self._left = -1 if length is None or self._silent else length
         if not self.gone:
-            self._connection.send(head)
+            self._send(head)
 
     def write(self, data: bytes) -> None:
         """Send a piece of the body. Does nothing when the client is gone or takes no body."""
         if self._chunked and data:
-            connection = self._connection
             data = b"%x\r\n%b\r\n" % (len(data), data)
-            connection.sent += len(data)
-            connection.write(data)
+            self.sent += len(data)
+            self._write(data)
             return
         if self._silent or self.gone or self.finished or not data:
             return
@@ -110,7 +125,7 @@ class Exchange:
                 self.cut()
                 raise GatewayBug("More bytes were written than the length that was promised.")
             self._left -= len(data)
-        self._connection.send(data)
+        self._send(data)
 
     def finish(self) -> None:
         """End the answer. One that is shorter than promised is cut, so that the client sees it."""
@@ -120,7 +135,7 @@ class Exchange:
             self.cut()
             return
         if self._chunked:
-            self._connection.send(wire.LAST_CHUNK)
+            self._send(wire.LAST_CHUNK)
         self._over()
 
     def cut(self) -> None:
@@ -168,10 +183,9 @@ class Exchange:
     def _render(self, status: int, headers: Headers, length: int | None) -> bytes:
         if self.started or self.finished:
             raise GatewayBug("An answer was started twice.")
-        connection = self._connection
-        head = self.head
+        state, head = self._state, self.head
         old = head.http_version == "1.0"
-        self._keep_alive = self._keep_alive and not connection.edge.draining and not (old and length is None)
+        self._keep_alive = self._keep_alive and not state.draining and not (old and length is None)
         self._silent = head.method == b"HEAD" or status in _BODILESS
         if status in _BODILESS:
             framing = b""
@@ -188,9 +202,13 @@ class Exchange:
             framing += wire.KEEP_ALIVE
         if head.answer_headers is not None:
             headers = headers + head.answer_headers
-        rendered = wire.render_head(status, headers, framing, connection.edge.date)
+        rendered = wire.render_head(status, headers, framing, state.date)
         self.started = True
         return rendered
+
+    def _send(self, data: bytes) -> None:
+        self.sent += len(data)
+        self._write(data)
 
     def _over(self) -> None:
         self.finished = True

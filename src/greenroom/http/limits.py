@@ -1,4 +1,4 @@
-"""The bounds of the HTTP edge, and the counters of what they stopped.
+"""What all connections of one edge share: its bounds, its counters, the time, and whether it is draining.
 
 Owns every number the edge is limited by, each with its reason. Never enforces one: `client.py` and `edge.py` do.
 """
@@ -79,6 +79,20 @@ class EdgeStats:
     # Clients that left before their answer was complete.
     gone: int = 0
     bugs: int = 0
+
+
+class EdgeState:
+    """Shared by an edge, its connections and their exchanges. Only the edge changes it, apart from the counters."""
+
+    __slots__ = ("date", "draining", "limits", "now", "stats")
+
+    def __init__(self, limits: EdgeLimits) -> None:
+        self.limits = limits
+        self.stats = EdgeStats()
+        self.draining = False
+        # Read for every request, so it is kept here and renewed by the sweep: the clock, and a finished Date header.
+        self.now = 0.0
+        self.date = b""
 
 
 def limits_for(server: Server) -> EdgeLimits:

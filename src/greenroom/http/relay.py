@@ -18,8 +18,7 @@ from typing import Final
 from greenroom.errors import EngineLost
 from greenroom.http.engine_connection import Connection
 from greenroom.http.exchange import Exchange
-from greenroom.http.head import Headers
-from greenroom.http.headers import response_headers
+from greenroom.http.headers import Headers, response_headers
 from greenroom.http.sse import EventCounter, UsageFilter
 
 BAD_BODY_BYTES_MAX: Final = 64 * 1024

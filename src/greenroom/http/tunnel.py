@@ -10,11 +10,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from greenroom.http import head as wire
+from greenroom.http import headers as wire
 from greenroom.http.engine_connection import Connection
 from greenroom.http.exchange import Exchange
-from greenroom.http.head import Headers
-from greenroom.http.headers import response_headers
+from greenroom.http.headers import Headers, response_headers
 from greenroom.http.relay import Outcome, Relay
 
 # An engine that does not read is given this long for the last bytes of a client.

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from greenroom.errors import EngineLost
 from greenroom.http.body import Payload
-from greenroom.http.engine_connection import Connection
-from greenroom.http.head import Headers
+from greenroom.http.engine_connection import Connection, Sink
 
 # Engines listen on this machine or one nearby: a connection that takes longer will not come.
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -32,26 +31,6 @@ class Address:
         if self.path:
             return f"unix:{self.path}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-class Sink(Protocol):
-    """Who hears an engine's answer: `head`, any number of `body`, then `complete`; `lost` may end it at any time.
-
-    `answer` is all of it at once, for one that came in a single read.
-    `upstream` is set when a connection has taken the request, and again when it was retried on another one. `wanted`
-    turns false when nobody waits for the answer any more.
-    """
-
-    upstream: Connection | None
-
-    @property
-    def wanted(self) -> bool: ...
-    def answer(self, status: int, headers: Headers, body: bytes) -> None: ...
-    def head(self, status: int, headers: Headers) -> None: ...
-    def body(self, data: bytes) -> None: ...
-    def complete(self) -> None: ...
-    def upgraded(self, headers: Headers, rest: bytes) -> None: ...
-    def lost(self, error: EngineLost, before_first_byte: bool) -> None: ...
 
 
 class Pool:

@@ -12,7 +12,8 @@ from typing import Any
 from starlette.requests import Request
 
 from greenroom.errors import GatewayBug
-from greenroom.http.edge import Exchange, Head
+from greenroom.http.exchange import Exchange
+from greenroom.http.request import Head
 from greenroom.server import render
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Caller

@@ -6,15 +6,17 @@ path can reach what it was not authorised for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ipaddress
+import re
+from collections.abc import Callable, Iterable
 from typing import Final
 from urllib.parse import unquote_to_bytes
 
-from greenroom.errors import BadRequest, GreenroomError, NotAllowed
-from greenroom.http.edge import Exchange, Head
-from greenroom.http.head import Headers
-from greenroom.http.hosts import HostRule
-from greenroom.server import cors, render
+from greenroom.errors import BadRequest, GreenroomError, HostNotAllowed, NotAllowed
+from greenroom.http.exchange import Exchange
+from greenroom.http.headers import Headers
+from greenroom.http.request import Head
+from greenroom.server import render
 from greenroom.server.asgi import AsgiBridge
 from greenroom.server.inference.ids import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX
 from greenroom.server.inference.requests import Inference
@@ -57,8 +59,8 @@ class FrontDoor:
                 # Where there are keys, no page knows one.
                 self._check_page(head, said)
         else:
-            head.answer_headers = cors.answer_headers(origin)
-            if cors.is_preflight(head):
+            head.answer_headers = answer_headers(origin)
+            if is_preflight(head):
                 return 0
         self._authorise(head)
         route = MODEL_ROUTES.get(head.path)
@@ -71,8 +73,8 @@ class FrontDoor:
 
     def handle(self, exchange: Exchange) -> None:
         head = exchange.head
-        if head.answer_headers is not None and cors.is_preflight(head):
-            exchange.respond(204, cors.preflight_headers(head), b"")
+        if head.answer_headers is not None and is_preflight(head):
+            exchange.respond(204, preflight_headers(head), b"")
             return
         route = MODEL_ROUTES.get(head.path)
         if route is not None:
@@ -145,3 +147,139 @@ def routed_path(head: Head) -> bytes:
     if b"\0" in path:
         raise BadRequest("The path holds a NUL.")
     return path
+
+
+ANY: Final = "*"
+_LOOPBACK_NAMES: Final = frozenset(("localhost", "ip6-localhost", "ip6-loopback"))
+_HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%-]+)(?::[0-9]{1,5})?")
+# Pairs that were found allowed are remembered. Bounded, because clients choose them.
+_REMEMBERED_MAX: Final = 256
+
+
+class HostRule:
+    """Allows loopback, the addresses we listen on and the names given; any port. `*` allows everything.
+
+    When we listen on every address (0.0.0.0 or ::) any literal address is allowed: rebinding needs a name.
+    """
+
+    __slots__ = ("_any_address", "_any_host", "_any_origin", "_hosts", "_origins", "_remembered")
+
+    def __init__(self, hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
+        names = {host.strip().lower() for host in hosts}
+        self._any_host = ANY in names
+        self._hosts = frozenset(_canonical(name) for name in names if name != ANY)
+        self._any_address = bool(self._hosts & {"0.0.0.0", "::"})
+        self._origins = frozenset(origin.strip().lower().rstrip("/") for origin in origins)
+        self._any_origin = ANY in self._origins
+        self._remembered: set[tuple[bytes | None, bytes | None]] = set()
+
+    def check(self, host: bytes | None, origin: bytes | None) -> None:
+        """Raises HostNotAllowed. A request without a Host (HTTP/1.0) comes from no browser and is allowed."""
+        pair = (host, origin)
+        if pair in self._remembered:
+            return
+        name = _host_name(host)
+        if host is not None and not self._allows_host(name):
+            raise HostNotAllowed(
+                f"This server does not answer for the host {_shown(host)}. Add it to server.allowed_hosts if it should."
+            )
+        if origin is not None and not self._allows_origin(origin, name):
+            raise HostNotAllowed(
+                f"Pages from {_shown(origin)} may not call this server. Add it to server.allowed_origins if they may."
+            )
+        if len(self._remembered) < _REMEMBERED_MAX:
+            self._remembered.add(pair)
+
+    def refuse_page(self) -> None:
+        """For a page of another origin that does not name it. Raises HostNotAllowed, unless every page is allowed."""
+        if not self._any_origin:
+            raise HostNotAllowed(
+                "Pages of other sites may not have a browser ask this server. If one may, add its origin to "
+                "server.allowed_origins and let it ask with CORS: fetch, or the attribute crossorigin."
+            )
+
+    def check_referer(self, host: bytes | None, referer: bytes) -> None:
+        """For a browser that says of a page only its address. Raises HostNotAllowed."""
+        scheme, _, rest = referer.partition(b"://")
+        if not self._allows_origin(scheme + b"://" + rest.partition(b"/")[0], _host_name(host)):
+            self.refuse_page()
+
+    def _allows_host(self, name: str) -> bool:
+        if self._any_host or name in self._hosts or _is_loopback(name):
+            return True
+        return self._any_address and _is_address(name)
+
+    def _allows_origin(self, origin: bytes, host_name: str) -> bool:
+        text = origin.decode("latin-1").lower().rstrip("/")
+        if self._any_origin or text in self._origins:
+            return True
+        scheme, _, authority = text.partition("://")
+        if scheme not in ("http", "https"):
+            return False
+        name = _host_name(authority.encode("latin-1"))
+        return bool(name) and (name == host_name or _is_loopback(name))
+
+
+def _host_name(host: bytes | None) -> str:
+    """The name or address of HOST or HOST:PORT in its canonical form; empty if it is neither."""
+    match = _HOST.fullmatch((host or b"").decode("latin-1"))
+    return _canonical(match.group(1).lower()) if match else ""
+
+
+def _canonical(name: str) -> str:
+    bare = name.removeprefix("[").removesuffix("]")
+    try:
+        return str(ipaddress.ip_address(bare))
+    except ValueError:
+        return bare.removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(name: str) -> bool:
+    if name in _LOOPBACK_NAMES or name.endswith(".localhost"):
+        return True
+    return _is_address(name) and ipaddress.ip_address(name).is_loopback
+
+
+def _shown(value: bytes) -> str:
+    return value[:100].decode("ascii", "backslashreplace")
+
+
+# What a page may read of an answer besides its body.
+EXPOSED = b"x-request-id, x-queue-wait-ms, retry-after"
+# A preflight need not be asked again for this long.
+REMEMBER_S = 600
+
+
+def answer_headers(origin: bytes) -> Headers:
+    return [
+        (b"access-control-allow-origin", origin),
+        (b"access-control-expose-headers", EXPOSED),
+        (b"vary", b"origin"),
+    ]
+
+
+def is_preflight(head: Head) -> bool:
+    """A browser's question, without credentials, whether the request it wants to send is welcome."""
+    return head.method == b"OPTIONS" and head.get(b"access-control-request-method") is not None
+
+
+def preflight_headers(head: Head) -> Headers:
+    """Whatever it wants to send: the request itself is then checked like every other."""
+    headers: Headers = [
+        (b"access-control-allow-methods", b"GET, HEAD, POST, PUT, PATCH, DELETE"),
+        (b"access-control-max-age", b"%d" % REMEMBER_S),
+    ]
+    if wanted := head.get(b"access-control-request-headers"):
+        headers.append((b"access-control-allow-headers", wanted))
+    if head.get(b"access-control-request-private-network") == b"true":
+        # Asked by browsers that keep pages of the internet from private addresses. This page's origin is allowed.
+        headers.append((b"access-control-allow-private-network", b"true"))
+    return headers

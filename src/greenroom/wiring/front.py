@@ -12,7 +12,6 @@ from typing import Protocol
 
 from greenroom.config.schema import Server
 from greenroom.http.edge import Edge
-from greenroom.http.hosts import HostRule
 from greenroom.http.limits import limits_for
 from greenroom.runtime.moves.model_files import Prefetch
 from greenroom.runtime.record.recording import ActivityRecorder
@@ -20,7 +19,7 @@ from greenroom.runtime.tickets import Tickets
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.management import make_management
 from greenroom.server.asgi import AsgiBridge
-from greenroom.server.front import FrontDoor
+from greenroom.server.front import FrontDoor, HostRule
 from greenroom.server.inference.ask import AskReader
 from greenroom.server.inference.requests import Inference
 from greenroom.server.inference.settings import Settings

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from greenroom.http.edge import Exchange
+from greenroom.http.exchange import Exchange
 from greenroom.server.admin.management import make_management
 from greenroom.server.asgi import AsgiBridge
 from tests.server.admin.management_rig import SOON_S, Client, FakeGateway, model, until

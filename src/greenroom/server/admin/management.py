@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Match, Route
 
 import greenroom
-from greenroom.http.head import Head
+from greenroom.http.request import Head
 from greenroom.server.admin.answers import add_error_answers, as_get, error_answer, nothing_at
 from greenroom.server.admin.cache import Caches
 from greenroom.server.admin.explaining import Explaining

@@ -15,8 +15,9 @@ from greenroom.core.model import ModelId, TenantId
 from greenroom.engines.base import Ability, UsageSource
 from greenroom.errors import BadRequest, ModelNotFound, NotAllowed, PostOnly, Unsupported
 from greenroom.http.body import Payload
-from greenroom.http.edge import Exchange, Head
-from greenroom.http.head import Headers
+from greenroom.http.exchange import Exchange
+from greenroom.http.headers import Headers
+from greenroom.http.request import Head
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.server.inference import multipart, peek
 from greenroom.server.inference.ids import UPSTREAM_PREFIX, Route, cache_headers, is_open, split_model

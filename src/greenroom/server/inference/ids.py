@@ -16,8 +16,8 @@ from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.core.model import TenantId
 from greenroom.engines.base import Ability
 from greenroom.errors import BadRequest
-from greenroom.http.head import Headers
-from greenroom.http.heartbeat import StreamShape
+from greenroom.http.headers import Headers
+from greenroom.http.sse import StreamShape
 
 _BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PLAIN_PART = rb"(?!\.{1,2}(?:/|$))[A-Za-z0-9._~!$&'()+,=:@-]+"

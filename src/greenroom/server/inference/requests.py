@@ -15,8 +15,9 @@ from typing import Any, Final
 from greenroom.core.model import RequestId
 from greenroom.engines import usage
 from greenroom.errors import GatewayBug, GreenroomError
-from greenroom.http.edge import Exchange, Head
+from greenroom.http.exchange import Exchange
 from greenroom.http.relay import Outcome, Relay
+from greenroom.http.request import Head
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.tickets import Tickets

@@ -17,11 +17,10 @@ from greenroom.config.schema import Heartbeat
 from greenroom.core.events import RequestArrived
 from greenroom.core.model import RequestId
 from greenroom.errors import EngineFault, EngineLost, EngineTimeout, GatewayBug, GreenroomError
-from greenroom.http.edge import Exchange
-from greenroom.http.head import Headers
-from greenroom.http.headers import build_request
-from greenroom.http.heartbeat import HeartbeatKind, heartbeat
+from greenroom.http.exchange import Exchange
+from greenroom.http.headers import Headers, build_request
 from greenroom.http.relay import Outcome, Relay
+from greenroom.http.sse import HeartbeatKind, heartbeat
 from greenroom.http.tunnel import Tunnel
 from greenroom.runtime.slots import LiveSlot
 from greenroom.runtime.tickets import Ticket, Tickets

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from greenroom.errors import HostNotAllowed
-from greenroom.http.hosts import HostRule
+from greenroom.server.front import HostRule
 
 LOCAL = HostRule(["127.0.0.1"])
 NAMED = HostRule(["127.0.0.1", "models.example.org", "10.1.2.3"], ["https://ui.example.org", "app://obsidian.md"])

@@ -1,23 +1,56 @@
-"""Reads one request after the other out of a client's bytes.
+"""Requests as clients send them: bytes in, unambiguous heads and collected bodies out.
 
-Owns the parser, the head being read and the body being collected. Never parses beyond the end of a request: every
-head and every chunked body ends in CRLF CRLF, every other body after a counted number of bytes, so the parser is fed up
-to there and no further, and its callbacks only take notes. Never touches the socket.
+Owns the parser, `Head`, and every check on framing that the parser does not make itself: one Host, one length, one
+way of writing the request line. The parser is never fed beyond the end of a request: every head and every chunked
+body ends in CRLF CRLF, every other body after a counted number of bytes. Its callbacks only take notes. Never touches
+the socket, and never decodes the path: the path that is authorised is the path that is routed.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Final
 
 import httptools
 
-from greenroom.errors import BadFraming, BodyTooLarge, GreenroomError, HeadersTooLarge
+from greenroom.errors import (
+    BadFraming,
+    BodyTooLarge,
+    ExpectationFailed,
+    GreenroomError,
+    HeadersTooLarge,
+    MethodNotAllowed,
+)
 from greenroom.http.body import Body, BodyBudget
-from greenroom.http.head import FORBIDDEN_IN_TRAILERS, Head, Headers, read_head
+from greenroom.http.headers import Headers
 from greenroom.http.limits import EdgeLimits
 
 _END: Final = b"\r\n\r\n"
+_FRAMING: Final = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade"))
+_HOST: Final = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+_LENGTH_DIGITS_MAX: Final = 18
+_VERSIONS: Final = {b"HTTP/1.1": "1.1", b"HTTP/1.0": "1.0"}
+
+# Names that mean something only before the body. After it they could only be meant to confuse someone.
+FORBIDDEN_IN_TRAILERS: Final = frozenset(
+    (
+        b"authorization",
+        b"connection",
+        b"content-encoding",
+        b"content-length",
+        b"content-range",
+        b"content-type",
+        b"cookie",
+        b"expect",
+        b"host",
+        b"keep-alive",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
 
 
 class RequestReader:
@@ -264,3 +297,142 @@ class RequestReader:
         # The end of a request without a body is seen at its head; this is the end of a chunked one.
         if self.head is not None:
             self.is_complete = True
+
+
+class Head:
+    """One request's line and headers. Header names are lower-cased, everything else is as it was sent."""
+
+    __slots__ = (
+        "answer_headers",
+        "chunked",
+        "content_length",
+        "expects_continue",
+        "headers",
+        "http_version",
+        "keep_alive",
+        "method",
+        "note",
+        "path",
+        "peer_ip",
+        "query",
+        "target",
+        "upgrade",
+    )
+
+    def __init__(
+        self, method: bytes, target: bytes, headers: Headers, http_version: str, peer_ip: str, keep_alive: bool
+    ) -> None:
+        self.method = method
+        self.target = target
+        self.path, _, self.query = target.partition(b"?")
+        self.headers = headers
+        self.http_version = http_version
+        self.peer_ip = peer_ip
+        self.keep_alive = keep_alive
+        self.content_length = 0
+        self.chunked = False
+        self.expects_continue = False
+        self.upgrade: bytes | None = None
+        # What every answer to this request carries besides, whoever gives it.
+        self.answer_headers: Headers | None = None
+        # What the upper layer found out at `admit` and wants to have at `handle`.
+        self.note: object = None
+
+    def get(self, name: bytes) -> bytes | None:
+        """The first value of this header. `name` is lower-case."""
+        for known, value in self.headers:
+            if known == name:
+                # The parser leaves spaces at the end of a line in place.
+                return value.rstrip(b" \t")
+        return None
+
+    def get_all(self, names: frozenset[bytes]) -> dict[bytes, bytes]:
+        """The first value of each of these headers that there is, found in one pass. `names` are lower-case."""
+        found: dict[bytes, bytes] = {}
+        for known, value in self.headers:
+            if known in names and known not in found:
+                found[known] = value.rstrip(b" \t")
+        return found
+
+    @property
+    def has_body(self) -> bool:
+        return self.chunked or self.content_length > 0
+
+
+def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_alive: bool, limits: EdgeLimits) -> Head:
+    """Check what the parser let through. Raises BadFraming, HeadersTooLarge, MethodNotAllowed or ExpectationFailed.
+
+    `raw` is a whole head that the parser has accepted, so its characters are sound: lines end in CRLF, none is folded.
+    """
+    line = raw[: raw.find(b"\r\n")]
+    if len(line) > limits.request_line_max or len(headers) > limits.headers_max:
+        raise HeadersTooLarge(
+            f"The request line may have {limits.request_line_max} bytes and the request {limits.headers_max} headers."
+        )
+    # The parser forgives line ends before the method, doubled spaces and other versions; here one spelling is right.
+    parts = line.split(b" ")
+    version = _VERSIONS.get(parts[-1])
+    if version is None or len(parts) != 3 or parts[0] != method:
+        raise BadFraming("The request line is not METHOD SP TARGET SP HTTP/1.1.")
+    head = Head(method, parts[1], headers, version, peer_ip, keep_alive)
+    host: bytes | None = None
+    lengths = 0
+    for name, value in headers:
+        if name not in _FRAMING:
+            continue
+        value = value.rstrip(b" \t")
+        if name == b"host":
+            if host is not None:
+                raise BadFraming("The request has more than one Host header.")
+            host = value
+        elif name == b"content-length":
+            lengths += 1
+            # bytes.isdigit accepts ASCII digits only; int() alone would also take "+3" and "3_0".
+            if not value.isdigit() or len(value) > _LENGTH_DIGITS_MAX:
+                raise BadFraming("Content-Length is not a number of bytes.")
+            head.content_length = int(value)
+        elif name == b"transfer-encoding":
+            lengths += 1
+            _expect_chunked(head, value)
+        elif name == b"expect":
+            _read_expectation(head, value)
+        else:
+            head.upgrade = value
+    if lengths > 1:
+        raise BadFraming("The length of the body is given more than once.")
+    if host is None:
+        if version == "1.1":
+            raise BadFraming("An HTTP/1.1 request needs a Host header.")
+    elif _HOST.fullmatch(host) is None:
+        raise BadFraming("The Host header is not HOST or HOST:PORT.")
+    if head.target[0] != 0x2F or b"#" in head.target:
+        _normalise_target(head, host)
+    return head
+
+
+def _expect_chunked(head: Head, value: bytes) -> None:
+    if value.lower() != b"chunked" or head.http_version != "1.1":
+        raise BadFraming("The only Transfer-Encoding understood is chunked, in HTTP/1.1.")
+    head.chunked = True
+
+
+def _read_expectation(head: Head, value: bytes) -> None:
+    if value.lower() != b"100-continue":
+        raise ExpectationFailed("The only expectation understood is 100-continue.")
+    # An HTTP/1.0 client would take the interim answer for the final one.
+    head.expects_continue = head.http_version == "1.1"
+
+
+def _normalise_target(head: Head, host: bytes | None) -> None:
+    """Targets that are not a plain path: accept http://host/path of our own Host, refuse the rest."""
+    target = head.target
+    if head.method == b"CONNECT":
+        raise MethodNotAllowed("CONNECT is not served here: this is not a forward proxy.")
+    scheme, _, rest = target.partition(b"://")
+    authority, slash, path = rest.partition(b"/")
+    if b"#" in target or scheme.lower() not in (b"http", b"https") or not slash:
+        raise BadFraming("The request target must be a path that starts with a slash.")
+    if host is None or authority.lower() != host.lower():
+        raise BadFraming("The request target names another host than the Host header.")
+    head.target = b"/" + path
+    head.path, _, head.query = head.target.partition(b"?")
