@@ -31,7 +31,6 @@ from greenroom.runtime.memory.probes.selection import first_look
 from greenroom.runtime.operations import Operations
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.tickets import Tickets
-from greenroom.server.inference.settings import Settings
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.logs import setup as setup_logs
 from greenroom.wiring.common import CommonParts, wire_common
@@ -72,7 +71,6 @@ class App:
         self._hurries = False
         self.closed = asyncio.Event()
         self.clock = asyncio.get_running_loop().time
-        self.settings = Settings.of(config.server)
         self._state_dir = state_dir
         self._reloading = asyncio.Lock()
         self._shutdown: asyncio.Task[None] | None = None
@@ -194,9 +192,8 @@ class App:
     def _apply(self, config: Config, changes: Changes, draft: Draft) -> None:
         specs = self.catalog.take(draft)
         self.config = config
-        self.settings = Settings.of(config.server)
         setup_logs(config.log.level.value, config.log.format.value)
-        self._front.admit(config.server)
+        self._front.configure(config)
         removed = tuple(ModelId(model) for model in changes.removed)
         learned = self.learned.recall(ModelId(model) for model in changes.added)
         kept_before = self.memory_watch.set_aside_mib
@@ -282,7 +279,7 @@ async def let_go(common: CommonParts, memory: MemoryParts, leases: LeaseParts, f
     await asyncio.sleep(LAST_EVENTS_S)
     front.management.close()
     await _in_time(front.edge.close(), "the listening socket")
-    front.inference.vigil.close()
+    front.inference.sweep.close()
     front.prefetch.close()
     common.effects.close()
     await _in_time(memory.watch.close(), "the memory watch")

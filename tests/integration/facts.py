@@ -19,7 +19,7 @@ def counters(app: App) -> dict[str, int]:
         "in flight": sum(len(slot.in_flight) for slot in state.slots.values()),
         "waiting": len(list(state.waitlist)),
         "tickets": len(app.tickets.open),
-        "watched": len(app.inference.vigil),
+        "watched": len(app.inference.sweep),
         "running": app.inference.running,
         "live": len(app.activity),
         "body bytes": app.edge.bodies.memory_bytes,

@@ -14,7 +14,7 @@ import pytest_asyncio
 from greenroom.app import App
 from greenroom.core.model import ModelId
 from greenroom.server.admin.management import make_management
-from greenroom.server.inference.ids import MODEL_ROUTES
+from greenroom.server.inference.routes import MODEL_ROUTES
 from tests.harness import fake, gateway, until, write_config
 from tests.integration.raw import Answer, Raw, http, request_bytes
 

@@ -18,9 +18,8 @@ from greenroom.http.headers import Headers
 from greenroom.http.request import Head
 from greenroom.server import render
 from greenroom.server.asgi import AsgiBridge
-from greenroom.server.inference.ids import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX
 from greenroom.server.inference.requests import Inference
-from greenroom.server.inference.settings import Settings
+from greenroom.server.inference.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX
 from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, presented_key
 
 # Answered to anyone: load balancers and orchestrators ask it and hold no key.
@@ -39,13 +38,11 @@ class FrontDoor:
         inference: Inference,
         management: AsgiBridge,
         needs: Callable[[Head, bytes], Permission],
-        settings: Callable[[], Settings],
     ) -> None:
         """`needs` says what the management API wants of who asks for this path."""
         self._inference = inference
         self._management = management
         self._needs = needs
-        self._settings = settings
         self.keys = Keys(())
         self.hosts = HostRule()
 
@@ -64,7 +61,7 @@ class FrontDoor:
                 return 0
         self._authorise(head)
         route = MODEL_ROUTES.get(head.path)
-        settings = self._settings()
+        settings = self._inference.settings
         if route is not None:
             return settings.upload_max if route.is_multipart else settings.body_max
         if head.path.startswith(UPSTREAM_PREFIX):

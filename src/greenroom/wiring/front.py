@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from greenroom.config.schema import Server
+from greenroom.config.schema import Config
 from greenroom.http.edge import Edge
 from greenroom.http.limits import limits_for
 from greenroom.runtime.moves.model_files import Prefetch
@@ -20,9 +19,8 @@ from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.management import make_management
 from greenroom.server.asgi import AsgiBridge
 from greenroom.server.front import FrontDoor, HostRule
-from greenroom.server.inference.ask import AskReader
+from greenroom.server.inference.ask import AskReader, Settings
 from greenroom.server.inference.requests import Inference
-from greenroom.server.inference.settings import Settings
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Keys
 from greenroom.tenancy.tenants import Tenants
@@ -30,13 +28,6 @@ from greenroom.wiring.common import CommonParts
 from greenroom.wiring.memory import MemoryParts
 
 _log = get_logger("server")
-
-
-class ServedGateway(Gateway, Protocol):
-    """The gateway whose front this is."""
-
-    @property
-    def settings(self) -> Settings: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +39,15 @@ class FrontParts:
     door: FrontDoor
     edge: Edge
 
-    def admit(self, server: Server) -> None:
-        """Who may come in, and under which names; also anew at a reload."""
+    def configure(self, config: Config) -> None:
+        """Apply the configuration: at the start, and again at each reload."""
+        server = config.server
+        self.inference.configure(Settings.of(config))
         self.door.keys = Keys(server.api_keys)
         self.door.hosts = HostRule((server.host, *server.allowed_hosts), server.allowed_origins)
 
 
-def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gateway: ServedGateway) -> FrontParts:
+def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gateway: Gateway) -> FrontParts:
     server = gateway.config.server
     activity_file = ActivityRecorder(Path(server.record_activity)) if server.record_activity else None
     prefetch = Prefetch(
@@ -63,19 +56,19 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
         common.observer.prefetched,
     )
     inference = Inference(
-        _reader(common, gateway),
+        AskReader(common.catalog, Tenants()),
         common.loop,
         tickets,
         common.activity,
         common.metrics,
-        lambda: gateway.settings,
+        Settings.of(gateway.config),
         common.clock,
         None if activity_file is None else activity_file.add,
         prefetch.waits,
     )
     application = make_management(gateway)
     management = AsgiBridge(application)
-    door = FrontDoor(inference, management, application.needs, lambda: gateway.settings)
+    door = FrontDoor(inference, management, application.needs)
     edge = Edge(
         admit=door.admit,
         handle=door.handle,
@@ -89,14 +82,5 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
             state_dir=str(common.state_dir.path),
         )
     front = FrontParts(activity_file, prefetch, inference, management, door, edge)
-    front.admit(server)
+    front.configure(gateway.config)
     return front
-
-
-def _reader(common: CommonParts, gateway: ServedGateway) -> AskReader:
-    return AskReader(
-        common.catalog,
-        Tenants(),
-        lambda: gateway.settings.heartbeat,
-        lambda: gateway.config.scheduler.keep_alive_max_s,
-    )

@@ -8,7 +8,7 @@ import pytest
 
 from greenroom.core.model import TenantId
 from greenroom.errors import BadRequest
-from greenroom.server.inference.ids import TAG_CHARS_MAX, cache_headers, tenant_word
+from greenroom.server.inference.ask import TAG_CHARS_MAX, cache_headers, tenant_word
 
 LAB = TenantId("lab")
 

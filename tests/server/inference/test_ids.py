@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from greenroom.config.kinds import id_problem
-from greenroom.server.inference.ids import is_open, split_model
+from greenroom.server.inference.routes import is_open, split_model
 
 # Another process may hold the machine for a while: that says nothing about the code.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -21,7 +21,7 @@ from greenroom.runtime.slots import LiveSlot
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.listing import unknown_model
 from greenroom.server.admin.views import Order, View
-from greenroom.server.inference.ids import TAG_CHARS_MAX, check_tag, tenant_word
+from greenroom.server.inference.ask import TAG_CHARS_MAX, check_tag, tenant_word
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Caller
 

@@ -19,7 +19,7 @@ from greenroom.server.admin.answers import Priority
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.listing import unknown_model
 from greenroom.server.admin.views import Order, Tier, View
-from greenroom.server.inference.settings import Settings, arrival
+from greenroom.server.inference.ask import Settings, arrival
 from greenroom.tenancy.tenants import NAME_CHARS_MAX, parse_priority
 
 Action = Literal["serve", "join", "wait", "swap", "refuse"]
@@ -93,7 +93,7 @@ class Explaining:
         entry = self._gateway.catalog.find(ask.model)
         if entry is None:
             raise unknown_model(ask.model, "model")
-        settings = Settings.of(self._gateway.config.server)
+        settings = Settings.of(self._gateway.config)
         event = arrival(
             settings,
             self._gateway.clock(),

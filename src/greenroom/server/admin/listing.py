@@ -16,7 +16,7 @@ from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.server.admin.snapshot import Snapshot
 from greenroom.server.admin.views import ModelCard, ModelList, ModelStatusList, ModelView
 from greenroom.server.asgi import asked_by_admin
-from greenroom.server.inference.ids import split_model
+from greenroom.server.inference.routes import split_model
 
 MODELS = "/v1/models"
 ModelPath = Annotated[str, Path(description="A model's id or alias. Slashes may be percent-encoded.")]

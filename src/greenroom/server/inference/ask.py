@@ -5,23 +5,26 @@ Owns the reading of `x_*` fields and headers, which are never forwarded. Raises 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final
+from urllib.parse import quote
 
 import msgspec
 
-from greenroom.config.schema import Heartbeat
-from greenroom.core.model import ModelId, TenantId
+from greenroom.config.schema import Config, Heartbeat
+from greenroom.core.events import RequestArrived
+from greenroom.core.model import ModelId, RequestId, TenantId
 from greenroom.engines.base import Ability, UsageSource
 from greenroom.errors import BadRequest, ModelNotFound, NotAllowed, PostOnly, Unsupported
 from greenroom.http.body import Payload
 from greenroom.http.exchange import Exchange
-from greenroom.http.headers import Headers
+from greenroom.http.headers import REQUEST_ALLOWED, Headers
 from greenroom.http.request import Head
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.server.inference import multipart, peek
-from greenroom.server.inference.ids import UPSTREAM_PREFIX, Route, cache_headers, is_open, split_model
-from greenroom.server.inference.keep_alive import capped
+from greenroom.server.inference.routes import UPSTREAM_PREFIX, Route, is_open, split_model
 from greenroom.tenancy.keys import Caller
 from greenroom.tenancy.tenants import Tenants, cap, parse_priority
 
@@ -38,6 +41,56 @@ _EMPTY: Final[frozenset[str]] = frozenset()
 
 # What an operator sets and strips for one revision of a model, encoded.
 _Rewrites = tuple[Entry, dict[str, bytes], frozenset[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    heartbeat: Heartbeat
+    heartbeat_after_s: float
+    heartbeat_every_s: float
+    wait_max_s: float
+    stream_wait_max_s: float
+    answer_idle_max_s: float
+    forward_headers: frozenset[bytes]
+    body_max: int
+    upload_max: int
+    keep_alive_max_s: float | None
+
+    @classmethod
+    def of(cls, config: Config) -> Settings:
+        server = config.server
+        return cls(
+            heartbeat=server.heartbeat,
+            heartbeat_after_s=server.heartbeat_after_s,
+            heartbeat_every_s=server.heartbeat_every_s,
+            wait_max_s=server.wait_max_s,
+            stream_wait_max_s=server.stream_wait_max_s,
+            answer_idle_max_s=server.answer_idle_max_s,
+            forward_headers=REQUEST_ALLOWED | {name.lower().encode("latin-1") for name in server.forward_headers},
+            body_max=server.body_max_mib * 1024 * 1024,
+            upload_max=server.upload_max_mib * 1024 * 1024,
+            keep_alive_max_s=config.scheduler.keep_alive_max_s,
+        )
+
+
+def arrival(
+    settings: Settings,
+    now: float,
+    request: RequestId,
+    model: ModelId,
+    priority: int,
+    tenant: TenantId,
+    patient: bool,
+    budget_s: float | None,
+    keep_alive_s: float | None = None,
+) -> RequestArrived:
+    """A `patient` caller hears heartbeats and can wait long; who hears nothing gives up after a while unannounced."""
+    wait_s = settings.stream_wait_max_s if patient else settings.wait_max_s
+    answer_by: float | None = None
+    if budget_s is not None:
+        wait_s = min(wait_s, budget_s)
+        answer_by = now + budget_s
+    return RequestArrived(now, request, (model,), priority, tenant, now + wait_s, patient, answer_by, keep_alive_s)
 
 
 class Ask:
@@ -101,40 +154,32 @@ class Ask:
 
 
 class AskReader:
-    def __init__(
-        self,
-        catalog: Catalog,
-        tenants: Tenants,
-        heartbeat: Callable[[], Heartbeat],
-        keep_alive_max_s: Callable[[], float | None],
-    ) -> None:
+    def __init__(self, catalog: Catalog, tenants: Tenants) -> None:
         self._catalog = catalog
         self._tenants = tenants
-        self._heartbeat = heartbeat
-        self._keep_alive_max_s = keep_alive_max_s
         # By model, so that a new revision takes the place of the old one.
         self._rewrites: dict[ModelId, _Rewrites] = {}
 
-    def read(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
+    def read(self, exchange: Exchange, route: Route, caller: Caller, settings: Settings) -> Ask:
         """A JSON request."""
         _expect_post(exchange.head)
-        return self._json(exchange, route, caller)
+        return self._json(exchange, route, caller, settings)
 
-    async def read_form(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
+    async def read_form(self, exchange: Exchange, route: Route, caller: Caller, settings: Settings) -> Ask:
         """A form with a file. Large ones are read in turns, so that others are served meanwhile."""
         _expect_post(exchange.head)
         form = await multipart.scan_in_turns(exchange.body, exchange.head.get(b"content-type"))
-        ask = self._ask(exchange, route, caller, form.model, form.priority, stream=form.stream)
+        ask = self._ask(exchange, route, caller, settings, form.model, form.priority, stream=form.stream)
         ask.client = form.client_id or ask.client
         ask.budget_s = _smaller(ask.budget_s, form.budget_s)
-        ask.keep_alive_s = capped(form.keep_alive_s, self._keep_alive_max_s())
+        ask.keep_alive_s = peek.capped(form.keep_alive_s, settings.keep_alive_max_s)
         config = ask.entry.config
         puts = {name: _as_text(value) for name, value in config.set_params.items()}
         drops = frozenset(config.strip_params)
         ask.payload = lambda: form.rewrite(config.use_model_name, drop=drops, put=puts)
         return ask
 
-    def read_upstream(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
+    def read_upstream(self, exchange: Exchange, route: Route, caller: Caller, settings: Settings) -> Ask:
         """A pass-through: everything after the model's id goes to its engine as it is."""
         head = exchange.head
         if not caller.admin:
@@ -142,7 +187,7 @@ class AskReader:
             self.check_open(head, caller)
         name, path = self._upstream(head)
         target = path + (b"?" + head.query if head.query else b"")
-        return self._ask(exchange, route, caller, name, None, target=target, payload=lambda: exchange.body)
+        return self._ask(exchange, route, caller, settings, name, None, target=target, payload=lambda: exchange.body)
 
     def check_open(self, head: Head, caller: Caller) -> None:
         """Raises NotAllowed unless the model opens this path to every key, or ModelNotFound."""
@@ -164,15 +209,15 @@ class AskReader:
         name, rest = found
         return name, b"/" + rest.lstrip(b"/")
 
-    def _json(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
+    def _json(self, exchange: Exchange, route: Route, caller: Caller, settings: Settings) -> Ask:
         body = exchange.body
         peeked = peek.peek(body.read())
-        ask = self._ask(exchange, route, caller, peeked.model, peeked.priority, stream=peeked.stream)
+        ask = self._ask(exchange, route, caller, settings, peeked.model, peeked.priority, stream=peeked.stream)
         ask.client = peeked.client_id or ask.client
         if peeked.budget_s is not None:
             ask.budget_s = _smaller(ask.budget_s, peeked.budget_s)
         if peeked.keep_alive_s is not None:
-            ask.keep_alive_s = capped(peeked.keep_alive_s, self._keep_alive_max_s())
+            ask.keep_alive_s = peek.capped(peeked.keep_alive_s, settings.keep_alive_max_s)
         puts, drops = self._rewrites_of(ask.entry)
         if ask.stream and ask.entry.engine.usage_source is UsageSource.ASK:
             options, asked = peek.ask_for_usage(peeked.fields)
@@ -193,6 +238,7 @@ class AskReader:
         exchange: Exchange,
         route: Route,
         caller: Caller,
+        settings: Settings,
         name: str,
         priority: str | int | None,
         *,
@@ -216,7 +262,7 @@ class AskReader:
             _priority(priority, said, entry, caller),
             caller.tenant or self._tenants.name(said.get(b"x-tenant-id")),
             said.get(b"x-client-id", b"").decode("latin-1")[:CLIENT_CHARS_MAX],
-            _heartbeat(said, self._heartbeat()),
+            _heartbeat(said, settings.heartbeat),
             payload,
             _budget_s(said),
             caller.admin,
@@ -283,3 +329,40 @@ def _smaller(one: float | None, other: float | None) -> float | None:
     if one is None or other is None:
         return one if other is None else other
     return min(one, other)
+
+
+# --- what the engine is told of its prefix cache ---
+
+TAG_CHARS_MAX: Final = 64
+# Everything printable but the space, which may be lost at the ends, and the mark that stands for what is written so.
+_PLAIN: Final = "".join(chr(code) for code in range(0x21, 0x7F) if code != ord("%"))
+_TAG: Final = re.compile(rb"[!-~]([ -~]*[!-~])?")
+_MODES: Final = frozenset((b"prefix", b"none", b"auto"))
+
+
+def cache_headers(is_kept: bool, tenant: TenantId, said: Mapping[bytes, bytes]) -> Headers | None:
+    """What goes to an engine that keeps such a cache (`is_kept`); None for others. Raises BadRequest, for all alike."""
+    tag, mode = said.get(b"x-cache-tag"), said.get(b"x-cache-mode")
+    if tag:
+        check_tag(tag, "X-Cache-Tag")
+    if mode is not None and mode.lower() not in _MODES:
+        raise BadRequest("X-Cache-Mode is prefix, none or auto.", param="X-Cache-Mode")
+    if not is_kept:
+        return None
+    headers: Headers = [(b"x-tenant-id", tenant_word(tenant).encode())] if tenant else []
+    if tag:
+        headers.append((b"x-cache-tag", tag))
+    if mode is not None:
+        headers.append((b"x-cache-mode", mode.lower()))
+    return headers
+
+
+def tenant_word(tenant: str) -> str:
+    """A tenant as a header can carry it: other characters than those of a plain word are percent-encoded."""
+    return quote(tenant, safe=_PLAIN)
+
+
+def check_tag(tag: bytes, param: str) -> None:
+    """Raises BadRequest for what cannot be a tag."""
+    if len(tag) > TAG_CHARS_MAX or _TAG.fullmatch(tag) is None:
+        raise BadRequest(f"{param} has 1 to {TAG_CHARS_MAX} printable ASCII characters.", param=param)

@@ -16,9 +16,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from greenroom.errors import BadRequest, GatewayBug
-from greenroom.server.inference import keep_alive
 from greenroom.server.inference.part_head import HEAD_BYTES_MAX, PartHead, quoted, read_boundary, read_part_head
-from greenroom.server.inference.peek import OURS, check_client_id, check_model, read_budget_s
+from greenroom.server.inference.peek import (
+    KEEP_ALIVE,
+    KEEP_ALIVE_S,
+    OURS,
+    check_client_id,
+    check_model,
+    keep_alive_s,
+    read_budget_s,
+)
 
 PARTS_MAX = 100
 # Text fields are kept up to this size; larger ones are passed on unread, unless they are ours to read.
@@ -27,7 +34,7 @@ FIELD_BYTES_MAX = 64 * 1024
 _TURN_BYTES = 1024 * 1024
 _FEED_BYTES_MIN = 16 * 1024
 
-_READ_BY_US = frozenset(("model", "stream", keep_alive.PLAIN))
+_READ_BY_US = frozenset(("model", "stream", KEEP_ALIVE))
 
 
 class Source(Protocol):
@@ -79,9 +86,9 @@ class Form:
     @property
     def keep_alive_s(self) -> float | None:
         """An empty field says nothing: that is how forms leave one out."""
-        name = keep_alive.OURS if self.fields.get(keep_alive.OURS) else keep_alive.PLAIN
+        name = KEEP_ALIVE_S if self.fields.get(KEEP_ALIVE_S) else KEEP_ALIVE
         said = self.fields.get(name)
-        return keep_alive.keep_alive_s(said, param=name) if said else None
+        return keep_alive_s(said, param=name) if said else None
 
     def rewrite(
         self, model_name: str | None = None, *, drop: frozenset[str] = frozenset(), put: Mapping[str, str] | None = None
@@ -99,7 +106,7 @@ class Form:
         return Rewritten(self.source, self.boundary, puts, kept)
 
     def _is_dropped(self, name: str, drop: frozenset[str], puts: Mapping[str, str]) -> bool:
-        return name.startswith(OURS) or name == keep_alive.PLAIN or name in drop or name in puts
+        return name.startswith(OURS) or name == KEEP_ALIVE or name in drop or name in puts
 
 
 class Rewritten:

@@ -16,9 +16,8 @@ from typing import Any, Final, NoReturn
 import msgspec
 from msgspec import Raw
 
-from greenroom.config.kinds import ID_CHARS_MAX
+from greenroom.config.kinds import ID_CHARS_MAX, SECONDS_MAX
 from greenroom.errors import BadRequest
-from greenroom.server.inference import keep_alive
 from greenroom.tenancy.tenants import bad_priority
 
 # Top-level fields. The largest API has about forty; each costs some two hundred bytes here.
@@ -29,6 +28,19 @@ _UTF8_STEP_BYTES: Final = 256 * 1024
 CLIENT_ID_CHARS_MAX: Final = 128
 # All keys with this prefix are words to us. Engines never see them.
 OURS: Final = "x_"
+
+# The names under which it is sent: as others call it, and as a word to us, which wins where both are there.
+KEEP_ALIVE: Final = "keep_alive"
+KEEP_ALIVE_S: Final = "x_keep_alive_s"
+FOR_EVER: Final = -1.0
+
+# Far more than anybody needs to write a time.
+_TIME_CHARS_MAX: Final = 64
+_NUMBER: Final = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_UNITS_S: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART: Final = re.compile(rf"({_NUMBER})(ns|us|µs|μs|ms|s|m|h)")
+_PLAIN_SECONDS: Final = re.compile(_NUMBER)
+_TIME: Final = re.compile(rf"(?:{_PART.pattern})+")
 
 
 Fields = dict[str, Raw]
@@ -76,7 +88,7 @@ def peek(body: bytes) -> Peeked:
         peeked.stream = _value(_flag, stream, "stream", "true or false") is True
     if f"{OURS}priority" in fields or f"{OURS}client_id" in fields or f"{OURS}budget_s" in fields:
         _read_ours(peeked)
-    if keep_alive.PLAIN in fields or keep_alive.OURS in fields:
+    if KEEP_ALIVE in fields or KEEP_ALIVE_S in fields:
         peeked.keep_alive_s = _read_keep_alive(fields)
     return peeked
 
@@ -85,7 +97,7 @@ def join(fields: Mapping[str, Raw], *, drop: frozenset[str], put: Mapping[str, b
     """The body for the engine: without our own fields and those in `drop`, with those in `put` (which are JSON)."""
     kept = dict(fields)
     for name in fields:
-        if name in drop or name[:2] == OURS or name == keep_alive.PLAIN:
+        if name in drop or name[:2] == OURS or name == KEEP_ALIVE:
             del kept[name]
     for name, value in put.items():
         kept[name] = Raw(value)
@@ -154,11 +166,49 @@ def _read_ours(peeked: Peeked) -> None:
 def _read_keep_alive(fields: Fields) -> float | None:
     """Both names are read, so that neither can be wrong unnoticed; ours wins."""
     seconds: float | None = None
-    for name in (keep_alive.PLAIN, keep_alive.OURS):
-        said = _value(_time_or_null, fields.get(name), name, keep_alive.wrong)
+    for name in (KEEP_ALIVE, KEEP_ALIVE_S):
+        said = _value(_time_or_null, fields.get(name), name, wrong_keep_alive)
         if said is not None:
-            seconds = keep_alive.keep_alive_s(said, param=name)
+            seconds = keep_alive_s(said, param=name)
     return seconds
+
+
+# --- how long a model stays ---
+
+
+def keep_alive_s(said: float | str, *, param: str) -> float:
+    """Seconds, or FOR_EVER. Raises BadRequest, which names the field."""
+    seconds = _seconds_of_text(said) if isinstance(said, str) else float(said)
+    if not math.isfinite(seconds):
+        raise wrong_keep_alive(param)
+    return FOR_EVER if seconds < 0 else min(seconds, SECONDS_MAX)
+
+
+def wrong_keep_alive(param: str) -> BadRequest:
+    """Whatever is wrong with it is told in these words."""
+    return BadRequest(
+        f'{param} is a number of seconds or a time such as "5m" or "1h30m"; 0 leaves when idle, -1 stays.', param=param
+    )
+
+
+def capped(seconds: float | None, most_s: float | None) -> float | None:
+    """What the caller gets of it under the operator's bound."""
+    if seconds is None or most_s is None:
+        return seconds
+    return most_s if seconds == FOR_EVER else min(seconds, most_s)
+
+
+def _seconds_of_text(said: str) -> float:
+    text = said.strip()
+    if len(text) > _TIME_CHARS_MAX:
+        return math.nan
+    size = text[1:] if text[:1] in ("+", "-") else text
+    sign = -1.0 if text[:1] == "-" else 1.0
+    if _PLAIN_SECONDS.fullmatch(size):
+        return sign * float(size)
+    if not _TIME.fullmatch(size):
+        return math.nan
+    return sign * sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(size))
 
 
 # --- decoding -------------------------------------------------------------------------------------------------------

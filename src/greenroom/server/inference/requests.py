@@ -22,10 +22,9 @@ from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.loop import SchedulerLoop
 from greenroom.runtime.tickets import Tickets
 from greenroom.server import render
-from greenroom.server.inference.ask import Ask, AskReader
-from greenroom.server.inference.ids import UPSTREAM, Route
-from greenroom.server.inference.running import Running, Shared
-from greenroom.server.inference.settings import Settings, Vigil
+from greenroom.server.inference.ask import Ask, AskReader, Settings
+from greenroom.server.inference.routes import UPSTREAM, Route
+from greenroom.server.inference.running import RequestSweep, Running, Shared
 from greenroom.telemetry.activity import Activity, Record
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.metrics import Metrics
@@ -46,7 +45,7 @@ class Inference:
         tickets: Tickets,
         activity: Activity,
         metrics: Metrics,
-        settings: Callable[[], Settings],
+        settings: Settings,
         clock: Callable[[], float],
         write_down: Callable[[Record], None] | None = None,
         waits: Callable[[Entry], None] | None = None,
@@ -56,7 +55,7 @@ class Inference:
         self._loop = loop
         self._activity = activity
         self._metrics = metrics
-        self._settings = settings
+        self.settings = settings
         self._clock = clock
         self._write_down = write_down
         self._waits = waits
@@ -64,8 +63,8 @@ class Inference:
         self._tasks: set[asyncio.Task[None]] = set()
         # Ids of different runs do not meet; within one they are counted.
         self._prefix, self._numbers = f"r-{secrets.token_hex(4)}-", itertools.count(1)
-        self.vigil = Vigil(self._sweep_s, clock)
-        self._shared = Shared(tickets, self.vigil, clock, self._outlook, self._spawn, self._ended)
+        self.sweep = RequestSweep(self._sweep_s, clock)
+        self._shared = Shared(tickets, self.sweep, clock, self._outlook, self._spawn, self._ended)
 
     def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None:
         """Answer this request. Returns at once."""
@@ -77,9 +76,13 @@ class Inference:
         request_id = self.next_id()
         try:
             read = self._reader.read_upstream if route is UPSTREAM else self._reader.read
-            self._begin(exchange, read(exchange, route, caller), request_id)
+            self._begin(exchange, read(exchange, route, caller, self.settings), request_id)
         except Exception as error:
             self._refuse(exchange, error, request_id, caller)
+
+    def configure(self, settings: Settings) -> None:
+        """Apply changed settings to all requests that begin from now on."""
+        self.settings = settings
 
     def check_open(self, head: Head, caller: Caller) -> None:
         """Raises NotAllowed where this path of an engine is not open to a key without `admin`."""
@@ -88,7 +91,7 @@ class Inference:
     async def _handle_form(self, exchange: Exchange, route: Route, caller: Caller) -> None:
         request_id = self.next_id()
         try:
-            self._begin(exchange, await self._reader.read_form(exchange, route, caller), request_id)
+            self._begin(exchange, await self._reader.read_form(exchange, route, caller, self.settings), request_id)
         except Exception as error:
             # The form of a client that has left cannot be read any more, and there is nobody to refuse.
             if not exchange.gone:
@@ -109,7 +112,7 @@ class Inference:
             arrived_at=time.time(),
         )
         self._activity.begin(record)
-        running = Running(exchange, ask, request_id, record, self._settings(), self._shared)
+        running = Running(exchange, ask, request_id, record, self.settings, self._shared)
         running.begin()
         is_hit = running.ticket.granted_at == running.ticket.arrived
         self._metrics.looked_up(ask.entry.id, is_hit)
@@ -154,7 +157,7 @@ class Inference:
         return f"{self._prefix}{next(self._numbers)}"
 
     def _sweep_s(self) -> float:
-        settings = self._settings()
+        settings = self.settings
         idle_s = settings.answer_idle_max_s or 3600.0
         return min(settings.heartbeat_after_s, settings.heartbeat_every_s, idle_s) / 4
 

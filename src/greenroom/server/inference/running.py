@@ -25,8 +25,7 @@ from greenroom.http.tunnel import Tunnel
 from greenroom.runtime.slots import LiveSlot
 from greenroom.runtime.tickets import Ticket, Tickets
 from greenroom.server import render
-from greenroom.server.inference.ask import Ask
-from greenroom.server.inference.settings import Settings, Vigil, arrival
+from greenroom.server.inference.ask import Ask, Settings, arrival
 from greenroom.telemetry.activity import Record
 from greenroom.telemetry.logs import get_logger
 
@@ -52,7 +51,7 @@ class Shared:
     """What all requests have in common. `ended` is told of each exactly once."""
 
     tickets: Tickets
-    vigil: Vigil
+    sweep: RequestSweep
     clock: Callable[[], float]
     outlook: Callable[[str], tuple[int | None, float | None]]
     spawn: Callable[[Running], asyncio.Task[None]]
@@ -107,7 +106,7 @@ class Running:
         event = self._arrival(shared.clock())
         self._beat_at = event.now + self._settings.heartbeat_after_s
         self.ticket = shared.tickets.arrive(event)
-        shared.vigil.add(self)
+        shared.sweep.add(self)
         slot = self.ticket.slot
         try:
             if slot is None or not self._send_now(slot):
@@ -261,7 +260,7 @@ class Running:
             if error is not None:
                 self._tell(error)
         finally:
-            self._shared.vigil.remove(self)
+            self._shared.sweep.remove(self)
             self._shared.tickets.close(self.ticket)
             self._shared.ended(self, error)
 
@@ -297,7 +296,7 @@ class Running:
             return EngineTimeout(f"{self.ask.entry.id} sent nothing for {self._settings.answer_idle_max_s:g} s.")
         return self.ticket.cut_error or EngineLost(f"The answer of {self.ask.entry.id} was ended.")
 
-    # --- looked at by the vigil -------------------------------------------------------------------------------------
+    # --- what the sweep looks at -------------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
         relay = self.relay
@@ -355,3 +354,46 @@ class _EngineSaid(EngineFault):
     def __init__(self, message: str, *, details: str, status: int) -> None:
         super().__init__(message, details=details)
         self.status = status if 400 <= status <= 599 else 502  # type: ignore[misc]
+
+
+# Bounds of the sweep's period: fine enough for the shortest heartbeat, rare enough to cost nothing.
+SWEEP_MIN_S: Final = 0.05
+SWEEP_MAX_S: Final = 0.5
+
+
+class RequestSweep:
+    """Looks at every running request from time to time: one timer for all, and none while there is no request."""
+
+    def __init__(self, period_s: Callable[[], float], clock: Callable[[], float]) -> None:
+        self._period_s = period_s
+        self._clock = clock
+        self._running: set[Running] = set()
+        self._next: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def add(self, running: Running) -> None:
+        self._running.add(running)
+        if self._next is None:
+            self._arm()
+
+    def remove(self, running: Running) -> None:
+        self._running.discard(running)
+
+    def _arm(self) -> None:
+        period_s = min(max(self._period_s(), SWEEP_MIN_S), SWEEP_MAX_S)
+        self._next = asyncio.get_running_loop().call_later(period_s, self._sweep)
+
+    def _sweep(self) -> None:
+        self._next = None
+        now = self._clock()
+        for running in list(self._running):
+            running.look(now)
+        if self._running:
+            self._arm()
+
+    def close(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
