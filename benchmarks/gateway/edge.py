@@ -24,9 +24,9 @@ from greenroom.errors import GreenroomError
 from greenroom.http.edge import Edge, Refusal
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import build_request
-from greenroom.http.relay import Outcome, Relay
+from greenroom.http.relay import Relay, RelayOutcome
 from greenroom.http.request import Head
-from greenroom.http.upstream import Address, Pool
+from greenroom.http.upstream import EngineAddress, Pool
 
 # The goals of the whole gateway: the difference to the bare edge is what everything else may cost.
 GOALS = {"request_ratio_max": 4.0, "chunk_ratio_max": 1.4}
@@ -36,7 +36,7 @@ BODY_MAX = 16 * 1024 * 1024
 
 class BareProxy:
     def __init__(self, engine_port: int) -> None:
-        self._pool = Pool(Address("127.0.0.1", engine_port), idle_max=256)
+        self._pool = Pool(EngineAddress("127.0.0.1", engine_port), idle_max=256)
         self._host = str(self._pool.address).encode()
         self._connecting: set[asyncio.Task[None]] = set()
         self._served = 0
@@ -61,7 +61,7 @@ class BareProxy:
         return error.status, [(b"content-type", b"application/json")], json.dumps({"error": error.message}).encode()
 
     def _done(self, relay: Relay) -> None:
-        if relay.outcome is Outcome.ENGINE_LOST:
+        if relay.outcome is RelayOutcome.ENGINE_LOST:
             if relay.exchange.started:
                 relay.exchange.cut()
             else:

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from greenroom.http.exchange import Exchange
-from greenroom.http.relay import BAD_BODY_BYTES_MAX, TAIL_BYTES, Outcome, Relay
+from greenroom.http.relay import BAD_BODY_BYTES_MAX, TAIL_BYTES, Relay, RelayOutcome
 
 from .conftest import Behind, Connect, Engines
 from .wires import Call, Client, Engine, Proxy, SlowLoop, get, post, until
@@ -21,7 +21,7 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-async def outcome_of(proxy: Proxy, number: int = 0) -> Outcome:
+async def outcome_of(proxy: Proxy, number: int = 0) -> RelayOutcome:
     await until(lambda: len(proxy.relays) > number)
     async with asyncio.timeout(10):
         return await proxy.relays[number].wait()
@@ -43,7 +43,12 @@ async def test_answer_reaches_the_client_with_filtered_headers(
         assert response.headers["x-request-id"] == "r-1"
         assert "server" not in response.headers
         relay = proxy.relays[number]
-        assert (await relay.wait(), relay.status, relay.tail(), relay.total_bytes) == (Outcome.COMPLETE, 200, b"{}", 2)
+        assert (await relay.wait(), relay.status, relay.tail(), relay.total_bytes) == (
+            RelayOutcome.COMPLETE,
+            200,
+            b"{}",
+            2,
+        )
     assert b"cookie" not in engine.calls[0].head
     assert engine.calls[0].body == b'{"model":"m"}'
     assert engine.connections == 1
@@ -67,7 +72,7 @@ async def test_stream_is_passed_on_as_it_comes_and_counted(engines: Engines, beh
     assert (relay.events, relay.first_data_at, relay.at_boundary) == (1, None, False)
     more.set()
     assert (await client._chunks(200, {})).body == b"ta: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
-    assert await relay.wait() is Outcome.COMPLETE
+    assert await relay.wait() is RelayOutcome.COMPLETE
     assert relay.events == 4
     assert relay.first_data_at is not None
     assert relay.at_boundary
@@ -153,7 +158,7 @@ async def test_client_that_leaves_ends_the_engines_work_at_once(
         client.writer.close()
     else:
         client.reset()
-    assert await outcome_of(proxy) is Outcome.CLIENT_GONE
+    assert await outcome_of(proxy) is RelayOutcome.CLIENT_GONE
     async with asyncio.timeout(5):
         await left.wait()
     await until(lambda: proxy.pool.open_count == 0)
@@ -172,7 +177,7 @@ async def test_client_that_leaves_while_we_connect_is_not_sent(behind: Behind, c
     await client.send(post(b"{}"))
     await until(lambda: len(proxy.relays) == 1)
     await client.close()
-    assert await outcome_of(proxy) is Outcome.CLIENT_GONE
+    assert await outcome_of(proxy) is RelayOutcome.CLIENT_GONE
     connected.set()
     await until(lambda: proxy.pool.idle_count == 1)
     assert engine.calls == []
@@ -210,7 +215,7 @@ async def test_slow_client_slows_the_engine_and_memory_stays_bounded(
         while sent == before:
             assert await client.reader.read(1 << 20)
     client.reset()
-    assert await outcome_of(proxy) is Outcome.CLIENT_GONE
+    assert await outcome_of(proxy) is RelayOutcome.CLIENT_GONE
 
 
 async def test_connection_used_by_a_slow_client_serves_the_next_one(
@@ -252,7 +257,7 @@ async def test_engine_lost_before_its_first_byte_leaves_the_answer_open(
     await client.send(post(b"{}"))
     assert (await client.response()).status == 502
     relay = proxy.relays[0]
-    assert (relay.outcome, relay.before_first_byte) == (Outcome.ENGINE_LOST, True)
+    assert (relay.outcome, relay.before_first_byte) == (RelayOutcome.ENGINE_LOST, True)
     await client.send(post(b"{}"))
     assert (await client.response()).status == 502
 
@@ -280,7 +285,7 @@ async def test_engine_lost_between_events_is_told_as_one_more_event(
     assert response.body == body + b'data: {"error":{"code":"engine_lost"}}\n\n'
     assert response.whole
     relay = proxy.relays[0]
-    assert (relay.outcome, relay.before_first_byte) == (Outcome.ENGINE_LOST, False)
+    assert (relay.outcome, relay.before_first_byte) == (RelayOutcome.ENGINE_LOST, False)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +340,7 @@ async def test_header_of_ours_that_breaks_the_answer_ends_the_relay(
     client = await connect(proxy.server)
     await client.send(post(b"{}"))
     assert (await client.response()).status == 502
-    assert proxy.relays[0].outcome is Outcome.ENGINE_LOST
+    assert proxy.relays[0].outcome is RelayOutcome.ENGINE_LOST
     assert not proxy.relays[0].before_first_byte
 
 
@@ -355,11 +360,11 @@ async def test_stopped_relay_ends_the_engines_work(engines: Engines, behind: Beh
     await asyncio.sleep(0)
     proxy.relays[0].fail(b"data: cut\n\n")
     assert (await client.response()).body == b"data: 1\n\ndata: cut\n\n"
-    assert await waiting is Outcome.STOPPED
+    assert await waiting is RelayOutcome.STOPPED
     async with asyncio.timeout(5):
         await left.wait()
     proxy.relays[0].stop()
-    assert proxy.relays[0].outcome is Outcome.STOPPED
+    assert proxy.relays[0].outcome is RelayOutcome.STOPPED
 
 
 async def test_waiter_that_is_cancelled_changes_nothing(engines: Engines, behind: Behind, connect: Connect) -> None:
@@ -380,7 +385,7 @@ async def test_waiter_that_is_cancelled_changes_nothing(engines: Engines, behind
         await waiting
     go.set()
     assert (await client.response()).body == b"{}"
-    assert await proxy.relays[0].wait() is Outcome.COMPLETE
+    assert await proxy.relays[0].wait() is RelayOutcome.COMPLETE
 
 
 async def test_client_already_gone_is_an_outcome_at_once(engines: Engines, behind: Behind, connect: Connect) -> None:
@@ -394,7 +399,7 @@ async def test_client_already_gone_is_an_outcome_at_once(engines: Engines, behin
     await until(lambda: held[0].gone)
     relay = Relay(held[0])
     assert not relay.wanted
-    assert await relay.wait() is Outcome.CLIENT_GONE
+    assert await relay.wait() is RelayOutcome.CLIENT_GONE
 
 
 # --- after heartbeats -----------------------------------------------------------------------------------------------
@@ -411,7 +416,7 @@ async def test_committed_stream_continues_with_the_engines_events(
     client = await connect(proxy.server)
     await client.send(post(b"{}"))
     assert (await client.response()).body == b": waiting\n\ndata: 1\n\n"
-    assert proxy.relays[0].outcome is Outcome.COMPLETE
+    assert proxy.relays[0].outcome is RelayOutcome.COMPLETE
 
 
 @pytest.mark.parametrize(
@@ -444,7 +449,7 @@ async def test_committed_stream_turns_any_other_answer_into_an_error(
     response = await client.response()
     assert (response.status, response.body) == (200, b": waiting\n\ndata: error\n\n")
     assert proxy.bad_heads == [(status, body)]
-    assert proxy.relays[0].outcome is Outcome.BAD_HEAD
+    assert proxy.relays[0].outcome is RelayOutcome.BAD_HEAD
 
 
 async def test_committed_stream_whose_engine_is_lost_ends_with_an_event(
@@ -533,4 +538,4 @@ async def test_many_clients_at_once_get_their_own_answers(engines: Engines, behi
         await client.close()
 
     await asyncio.gather(*[one(number) for number in range(50)])
-    assert all(relay.outcome is Outcome.COMPLETE for relay in proxy.relays)
+    assert all(relay.outcome is RelayOutcome.COMPLETE for relay in proxy.relays)

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from greenroom.http.relay import Outcome
+from greenroom.http.relay import RelayOutcome
 from greenroom.http.tunnel import Tunnel
 
 from .conftest import Behind, Connect, Engines
@@ -52,7 +52,7 @@ async def test_bytes_pass_both_ways(engines: Engines, behind: Behind, connect: C
     assert (tunnel.bytes_from_client, tunnel.bytes_from_engine) == (len(expected) - 6, len(expected))
     assert b"upgrade: echo\r\nsec-websocket-key: k\r\n" in engine.calls[0].head
     await client.close()
-    assert await tunnel.wait() is Outcome.COMPLETE
+    assert await tunnel.wait() is RelayOutcome.COMPLETE
     await until(lambda: proxy.pool.open_count == 0)
 
 
@@ -80,7 +80,7 @@ async def test_both_sides_end_when_either_ends(who: str, engines: Engines, behin
         proxy.pool.close()
     async with asyncio.timeout(DEADLINE_S):
         await left.wait()
-        assert await tunnel_of(proxy).wait() is Outcome.COMPLETE
+        assert await tunnel_of(proxy).wait() is RelayOutcome.COMPLETE
     if who != "client":
         assert await client.is_closed()
     await until(lambda: proxy.pool.open_count == 0 and proxy.server.edge.connections == 0)
@@ -114,7 +114,7 @@ async def test_client_that_leaves_before_the_engine_agrees_ends_the_request(
     await client.send(ASK)
     await until(lambda: bool(proxy.relays) and proxy.relays[0].upstream is not None)
     await client.close()
-    assert await tunnel_of(proxy).wait() is Outcome.CLIENT_GONE
+    assert await tunnel_of(proxy).wait() is RelayOutcome.CLIENT_GONE
     async with asyncio.timeout(DEADLINE_S):
         await left.wait()
 
@@ -133,7 +133,7 @@ async def test_tunnel_stopped_before_it_opens_ends_the_request(
     await client.send(ASK)
     await until(lambda: bool(proxy.relays) and proxy.relays[0].upstream is not None)
     tunnel_of(proxy).stop()
-    assert await tunnel_of(proxy).wait() is Outcome.STOPPED
+    assert await tunnel_of(proxy).wait() is RelayOutcome.STOPPED
     async with asyncio.timeout(DEADLINE_S):
         await left.wait()
     proxy.relays[0].exchange.cut()
@@ -215,7 +215,7 @@ async def test_client_of_an_engine_that_reads_nothing_is_seen_to_leave(
             await asyncio.sleep(0.001)
     leave(client, how)
     async with asyncio.timeout(DEADLINE_S):
-        assert await tunnel.wait() is Outcome.COMPLETE
+        assert await tunnel.wait() is RelayOutcome.COMPLETE
     await until(lambda: proxy.server.edge.connections == 0)
     await until(lambda: proxy.pool.open_count == 0)
 
@@ -230,4 +230,4 @@ async def test_tunnel_is_cut_when_the_edge_is(engines: Engines, behind: Behind, 
     async with asyncio.timeout(DEADLINE_S):
         assert await client.reader.readexactly(16) == b"hello still open"
     proxy.server.edge.abort()
-    assert await tunnel_of(proxy).wait() is Outcome.COMPLETE
+    assert await tunnel_of(proxy).wait() is RelayOutcome.COMPLETE

@@ -13,7 +13,7 @@ from greenroom.http.body import Body, BodyBudget
 from greenroom.http.engine_connection import Connection
 from greenroom.http.headers import Headers
 from greenroom.http.limits import EdgeLimits
-from greenroom.http.upstream import Address, Pool
+from greenroom.http.upstream import EngineAddress, Pool
 
 from .conftest import Engines
 from .wires import Call, Engine, SlowLoop, address, until
@@ -295,7 +295,7 @@ async def test_engine_that_cannot_be_reached_is_lost_before_the_first_byte(
     # Callers know it by its model: where it was to listen is nobody's business.
     assert notes.error is not None and notes.error.message.startswith("The engine of alpha cannot be reached")
     assert str(engine.port) not in notes.error.message
-    notes = await ask(Pool(Address(path=str(tmp_path / "absent.sock"))))
+    notes = await ask(Pool(EngineAddress(path=str(tmp_path / "absent.sock"))))
     assert notes.told == ["lost"]
 
 
@@ -480,7 +480,7 @@ async def test_unix_socket_works_too(tmp_path: Path, pools: Callable[..., Pool])
     engine = Engine(saying(OK))  # type: ignore[arg-type]
     path = str(tmp_path / "e.sock")
     await engine.start(path)
-    pool = Pool(Address(path=path))
+    pool = Pool(EngineAddress(path=path))
     assert (await ask(pool)).data == b"ok"
     assert str(pool.address) == f"unix:{path}"
     pool.close()
@@ -489,5 +489,5 @@ async def test_unix_socket_works_too(tmp_path: Path, pools: Callable[..., Pool])
 
 
 def test_addresses_are_spelt_as_usual() -> None:
-    assert str(Address("127.0.0.1", 80)) == "127.0.0.1:80"
-    assert str(Address("::1", 80)) == "[::1]:80"
+    assert str(EngineAddress("127.0.0.1", 80)) == "127.0.0.1:80"
+    assert str(EngineAddress("::1", 80)) == "[::1]:80"

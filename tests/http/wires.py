@@ -19,7 +19,7 @@ from greenroom.http.limits import EdgeLimits
 from greenroom.http.relay import Relay
 from greenroom.http.request import Head
 from greenroom.http.tunnel import Tunnel
-from greenroom.http.upstream import Address, Pool
+from greenroom.http.upstream import EngineAddress, Pool
 
 DEADLINE_S = 20.0
 BODY_MAX = 4 * 1024 * 1024
@@ -345,8 +345,8 @@ def end_lost(relay: Relay) -> None:
         relay.exchange.respond(*render(relay.exchange, relay.exchange.head, relay.error))
 
 
-def address(engine: Engine) -> Address:
-    return Address("127.0.0.1", engine.port)
+def address(engine: Engine) -> EngineAddress:
+    return EngineAddress("127.0.0.1", engine.port)
 
 
 class SlowLoop:

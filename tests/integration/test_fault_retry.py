@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from greenroom.errors import EngineLost
-from greenroom.http.upstream import Address, Pool
+from greenroom.http.upstream import EngineAddress, Pool
 from tests.http.wires import SlowLoop
 
 
@@ -34,7 +34,7 @@ class Listener:
 
 async def test_retry_that_has_not_begun_when_the_pool_closes_is_told_once() -> None:
     """The broken connection and the engine's end are heard in one turn of the loop: the retry never gets its first."""
-    pool, sink = Pool(Address(path="/no/such/socket")), Listener()
+    pool, sink = Pool(EngineAddress(path="/no/such/socket")), Listener()
     pool.retry(b"POST / HTTP/1.1\r\n\r\n", b"", sink)
     pool.close()
     await asyncio.sleep(0.05)
@@ -42,7 +42,7 @@ async def test_retry_that_has_not_begun_when_the_pool_closes_is_told_once() -> N
 
 
 async def test_retry_that_is_connecting_when_the_pool_closes_is_told_once() -> None:
-    pool, sink = Pool(Address(host="127.0.0.1", port=9)), Listener()
+    pool, sink = Pool(EngineAddress(host="127.0.0.1", port=9)), Listener()
     pool._loop = SlowLoop(asyncio.Event())  # type: ignore[assignment]
     pool.retry(b"POST / HTTP/1.1\r\n\r\n", b"", sink)
     await asyncio.sleep(0)

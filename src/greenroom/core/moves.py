@@ -13,16 +13,7 @@ from greenroom.core.decide.placement import bounded
 from greenroom.core.decide.residents import drain_s
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, because
 from greenroom.core.events import MoveAsked, MoveDone, SlotsLost, Timer, TimerKind
-from greenroom.core.model import (
-    ARRIVING,
-    LEGAL_MOVES,
-    NO_CLAIM,
-    Move,
-    MoveKind,
-    Outcome,
-    Slot,
-    Tier,
-)
+from greenroom.core.model import ARRIVING, LEGAL_MOVES, NO_CLAIM, Move, MoveKind, Outcome, Slot, Tier
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.slots import SlotWriter
 from greenroom.core.state import LeavingOp, ModelRecord, State, learn

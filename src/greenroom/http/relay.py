@@ -30,7 +30,7 @@ UNREAD_BYTES_MAX: Final = 16 * 1024
 OnBadHead = Callable[[int, Headers, bytes], None]
 
 
-class Outcome(enum.Enum):
+class RelayOutcome(enum.Enum):
     COMPLETE = "complete"
     CLIENT_GONE = "client_gone"
     ENGINE_LOST = "engine_lost"
@@ -85,7 +85,7 @@ class Relay:
         self.exchange = exchange
         self.committed = committed
         self.upstream: Connection | None = None
-        self.outcome: Outcome | None = None
+        self.outcome: RelayOutcome | None = None
         self.error: EngineLost | None = None
         # Whether an engine that was lost had not answered a single byte.
         self.before_first_byte = True
@@ -110,7 +110,7 @@ class Relay:
         exchange.on_pause = self._pause
         exchange.on_resume = self._resume
         if exchange.gone:
-            self._settle(Outcome.CLIENT_GONE)
+            self._settle(RelayOutcome.CLIENT_GONE)
 
     # --- what the upper layers ask ----------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class Relay:
         self._read()
         return self._tail
 
-    async def wait(self) -> Outcome:
+    async def wait(self) -> RelayOutcome:
         """Wait for the outcome. Being cancelled changes nothing: call `stop` to end the relay."""
         if self.outcome is None:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -155,7 +155,7 @@ class Relay:
     def stop(self) -> None:
         """End the engine's work on this answer. The exchange is left as it is."""
         self._drop_upstream()
-        self._settle(Outcome.STOPPED)
+        self._settle(RelayOutcome.STOPPED)
 
     def fail(self, error_event: bytes) -> None:
         """End a started answer with an error: as one more event where one may stand, else by cutting it short."""
@@ -165,7 +165,7 @@ class Relay:
             self.exchange.finish()
         else:
             self.exchange.cut()
-        self._settle(Outcome.STOPPED)
+        self._settle(RelayOutcome.STOPPED)
 
     # --- what the engine says ---------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Relay:
         self._read_bytes = len(body)
         self._tail = body[-TAIL_BYTES:]
         self.exchange.respond(status, response_headers(headers, self._extra, self._defaults), body)
-        self._settle(Outcome.COMPLETE)
+        self._settle(RelayOutcome.COMPLETE)
 
     def head(self, status: int, headers: Headers) -> None:
         self._pass_head(self._note_head(status, headers))
@@ -206,7 +206,7 @@ class Relay:
         if self._filter is not None:
             self.exchange.write(self._filter.flush())
         self.exchange.finish()
-        self._settle(Outcome.COMPLETE)
+        self._settle(RelayOutcome.COMPLETE)
 
     def upgraded(self, headers: Headers, rest: bytes) -> None:
         """Nobody asked the engine to leave HTTP."""
@@ -222,7 +222,7 @@ class Relay:
         if self._bad_body is not None:
             self._tell_bad_head()
         else:
-            self._settle(Outcome.ENGINE_LOST)
+            self._settle(RelayOutcome.ENGINE_LOST)
 
     def _note_head(self, status: int, headers: Headers) -> int | None:
         """Remember the head. Gives back the length it promises."""
@@ -277,11 +277,11 @@ class Relay:
         body, self._bad_body = bytes(self._bad_body or b""), None
         if self._on_bad_head is not None:
             self._on_bad_head(self.status, self.headers, body)
-        self._settle(Outcome.BAD_HEAD)
+        self._settle(RelayOutcome.BAD_HEAD)
 
     def _client_gone(self) -> None:
         self._drop_upstream()
-        self._settle(Outcome.CLIENT_GONE)
+        self._settle(RelayOutcome.CLIENT_GONE)
 
     def _pause(self) -> None:
         if self.upstream is not None:
@@ -296,7 +296,7 @@ class Relay:
         if upstream is not None:
             upstream.abort()
 
-    def _settle(self, outcome: Outcome) -> None:
+    def _settle(self, outcome: RelayOutcome) -> None:
         if self.outcome is not None:
             return
         self.outcome = outcome

@@ -14,7 +14,7 @@ from greenroom.http import headers as wire
 from greenroom.http.engine_connection import Connection
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, response_headers
-from greenroom.http.relay import Outcome, Relay
+from greenroom.http.relay import Relay, RelayOutcome
 
 # An engine that does not read is given this long for the last bytes of a client.
 LAST_BYTES_S: Final = 1.0
@@ -112,4 +112,4 @@ class Tunnel(Relay):
             engine.close()
             if engine.get_write_buffer_size():
                 asyncio.get_running_loop().call_later(LAST_BYTES_S, engine.abort)
-        self._settle(Outcome.COMPLETE)
+        self._settle(RelayOutcome.COMPLETE)

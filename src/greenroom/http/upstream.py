@@ -20,7 +20,7 @@ CONNECT_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class EngineAddress:
     """Where an engine listens: host and port, or the path of a Unix socket."""
 
     host: str = ""
@@ -39,7 +39,9 @@ class Pool:
     Callers know the engine by `name`: where it listens is nobody's business.
     """
 
-    def __init__(self, address: Address, *, name: str = "The engine", idle_max: int = 32, idle_s: float = 4.0) -> None:
+    def __init__(
+        self, address: EngineAddress, *, name: str = "The engine", idle_max: int = 32, idle_s: float = 4.0
+    ) -> None:
         self.address = address
         self.name = name
         self.connects = 0

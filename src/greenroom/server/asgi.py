@@ -37,7 +37,7 @@ class AsgiBridge:
         """Answer this request. Handlers find `request_id`, `is_admin` and `caller` in the scope's state."""
         state = {"request_id": request_id, "is_admin": is_admin, "caller": caller}
         # Before its task runs: the client may leave first, and the application must hear of it.
-        call = _Call(exchange, request_id)
+        call = _AsgiCall(exchange, request_id)
         running = self._run(call, exchange, scope_of(exchange.head, path, state), request_id)
         task = asyncio.get_running_loop().create_task(running, name=f"asgi {request_id}")
         self._tasks.add(task)
@@ -49,7 +49,7 @@ class AsgiBridge:
         for task in list(self._tasks):
             task.cancel()
 
-    async def _run(self, call: _Call, exchange: Exchange, scope: MutableMapping[str, Any], request_id: str) -> None:
+    async def _run(self, call: _AsgiCall, exchange: Exchange, scope: MutableMapping[str, Any], request_id: str) -> None:
         try:
             await self._application(scope, call.receive, call.send)
         except Exception as bug:
@@ -71,7 +71,7 @@ def asked_by_admin(request: Request) -> bool:
     return bool(request.scope.get("state", {}).get("is_admin"))
 
 
-class _Call:
+class _AsgiCall:
     """One request as ASGI sees it."""
 
     def __init__(self, exchange: Exchange, request_id: str) -> None:

@@ -20,7 +20,7 @@ from greenroom.http.limits import EdgeLimits
 from greenroom.server.inference.multipart import (
     FIELD_BYTES_MAX,
     PARTS_MAX,
-    Form,
+    MultipartForm,
     Rewritten,
     _Scanner,
     scan,
@@ -67,7 +67,7 @@ MODEL = part("model", b"whisper")
 USUAL = form(FILE, part("language", b"en"), MODEL)
 
 
-def read(body: bytes, content_type: bytes = TYPE, size: int = 1 << 16) -> Form:
+def read(body: bytes, content_type: bytes = TYPE, size: int = 1 << 16) -> MultipartForm:
     """Like `scan`, but fed in pieces of exactly this size."""
     source = Pieces(body, size)
     scanner = _Scanner(source, read_boundary(content_type))

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from greenroom.core.model import Move
 from greenroom.errors import LoadFailed
-from greenroom.http.upstream import Address, Pool
+from greenroom.http.upstream import EngineAddress, Pool
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.hosted_memory import HostedMemory
@@ -123,7 +123,7 @@ class SlotOpener:
             self._observer.prepared(slot.entry.id, count(answer, "read_bytes"), seconds(answer, "seconds"))
         slot.arena.is_filled, slot.progress = True, None
         slot.arena_bytes = count(answer, "arena_bytes")
-        slot.pool = Pool(Address(path=slot.socket or ""), name=f"The engine of {slot.entry.id}")
+        slot.pool = Pool(EngineAddress(path=slot.socket or ""), name=f"The engine of {slot.entry.id}")
         self._pool.want_spare(slot.engine, slot.key)
 
     async def shut(self, slot: HostedSlot, *, opens_for_s: float = 0.0) -> None:

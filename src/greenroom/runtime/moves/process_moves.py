@@ -14,7 +14,7 @@ from pathlib import Path
 from greenroom.core.model import Claim, Move, SlotId, Tier
 from greenroom.engines.base import Launch, LaunchPlace, Listens, ProcessEngine
 from greenroom.errors import LoadFailed
-from greenroom.http.upstream import Address, Pool
+from greenroom.http.upstream import EngineAddress, Pool
 from greenroom.process.logs import START_LINES_MAX, StartLog
 from greenroom.process.ports import PortRange, is_ours, listener_pids
 from greenroom.process.spawn import Child, Exit, spawn
@@ -229,8 +229,8 @@ class ProcessMoves:
         self._admission.cleanup.start(self._end(live, held), held.unseen | frozenset(held.seen), f"remains {live.id}")
 
 
-def _address(place: LaunchPlace) -> Address:
-    return Address(path=place.socket) if place.socket else Address("127.0.0.1", place.port or 0)
+def _address(place: LaunchPlace) -> EngineAddress:
+    return EngineAddress(path=place.socket) if place.socket else EngineAddress("127.0.0.1", place.port or 0)
 
 
 def _failed(entry: Entry, child: Child, why: str) -> LoadFailed:
@@ -256,7 +256,7 @@ ANSWER_MAX_S = 2.0
 _STATUS_LINE_MAX = 4096
 
 
-async def until_ready(address: Address, path: str) -> None:
+async def until_ready(address: EngineAddress, path: str) -> None:
     """Return when the path answers 200. Runs until cancelled otherwise."""
     pause_s = ASK_FIRST_S
     while not await answers(address, path):
@@ -264,7 +264,7 @@ async def until_ready(address: Address, path: str) -> None:
         pause_s = min(pause_s * ASK_GROWTH, ASK_SLOWEST_S)
 
 
-async def answers(address: Address, path: str) -> bool:
+async def answers(address: EngineAddress, path: str) -> bool:
     try:
         async with asyncio.timeout(ANSWER_MAX_S):
             return await _status(address, path) == 200
@@ -272,7 +272,7 @@ async def answers(address: Address, path: str) -> bool:
         return False
 
 
-async def _status(address: Address, path: str) -> int:
+async def _status(address: EngineAddress, path: str) -> int:
     if address.path:
         reader, writer = await asyncio.open_unix_connection(address.path, limit=_STATUS_LINE_MAX)
     else:

@@ -15,10 +15,9 @@ from greenroom.config.schema import Heartbeat
 from greenroom.core.explain import Explanation, Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.model import ModelId, RequestId, TenantId
 from greenroom.runtime.catalogue import Entry
-from greenroom.server.admin.answers import Priority
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.listing import unknown_model
-from greenroom.server.admin.views import Order, Tier, View
+from greenroom.server.admin.views import Order, Priority, Tier, View
 from greenroom.server.inference.ask import Settings, arrival
 from greenroom.tenancy.tenants import NAME_CHARS_MAX, parse_priority
 

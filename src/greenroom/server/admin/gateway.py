@@ -40,7 +40,7 @@ class Loop(Protocol):
     def scheduler(self) -> Scheduling: ...
 
 
-class Orders(Protocol):
+class MoveOrders(Protocol):
     async def move(
         self, kind: MoveKind, model: ModelId, *, evict: tuple[ModelId, ...] = (), grace_s: float | None = None
     ) -> None:
@@ -48,7 +48,7 @@ class Orders(Protocol):
         ...
 
 
-class Failures(Protocol):
+class LoadFailures(Protocol):
     @property
     def failures(self) -> Mapping[ModelId, GreenroomError]:
         """Why the last load of a model failed, or how its process ended, until a load succeeds."""
@@ -62,7 +62,7 @@ class Decided(Protocol):
         ...
 
 
-class Leasing(LeaseStore, Protocol):
+class ManagedLeases(LeaseStore, Protocol):
     @property
     def lists_slots(self) -> bool:
         """Whether the models' own claims are among its leases."""
@@ -85,7 +85,7 @@ class Leasing(LeaseStore, Protocol):
         ...
 
 
-class Shared(Protocol):
+class SharedStore(Protocol):
     """The lease store that this gateway shares with others, as far as it can be asked about it."""
 
     @property
@@ -118,7 +118,7 @@ class Listening(Protocol):
     def stats(self) -> EdgeStats: ...
 
 
-class Watched(Protocol):
+class WatchedMemory(Protocol):
     """The watch over memory, as far as it can be asked."""
 
     @property
@@ -178,24 +178,24 @@ class Gateway(Protocol):
     def loop(self) -> Loop: ...
 
     @property
-    def operations(self) -> Orders: ...
+    def operations(self) -> MoveOrders: ...
 
     @property
-    def mover(self) -> Failures: ...
+    def mover(self) -> LoadFailures: ...
 
     @property
     def observer(self) -> Decided: ...
 
     @property
-    def leasing(self) -> Leasing: ...
+    def leasing(self) -> ManagedLeases: ...
 
     @property
-    def sharing(self) -> Shared | None:
+    def sharing(self) -> SharedStore | None:
         """None where this gateway keeps leases itself."""
         ...
 
     @property
-    def memory_watch(self) -> Watched: ...
+    def memory_watch(self) -> WatchedMemory: ...
 
     @property
     def edge(self) -> Listening: ...

@@ -24,9 +24,8 @@ from greenroom.core.model import Slot
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied
 from greenroom.leases.holder import holder_of
 from greenroom.leases.records import PROGRAM_ID, PROGRAM_ID_MAX, Holder, Lease, LeaseAsk
-from greenroom.server.admin.answers import Priority
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.views import Order, View
+from greenroom.server.admin.views import Order, Priority, View
 from greenroom.tenancy.keys import Caller
 from greenroom.tenancy.tenants import cap, parse_priority
 
@@ -124,7 +123,7 @@ class _CallerLeft(LeaseDenied):
     """Nobody hears of this."""
 
 
-class Leases:
+class LeaseRoutes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 

@@ -18,13 +18,13 @@ from starlette.routing import Match, Route
 
 import greenroom
 from greenroom.http.request import Head
-from greenroom.server.admin.answers import add_error_answers, as_get, error_answer, nothing_at
 from greenroom.server.admin.cache import Caches
+from greenroom.server.admin.error_answers import add_error_answers, error_answer, nothing_at
 from greenroom.server.admin.explaining import Explaining
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.gpu_views import Gpus
-from greenroom.server.admin.leases import Leases
+from greenroom.server.admin.leases import LeaseRoutes
 from greenroom.server.admin.listing import Listing, ModelStatuses
+from greenroom.server.admin.memory import Gpus
 from greenroom.server.admin.operating import Operating
 from greenroom.server.admin.snapshot import Snapshot
 from greenroom.server.admin.streams import Streams
@@ -73,7 +73,7 @@ def make_management(gateway: Gateway) -> Management:
     ModelStatuses(gateway.catalog, look).add_to(app)
     Explaining(gateway).add_to(app)
     Gpus(gateway).add_to(app)
-    Leases(gateway).add_to(app)
+    LeaseRoutes(gateway).add_to(app)
     Caches(gateway).add_to(app)
     _add_docs(app, gateway)
     return Management(app)
@@ -126,7 +126,7 @@ class Management:
         if not scope["path"].isprintable():
             await error_answer(scope, nothing_at(scope["path"]))(scope, receive, send)
         else:
-            await self._app(as_get(scope), receive, send)
+            await self._app(_as_get(scope), receive, send)
 
     @property
     def routes(self) -> Iterator[tuple[str, str]]:
@@ -137,7 +137,7 @@ class Management:
 
     def needs(self, head: Head, path: bytes) -> Permission:
         """What a request for this path needs. The routes themselves say where it leads, as they will for the answer."""
-        scope = as_get(scope_of(head, path, {}))
+        scope = _as_get(scope_of(head, path, {}))
         needed = Permission.MANAGE
         for route in self._app.routes:
             assert isinstance(route, Route)
@@ -198,3 +198,10 @@ def _body_fields(schema: Mapping[str, Any], operation: Mapping[str, Any]) -> Ite
 
 def _item(name: str, where: str, about: str) -> str:
     return f"<code>{escape(name)}</code> ({escape(where)}) {escape(about)}".rstrip()
+
+
+def _as_get(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """HEAD is answered like GET; the bridge leaves the body out. Streams refuse it by `is_head`."""
+    if scope["method"] != "HEAD":
+        return scope
+    return {**scope, "method": "GET", "state": {**scope.get("state", {}), "is_head": True}}

@@ -1,6 +1,6 @@
 """What an operator can order: load, unload, sleep, prepare, reload; and what an engine printed, to see why.
 
-Orders are answered when they are done. One who leaves meanwhile changes nothing: the move goes on.
+MoveOrders are answered when they are done. One who leaves meanwhile changes nothing: the move goes on.
 """
 
 from __future__ import annotations
@@ -17,12 +17,19 @@ from greenroom.errors import ShuttingDown
 from greenroom.process.logs import LINES_MAX
 from greenroom.runtime.catalogue import Entry
 from greenroom.server.admin import views
-from greenroom.server.admin.answers import refuse_head
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.listing import ModelPath, addressed, unknown_model
-from greenroom.server.admin.snapshot import Snapshot
-from greenroom.server.admin.status_word import tier_of
-from greenroom.server.admin.streams import PLAIN, SSE, LogFeed, Streams, line_frame, plain_frame, shown_line
+from greenroom.server.admin.snapshot import Snapshot, tier_of
+from greenroom.server.admin.streams import (
+    PLAIN,
+    SSE,
+    LogFeed,
+    Streams,
+    line_frame,
+    plain_frame,
+    refuse_head,
+    shown_line,
+)
 
 MODELS = "/api/v1/models"
 _ONE = MODELS + "/{model_id:path}"

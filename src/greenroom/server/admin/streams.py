@@ -13,10 +13,11 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from greenroom.errors import Overload
+from greenroom.errors import MethodNotAllowed, Overload
 from greenroom.process.logs import LogRing
 from greenroom.telemetry.hub import Event, Hub
 
@@ -188,3 +189,9 @@ async def _end(task: asyncio.Future[Any]) -> None:
     task.cancel()
     with suppress(asyncio.CancelledError):
         await asyncio.wait((task,))
+
+
+def refuse_head(request: Request) -> None:
+    """Raises MethodNotAllowed for HEAD: a stream has no end to wait for."""
+    if request.scope.get("state", {}).get("is_head"):
+        raise MethodNotAllowed("A stream has no HEAD; it takes GET.")

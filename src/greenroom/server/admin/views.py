@@ -5,18 +5,38 @@ Owns names and meaning of fields; `snapshot.py` fills them in. Never reads the g
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from greenroom.config.kinds import ID_CHARS_MAX
-from greenroom.server.admin.status_word import StatusWord
+from greenroom.tenancy.tenants import parse_priority
 
 Tier = Literal["ready", "asleep", "cold"]
 
 # Orders name few models; more is a mistake.
 EVICT_MAX = 100
 GRACE_MAX_S = 3_600
+
+
+def _read_priority(said: object) -> int:
+    """Raises BadRequest, which validation lets pass: it would name each kind that the value is not."""
+    if isinstance(said, float) and said.is_integer():
+        said = int(said)
+    return parse_priority(said, param="priority")
+
+
+Priority = Annotated[str | int, BeforeValidator(_read_priority)]
+
+
+# The five words that clients of llama.cpp know. Everywhere else a model's place is its tier.
+class StatusWord(StrEnum):
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    SLEEPING = "sleeping"
+    FAILED = "failed"
 
 
 class View(BaseModel):

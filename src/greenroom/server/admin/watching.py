@@ -17,11 +17,10 @@ from greenroom.core.view import SchedulerView
 from greenroom.errors import NotFound
 from greenroom.runtime.memory.probes.base import Reading
 from greenroom.server.admin import views
-from greenroom.server.admin.answers import refuse_head
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.gpu_views import green_room_used_mib
+from greenroom.server.admin.memory import green_room_used_mib
 from greenroom.server.admin.snapshot import Snapshot
-from greenroom.server.admin.streams import SSE, EventFeed, Streams
+from greenroom.server.admin.streams import SSE, EventFeed, Streams, refuse_head
 from greenroom.server.asgi import asked_by_admin
 from greenroom.telemetry.metrics import DeviceMemory, Gauges, GpuFigures, LeaseFigures, StoreFigures
 from greenroom.tenancy.keys import Caller

@@ -4,8 +4,8 @@ Owns the scan of a multipart/form-data body (RFC 7578) in bounded memory, and it
 purpose: where two parsers could read a body differently it is refused, and what an engine gets are part headers written
 here, not the caller's. File contents are only ever byte ranges; a file's name is passed on and never used.
 
-    scan(body, content_type) → Form        what was asked, and where each part lies
-    Form.rewrite(model)      → Rewritten   the body for the engine, read from the same spool while it is sent
+    scan(body, content_type) → MultipartForm        what was asked, and where each part lies
+    MultipartForm.rewrite(model)      → Rewritten   the body for the engine, read from the same spool while it is sent
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FEED_BYTES_MIN = 16 * 1024
 _READ_BY_US = frozenset(("model", "stream", KEEP_ALIVE))
 
 
-class Source(Protocol):
+class BodySource(Protocol):
     """A body as the edge holds it: in memory or spooled. Its chunks may be asked for again."""
 
     def __len__(self) -> int: ...
@@ -45,7 +45,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FormPart:
     """One field or file: its head, and where in the body its content lies."""
 
     head: PartHead
@@ -54,12 +54,12 @@ class Part:
 
 
 @dataclass(slots=True)
-class Form:
+class MultipartForm:
     """`fields` are the small text fields by name; the last one counts where a name is sent more than once."""
 
-    source: Source
+    source: BodySource
     boundary: bytes
-    parts: list[Part] = field(default_factory=list)
+    parts: list[FormPart] = field(default_factory=list)
     fields: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -112,7 +112,7 @@ class Form:
 class Rewritten:
     """A form's body with other fields. Made again from the source each time it is read, and as long as it says."""
 
-    def __init__(self, source: Source, boundary: bytes, puts: Mapping[str, str], parts: list[Part]) -> None:
+    def __init__(self, source: BodySource, boundary: bytes, puts: Mapping[str, str], parts: list[FormPart]) -> None:
         self._source = source
         self.content_type = b"multipart/form-data; boundary=" + quoted(boundary)
         # Literal bytes and ranges of the source, in the order in which they are sent.
@@ -187,7 +187,7 @@ class _Cursor:
 # --- the scan -------------------------------------------------------------------------------------------------------
 
 
-def scan(source: Source, content_type: bytes | None) -> Form:
+def scan(source: BodySource, content_type: bytes | None) -> MultipartForm:
     """Find out what a form asks. Raises BadRequest for anything but one plain, complete form with a model."""
     scanner = _Scanner(source, read_boundary(content_type))
     for chunk in _gathered(source.chunks()):
@@ -195,7 +195,7 @@ def scan(source: Source, content_type: bytes | None) -> Form:
     return scanner.finished()
 
 
-async def scan_in_turns(source: Source, content_type: bytes | None) -> Form:
+async def scan_in_turns(source: BodySource, content_type: bytes | None) -> MultipartForm:
     """Like `scan`, for bodies that take long: others get their turn on the loop every mebibyte."""
     scanner = _Scanner(source, read_boundary(content_type))
     since_turn = 0
@@ -227,8 +227,8 @@ class _Scanner:
     opening → after_boundary → head → content → after_boundary → … → closing
     """
 
-    def __init__(self, source: Source, boundary: bytes) -> None:
-        self._form = Form(source, boundary)
+    def __init__(self, source: BodySource, boundary: bytes) -> None:
+        self._form = MultipartForm(source, boundary)
         self._opening = b"--" + boundary
         self._delimiter = b"\r\n--" + boundary
         self._buffer = bytearray()
@@ -247,7 +247,7 @@ class _Scanner:
         while self._step():
             pass
 
-    def finished(self) -> Form:
+    def finished(self) -> MultipartForm:
         if self._step != self._at_closing or bytes(self._buffer) not in (b"", b"\r\n"):
             raise BadRequest("The form ends before its closing boundary, or goes on after it.")
         if "model" not in self._form.fields:
@@ -324,7 +324,7 @@ class _Scanner:
     def _end_part(self) -> None:
         head = self._head
         assert head is not None
-        self._form.parts.append(Part(head, self._content_begin, self._base))
+        self._form.parts.append(FormPart(head, self._content_begin, self._base))
         if head.name in _READ_BY_US or head.name.startswith(OURS):
             self._form.fields[head.name] = self._read(head)
         elif self._text is not None:

@@ -16,7 +16,7 @@ from greenroom.core.model import RequestId
 from greenroom.engines import usage
 from greenroom.errors import GatewayBug, GreenroomError
 from greenroom.http.exchange import Exchange
-from greenroom.http.relay import Outcome, Relay
+from greenroom.http.relay import Relay, RelayOutcome
 from greenroom.http.request import Head
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.loop import SchedulerLoop
@@ -24,7 +24,7 @@ from greenroom.runtime.tickets import Tickets
 from greenroom.server import render
 from greenroom.server.inference.ask import Ask, AskReader, Settings
 from greenroom.server.inference.routes import UPSTREAM, Route
-from greenroom.server.inference.running import RequestSweep, Running, Shared
+from greenroom.server.inference.running import RequestServices, RequestSweep, Running
 from greenroom.telemetry.activity import Activity, Record
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.metrics import Metrics
@@ -64,7 +64,7 @@ class Inference:
         # Ids of different runs do not meet; within one they are counted.
         self._prefix, self._numbers = f"r-{secrets.token_hex(4)}-", itertools.count(1)
         self.sweep = RequestSweep(self._sweep_s, clock)
-        self._shared = Shared(tickets, self.sweep, clock, self._outlook, self._spawn, self._ended)
+        self._shared = RequestServices(tickets, self.sweep, clock, self._outlook, self._spawn, self._ended)
 
     def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None:
         """Answer this request. Returns at once."""
@@ -213,7 +213,7 @@ class Inference:
 def _status(exchange: Exchange, relay: Relay | None, error: GreenroomError | None) -> int:
     if error is not None:
         return error.status
-    if relay is None or exchange.gone or relay.outcome is Outcome.CLIENT_GONE:
+    if relay is None or exchange.gone or relay.outcome is RelayOutcome.CLIENT_GONE:
         return CLIENT_CLOSED
     # A connection that left HTTP was answered by the engine's 101, which no relay forwards.
     return relay.status or SWITCHED

@@ -19,7 +19,7 @@ from greenroom.core.model import RequestId
 from greenroom.errors import EngineFault, EngineLost, EngineTimeout, GatewayBug, GreenroomError
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, build_request
-from greenroom.http.relay import Outcome, Relay
+from greenroom.http.relay import Relay, RelayOutcome
 from greenroom.http.sse import HeartbeatKind, heartbeat
 from greenroom.http.tunnel import Tunnel
 from greenroom.runtime.slots import LiveSlot
@@ -47,7 +47,7 @@ SAID_MAX: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class RequestServices:
     """What all requests have in common. `ended` is told of each exactly once."""
 
     tickets: Tickets
@@ -79,7 +79,7 @@ class Running:
     )
 
     def __init__(
-        self, exchange: Exchange, ask: Ask, request_id: str, record: Record, settings: Settings, shared: Shared
+        self, exchange: Exchange, ask: Ask, request_id: str, record: Record, settings: Settings, shared: RequestServices
     ) -> None:
         self.exchange = exchange
         self.ask = ask
@@ -134,7 +134,7 @@ class Running:
 
     def _relayed(self, relay: Relay) -> None:
         """The relay has ended. What is not simply over is sorted out by a task."""
-        if relay.outcome is Outcome.COMPLETE or relay.outcome is Outcome.CLIENT_GONE:
+        if relay.outcome is RelayOutcome.COMPLETE or relay.outcome is RelayOutcome.CLIENT_GONE:
             self._end(None)
         else:
             self._go_on()
@@ -190,11 +190,11 @@ class Running:
         """Whether a relay that ended was lost before the engine's first byte. Raises what it failed of otherwise."""
         ticket, exchange = self.ticket, self.exchange
         ticket.on_cut(None)
-        if relay.outcome is Outcome.COMPLETE or relay.outcome is Outcome.CLIENT_GONE:
+        if relay.outcome is RelayOutcome.COMPLETE or relay.outcome is RelayOutcome.CLIENT_GONE:
             return False
-        if relay.outcome is Outcome.STOPPED:
+        if relay.outcome is RelayOutcome.STOPPED:
             raise self._stopped()
-        if relay.outcome is not Outcome.ENGINE_LOST or not relay.before_first_byte:
+        if relay.outcome is not RelayOutcome.ENGINE_LOST or not relay.before_first_byte:
             raise self._said or relay.error or EngineLost(f"The engine of {self.ask.entry.id} was lost.")
         if exchange.gone:
             return False

@@ -12,10 +12,14 @@ from greenroom.core.view import SchedulerView
 from greenroom.runtime.leases.entry import core_id
 from greenroom.runtime.memory.probes.base import GpuReading
 from greenroom.runtime.memory.watch import MemoryLook
-from greenroom.server.admin.gateway import Gateway, Watched
+from greenroom.server.admin.gateway import Gateway, WatchedMemory
 from greenroom.server.admin.views import GpuView, GreenRoomView, ProbeView, View
 
+PATH = "/api/v1/gpus"
+# Who asks more often than this is shown the same look again.
+FRESH_S = 0.5
 LEASE_WORD = core_id("")
+_TO_SLEEP = (MoveKind.SLEEP, MoveKind.PREPARE)
 
 
 class GpuHolderView(View):
@@ -58,10 +62,25 @@ class GpuList(View):
     host: HostMemoryView
 
 
+class Gpus:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def add_to(self, app: FastAPI) -> None:
+        app.get(PATH)(self.list_gpus)
+
+    async def list_gpus(self) -> GpuList:
+        """Every GPU now: what the driver says, what models and leases hold, and what processes nobody declared use."""
+        gateway = self._gateway
+        if gateway.clock() - gateway.memory_watch.last.at > FRESH_S:
+            await gateway.memory_watch.look_now()
+        return GpuPicture(gateway.memory_watch, gateway.loop.scheduler.view, gateway.clock()).whole()
+
+
 class GpuPicture:
     """The GPUs as they were at the last look, with what the scheduler plans there now."""
 
-    def __init__(self, watched: Watched, state: SchedulerView, now: float) -> None:
+    def __init__(self, watched: WatchedMemory, state: SchedulerView, now: float) -> None:
         self._watched = watched
         self._look: MemoryLook = watched.last
         self._state = state
@@ -134,29 +153,6 @@ class GpuPicture:
             StrangerView(pid=pid, name=self._look.names.get(pid), used_mib=mib)
             for pid, mib in sorted(by_pid.items(), key=lambda use: (-use[1], use[0]))
         ]
-
-
-PATH = "/api/v1/gpus"
-# Who asks more often than this is shown the same look again.
-FRESH_S = 0.5
-
-
-class Gpus:
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
-    def add_to(self, app: FastAPI) -> None:
-        app.get(PATH)(self.list_gpus)
-
-    async def list_gpus(self) -> GpuList:
-        """Every GPU now: what the driver says, what models and leases hold, and what processes nobody declared use."""
-        gateway = self._gateway
-        if gateway.clock() - gateway.memory_watch.last.at > FRESH_S:
-            await gateway.memory_watch.look_now()
-        return GpuPicture(gateway.memory_watch, gateway.loop.scheduler.view, gateway.clock()).whole()
-
-
-_TO_SLEEP = (MoveKind.SLEEP, MoveKind.PREPARE)
 
 
 def green_room_view(state: SchedulerView) -> GreenRoomView:

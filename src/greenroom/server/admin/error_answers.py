@@ -6,18 +6,16 @@ Owns the translation of the framework's own errors. Never renders: `render.py` d
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from pydantic import BeforeValidator
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from greenroom.errors import BadRequest, GatewayBug, GreenroomError, MethodNotAllowed, NotFound
 from greenroom.server import render
-from greenroom.tenancy.tenants import parse_priority
 
 # Of many mistakes in one request so many are named.
 MISTAKES_SHOWN_MAX = 3
@@ -83,24 +81,3 @@ def _param(mistake: Mapping[str, Any]) -> str:
     """`("body", "evict", 0)` is `evict.0`. A body that is no JSON at all has only a position."""
     where = [] if mistake["type"] == "json_invalid" else mistake["loc"][1:]
     return ".".join(str(part) for part in where) or str(mistake["loc"][0])
-
-
-def as_get(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    if scope["method"] != "HEAD":
-        return scope
-    return {**scope, "method": "GET", "state": {**scope.get("state", {}), "is_head": True}}
-
-
-def refuse_head(request: Request) -> None:
-    if request.scope.get("state", {}).get("is_head"):
-        raise MethodNotAllowed("A stream has no HEAD; it takes GET.")
-
-
-def _read(said: object) -> int:
-    """Raises BadRequest, which validation lets pass: it would name each kind that the value is not."""
-    if isinstance(said, float) and said.is_integer():
-        said = int(said)
-    return parse_priority(said, param="priority")
-
-
-Priority = Annotated[str | int, BeforeValidator(_read)]
