@@ -11,14 +11,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.chdir(ROOT)
+def load_setup() -> ModuleType:
     spec = importlib.util.spec_from_file_location("greenroom_setup", ROOT / "setup.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.chdir(ROOT)
+    return load_setup()
 
 
 def test_every_name_on_the_list_finds_a_file(build: ModuleType) -> None:
@@ -31,6 +35,34 @@ def test_modules_are_compiled_only_where_they_are_hot(build: ModuleType) -> None
     assert "src/greenroom/http/relay.py" in files
     assert "src/greenroom/core/decide/decision.py" in files
     assert not [file for file in files if file.endswith(("__init__.py", "invariants.py"))]
+
+
+def test_compiled_modules_are_all_of_the_core_and_of_http_and_what_a_request_calls(build: ModuleType) -> None:
+    files = {file.removeprefix("src/greenroom/") for file in build.hot_files()}
+    source = ROOT / build.PACKAGE
+    whole = {
+        str(path.relative_to(source))
+        for part in ("core", "http")
+        for path in (source / part).rglob("*.py")
+        if path.name not in ("__init__.py", "invariants.py")
+    }
+    assert whole <= files
+    assert sorted(files - whole) == [
+        "errors.py",
+        "runtime/effects.py",
+        "runtime/loop.py",
+        "runtime/tickets.py",
+        "server/front.py",
+        "server/inference/ask.py",
+        "server/inference/peek.py",
+        "server/inference/requests.py",
+        "server/inference/running.py",
+        "telemetry/activity.py",
+        "telemetry/metrics.py",
+        "telemetry/series.py",
+        "tenancy/keys.py",
+        "tenancy/tenants.py",
+    ]
 
 
 @pytest.mark.parametrize(("said", "needed"), [("1", True), ("0", False), ("", False)])

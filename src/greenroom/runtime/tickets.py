@@ -88,6 +88,9 @@ class Tickets:
         except BaseException:
             del self.open[event.request]
             raise
+        if ticket.slot is not None:
+            # Granted at once: it did not wait, even if the clock has moved on since the event.
+            ticket.granted_at = ticket.arrived
         return ticket
 
     def lost(self, ticket: Ticket) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from greenroom.core.decide.placement import Places
 from greenroom.core.model import Move, MoveId, MoveKind, RequestId, SlotId, Tier
 from tests.server.admin.management_rig import GPU, NOW, Answer, Client, FakeGateway, model
 
@@ -23,6 +24,9 @@ def everything(thing: Any, seen: frozenset[int] = frozenset()) -> Any:
         return "again"
     if thing is None or isinstance(thing, str | int | float | Enum) or callable(thing):
         return repr(thing)
+    # A memo of a pure function may fill: without it each answer is the same.
+    if isinstance(thing, Places):
+        return "memo"
     deeper = seen | {id(thing)}
     if isinstance(thing, Mapping):
         return [(everything(key, deeper), everything(value, deeper)) for key, value in thing.items()]
