@@ -2,7 +2,7 @@
 
     python -m tests.integration.request_way      writes the lists in docs/design/request.md
 
-Only calls that the request causes count: tasks that ran before it, and the edge's periodic sweep, are left out.
+Only calls that the request's bytes cause count: what the gateway does by itself meanwhile is left out.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import uvloop
 
 from greenroom.app import App
-from greenroom.http.edge import Edge
+from greenroom.http.client import ClientConnection
+from greenroom.http.engine_connection import Connection as EngineConnection
 from tests.harness import fake, gateway, until
-from tests.integration.raw import Raw, asking, http
+from tests.integration.raw import Raw, asking, request_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = f"{ROOT / 'src' / 'greenroom'}/"
@@ -34,41 +36,42 @@ PATIENT = {"heartbeat_after_s": 600}
 Ways = dict[str, list[str]]
 
 
+# Where bytes come in. What such a call causes belongs to the trace: calls, callbacks and tasks inherit its context.
+ENTRIES = (ClientConnection.data_received.__code__, EngineConnection.data_received.__code__)
+_cause: ContextVar[int] = ContextVar("cause", default=0)
+
+
 class Tracer:
-    """Notes the files below src/greenroom in order of their first call, in all threads, while `files` is a list."""
+    """Notes files below src/greenroom in order of their first call, in all threads."""
 
     def __init__(self) -> None:
-        self.files: dict[str, None] | None = None
-        self._background: set[CodeType] = set()
+        self._files: dict[str, None] | None = None
+        self._number = 0
+        self._threads: set[threading.Thread] = set()
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, None]]:
-        """Begin with the next call. What runs already is background."""
-        tasks = asyncio.all_tasks()
-        coroutines = [task.get_coro() for task in tasks if task is not asyncio.current_task()]
-        self._background = {found.cr_code for found in coroutines if hasattr(found, "cr_code")}
-        self._background.add(Edge._sweep.__code__)
-        self.files = files = {}
+        """Note what the bytes that come in from now on cause."""
+        self._number += 1
+        self._threads.clear()
+        self._files = files = {}
         try:
             yield files
         finally:
-            self.files = None
+            self._files = None
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
-        files = self.files
-        if files is None or event != "call":
+        if self._files is None or event != "call":
             return
-        name = frame.f_code.co_filename
-        if name.startswith(SOURCE) and name[len(SOURCE) :] not in files and not self._is_background(frame):
-            files[name[len(SOURCE) :]] = None
-
-    def _is_background(self, frame: FrameType) -> bool:
-        found: FrameType | None = frame
-        while found is not None:
-            if found.f_code in self._background:
-                return True
-            found = found.f_back
-        return False
+        code = frame.f_code
+        if code in ENTRIES:
+            _cause.set(self._number)
+        if _cause.get() != self._number and threading.current_thread() not in self._threads:
+            return
+        if code is threading.Thread.start.__code__:
+            self._threads.add(frame.f_locals["self"])
+        if code.co_filename.startswith(SOURCE):
+            self._files.setdefault(code.co_filename[len(SOURCE) :])
 
 
 async def ways(folder: Path) -> Ways:
@@ -90,7 +93,7 @@ async def ways(folder: Path) -> Ways:
 
 
 async def _streamed(tracer: Tracer, app: App) -> list[str]:
-    async with await Raw.open(app) as raw:
+    async with await _connected(app) as raw:
         with tracer.watching() as files:
             raw.ask(asking("alpha", stream=True))
             status, headers = await raw.head()
@@ -103,7 +106,7 @@ async def _streamed(tracer: Tracer, app: App) -> list[str]:
 async def _ready(tracer: Tracer, app: App) -> list[str]:
     """One streamed and one whole answer."""
     streamed = await _streamed(tracer, app)
-    async with await Raw.open(app) as raw:
+    async with await _connected(app) as raw:
         with tracer.watching() as files:
             raw.ask(asking("alpha"))
             status, headers = await raw.head()
@@ -112,11 +115,22 @@ async def _ready(tracer: Tracer, app: App) -> list[str]:
     return list(dict.fromkeys([*streamed, *files]))
 
 
+async def _connected(app: App) -> Raw:
+    """A connection that the gateway has accepted: the way begins with the first byte."""
+    before = app.edge.stats.accepted
+    raw = await Raw.open(app)
+    await until(lambda: app.edge.stats.accepted > before, "the connection is accepted")
+    return raw
+
+
 async def _leased(tracer: Tracer, app: App) -> list[str]:
     wanted = b'{"name": "training", "mib": 100, "ttl_s": 3600}'
-    with tracer.watching() as files:
-        answer = await http(app, "POST", "/api/v1/leases", body=wanted, headers={"Content-Type": "application/json"})
-    assert answer.status in (200, 201), answer.body
+    async with await _connected(app) as raw:
+        with tracer.watching() as files:
+            raw.send(request_bytes("POST", "/api/v1/leases", wanted, {"Content-Type": "application/json"}))
+            status, headers = await raw.head()
+            answer = await raw.rest(status, headers)
+    assert status in (200, 201), answer.body
     return list(files)
 
 
