@@ -84,9 +84,10 @@ class App:
         self.hub, self.metrics, self.activity = common.hub, common.metrics, common.activity
         self.observer, self.effects = common.observer, common.effects
         self.loop, self.post = common.loop, common.post
-        memory = self._memory = wire_memory(common, config, probe, seen, lambda: self._leases.own.owners())
+        memory = self._memory = wire_memory(common, config, probe, seen)
         self.memory_watch = memory.watch
         leases = self._leases = wire_leases(common, memory, config)
+        memory.owners.lease_pids = leases.own.owners
         self.leasing, self.sharing = leases.leasing, leases.sharing
         moves = self._moves = wire_moves(common, memory, leases, config, lambda: self.config.model_roots)
         self.mover, self.hosted_moves, self.flush = moves.mover, moves.hosted, moves.hosted.flush

@@ -11,6 +11,7 @@ import asyncio
 import re
 import sys
 import tempfile
+import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -153,9 +154,11 @@ def rewritten(page: str, seen: Ways) -> str:
 
 
 def _rendered(files: list[str]) -> str:
-    lines = [f"{len(files)} files:", ""]
-    lines += [f"{number}. `{file}`" for number, file in enumerate(files, 1)]
-    return "\n".join(lines) + "\n"
+    """Their number, then all of them as one paragraph."""
+    arrows = " → ".join(f"`{file}`" for file in files)
+    return (
+        f"{len(files)} files:\n\n" + textwrap.fill(arrows, 120, break_long_words=False, break_on_hyphens=False) + "\n\n"
+    )
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
     activity_file = ActivityRecorder(Path(server.record_activity)) if server.record_activity else None
     prefetch = Prefetch(
         common.state,
-        lambda: memory.watch.last.reading.host.available_mib,
+        memory.watch.host_available_mib,
         common.observer.prefetched,
     )
     inference = Inference(

@@ -51,7 +51,7 @@ class LeaseParts:
 def wire_leases(common: CommonParts, memory: MemoryParts, config: Config) -> LeaseParts:
     """Raises ConfigError where the client of the shared store is not installed."""
     own = LocalLeasing(
-        memory.post_and_look,
+        memory.watch.post_and_look,
         common.clock,
         JournalWriter(common.state_dir.path),
         LeasableMemory(common.state, memory.device_names.id_of, memory.watch.room_for),
@@ -67,7 +67,7 @@ def _shared(common: CommonParts, memory: MemoryParts, config: Config, url: str, 
     store = open_store(config, url)
     name = f"{common.state_dir.id}.{common.state_dir.run}"
     member = Membership(store, name, config.leases.ttl_s, holder_of(os.getpid()))
-    sharing = Sharing(member, common.state, memory.post_and_look, common.clock, memory.watch, common.hub.publish)
+    sharing = Sharing(member, common.state, memory.watch.post_and_look, common.clock, memory.watch, common.hub.publish)
     leasing = SharedLeasing(
         store,
         wait_max_s=config.leases.wait_max_s,

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from greenroom.config.schema import Config
-from greenroom.core.events import Event
 from greenroom.core.model import Device, DeviceId
-from greenroom.runtime.memory.attribution import LeasePids, MemoryOwners
+from greenroom.runtime.memory.attribution import MemoryOwners
 from greenroom.runtime.memory.book import NeedBook
 from greenroom.runtime.memory.devices import DeviceNames, devices, set_aside, without
 from greenroom.runtime.memory.needs import Needs, warn
@@ -25,14 +24,10 @@ from greenroom.wiring.common import CommonParts
 class MemoryParts:
     common: CommonParts
     device_names: DeviceNames
+    owners: MemoryOwners
     watch: MemoryWatch
     needs: Needs
     slot_memory: SlotMemory
-
-    def post_and_look(self, event: Event) -> None:
-        """MoveParts, lost engines and leases change what is used: memory is looked at soon after."""
-        self.common.post(event)
-        self.watch.nudge()
 
     def devices(self, config: Config) -> tuple[Device, ...]:
         """All there are to plan with, without what is set aside for workers. GPUs that are a budget show no process."""
@@ -42,17 +37,17 @@ class MemoryParts:
         return without(known, kept)
 
 
-def wire_memory(common: CommonParts, config: Config, probe: Probe, seen: Reading, lease_pids: LeasePids) -> MemoryParts:
+def wire_memory(common: CommonParts, config: Config, probe: Probe, seen: Reading) -> MemoryParts:
     """`seen` is the probe's first look."""
     catalog, post, clock = common.catalog, common.post, common.clock
     names = DeviceNames(seen.gpus)
     catalog.device_of = names.expected
     run = common.state_dir.identity("")
-    owners = MemoryOwners(common.state, common.slots, lease_pids, run, common.hosted_slots)
+    owners = MemoryOwners(common.state, common.slots, dict, run, common.hosted_slots)
     watch = MemoryWatch(probe, owners, post, clock, config.memory.look_every_s, seen, common.hosted_slots)
     kinds = {DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus}
     needs = catalog.needs = Needs(NeedBook(common.state_dir.path, replace_file, warn), kinds)
     slot_memory = SlotMemory(common.state, catalog, needs, watch, post, clock)
     growth = Growth(common.slots, watch.peak_of, slot_memory.grew, clock)
     watch.on_look = growth.look
-    return MemoryParts(common, names, watch, needs, slot_memory)
+    return MemoryParts(common, names, owners, watch, needs, slot_memory)

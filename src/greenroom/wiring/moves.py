@@ -39,7 +39,7 @@ def wire_moves(common: CommonParts, memory: MemoryParts, leases: LeaseParts, con
     """`roots` are the folders below which files of models must lie, as they are configured now."""
     slots, cleanup = common.state.slots, Cleanup()
     errors = LoadErrors(common.state_dir, common.catalog, lambda slot: slot in slots and slots[slot].is_going)
-    lost = LostSlots(errors, common.observer, memory.post_and_look, common.clock)
+    lost = LostSlots(errors, common.observer, memory.watch.post_and_look, common.clock)
     workers, hosted = _hosted(common, memory, leases, cleanup, lost, config, roots)
     processes = ProcessMoves(
         common.catalog,
@@ -58,7 +58,7 @@ def wire_moves(common: CommonParts, memory: MemoryParts, leases: LeaseParts, con
         memory.slot_memory,
         errors,
         common.observer,
-        memory.post_and_look,
+        memory.watch.post_and_look,
         common.clock,
     )
     return MoveParts(workers, hosted, mover)

@@ -171,13 +171,13 @@ class MemoryOwners:
         """`identity` is what the identities of all slots of this run begin with."""
         self._state = state
         self._slots = slots
-        self._lease_pids = lease_pids
+        self.lease_pids = lease_pids
         self._identity = identity
         self._hosted = hosted or HostedSlots()
 
     def __call__(self) -> dict[str, Owner]:
         """Every slot and lease that holds memory now, also those of other gateways."""
-        slots, ledger, lease_pids = self._state.slots, self._state.ledger, self._lease_pids()
+        slots, ledger, lease_pids = self._state.slots, self._state.ledger, self.lease_pids()
         ours: dict[str, Owner] = {
             slot_id: self._owner(slots[slot_id], holding, lease_pids)
             for slot_id, holding in ledger.holdings.items()

@@ -131,6 +131,15 @@ class MemoryWatch:
         if self._looking is None or self._looking.done():
             self._probe.close()
 
+    def post_and_look(self, event: Event) -> None:
+        """For moves, lost engines and leases, which change what is used: post the event, and look soon."""
+        self._post(event)
+        self.nudge()
+
+    def host_available_mib(self) -> int:
+        """By the last look."""
+        return self.last.reading.host.available_mib
+
     def nudge(self) -> None:
         """Something has happened: look soon."""
         self._wanted.set()
