@@ -237,10 +237,10 @@ async def test_reload_that_breaks_half_way_changes_nothing(tmp_path: Path, monke
             with pytest.raises(OSError, match="the disk is gone"):
                 await app.reload()
         assert list(app.config.models) == ["one"]
-        assert app.settings.wait_max_s == 50
+        assert app.inference.settings.wait_max_s == 50
         # The same file is still new to it.
         assert (await app.reload()).added == ("two",)
-        assert app.settings.wait_max_s == 60
+        assert app.inference.settings.wait_max_s == 60
         assert (await chat(app, "two")).status == 200
 
 

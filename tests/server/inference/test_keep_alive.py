@@ -8,7 +8,7 @@ import pytest
 
 from greenroom.config.kinds import SECONDS_MAX
 from greenroom.errors import BadRequest
-from greenroom.server.inference.multipart import Form, scan
+from greenroom.server.inference.multipart import MultipartForm, scan
 from greenroom.server.inference.peek import FOR_EVER, capped, join, keep_alive_s, peek
 from tests.server.inference.test_multipart import Pieces
 
@@ -143,7 +143,7 @@ def test_engine_never_sees_either() -> None:
 # --- in forms -------------------------------------------------------------------------------------------------------
 
 
-def form(**fields: str) -> Form:
+def form(**fields: str) -> MultipartForm:
     parts = {"model": "m", **fields, "language": "en"}
     head = '--b\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
     content = "".join(head % field for field in parts.items()) + "--b--\r\n"
