@@ -1,8 +1,8 @@
-"""The error tree: what happened, whose fault it is, and what to do about it.
+"""The error tree: what happened, which side is at fault, and what to do about it.
 
-Owns every error that can reach a caller. The class says what happened; its base says whose fault it was. Never builds a
-response: `server/render.py` does, in the dialect of the caller, and decides there what of an error that caller sees.
-A leaf: imports nothing of ours.
+Owns every error that can reach a caller. The class says what happened; its base says which side is at fault. Never
+builds a response: `server/render.py` does, in the dialect of the caller, and decides what that caller sees. A leaf:
+imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any, ClassVar
 
 
 class GreenroomError(Exception):
-    """The root. `message` says what, which, and what to do; `public` is told instead to callers without `admin`."""
+    """The root. `message` says what, which, and what to do; callers without `admin` see `public` instead."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
     type: ClassVar[str] = "server_error"
-    # A final failure would fail again in the same way: clients are told not to retry it.
+    # A retry would fail in the same way: clients are told not to retry.
     final: ClassVar[bool] = False
-    # Where a message may hold an engine's words, paths or the names of others: what `public` is unless it is given.
-    # None: the message is made of our own words and the caller's.
+    # The default of `public`, for messages that may hold engine output, paths or the names of other models.
+    # None: the message itself is safe to show.
     public_words: ClassVar[str | None] = None
-    # The details are the engine's answer to the caller's own request, which is the caller's to read.
+    # The details are the engine's answer to the caller's own request: the caller may read them.
     details_are_the_callers: ClassVar[bool] = False
 
     def __init__(
@@ -41,7 +41,7 @@ class GreenroomError(Exception):
         self.param = param
         self.details = details
         self.retry_after_s = retry_after_s
-        # Further fields that stand beside `code` in the error object (queueDepth, avgWaitMs, progress …).
+        # Further fields next to `code` in the error object (queueDepth, avgWaitMs, progress …).
         self.beside: Mapping[str, Any] = beside or {}
 
 
@@ -122,7 +122,7 @@ class MethodNotAllowed(ClientFault):
 
 
 class PostOnly(MethodNotAllowed):
-    """Paths that ask a model take POST and nothing else."""
+    """Inference paths accept POST only."""
 
 
 class Unsupported(ClientFault):
@@ -146,13 +146,13 @@ class QueueFull(Overload):
 
 
 class BodiesFull(Overload):
-    """All bodies being buffered together have reached their limit."""
+    """The bodies buffered at the moment have reached their common limit."""
 
     code = "bodies_full"
 
 
 class ModelLoading(Overload):
-    """The wait ended before the model was ready; it goes on loading."""
+    """The wait ended before the model was ready. The model continues to load."""
 
     code = "model_loading"
 
@@ -175,7 +175,7 @@ class LeaseStoreUnavailable(Overload):
 
 
 class BudgetPassed(GreenroomError):
-    """The time the caller gave for the whole answer is over; what was made of it so far was sent."""
+    """The caller's time budget for the whole answer is used up. The part made so far was sent."""
 
     status = 504
     code = "budget_passed"
@@ -192,7 +192,7 @@ class EngineFault(GreenroomError):
 
 
 class LoadFailed(EngineFault):
-    """The engine did not come up. `details` holds the last lines of this start."""
+    """The engine did not become ready. `details` holds the last lines of this start."""
 
     status = 503
     code = "model_load_failed"
@@ -200,7 +200,7 @@ class LoadFailed(EngineFault):
 
 
 class TooLarge(EngineFault):
-    """The model can never fit on the devices there are."""
+    """The model can never fit on the devices of this gateway."""
 
     status = 503
     code = "model_too_large"
@@ -223,7 +223,7 @@ class EngineTimeout(EngineFault):
 
 
 class GatewayBug(GreenroomError):
-    """Something that cannot happen did. Always logged with its traceback, never shown with it."""
+    """An internal error. Logged with its traceback, which callers never see."""
 
 
 class ConfigError(GreenroomError):
@@ -243,26 +243,26 @@ class StateDirBusy(GreenroomError):
 
 
 class ProbeFailed(GreenroomError):
-    """The memory of GPUs could not be looked at: no driver, no permission, a file that cannot be read."""
+    """GPU memory could not be read: no driver, no permission, or an unreadable file."""
 
     status = 503
     code = "probe_failed"
 
 
 class LeaseDenied(Overload):
-    """The memory is not to be had in the time there was. `beside` holds the numbers."""
+    """The memory did not become free in time. `beside` holds the numbers."""
 
     code = "lease_denied"
 
 
 class LeaseTooLarge(LeaseDenied):
-    """So much memory can never be had on these devices, however long one waits."""
+    """These devices can never provide this much memory."""
 
     final = True
 
 
 class LeaseTaken(LeaseDenied):
-    """The id names the lease of another holder, or one of other amounts or devices: choose another id."""
+    """The id belongs to another holder's lease, or to one with other amounts or devices: choose another id."""
 
     status = 409
     code = "lease_taken"
@@ -271,14 +271,14 @@ class LeaseTaken(LeaseDenied):
 
 
 class LeaseLost(ClientFault):
-    """The lease is not the holder's any more: it was not heard of in time, or another has it."""
+    """The lease is no longer the holder's: it was not renewed in time, or another holder has it."""
 
     status = 409
     code = "lease_lost"
 
 
 class LeaseUnknown(LeaseLost):
-    """Nothing is known of such a lease: it never was, or it is long over."""
+    """There is no such lease: it never existed, or ended long ago."""
 
     status = 404
     code = "lease_unknown"
@@ -286,13 +286,13 @@ class LeaseUnknown(LeaseLost):
 
 
 class StoreDown(LeaseStoreUnavailable):
-    """The lease store does not answer, or cannot write at present."""
+    """The lease store does not answer, or cannot write at the moment."""
 
     public_words = "The lease store does not answer; ask again."
 
 
 class OutOfMemory(LoadFailed):
-    """The engine ran out of memory while loading. `memory` beside the code has the numbers."""
+    """The engine ran out of memory while loading. `memory` in the error object has the numbers."""
 
     status = 507
     code = "model_out_of_memory"
@@ -300,14 +300,14 @@ class OutOfMemory(LoadFailed):
 
 
 class NoPlace(ClientFault):
-    """A model was to sleep and the green room had no place for it, so that it went cold."""
+    """The model should have slept, but the green room was full: it was unloaded instead."""
 
     status = 409
     code = "green_room_full"
 
 
 class BadModel(LoadFailed):
-    """Files of the model are missing, damaged, or not what its engine can serve: trying again changes nothing."""
+    """Files of the model are missing, damaged, or not supported by its engine. A retry cannot succeed."""
 
     code = "bad_model"
     final = True
@@ -315,7 +315,7 @@ class BadModel(LoadFailed):
 
 
 class OutsideRoots(BadModel):
-    """A file of the model lies where no files of models may lie."""
+    """A file of the model is outside of model_roots."""
 
     code = "path_outside_roots"
     public_words = "The model could not be loaded: its files lie where no model's may."

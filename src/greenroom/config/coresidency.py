@@ -1,7 +1,7 @@
-"""Whether the rules about company can be followed, and the same rules as the core knows them.
+"""Checks `scheduler.company` and translates it into the rules of the core.
 
-Owns the checks of `scheduler.company` against itself and against the models there are. Never decides who leaves: the
-core does.
+Owns the checks of the section against itself and against the configured models. Never decides which model is evicted:
+the core does.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from greenroom.core.policy.coresidency.matrix import Matrix as CoreMatrix
 
 
 def rules_of(company: Company | None) -> core.Rules | None:
-    """The rules as the core knows them; None where there are none."""
+    """The rules as the core takes them; None if the section is absent."""
     if company is None:
         return None
     return _groups(company.groups or {}) if company.matrix is None else _matrix(company.matrix)
 
 
 def of_models(company: Company, aliases_of: Mapping[str, Iterable[str]]) -> Iterator[Problem]:
-    """What is wrong with the rules in view of the models, given as ids with their aliases."""
+    """Rules that name unknown models or cannot be satisfied. Takes model ids with their aliases."""
     models = _Models(aliases_of)
     if company.matrix is not None:
         found = list(_wrong_names(company.matrix, models))
@@ -38,7 +38,7 @@ def of_models(company: Company, aliases_of: Mapping[str, Iterable[str]]) -> Iter
 
 
 class _Models:
-    """Which models there are, and what to say of a name that is none."""
+    """The configured models, and the message for a name that is not one of them."""
 
     def __init__(self, aliases_of: Mapping[str, Iterable[str]]) -> None:
         self.ids = frozenset(aliases_of)
@@ -46,7 +46,7 @@ class _Models:
         self.group_of: dict[str, str] = {}
 
     def why_not(self, name: str, others: Iterable[str] = ()) -> str | None:
-        """Why this is no model; None if it is one. `others` are further names that might have been meant."""
+        """Why this name is not a model; None if it is. `others` are further names to suggest."""
         if name in self.ids:
             return None
         if name in self._id_of_alias:
@@ -107,7 +107,7 @@ def _wrong_costs(matrix: Matrix, models: _Models) -> Iterator[Problem]:
 
 
 def _wrong_as_a_whole(matrix: Matrix) -> Iterator[Problem]:
-    """What only shows once every name is right: circles, and more than can be handled."""
+    """Problems that appear only once every name is right: circles, and sets too large to expand."""
     try:
         ByMatrix(_matrix(matrix))
     except Mistake as mistake:

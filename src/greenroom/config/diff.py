@@ -1,6 +1,6 @@
 """What a reload changes: two configurations compared, key by key.
 
-Owns the comparison; what a change means is said by the tables in `fields.py`. Never applies anything.
+Owns the comparison, and the tables below that say what a changed key means. Never applies anything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Changes:
     added: tuple[str, ...]
     # These need a new slot: the old one drains.
     changed: tuple[str, ...]
-    # These only read differently: the running engine keeps running.
+    # Only labels changed: the running engine keeps running.
     relabelled: tuple[str, ...]
     removed: tuple[str, ...]
     # Keys outside models that are applied while running, and those that are not.
@@ -52,7 +52,7 @@ def diff(old: Config, new: Config) -> Changes:
 
 
 def refuse_restart(changes: Changes) -> None:
-    """Raise ConfigError if something changed that only a restart can apply. A reload is whole or nothing."""
+    """Raise ConfigError if a changed key needs a restart. A reload applies everything or nothing."""
     if changes.needs_restart:
         keys = ", ".join(changes.needs_restart)
         raise ConfigError(f"only a restart can change {keys}. Nothing was changed: restart, or put the old values back")
@@ -63,7 +63,7 @@ def _differs(old: Model, new: Model, keys: frozenset[str]) -> bool:
 
 
 def _same(old: object, new: object) -> bool:
-    """Equal also when written down: Python takes 1, 1.0 and true for equal, an engine does not."""
+    """Equal as JSON too: Python treats 1, 1.0 and True as equal, an engine does not."""
     return old == new and json.dumps(old, sort_keys=True, default=repr) == json.dumps(new, sort_keys=True, default=repr)
 
 
@@ -81,13 +81,13 @@ def _changed_keys(old: Config, new: Config) -> Iterator[str]:
 
 
 def _same_in_order(old: object, new: object) -> bool:
-    """Equal also in the order of keys: of two sets in scheduler.company that cost the same the first one counts."""
+    """Equal in the order of keys too: of two sets in scheduler.company with equal cost, the first wins."""
     return old == new and repr(old) == repr(new)
 
 
 # --- what a reload does with a changed key of a model ---------------------------------------------------------------
 
-# The process, its memory or its place would be another: the old slot drains and the next request gets a new one.
+# These change the process, its memory or its devices: the old slot drains and the next request gets a new one.
 # `concurrency` is here because it belongs to the slot and is fixed when the slot becomes ready.
 NEW_SLOT_KEYS = frozenset(
     {
@@ -108,7 +108,7 @@ NEW_SLOT_KEYS = frozenset(
     }
 )
 
-# The running engine keeps running; the new value counts from the next time it is looked at.
+# The running engine keeps running; the new value counts the next time it is read.
 LABEL_KEYS = frozenset(
     {
         "cmd_stop",
@@ -217,5 +217,5 @@ RESTART_KEYS = frozenset(
     }
 )
 
-# `macros` have been put in place before anything is compared; `models` are compared one by one.
+# `macros` are expanded before anything is compared; `models` are compared one by one.
 COMPARED_ELSEWHERE = frozenset({"macros", "models"})

@@ -26,7 +26,7 @@ HEAD = """\
 # yaml-language-server: $schema=docs/config.schema.json
 """
 
-# Options whose default is nothing, or empty: what one might write there.
+# Sample values for options whose default is None or empty.
 SAMPLES: Mapping[str, Any] = {
     "allowed_hosts": ["models.example.org"],
     "allowed_origins": ["https://chat.example.org"],
@@ -63,7 +63,7 @@ ITEMS: Mapping[str, tuple[type[Section], tuple[Mapping[str, Any], ...]]] = {
     "gpus": (Gpu, ({"memory_mib": 24576, "margin_mib": 512}, {"memory_mib": 8192})),
 }
 MACROS = {"models_dir": "/srv/models", "serve": "my-server --host 127.0.0.1 --port ${PORT}"}
-# The two ways to give company: the section, the lines above it, and what one might write there.
+# The two forms of `company`: the section, the keys above it, and sample values.
 COMPANIES: tuple[tuple[type[Section], tuple[str, ...], Mapping[str, Any]], ...] = (
     (Group, ("groups", "voice"), {"members": ["whisper"], "swap": False, "exclusive": False, "persistent": True}),
     (Matrix, ("matrix",), {"vars": {"w": "whisper"}, "evict_costs": {"w": 5}, "sets": {"both": "chat & w"}}),
@@ -74,7 +74,7 @@ COMMAND_MODEL = ("whisper", {"engine": "command", "cmd": "whisper-server --port 
 
 
 def example() -> str:
-    """The whole file; it loads as it is."""
+    """The whole file. It loads without changes."""
     parts = [HEAD]
     for name, field in Config.model_fields.items():
         kind = field.annotation
@@ -102,7 +102,7 @@ def _options(section: type[Section]) -> Iterator[str]:
 
 def _option(name: str, sentence: str | None, value: object) -> Iterator[str]:
     yield from _comment(sentence)
-    # A value that says nothing by itself is given company.
+    # A default that says nothing is shown with a sample.
     if name in SAMPLES and not isinstance(value, bool | int | float | str):
         yield from _comment(f"{FOR_EXAMPLE} {said(SAMPLES[name])}")
     if name in ITEMS:

@@ -1,6 +1,6 @@
-"""Writes what is made from the schema: the example, the JSON schema and the reference inside the docs.
+"""Writes the files that are generated from the schema: the example, the JSON schema and the reference in the docs.
 
-`python -m greenroom.config.generate` writes them, with `--check` it only says which are out of date.
+`python -m greenroom.config.generate` writes them; with `--check` it only lists those that are out of date.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ END = "<!-- end of the reference -->"
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 SCHEMA_ID = "urn:greenroom:config.schema.json"
 
-# Sections inside sections: after which one they are told, their title, and the key whose change a reload sees.
+# Nested sections: the section they follow, their title, and the key that a reload compares.
 _INSIDE: Mapping[str, tuple[tuple[str, type[Section], str], ...]] = {
     "server": (("`server.api_keys[]`", ApiKey, "server.api_keys"),),
     "scheduler": (
@@ -46,7 +46,7 @@ def generated(root: Path) -> dict[str, str]:
 
 
 def with_reference(guide: str) -> str:
-    """The guide with the part between the markers renewed. Raises ValueError if it has lost them."""
+    """The guide with a fresh reference between the markers. Raises ValueError if a marker is missing."""
     before, _, rest = guide.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:

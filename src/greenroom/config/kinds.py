@@ -1,6 +1,6 @@
-"""Kinds of values that need more than a type: numbers within bounds, names, ids.
+"""Values that need more than a type: bounded numbers, names, ids.
 
-Owns the bounds and what a name may be made of. Never knows a key: `schema.py` does.
+Owns the bounds and the characters a name may have. Knows no keys: `schema.py` does.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pydantic_core import PydanticCustomError
 
 from greenroom.config.report import Problem, Where
 
-# What stands between two slashes of a path whose bytes mean only themselves.
+# One part of a path, without percent-encoding.
 _ROUTE_PART = re.compile(r"\*{1,2}|[A-Za-z0-9._~!$&'()+,=:@-]*")
 
 
 def _no_bool(value: Any) -> Any:
-    """`parallel: true` is a mistake, not 1."""
+    """Refuse `parallel: true`, which pydantic would read as 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("number_wanted", "a number is wanted")
     return value
@@ -34,14 +34,14 @@ def _model_id(name: str) -> str:
 
 
 def _printable(name: str) -> str:
-    """Names go into log lines, where a line break or an invisible character would mislead."""
+    """Refuse line breaks and invisible characters: names go into log lines."""
     if not name.isprintable():
         raise PydanticCustomError("name", "may not contain control or invisible characters")
     return name
 
 
 def _route_pattern(pattern: str) -> str:
-    """A pattern that no path can fit is a mistake."""
+    """Refuse patterns that no path can match."""
     first, *parts = pattern.split("/")
     if first or not parts:
         raise PydanticCustomError("route", "a path that begins with / is wanted")
@@ -54,7 +54,7 @@ def _route_pattern(pattern: str) -> str:
     return pattern
 
 
-# Far beyond any use, and small enough for every clock and counter behind them.
+# Far beyond any use, and small enough for every clock and counter that takes them.
 SECONDS_MAX = 31_536_000
 MIB_MAX = 1_000_000_000
 COUNT_MAX = 1_000_000_000
@@ -66,17 +66,17 @@ Count = Annotated[int, Field(ge=1, le=COUNT_MAX), NotBool]
 CountFromZero = Annotated[int, Field(ge=0, le=COUNT_MAX), NotBool]
 Seconds = Annotated[float, Field(ge=0, le=SECONDS_MAX), NotBool]
 SecondsAboveZero = Annotated[float, Field(gt=0, le=SECONDS_MAX), NotBool]
-# A look costs a millisecond or two; looking less often than every five seconds is looking too late.
+# One look costs a millisecond or two; looking less often than every five seconds is too late.
 LookSeconds = Annotated[float, Field(ge=0.1, le=5), NotBool]
-# Shorter than a second would be lost by one slow answer of the store.
+# A shorter lease would be lost by one slow answer of the store.
 LeaseSeconds = Annotated[float, Field(ge=1, le=3_600), NotBool]
 LiftSeconds = Annotated[float, Field(ge=0.001, le=SECONDS_MAX), NotBool]
-# Each slot remembers that many times.
+# Each slot keeps this many times.
 Overtakes = Annotated[int, Field(ge=0, le=10_000), NotBool]
 FactorFromZero = Annotated[float, Field(ge=0, le=1_000), NotBool]
-# As callers can send one in a header.
+# The characters a header can carry.
 TenantName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[ -~]+$")]
-# From a thousandth to a thousand times the share of somebody who is not named.
+# From a thousandth to a thousand times the share of a tenant without a weight.
 TenantWeight = Annotated[float, Field(ge=0.001, le=1_000), NotBool]
 Mib = Annotated[int, Field(ge=0, le=MIB_MAX), NotBool]
 MibAboveZero = Annotated[int, Field(ge=1, le=MIB_MAX), NotBool]
@@ -84,10 +84,10 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterVali
 
 ID_CHARS_MAX = 256
 
-# These words follow /models/ in the management API, so a model may not be called by them.
+# These words follow /models/ in the management API, so they cannot be model ids.
 RESERVED_IDS = frozenset({"load", "unload", "loaded", "stats", "inventory", "download"})
 
-# These words follow /models/{id}/ there: an id that ends in one could be read as a shorter id and an order.
+# These words follow /models/{id}/ there: an id that ends in one could be read as a shorter id and an action.
 RESERVED_ENDINGS = frozenset({"load", "unload", "logs", "sleep", "prepare"})
 
 
@@ -114,7 +114,7 @@ def id_problem(name: str) -> str | None:
 
 
 def clashes(models: Iterable[tuple[str, Sequence[str]]]) -> Iterator[Problem]:
-    """Aliases that are also an id, or are given twice. Takes ids with their aliases."""
+    """Aliases that are also an id, or appear twice. Takes ids with their aliases."""
     named = list(models)
     taken: dict[str, str] = {name: "is already a model's id" for name, _ in named}
     for name, aliases in named:
@@ -138,9 +138,9 @@ HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|
 def words(command: str | tuple[str, ...]) -> tuple[str, ...]:
     """The program and its arguments. Raises ValueError if a quote is left open.
 
-    A list is taken as it is. In a text, lines that begin with # are comments and a line ending in \\ goes on in the
-    next, so that a long command can be written over several lines. Placeholders are to be filled after this, not
-    before: then no value can add words.
+    A list is taken as it is. In a text, lines that begin with # are comments and a line ending in \\ continues on
+    the next, so that a long command can span several lines. Fill placeholders after this, not before: then no value
+    can add words.
     """
     if not isinstance(command, str):
         return command

@@ -9,7 +9,7 @@ from greenroom.core.model import TenantId
 
 
 def limits_of(config: Config) -> Limits:
-    # Who would have been refused by then need not insist any more.
+    # A deadline after wait_max_s would have no effect: the request is refused by then.
     scheduler, latest_s = config.scheduler, config.server.wait_max_s
     return Limits(
         policy=scheduler.policy,
@@ -34,7 +34,7 @@ def limits_of(config: Config) -> Limits:
 
 
 def ttl_s_of(model: Model, stay_warm: StayWarm) -> float:
-    """Seconds; 0 = for ever. What a caller says with `keep_alive` comes before this."""
+    """Seconds a model stays ready when idle; 0 = for ever. A caller's `keep_alive` overrides it."""
     if model.ttl_s is not None:
         return model.ttl_s
     by_category = {"llm": stay_warm.llm_s, "vision": stay_warm.vision_s, "diffusion": stay_warm.diffusion_s}
@@ -42,6 +42,6 @@ def ttl_s_of(model: Model, stay_warm: StayWarm) -> float:
 
 
 def is_named(config: Config, tenant: str) -> bool:
-    """Whether a key's requests belong to this tenant, or it has a weight."""
+    """True if an API key belongs to this tenant, or the tenant has a weight."""
     keys = config.server.api_keys
     return tenant in config.scheduler.tenant_weights or any((key.tenant or key.name) == tenant for key in keys)

@@ -1,7 +1,7 @@
-"""From a file to a configuration, or to one error that names every problem in it.
+"""Loads a file into a configuration, or raises one error that lists every problem in it.
 
-Owns the order of things: read, expand, validate, make paths absolute. A file either loads whole or not at all. Never
-keeps anything: a reload loads anew and compares (`diff.py`).
+Owns the steps: read, expand, validate, make paths absolute. A file loads as a whole or not at all. Keeps nothing: a
+reload loads again and compares (`diff.py`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ DEFAULT_NAME = "greenroom.yaml"
 class LoadedConfig:
     config: Config
     path: Path
-    # What will not work although the file is right; said to the operator, never in the way of a start.
+    # What will not work although the file is valid. Shown to the operator; never prevents a start.
     warnings: tuple[str, ...]
 
 
 def load(path: str | Path, environ: Mapping[str, str] = os.environ) -> LoadedConfig:
-    """Load a file. Raises ConfigError, whose message has one line for each problem, and changes nothing."""
-    # `file` is what the operator typed, for messages; the working directory may change later, so the path is absolute.
+    """Load a file. Raises ConfigError with one line for each problem."""
+    # Messages show the path as typed; the working directory may change later, so the result has the absolute path.
     file = Path(os.path.expanduser(path))
     source = read(file)
     tree, not_expanded = macros.expand(source.tree, environ)
@@ -70,9 +70,9 @@ def _validated(tree: dict[str, Value], source: SourceFile, not_expanded: tuple[P
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        # The schema compares the names of models only once each model is right; here that is not waited for.
+        # The schema compares the names of models only once each model is valid; report clashes now as well.
         found = [*problems_of(error, source.lines), *kinds.clashes(_names(tree))]
-    # A value whose macro is not known is wrong for that reason alone.
+    # A value with an unknown macro is reported once, for the macro.
     blamed = {problem.where for problem in not_expanded}
     return [problem for problem in found if not any(_is_within(problem.where, where) for where in blamed)]
 
@@ -82,21 +82,21 @@ def _is_within(where: Where, outer: Where) -> bool:
 
 
 def _names(tree: dict[str, Value]) -> Iterator[tuple[str, list[str]]]:
-    """Ids and aliases of a tree that need not be right."""
+    """Ids and aliases of a tree that may be invalid."""
     models = tree.get("models")
     for name, model in models.items() if isinstance(models, dict) else ():
         aliases = model.get("aliases") if isinstance(model, dict) else None
         yield name, [str(alias) for alias in aliases] if isinstance(aliases, list) else []
 
 
-# A bare name in these is looked for on PATH when the engine starts, like a shell would.
+# A bare name in these is searched on PATH when the engine starts, as a shell does.
 _PROGRAM_KEYS = frozenset({"program", "python"})
 _SERVER_KEYS = ("record_activity", "record_events")
 _MODEL_KEYS = ("path", "cwd", *sorted(_PROGRAM_KEYS))
 
 
 def resolved(config: Config, folder: Path) -> Config:
-    """The same configuration with ~ expanded and relative paths starting at `folder`."""
+    """The same configuration with ~ expanded and paths relative to `folder`."""
     models = {name: _model(model, folder) for name, model in config.models.items()}
     records = {
         key: _absolute(path, folder) for key in _SERVER_KEYS if (path := getattr(config.server, key)) is not None
@@ -152,27 +152,27 @@ _BOUNDS = {
     "greater_than": ("more than", "gt"),
     "less_than_equal": ("at most", "le"),
 }
-# Patterns that say less to people than a sentence does.
+# Patterns that are better explained by a sentence.
 _PATTERNS = {"sha256": "must be 64 hexadecimal digits in lower case, as `greenroom key` prints them"}
 # Values below these keys may be secrets and are never shown.
 _SECRET_KEYS = frozenset({"key", "sha256", "env"})
 
 
 def problems_of(error: ValidationError, lines: Lines) -> Iterator[Problem]:
-    """One problem a place, though a value that may have several shapes fails once for each of them."""
+    """One problem for each place. A value with several allowed shapes fails once for each; these are joined."""
     by_place: dict[Where, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         by_place.setdefault(_place(detail, lines), []).append(detail)
     for where, details in by_place.items():
         deeper = any(len(other) > len(where) and other[: len(where)] == where for other in by_place)
-        # An item of a list is wrong: that the list is no text either is not worth a line.
+        # An item of a list is wrong; do not also report that the list is not a text.
         if deeper and all(detail["type"] in _WANTED for detail in details):
             continue
         yield from _told(where, details)
 
 
 def _place(detail: ErrorDetails, lines: Lines) -> Where:
-    """Where the value stands in the file: the schema's own names for alternatives are left out."""
+    """The path of the value in the file, without the schema's own names for alternatives."""
     where: Where = ()
     for step in detail["loc"]:
         if (*where, step) in lines:
@@ -233,11 +233,11 @@ def _not_this(where: Where, value: object) -> str:
 
 
 def _unknown_key(where: Where) -> str:
-    """A key that is right elsewhere is told its place; otherwise the nearest key of this section is named."""
+    """Name the section where the key belongs; otherwise suggest the nearest key of this section."""
     key = str(where[-1])
     if home := _home_of(key):
         return f"unknown key here; {key} belongs {home}"
-    # Other tools write ctxSize or ctx-size; compared in one spelling, both are near.
+    # Other tools write ctxSize or ctx-size: compare without case and separators.
     spellings = {_spelling(name): name for name in _section_at(where[:-1]).model_fields}
     near = difflib.get_close_matches(_spelling(key), spellings, n=1)
     return f"unknown key, did you mean {spellings[near[0]]}?" if near else "unknown key"
@@ -260,7 +260,7 @@ def _section_at(where: Where) -> type[Section]:
 
 
 def _unless_none(kind: Any) -> Any:
-    """The kind of a value that may also be nothing."""
+    """The type inside an optional one."""
     return get_args(kind)[0] if type(None) in get_args(kind) else kind
 
 

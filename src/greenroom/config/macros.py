@@ -1,9 +1,8 @@
-"""`${…}`: values written once and used often, values from the environment, and the places a start fills.
+"""Expands `${…}`: macros, environment variables, and placeholders that are filled when an engine starts.
 
-Owns every `${…}` of the file. Works on the tree after YAML, so that nothing in a value can change the shape of the
-file, and that comments are left alone. Keys are never expanded. Each macro sees only those defined before it, so there
-are no cycles. `${PORT}`, `${PID}` and those of GPUs stay as they are where a start can fill them, and are refused
-everywhere else.
+Owns every `${…}` of the file. Works on the tree after YAML, so that no value can change the shape of the file and
+comments are left alone. Keys are never expanded. A macro sees only those defined before it, so there are no cycles.
+`${PORT}`, `${PID}` and those of GPUs stay in the keys that a start fills, and are refused everywhere else.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from dataclasses import dataclass, field
 from greenroom.config.reader import Value
 from greenroom.config.report import Problem, Where
 
-# Macros that hold macros can grow without end from a small file.
+# Macros inside macros can grow without bound from a small file.
 EXPANDED_CHARS_MAX = 8 * 1024 * 1024
-# What a value counts besides its characters, so that many short ones are bounded too.
+# Counted for each value besides its characters, so that many short ones are bounded too.
 VALUE_CHARS = 32
 
 # Placeholders that only a start can fill, and the keys of a model in which they may stand.
 PORT_KEYS = frozenset({"cmd", "cmd_stop", "env", "args"})
 PID_KEYS = frozenset({"cmd_stop"})
-# The GPUs a command gets, how many they are, and in what proportion it shall use them.
+# The GPUs of a command, their number, and the MiB on each.
 GPU_HOLES = ("GPUS", "GPU_COUNT", "TENSOR_SPLIT")
 GPU_KEYS = frozenset({"cmd", "cmd_stop", "env"})
 AT_START = {"PORT": PORT_KEYS, "PID": PID_KEYS, **dict.fromkeys(GPU_HOLES, GPU_KEYS)}
@@ -37,7 +36,7 @@ _ENV = "env."
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A place that is filled where the text is used (MODEL_ID) or when the engine starts (PORT, PID, GPUS …)."""
+    """A placeholder, filled where the text is used (MODEL_ID) or when the engine starts (PORT, PID, GPUS …)."""
 
     name: str
 
@@ -54,15 +53,15 @@ Open = TextTemplate | int | float | bool | None | list["Open"] | dict[str, "Open
 
 
 class _TooMuch(Exception):
-    """The values have grown beyond EXPANDED_CHARS_MAX."""
+    """The expanded values exceed EXPANDED_CHARS_MAX."""
 
 
 class _Unknown(Exception):
-    """A reference that cannot be followed; the message says why."""
+    """A reference that cannot be resolved; the message says why."""
 
 
 def expand(tree: dict[str, Value], environ: Mapping[str, str]) -> tuple[dict[str, Value], tuple[Problem, ...]]:
-    """The tree with everything put in place, and what could not be. A value with a problem stays as it was."""
+    """The expanded tree, and the problems found. A value with a problem stays unexpanded."""
     expansion = _Expansion(environ)
     try:
         expanded = {key: expansion.macros(tree[key]) for key in tree if key == "macros"}
@@ -101,7 +100,7 @@ class _Expansion:
         return filled if len(self.problems) == before else value
 
     def _opened(self, value: Value, where: Where) -> Open:
-        """Macros and the environment are put in place; holes stay."""
+        """Replace macros and environment variables; keep holes."""
         if isinstance(value, dict):
             return {key: self._opened(each, (*where, key)) for key, each in value.items()}
         if isinstance(value, list):
@@ -140,7 +139,7 @@ class _Expansion:
             return TextTemplate((self._from_environment(name.removeprefix(_ENV)),))
         if name in self.known:
             return self.known[name]
-        # Compared in one case: ${port} is meant for ${PORT}.
+        # Compare without case: ${port} is meant for ${PORT}.
         names = {known.lower(): known for known in (*self.known, *HOLES)}
         near = difflib.get_close_matches(name.lower(), names, n=1)
         hint = (
@@ -171,7 +170,7 @@ class _Expansion:
         raise _Unknown(f"${{{name}}} is {kind}, which cannot be part of a text; use it as a whole value")
 
     def _filled(self, value: Open, where: Where) -> Value:
-        """Holes are filled for this place, or kept for the start."""
+        """Fill the holes for this place, or keep them for the start."""
         self._spend(VALUE_CHARS)
         if isinstance(value, dict):
             return {key: self._filled(each, where) for key, each in value.items()}
@@ -198,7 +197,7 @@ class _Expansion:
         return kept
 
     def _check_no_false_hole(self, text: str, template: TextTemplate, where: Where) -> None:
-        """A start could not tell an escaped ${PORT} from a real one, so there may be none where it looks."""
+        """Refuse an escaped ${PORT} in keys that a start fills: the start could not tell it from a real one."""
         if where[0] != "models" or len(where) < 3 or where[2] not in PORT_KEYS:
             return
         for name in AT_START:
@@ -220,5 +219,5 @@ def _bad_name(name: str) -> str:
 
 
 def _is_text(value: str) -> bool:
-    """The environment holds bytes; those that are no UTF-8 come as lone surrogates."""
+    """False for bytes of the environment that are not UTF-8: they arrive as lone surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in value)

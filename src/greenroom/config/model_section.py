@@ -143,7 +143,7 @@ class Model(Section):
     @model_validator(mode="before")
     @classmethod
     def _infer_engine(cls, said: Any) -> Any:
-        """After this `engine` is never None: a model whose engine is in doubt is refused."""
+        """Set `engine` if the keys make it certain; otherwise the rules below refuse the model."""
         if isinstance(said, dict) and said.get("engine") is None and (engine := _inferred_engine(said)):
             return {**said, "engine": engine}
         return said
@@ -196,10 +196,10 @@ KEYS_OF_ENGINES = {"llamacpp": LLAMACPP_KEYS, "transformers": TRANSFORMERS_KEYS,
 
 NO_CHECK = "none"
 
-# `model` decides the route and `stream` the shape of the answer; both have been acted on when these are applied.
+# `model` decides the route and `stream` the shape of the answer; both are used before params are applied.
 PARAMS_NOT_OURS_TO_CHANGE = frozenset({"model", "stream"})
 
-# Where else what a key of another engine is meant for could be said.
+# Where to say the same for an engine that does not have the key.
 _INSTEAD = {
     "llamacpp": "llamacpp takes its arguments in args",
     "transformers": "transformers has nothing like it",

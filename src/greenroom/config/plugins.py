@@ -1,6 +1,6 @@
-"""Policies and swappers that other packages bring, found by entry point when the configuration names them.
+"""Policies and swappers of other packages, found by entry point when the configuration names them.
 
-Nothing is imported that is not named: what is merely installed costs nothing and cannot fail.
+Imports nothing that is not named: a package that is merely installed costs nothing and cannot fail.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Factory = TypeVar("Factory")
 
 
 class Named(Mapping[str, Factory], Generic[Factory]):
-    """Factories by name: the built-in ones, and those of an entry point group."""
+    """Factories by name: the built-in ones and those of an entry point group."""
 
     def __init__(self, word: str, built_in: Mapping[str, Factory], group: str) -> None:
         self._word = word
@@ -54,7 +54,7 @@ SWAPPERS_BY_NAME: Named[SwapperFactory] = Named("swapper", SWAPPERS, "greenroom.
 
 
 def require(limits: Limits) -> None:
-    """Raise ConfigError unless the policy and the swapper that are named are there and can be made."""
+    """Raise ConfigError unless the named policy and swapper exist and can be constructed."""
     POLICIES[limits.policy]
     SWAPPERS_BY_NAME[limits.swapper]
     try:

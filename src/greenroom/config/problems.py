@@ -1,8 +1,8 @@
-"""What will not work although the file is right: missing files, more pinned than fits, an open door.
+"""What will not work although the file is valid: missing files, more pinned than fits, an address open to everyone.
 
-Owns the warnings of `greenroom check` and of the start. Looks at the file system and at nothing else; changes nothing.
-A model whose file is missing must not keep the others from being served, so nothing here is an error, with one
-exception: recordings that would be written over each other or over the configuration are refused.
+Owns the warnings of `greenroom check` and of the start. Reads the file system and nothing else; changes nothing. A
+missing model file must not stop the other models, so these are warnings, with one exception: recordings that would
+overwrite each other or the configuration are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from greenroom.core.policy.coresidency import company_under
 
 
 def problems(config: Config) -> list[str]:
-    """One sentence each, naming the model or key. Empty when nothing is to be said."""
+    """Warnings, one sentence each, that name the model or key."""
     found = [f"models.{name}: {text}" for name, model in config.models.items() for text in _missing(model)]
     found += [text for name, model in config.models.items() for text in _misplaced(name, model, config)]
     found += _outside_roots(config)
@@ -35,13 +35,13 @@ def problems(config: Config) -> list[str]:
 
 
 def clashing_recordings(server: Server, file: Path) -> Iterator[Problem]:
-    """Recordings that would end up in the same file, or in this one, which is the configuration. Paths are absolute."""
+    """Recordings that would overwrite each other or `file`, the configuration. Paths are absolute."""
     taken = {os.path.realpath(file): "is the configuration file"}
     for key in ("record_activity", "record_events"):
         path: str | None = getattr(server, key)
         if path is None:
             continue
-        # Also where the recording before it is kept.
+        # The previous recording is kept under the second name.
         written = [os.path.realpath(path), os.path.realpath(f"{path}.1")]
         if clash := next((name for name in written if name in taken), None):
             yield Problem(("server", key), f"{clash} {taken[clash]}; record to another file")
@@ -49,7 +49,7 @@ def clashing_recordings(server: Server, file: Path) -> Iterator[Problem]:
 
 
 def _unwritable_recordings(server: Server) -> Iterator[str]:
-    """What a start would be refused for, as far as it can be seen without writing anything."""
+    """Recordings that would make a start fail, as far as can be seen without writing."""
     for key in ("record_activity", "record_events"):
         path: str | None = getattr(server, key)
         if path is None:
@@ -61,7 +61,7 @@ def _unwritable_recordings(server: Server) -> Iterator[str]:
 
 
 def open_door(server: Server) -> str | None:
-    """Why this address may not be listened on: it is reachable by others and nobody has to show a key."""
+    """Why this address is not served: other machines can reach it and no key is required. None if it is safe."""
     if server.api_keys or server.insecure or _is_loopback(server.host):
         return None
     return (
@@ -79,7 +79,7 @@ def _no_admin(server: Server) -> Iterator[str]:
 
 
 def budget_mib(config: Config) -> int | None:
-    """What models may use together, as far as the file alone says it."""
+    """Memory for all models together, as far as the file alone tells."""
     if config.gpus:
         return sum(max(0, gpu.memory_mib - gpu.margin_mib) for gpu in config.gpus)
     if config.host.memory_mib is not None:
@@ -100,12 +100,12 @@ def _missing(model: Model) -> Iterator[str]:
 
 
 def _can_be_run(program: str, model: Model) -> bool:
-    """Whether the engine's start will find it; what only shows at the start is taken to be there."""
+    """True if the start will find the program, or if only the start can tell."""
     if "${" in program:
         return True
     if "/" not in program:
         return shutil.which(program, path=model.env.get("PATH")) is not None
-    # A relative one starts at the engine's directory, which without `cwd` is wherever the gateway is started.
+    # A relative path starts at `cwd`, or at the working directory of the gateway, which is not known here.
     if not os.path.isabs(program) and model.cwd is None:
         return True
     return os.access(os.path.join(model.cwd or "/", program), os.X_OK)
@@ -123,7 +123,7 @@ def _misplaced(name: str, model: Model, config: Config) -> Iterator[str]:
 
 
 def _outside_roots(config: Config) -> Iterator[str]:
-    """Models that no load will be allowed to read, by their own path; links inside of folders are followed then."""
+    """Models outside of model_roots. Links inside folders are checked at load."""
     roots = [os.path.realpath(root) for root in config.model_roots]
     for name, model in config.models.items():
         whole = None if model.path is None else os.path.realpath(model.path)
@@ -141,7 +141,7 @@ def _too_much_pinned(config: Config) -> list[str]:
 
 
 def _kept_out(config: Config) -> Iterator[str]:
-    """Models that the rules about company keep out for as long as others are pinned."""
+    """Models that scheduler.company excludes while others are pinned."""
     rules = rules_of(config.scheduler.company)
     if rules is None:
         return

@@ -1,8 +1,8 @@
-"""From bytes to a plain tree that knows its lines.
+"""Reads YAML into a plain tree that knows the line of every value.
 
-Owns what YAML means here: text, whole numbers, numbers, true and false, lists and mappings. Keys are always text, a
-repeated key is refused, and only `true`, `false` and `null` are words with a meaning, so that `flash_attn: on` stays
-what was written. Never gives meaning to keys: the schema does. Everything is bounded, whatever the file holds.
+Owns the dialect: text, whole numbers, numbers, true and false, lists and mappings. Keys are always text, a repeated
+key is refused, and only `true`, `false` and `null` are special words, so that `flash_attn: on` stays text. Gives no
+meaning to keys: the schema does. Size, depth and number of values are bounded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from greenroom.config.report import Problem, Where, refusal
 from greenroom.errors import ConfigError
 
 FILE_BYTES_MAX = 4 * 1024 * 1024
-# Ours are five deep; parsers that recurse fail at some hundreds.
+# A configuration is five deep; recursive parsers fail at some hundreds.
 DEPTH_MAX = 32
-# Aliases can make a small file mean a huge one.
+# Aliases can expand a small file into a huge tree.
 VALUES_MAX = 200_000
 
 Scalar = str | int | float | bool | None
@@ -32,7 +32,7 @@ _Loader: type[yaml.SafeLoader | yaml.CSafeLoader] = getattr(yaml, "CSafeLoader",
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]")
 _INT = re.compile(r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]{1,16}")
 _FLOAT = re.compile(r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)")
-# No number anybody means is longer, but a hash in hex may look like one.
+# Longer digits are not a number: a hash in hex may look like one.
 _NUMBER_CHARS_MAX = 30
 _WORDS: dict[str, Scalar] = {"": None, "~": None, "null": None, "true": True, "false": False}
 _MERGE = "<<"
@@ -40,7 +40,7 @@ _MERGE = "<<"
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file as read: its tree, the line of every value, and what was wrong that did not keep it from being read."""
+    """A file as read: its tree, the line of every value, and the problems that did not stop the reading."""
 
     tree: dict[str, Value]
     lines: dict[Where, int]
@@ -82,7 +82,7 @@ def _text(path: Path) -> str:
 
 def _bytes(path: Path) -> bytes:
     try:
-        # Without O_NONBLOCK a pipe of this name would hold us for ever.
+        # Without O_NONBLOCK opening a FIFO would block for ever.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ConfigError(f"{path}: is not a plain file")
@@ -98,7 +98,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _check_size(path: Path, text: str) -> None:
-    """Walk over the events, which needs no recursion, before anything that does."""
+    """Check bounds on the events, which takes no recursion, before anything that recurses."""
     depth = 0
     for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
         line = event.start_mark.line + 1
@@ -167,7 +167,7 @@ class _Tree:
     def _merged(self, node: yaml.Node, where: Where, depth: int) -> tuple[dict[str, Value], dict[Where, int]]:
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
         into: dict[str, Value] = {}
-        # Lines of merged keys are kept apart until it is known which of them count.
+        # Lines of merged keys are kept apart until it is known which of them win.
         apart = _Tree(self.path, left=self.left)
         for source in sources:
             value = apart.value(source, where, depth + 1)
@@ -186,12 +186,12 @@ class _Tree:
             self.problems.append(Problem(where, "holds half of a surrogate pair, which is no character"))
         if "\0" in text:
             self.problems.append(Problem(where, "may not contain a NUL character"))
-        # The style is the kind of quotes; the two parsers say differently that there are none.
+        # The style is the kind of quotes; the two parsers use different values for none.
         return text if node.style else plain(text)
 
 
 def plain(text: str) -> Scalar:
-    """What an unquoted text means. Numbers too large for 64 bits stay text."""
+    """The value of an unquoted text. Numbers too large for 64 bits stay text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if len(text) > _NUMBER_CHARS_MAX:
@@ -213,7 +213,7 @@ def _bad_yaml(path: Path, text: str, error: yaml.MarkedYAMLError) -> ConfigError
 
 
 def _indentation(text: str, line: int) -> str:
-    # The end of the file may be on a line that is not there.
+    # The end of the file may be past the last line.
     found = text.split("\n")[line : line + 1]
     return found[0][: len(found[0]) - len(found[0].lstrip())] if found else ""
 

@@ -1,6 +1,6 @@
-"""What is wrong with a file, and how that is told: one line a problem, with file, line and key.
+"""Problems of a file and how they are reported: one line for each, with file, line and key.
 
-Owns the record of a problem and the text of the refusal. Never finds problems: reader, macros and rules do.
+Owns the record of a problem and the text of the refusal. Finds no problems: reader, macros and schema do.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pydantic_core import PydanticCustomError
 
 from greenroom.errors import ConfigError
 
-# The way from the top of the file to a value: keys and positions in lists.
+# The path from the top of the file to a value: keys and positions in lists.
 Where = tuple[str | int, ...]
 Lines = Mapping[Where, int]
 
-# More than this is one mistake seen many times, and it would scroll the first away.
+# More than this is one mistake repeated, and would scroll the first one away.
 PROBLEMS_MAX = 20
 SHOWN_MAX = 40
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_/:@+-]+")
@@ -28,12 +28,12 @@ _PLAIN_KEY = re.compile(r"[A-Za-z0-9_/:@+-]+")
 class Problem:
     where: Where
     message: str
-    # Only where the line is not the one of the key itself, such as the second of two equal keys.
+    # Set only if it is not the line of the key itself, as for the second of two equal keys.
     line: int | None = None
 
 
 def refusal(file: str, problems: Iterable[Problem], lines: Lines) -> ConfigError:
-    """One error for all problems of a file, in the order of its lines."""
+    """One error for all problems of a file, ordered by line."""
     numbered = {(problem.line or line_of(problem.where, lines), _sentence(problem)): None for problem in problems}
     ordered = sorted(numbered, key=lambda entry: entry[0])
     told = [f"{file}:{line}: {sentence}" for line, sentence in ordered[:PROBLEMS_MAX]]
@@ -43,14 +43,14 @@ def refusal(file: str, problems: Iterable[Problem], lines: Lines) -> ConfigError
 
 
 def line_of(where: Where, lines: Lines) -> int:
-    """The line of a value, or of the nearest thing around it that is in the file."""
+    """The line of a value, or of the nearest enclosing one in the file."""
     while where and where not in lines:
         where = where[:-1]
     return lines.get(where, 1)
 
 
 def dotted(where: Where) -> str:
-    """`models.qwen.aliases[0]`; a key that would read ambiguously is quoted, and control characters are escaped."""
+    """`models.qwen.aliases[0]`. Quotes ambiguous keys and escapes control characters."""
     text = ""
     for step in where:
         if isinstance(step, int):
@@ -62,13 +62,13 @@ def dotted(where: Where) -> str:
 
 
 def shown(value: object) -> str:
-    """A value for people, on one line and shortened."""
+    """A value on one line, shortened for messages."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= SHOWN_MAX else text[: SHOWN_MAX - 1] + "…"
 
 
 def break_on(problems: Iterable[Problem]) -> None:
-    """Inside a validator: refuse the value with these problems, if there are any. They keep their own places."""
+    """Inside a validator: refuse the value if there are problems. Each keeps its own place."""
     found = tuple(problems)
     if found:
         text = "; ".join(_sentence(problem) for problem in found)

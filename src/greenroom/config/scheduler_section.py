@@ -1,4 +1,4 @@
-"""What an operator can say about scheduling: order, limits, evictions, and which models may be ready together."""
+"""The options of the scheduler: order, limits, evictions, and which models may be ready together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from greenroom.config.kinds import (
 from greenroom.config.report import Problem, break_on
 from greenroom.core.events import Limits
 
-# The core knows the default of each of its limits; they are not repeated here.
+# The defaults of these limits are the core's.
 DEFAULTS = Limits()
 
 

@@ -1,8 +1,9 @@
-"""What an operator can say. The one source of option names, defaults and the sentence that explains each.
+"""Every option an operator can set: its name, its default and the sentence that explains it.
 
-The JSON schema, `config.example.yaml` and the reference in the docs are generated from these classes. Nothing here
-reads files: `loader.py` does. Nothing here decides: unknown keys, wrong types and broken rules (`rules.py`) are
-refused, meaning is given elsewhere.
+The JSON schema, `config.example.yaml` and the reference in the docs are generated from these classes. The sections of
+a model, the scheduler and the server are in files of their own, each with its rules; the rules between sections are
+below. Unknown keys, wrong types and broken rules are refused, however a `Config` is made. Reads no files: `loader.py`
+does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an operator can say about the address: who may call, and the limits on what one caller can cost."""
+"""The options of the server: its address, who may call, and limits on what one caller can cost."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ def _api_key_problems(key: ApiKey) -> Iterator[Problem]:
     if (key.key is None) == (key.sha256 is None):
         yield Problem((), f"give exactly one of key and sha256 for {key.name}")
     if key.key is not None and (not key.key or not key.key.isascii() or any(c <= " " or c == "\x7f" for c in key.key)):
-        # Such a key could not be sent in a header, or would be no secret at all.
+        # Such a key cannot be sent in a header, or is no secret.
         yield Problem(("key",), "must be visible ASCII characters without spaces, at least one")
 
 
 def equal_api_keys(keys: Sequence[ApiKey]) -> Iterator[Problem]:
-    """The same name or the same secret twice would make it a matter of luck whose limits count."""
+    """Keys with the same name or the same secret: which key's limits count would be undefined."""
     name_of: dict[str, str] = {}
     names_seen: set[str] = set()
     for position, key in enumerate(keys):

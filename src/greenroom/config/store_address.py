@@ -1,7 +1,7 @@
-"""The address of a shared lease store: what is wrong with one.
+"""Checks the address of a shared lease store.
 
-Owns the rule alone, which the configuration and those who open a store share. Never connects, and never repeats any of
-an address: what stands in the wrong place may be a password.
+Owns the rule alone, which the configuration and the lease store share. Never connects, and never repeats any part of
+an address: a misplaced part may be a password.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _NO_HOST: Final = "names no host, as in redis://localhost:6379/0"
 _NO_SOCKET: Final = "names no socket by its path, as in unix:///run/redis.sock"
 _DATABASE: Final = "has a database that is no number, as in redis://localhost:6379/0"
 _SPACE: Final = "has a space in it: write %20"
-# In the value of an option an @ is just that. Anywhere else behind a ? it ends a password that was written as it is.
+# An @ is valid in the value of an option. Anywhere else behind a ? it ends an unescaped password.
 _OPTION: Final = re.compile(r"[A-Za-z_]+=")
 
 
 def problem(url: str) -> str | None:
-    """What is wrong with this address, as the rest of a sentence; None if it can be one."""
+    """What is wrong with this address, as the rest of a sentence; None if it is valid."""
     if not url.startswith(SCHEMES):
         return "must begin with redis://, rediss:// or unix://"
     if any(letter.isspace() for letter in url):
@@ -38,7 +38,7 @@ def problem(url: str) -> str | None:
 
 
 def _of_socket(parts: SplitResult) -> str | None:
-    # Before its path stands nobody or a name and password. Anything else would be taken for neither, and shown.
+    # Only a name and password may stand before the path; the client would show anything else.
     return None if parts.path.strip("/") and not parts.netloc.rpartition("@")[2] else _NO_SOCKET
 
 
@@ -46,12 +46,12 @@ def _of_host(parts: SplitResult) -> str | None:
     if "@" in parts.path + parts.fragment:
         return _PASSWORD
     try:
-        # The client would take 0 for a port that was not given.
+        # The client treats port 0 as not given.
         has_port = parts.port is None or parts.port > 0
     except ValueError:
         has_port = False
     if has_port and parts.hostname:
-        # The client would take the first database for one that it cannot read.
+        # The client uses the first database where it cannot read the number.
         return None if re.fullmatch(r"/?|/[0-9]{1,9}", parts.path) else _DATABASE
     if "@" in parts.query:
         return _PASSWORD
