@@ -1,7 +1,8 @@
-"""`greenroom.lease(…)`: memory on GPUs for a program, as a context manager for both kinds of code.
+"""`greenroom.lease(…)`: GPU memory for a program, as a context manager for plain and async code.
 
-Owns where the heartbeat runs: in `with` on an event loop in a thread of its own, so that a program that computes for
-hours is heard of meanwhile; in `async with` as a task beside the program's others.
+Owns the handle that programs use (`LeaseHandle`), the renewals behind it (`LeaseKeeper`) and the choice of the store
+(`open_store`). Renewals run in a thread with its own event loop for `with`, so that a program may compute for hours,
+and in a task for `async with`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ Result = TypeVar("Result")
 
 PRIORITIES: Final = {"high": 0, "normal": 1, "low": 2}
 WAIT_S: Final = 60.0
-# A thread that does not end when it is told to is left behind; it is a daemon.
+# A thread that does not end in this time is left behind; it is a daemon.
 THREAD_END_S: Final = 5.0
-# A year; what is longer is a mistake.
+# A year; anything longer is a mistake.
 SECONDS_MAX: Final = 31_536_000
 _NUMBER: Final = re.compile(r"-?[0-9]{1,3}")
 
@@ -50,10 +51,10 @@ def lease(
     url: str | None = None,
     api_key: str | None = None,
 ) -> LeaseHandle:
-    """Memory on GPUs, held while the block runs: `with greenroom.lease(mib=20_000) as held:` or `async with`.
+    """GPU memory, held while the block runs: `with greenroom.lease(mib=20_000) as held:` or `async with`.
 
-    `mib` on each of `gpus` different GPUs, all or nothing. Models that are idle leave for it, and it waits up to
-    `wait_s`. A `preemptible` lease may be asked to leave for somebody more urgent: see `held.recall_in_s`.
+    `mib` on each of `gpus` different GPUs, all or nothing. Idle models are evicted for it, and it waits up to `wait_s`.
+    A `preemptible` lease may be recalled for a more urgent one: see `held.recall_in_s`.
     """
     _check_times(wait_s=wait_s, grace_s=grace_s, ttl_s=ttl_s)
     ask = LeaseAsk(
@@ -81,10 +82,10 @@ class LeaseHandle:
         self._keeper: LeaseKeeper | None = None
         self._loop: _Loop | None = None
         self._beating: asyncio.Task[None] | None = None
-        # Whose it is: a fork has this object too, and must not give back what is its parent's.
+        # The process that holds it: a fork has this object too, and must not release the lease of its parent.
         self._pid = 0
 
-    # --- what can be asked of it ------------------------------------------------------------------------------------
+    # --- its state --------------------------------------------------------------------------------------------------
 
     @property
     def id(self) -> str:
@@ -92,7 +93,7 @@ class LeaseHandle:
 
     @property
     def token(self) -> int:
-        """Grows with every grant: show it to whatever must not listen to a late holder."""
+        """A fencing token, which grows with every grant: lets other services refuse a late holder."""
         return self._lease.token
 
     @property
@@ -102,23 +103,25 @@ class LeaseHandle:
 
     @property
     def cuda_visible_devices(self) -> str:
-        """For the environment variable of that name, before CUDA is first used."""
+        """The value of CUDA_VISIBLE_DEVICES to set before CUDA is first used."""
         return self._lease.cuda_visible_devices
 
     @property
     def lost(self) -> bool:
-        """Whether it may be somebody else's by now: stop using the memory. True also while the store cannot be asked
-        for longer than the lease lasts; that ends when the store is back and still knows it."""
+        """Whether another holder may have the memory by now: stop using it.
+
+        True also while the store has not answered for longer than the lease lasts, until it does and still knows it.
+        """
         return self._kept.is_lost
 
     @property
     def is_over(self) -> bool:
-        """Whether the store has said that it is lost, which is for good."""
+        """Whether the store said that the lease is lost, which is final."""
         return self._kept.verdict is not None
 
     @property
     def recall_in_s(self) -> float | None:
-        """Seconds in which to leave, once that was asked; below zero it is overdue."""
+        """Seconds left to release it after a recall; negative if overdue, None if it was not recalled."""
         return self._kept.recall_in_s
 
     def raise_if_lost(self) -> None:
@@ -210,7 +213,7 @@ class _Loop:
         await self._over.wait()
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """What the coroutine returns or raises. An interrupt of the caller cancels it."""
+        """Run the coroutine there and return or raise its result. An interrupt of the caller cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -235,20 +238,22 @@ def _priority(priority: str | int) -> int:
 
 
 def _check_times(**said: float) -> None:
-    """Said here, because sockets and stores say it less well."""
+    """Raises BadRequest. Checked here because the errors of sockets and stores are harder to read."""
     for param, seconds in said.items():
         if not 0 <= seconds <= SECONDS_MAX:
             raise BadRequest(f"{param} is a number of seconds from 0 to {SECONDS_MAX:,}.", param=param)
 
 
-# A store that does not answer is asked again after this; one that is back is heard of at once.
+# A store that does not answer is tried again after this.
 RETRY_S: Final = 1.0
 PAUSE_MIN_S: Final = 0.1
-# Giving back is a courtesy: a store that cannot be told finds out by itself.
+# The longest attempt to release: without one, the lease expires in the store.
 RELEASE_MAX_S: Final = 10.0
 
 
 class LeaseKeeper:
+    """Acquires one lease, renews it, and releases it."""
+
     def __init__(self, store: LeaseStore, ask: LeaseAsk, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._ask = ask
@@ -256,7 +261,7 @@ class LeaseKeeper:
         self._lease: Lease | None = None
         self._lasts_until = 0.0
         self._recall_at: float | None = None
-        # Said by the store: it is over.
+        # The store said that the lease is lost.
         self.verdict: LeaseLost | None = None
 
     @property
@@ -267,7 +272,7 @@ class LeaseKeeper:
 
     @property
     def is_lost(self) -> bool:
-        """Not certain to be one's own: the store said so, or could not be asked for as long as it waits for us."""
+        """Whether it may have another holder: the store said so, or has not answered for a whole TTL."""
         return self.verdict is not None or self._clock() >= self._lasts_until
 
     @property
@@ -275,7 +280,7 @@ class LeaseKeeper:
         return None if self._recall_at is None else self._recall_at - self._clock()
 
     def raise_if_lost(self) -> None:
-        """Raises LeaseLost unless it is certainly one's own."""
+        """Raises LeaseLost unless it is certainly held."""
         if self.verdict is not None:
             raise self.verdict
         if self.is_lost:
@@ -286,7 +291,7 @@ class LeaseKeeper:
         sent = self._clock()
         self._take(await self._store.acquire(self._ask), sent)
         if self._clock() - sent > self._pause_s():
-            # How long ago the store began to count is not known after a long wait.
+            # After a long wait it is not known when the TTL began.
             await self._renew()
             if self.verdict is not None:
                 raise self.verdict
@@ -299,7 +304,7 @@ class LeaseKeeper:
             was_heard = await self._renew()
 
     async def release(self) -> None:
-        """Give it back, if there is one; a store that is down finds out by itself."""
+        """Release it, if it is held. In a store that is down it expires."""
         with contextlib.suppress(GreenroomError, TimeoutError):
             async with asyncio.timeout(RELEASE_MAX_S):
                 if self._lease is not None and self.verdict is None:
@@ -307,14 +312,14 @@ class LeaseKeeper:
         await self._store.close()
 
     def _pause_s(self) -> float:
-        """Often enough to miss a beat or two, and to hear of a recall while there is time to act."""
+        """Time between renewals: short enough to miss one or two, and to learn of a recall in time to act."""
         pause_s = self.lease.ttl_s / 3
         if self._ask.preemptible:
             pause_s = min(pause_s, self._ask.grace_s / 3)
         return max(PAUSE_MIN_S, pause_s)
 
     async def _renew(self) -> bool:
-        """Once. False if the store could not be asked."""
+        """Renew once. False if the store did not answer."""
         sent = self._clock()
         try:
             async with asyncio.timeout(max(1.0, self.lease.ttl_s / 3)):
@@ -324,7 +329,7 @@ class LeaseKeeper:
         except LeaseDenied as denied:
             self.verdict = LeaseLost(f"The lease {self._ask.name} cannot be had again: {denied.message}")
         except (GreenroomError, TimeoutError):
-            # Not asked rather than answered: a store that is away, a gateway that is crowded, a key that was changed.
+            # No verdict on the lease: the store is away, the gateway is overloaded, or the key was changed.
             return False
         return True
 
@@ -333,7 +338,7 @@ class LeaseKeeper:
         try:
             return await self._store.renew(lease.id, lease.token)
         except LeaseUnknown:
-            # A store that came back with nothing is told again, unless somebody else has the memory by now.
+            # A store that lost its data gets the lease again, unless another holder has the memory by now.
             ask = replace(self._ask, devices=tuple(sorted(lease.claim)), wait_s=0.0)
             return await self._store.acquire(ask)
 
@@ -351,13 +356,13 @@ DEFAULT_URL: Final = "http://127.0.0.1:8210"
 
 
 def store_url(url: str | None = None, environ: Mapping[str, str] = os.environ) -> str:
-    """Where leases are asked for: what was said, else GREENROOM_LEASES, else GREENROOM_URL, else this machine."""
+    """The address of the store: `url`, else GREENROOM_LEASES, else GREENROOM_URL, else this machine."""
     said = url or environ.get(LEASES_NAME) or environ.get(URL_NAME) or DEFAULT_URL
     return said if "://" in said else f"http://{said}"
 
 
 def open_store(url: str | None = None, key: str | None = None, environ: Mapping[str, str] = os.environ) -> LeaseStore:
-    """The store at this address. Raises BadRequest for one that cannot be, or whose client is not installed."""
+    """The store at this address. Raises BadRequest if it is no such address, or its client is not installed."""
     whole = store_url(url, environ)
     if whole.startswith(("http://", "https://")):
         return HttpStore(whole, key or environ.get(KEY_NAME) or None)

@@ -1,7 +1,7 @@
-"""Which process holds a lease, so that its end can be told from that of another with the same number.
+"""Identifies the process that holds a lease, by host, pid namespace, pid and start time.
 
-Owns the reading of /proc for that. A process is known by machine, pid namespace, number and start time: numbers are
-used again, and mean something else in a container. Never signals and never waits.
+Owns the reading of /proc for that. A pid alone is not enough: pids are reused, and differ between containers. Never
+signals and never waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DEAD_STATES = frozenset({b"Z", b"X", b"x"})
 
 
 def holder_of(pid: int) -> Holder | None:
-    """The process of this number as this process sees it; None if there is none, or it has ended."""
+    """The process with this pid, as this process sees it; None if there is none, or it has ended."""
     try:
         raw = (_PROC / str(pid) / "stat").read_bytes()
     except OSError:
@@ -31,16 +31,13 @@ def holder_of(pid: int) -> Holder | None:
 
 
 def is_here(holder: Holder) -> bool:
-    """Whether this process sees the same process numbers as that one, so that its life can be looked at.
-
-    Asked of every lease at each look at memory, so that nothing is read for it.
-    """
+    """Whether the holder is in our pid namespace, so that it can be watched. Reads nothing after the first call."""
     return (os.uname().nodename, _pid_ns(os.getpid())) == (holder.host, holder.pid_ns)
 
 
 @functools.lru_cache(maxsize=1)
 def _pid_ns(me: int) -> int | None:
-    """The namespace of this process, which is the same for all its life; a fork is another one, and asks anew."""
+    """The pid namespace of this process. It never changes; a fork has another pid and looks again."""
     try:
         return (_PROC / "self" / "ns" / "pid").stat().st_ino
     except OSError:
@@ -48,5 +45,5 @@ def _pid_ns(me: int) -> int | None:
 
 
 def is_alive(holder: Holder) -> bool:
-    """Whether that very process lives. Only to be asked where it `is_here`."""
+    """Whether this very process lives. Valid only if it `is_here`."""
     return holder_of(holder.pid) == holder

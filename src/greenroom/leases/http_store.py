@@ -1,8 +1,8 @@
-"""Leases of a gateway, over HTTP: the client's side of its API.
+"""A client of a gateway's lease API over HTTP.
 
-Owns the calls and the translation of what comes back. Made of the standard library alone, so that a training program
-can use it. Each call has a connection and a thread of its own; one that is cancelled cuts its connection, by which the
-gateway knows that nobody waits any more.
+Owns the calls and the translation of answers and errors. Uses only the standard library, so that any training program
+can import it. Each call has its own connection and thread. A cancelled call cuts its connection, by which the gateway
+sees that its caller has left.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from greenroom.leases.records import Holder, Lease, LeaseAsk, is_program_id
 
 PATH: Final = "/api/v1/leases"
 CONNECT_MAX_S: Final = 5.0
-# Beyond what the gateway was asked to wait: it decides at once and writes one line to a disk.
+# Beyond the wait that was asked for: the gateway decides at once and writes one line to disk.
 ANSWER_MAX_S: Final = 30.0
 ANSWER_BYTES_MAX: Final = 16 * 1024 * 1024
 _BY_CODE: Final = {one.code: one for one in (LeaseDenied, LeaseLost, LeaseTaken, LeaseUnknown)}
@@ -48,7 +48,7 @@ Answer = tuple[int, Mapping[str, str], bytes]
 
 class HttpStore:
     def __init__(self, url: str, key: str | None = None, *, answer_max_s: float = ANSWER_MAX_S) -> None:
-        """Raises BadRequest for what is no address. Nothing is connected yet."""
+        """Raises BadRequest for an invalid address. Connects to nothing yet."""
         self._url = url.rstrip("/").removesuffix("/v1")
         self._key = key
         self._answer_max_s = answer_max_s
@@ -63,7 +63,7 @@ class HttpStore:
 
     async def acquire(self, ask: LeaseAsk) -> Lease:
         body = asdict(ask)
-        # Only gateways ask for these, and not of each other.
+        # Only gateways use these, and not between each other.
         del body["shares"]
         return await self._call("POST", PATH, body, _lease, ask.wait_s + self._answer_max_s)
 
@@ -111,7 +111,7 @@ class HttpStore:
 
 
 class _HttpCall:
-    """One request and its answer, made by a thread that can be cut off."""
+    """One request and its answer, made in a thread whose connection can be cut."""
 
     def __init__(self, connection: http.client.HTTPConnection, request: Request, answer_max_s: float) -> None:
         self._connection = connection
@@ -151,7 +151,7 @@ class _HttpCall:
 
     def _cut(self) -> None:
         self._is_cut = True
-        # The thread may be connecting still, or be done already.
+        # The thread may still be connecting, or be done.
         with contextlib.suppress(OSError, AttributeError):
             self._connection.sock.shutdown(socket.SHUT_RDWR)
 
@@ -165,7 +165,7 @@ def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any], said: Any)
         else:
             done.set_result(said)
 
-    # A loop that has been closed meanwhile refuses this; then nobody is left to hear it.
+    # A closed loop raises this; no caller is left then.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(tell)
 
@@ -193,7 +193,7 @@ def _lease(value: Mapping[str, Any]) -> Lease:
 
 
 def _error(status: int, headers: Mapping[str, str], said: Mapping[str, Any]) -> GreenroomError:
-    """The error the gateway meant, with its words and numbers."""
+    """The gateway's error, with its message and numbers."""
     message, code = str(said["message"]), str(said["code"])
     beside = {name: value for name, value in said.items() if name not in _SHOWN}
     kind = _BY_CODE.get(code) or _BY_STATUS.get(status) or (StoreDown if status >= 500 else BadRequest)

@@ -1,8 +1,7 @@
-"""The journal of leases: what must still be known of them after the gateway was killed.
+"""The journal of leases: what must be known of them after the gateway was killed.
 
-Owns one file that grows by lines of JSON and is written anew when it has grown too long. A change is on the disk when
-`append` returns. A last line that was cut off by a crash counts as never written. Blocks, so it is called beside the
-loop; never logs, its callers do.
+Owns one file of JSON lines, which is compacted when it has grown too long. A change is on disk when `append` returns. A
+last line that a crash cut off counts as never written. Blocks, so it is called in a thread. Never logs; its callers do.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import Any
 
 from greenroom.leases.records import Holder
 
-# Written anew beyond this: some thousand grants and ends.
+# Compacted beyond this: some thousand grants and ends.
 BYTES_MAX = 1024 * 1024
-# Nothing of ours is longer; a larger file is not read.
+# The journal is never longer; the rest of a larger file is not read.
 READ_BYTES_MAX = 64 * 1024 * 1024
-# What nothing of ours exceeds: a year, and what databases call a number.
+# Upper limits of what we write: a year, and a 64-bit integer.
 SECONDS_MAX = 31_536_000
 NUMBER_MAX = 2**63 - 1
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -41,13 +40,13 @@ class Kept:
     grace_s: float
     ttl_s: float
     holder: Holder | None = None
-    # When its holder was heard of, by the wall clock; None in what an older version wrote.
+    # Wall-clock time of the last renewal; None in records of older versions.
     heard_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Its holder was heard of. Not every time: who writes it says how often."""
+    """A renewal. Not every one is written: the caller decides which."""
 
     id: str
     at: float
@@ -67,11 +66,11 @@ class Journal:
         self._bytes_max = bytes_max
         self._fd = _CLOSED
         self._size = 0
-        # Where it is written anew next; later if that could not be done.
+        # Size at which it is compacted next; larger after a failure.
         self._compact_at = bytes_max
         self.live: dict[str, Kept] = {}
         self.last_token = 0
-        # Lines of an earlier run that could not be understood.
+        # Lines of an earlier run that could not be parsed.
         self.spoiled = 0
 
     @property
@@ -79,12 +78,12 @@ class Journal:
         return self._fd != _CLOSED
 
     def open(self) -> None:
-        """Read what an earlier run left, and go on from there. Raises OSError."""
+        """Read the journal of an earlier run and continue it. Raises OSError."""
         fd = os.open(self._path, _FLAGS, 0o600)
         self.live, self.last_token, self.spoiled = {}, 0, 0
         try:
             self._size = self._read(fd)
-            # Half a line would spoil the next one.
+            # Half a line would make the next one unreadable.
             os.ftruncate(fd, self._size)
         except OSError:
             os.close(fd)
@@ -93,7 +92,7 @@ class Journal:
         self._compact()
 
     def append(self, changes: Sequence[Change]) -> None:
-        """Write these down for good. Raises OSError, and then none of them is written."""
+        """Write these changes durably. Raises OSError, and then none of them is written."""
         if not self.is_open:
             self.open()
         self._write("".join(map(_line, changes)).encode())
@@ -110,7 +109,7 @@ class Journal:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def _read(self, fd: int) -> int:
-        """Take in every whole line. Returns where the last of them ends."""
+        """Take in every whole line. Returns the offset where the last one ends."""
         content = os.pread(fd, READ_BYTES_MAX, 0)
         end = content.rfind(b"\n") + 1
         for line in content[:end].splitlines():
@@ -146,7 +145,7 @@ class Journal:
         self._size += written
 
     def _compact(self) -> None:
-        """Write it anew with what still counts. Where that cannot be done, the old one goes on growing for a while."""
+        """Rewrite the file with live leases only. If that fails, the old file grows on for a while."""
         fresh = self._path.with_suffix(".new")
         try:
             fd, size = _written(fresh, self._path, _whole(self.live.values(), self.last_token))
@@ -163,7 +162,7 @@ def _whole(live: Iterable[Kept], last_token: int) -> bytes:
 
 
 def _written(fresh: Path, path: Path, content: bytes) -> tuple[int, int]:
-    """A new file in the place of the old that holds this, open to go on. Raises OSError: then the old one stays."""
+    """Replace the file by one with this content, open for appending. Raises OSError, and then the old one stays."""
     fd = os.open(fresh, _FLAGS | os.O_TRUNC, 0o600)
     try:
         written = 0
@@ -175,7 +174,7 @@ def _written(fresh: Path, path: Path, content: bytes) -> tuple[int, int]:
         os.close(fd)
         fresh.unlink(missing_ok=True)
         raise
-    # From here on the new one counts, whether or not its name is on the disk already.
+    # From here on the new file counts, whether or not its name is on disk already.
     with contextlib.suppress(OSError):
         _sync_folder(path.parent)
     return fd, len(content)
@@ -200,8 +199,7 @@ def _encoded(value: Mapping[str, Any]) -> str:
 
 
 def _change(value: Mapping[str, Any]) -> Change | int:
-    """What a line says: a grant, a sign of life, an end, or the last token of an earlier file. Raises for anything
-    else."""
+    """Parse a line: a grant, a renewal, an end, or the last token of an earlier file. Raises for anything else."""
     if "ended" in value:
         return Ended(str(value["ended"]))
     if "heard" in value:
@@ -215,7 +213,7 @@ def _change(value: Mapping[str, Any]) -> Change | int:
 
 
 def _checked(kept: Kept) -> Kept:
-    """As it is. Raises ValueError if it cannot be ours: a disk gives back what it likes, and all of it is used."""
+    """The record itself. Raises ValueError if a field is out of range: the file may be damaged."""
     texts = [kept.id, kept.name, *([] if kept.holder is None else [kept.holder.host])]
     if not kept.claim or not isinstance(kept.preemptible, bool) or not all(isinstance(text, str) for text in texts):
         raise ValueError("it is no lease")

@@ -1,6 +1,6 @@
-"""What is said about leases, and what every store of them can do.
+"""The records of leases, and the protocol of every lease store.
 
-Owns the words. Never waits and never connects: the stores do. Devices are named as the store names them.
+Owns these types only; stores wait and connect. Devices are named as the store names them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Final, Protocol
 from greenroom.core.model import cuda_name
 from greenroom.errors import LeaseTaken
 
-# The device that is no GPU.
+# The name of the device that is the host's memory.
 HOST: Final = "host"
-# What a program may call its lease. Those of slots have a slash, so that no program can name them.
+# Ids that programs may choose. Ids of slots contain a slash, so that no program can use them.
 PROGRAM_ID: Final = r"^[A-Za-z0-9._:@+-]+$"
-# 128 of them are the program's; a gateway may put its tenant before.
+# 128 characters for the program; a gateway may put its tenant before them.
 PROGRAM_ID_MAX: Final = 160
 
 
@@ -27,7 +27,7 @@ def is_program_id(id: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Which process holds a lease; a process id alone says nothing elsewhere, or later."""
+    """The process that holds a lease. A pid alone is not unique on other hosts, or later."""
 
     host: str
     pid: int
@@ -37,9 +37,9 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class LeaseAsk:
-    """`mib` on each of `gpus` different GPUs, all or nothing. The same holder asking again for the same is asking once.
+    """A request for `mib` on each of `gpus` different GPUs, all or nothing. Asking again for the same changes nothing.
 
-    A model that is split over GPUs says in `shares` how much it wants of each, and names them all.
+    A model that is split over GPUs names them all and gives its share of each in `shares`.
     """
 
     id: str
@@ -75,36 +75,39 @@ class Lease:
     recall_in_s: float | None
     holder: Holder | None
     kind: str
-    gateway: str = ""  # Through which gateway it is held, where several share a store; empty: by the holder itself.
+    gateway: str = ""  # The gateway through which it is held in a shared store; empty: by the holder itself.
 
     @property
     def cuda_visible_devices(self) -> str:
-        """What a program must have in that variable to see the GPUs of its lease, and no others."""
+        """The value of CUDA_VISIBLE_DEVICES that shows a program the GPUs of its lease and no others."""
         names = (device.rpartition("/")[2] for device in sorted(self.claim))
         return ",".join(cuda_name(name) for name in names if name != HOST)
 
 
 class LeaseStore(Protocol):
     async def acquire(self, ask: LeaseAsk) -> Lease:
-        """Ask for memory and wait for it up to `wait_s`. Raises LeaseDenied with the numbers, LeaseTaken if the id
-        names a lease of another holder, amount or device, BadRequest if it is no id, or StoreDown."""
+        """Ask for memory and wait for it up to `wait_s`.
+
+        Raises LeaseDenied with the numbers, LeaseTaken if the id names a lease of another holder, amount or device,
+        BadRequest for an invalid id, or StoreDown.
+        """
         ...
 
     async def renew(self, id: str, token: int) -> Lease:
-        """Say that the holder lives. Raises LeaseLost if it is not its any more, LeaseUnknown, or StoreDown."""
+        """Renew it for another TTL. Raises LeaseLost if it is no longer held, LeaseUnknown, or StoreDown."""
         ...
 
     async def release(self, id: str, token: int | None = None) -> None:
-        """Give it back. What is not held, or not under this token, stays as it is. Raises StoreDown."""
+        """Release it. A lease that is not held, or not under this token, is left alone. Raises StoreDown."""
         ...
 
     async def leases(self) -> list[Lease]:
-        """Everything that is held or waited for. Raises StoreDown."""
+        """All leases, held and waiting. Raises StoreDown."""
         ...
 
     async def close(self) -> None: ...
 
 
 def taken(id: str, whose: str) -> LeaseTaken:
-    """The id names another lease than the one that is asked for."""
+    """The error for an id that names another lease than the one that is asked for."""
     return LeaseTaken(f"The lease {id} is {whose}; choose another id.", param="id")

@@ -1,6 +1,7 @@
-"""What Redis' errors mean to us, said without the password that an address may hold.
+"""Errors of the shared store: outages of Redis, and refusals by its scripts, as errors of ours.
 
-Owns the translation of redis-py's exceptions, and the address as it may be shown. Never raises anything itself.
+Owns the translation of redis-py's exceptions, the address without its password, and the messages of refused leases with
+their numbers. Never raises: callers raise what it returns.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from greenroom.leases.records import HOST, LeaseAsk, taken
 from greenroom.leases.shared.stored import Reply
 
 OUTAGE_RETRY_AFTER_S = 1.0
-# Errors by their class; the first that matches counts, so the special ones come first.
+# Errors by class. The first match counts, so special classes come first.
 _BY_CLASS: tuple[tuple[type[Exception], str], ...] = (
     (redis_errors.BusyLoadingError, "is still loading its data"),
     (redis_errors.AuthenticationError, "does not accept the name or the password"),
@@ -30,7 +31,7 @@ _BY_CLASS: tuple[tuple[type[Exception], str], ...] = (
     (redis_errors.ConnectionError, "cannot be reached"),
     (OSError, "cannot be reached"),
 )
-# Refusals by the word that they begin with, or that stands in them where a script was refused.
+# Errors by the code with which they begin, or which they contain if a script failed.
 _BY_WORD = (
     ("NOREPLICAS", "has too few replicas to write to"),
     ("NOAUTH", "wants a password"),
@@ -48,18 +49,18 @@ _BY_WORD = (
 
 
 def shown(url: str) -> str:
-    """The address without name, password and options. A store is only opened at one that can be taken apart."""
+    """The address without name, password and options. It was checked when the store was opened."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def translated(error: Exception, url: str) -> GreenroomError:
-    """What to raise instead. The text of Redis' error is not passed on: it may quote what was sent."""
+    """The error to raise instead. The text of Redis' error is not passed on: it may quote what was sent."""
     where = shown(url)
     for kind, meaning in _BY_CLASS:
         if isinstance(error, kind):
             return _down(where, meaning)
-    # A refusal inside a script carries the script's name before or after the word.
+    # An error inside a script has the script's name before or after the code.
     words = str(error).replace(":", " ").replace("-", " ").split()
     for word, meaning in _BY_WORD:
         if word in words:
@@ -73,7 +74,7 @@ def _down(where: str, meaning: str) -> StoreDown:
 
 @contextmanager
 def cancels_heard() -> Iterator[None]:
-    """Raise CancelledError at the end if this task was cancelled meanwhile, whatever became of it inside."""
+    """Raise CancelledError at the end if this task was cancelled inside, even if the block swallowed it."""
     task = asyncio.current_task()
     assert task is not None, "only tasks can be cancelled"
     before = task.cancelling()
@@ -101,7 +102,7 @@ def refusal(name: str, wanted: str, reply: Reply, beside: Mapping[str, object], 
 
 
 def program_refusal(ask: LeaseAsk, reply: Reply) -> LeaseDenied:
-    """For who asked by memory and a number of GPUs; one that waited in vain for what cannot be is told so."""
+    """The error for a program's request. It says so if no wait could have helped."""
     if reply.denied == TAKEN:
         return taken(ask.id, "another holder's, or was asked for with another amount or other GPUs")
     wanted = f"{ask.mib:,} MiB on {ask.gpus} GPU{'s' if ask.gpus > 1 else ''}"
@@ -112,7 +113,7 @@ def program_refusal(ask: LeaseAsk, reply: Reply) -> LeaseDenied:
 
 
 def _most(ask: LeaseAsk, reply: Reply) -> int:
-    """What so many GPUs could give each if nobody held anything. Strangers that use them now may go."""
+    """MiB that each of so many GPUs could give if no lease was held. Strangers that use them now may end."""
     allowed = [mib for device, mib in reply.usable.items() if device != HOST]
     if ask.devices:
         allowed = [mib for device, mib in reply.usable.items() if device in ask.devices]

@@ -1,8 +1,8 @@
 """Leases in Redis or Valkey, for gateways, hosts and programs that share GPUs.
 
-Owns the connection and the waiting. Decisions are made by the scripts, in one step each, by Redis' own clock; this file
-never reads a lease in order to write it. Every operation may be repeated: an answer that was lost on the way is asked
-for again with the same id. Only imported where such a store is used.
+Owns the connection and the waiting. The scripts decide, each in one atomic step and by Redis' own clock; this file
+never reads a lease in order to write it. Every operation may be repeated with the same id, for instance after a lost
+answer. Imported only if such a store is configured.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from greenroom.leases.shared.stored import Reply, Stored
 
 CONNECT_TIMEOUT_S = 1.0
 READ_TIMEOUT_S = 1.0
-# Operations at once; further ones wait for a connection as long as for an answer.
+# Concurrent operations; further ones wait for a connection as long as for an answer.
 CONNECTIONS_MAX = 16
-# The scripts take a waiter that is silent for 3 s for gone.
+# The scripts drop a waiter that is silent for 3 s.
 POLL_FIRST_S = 0.02
 POLL_MAX_S = 0.5
 LEASES_MAX = 4_096
-# Time that passes without any operation counts up to this share of the TTL, and as much longer than its holder the
-# store waits before it gives up a lease: see the clock in book.lua.
+# Time without any operation counts up to this share of the TTL, so the store keeps a lease that much longer than its
+# holder expects: see the clock in book.lua.
 STEP_SHARE = 1 / 3
 _MS = 1_000
 
 
 class RedisStore:
-    """The leases on one host's GPUs. `ttl_s` is the longest TTL it gives, and how long a new store grants nothing."""
+    """The leases on one host's GPUs. `ttl_s` is the longest TTL; a new store grants nothing for about as long."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class RedisStore:
         self._keys = stored.keys(host)
         self._client = _connected(url)
         self._scripts = {name: self._client.register_script(stored.source(name)) for name in stored.OPERATIONS}
-        # What is held through this object, so that a store that lost it can be told again.
+        # Leases held through this object, so that a store that lost its data gets them again.
         self._held: dict[str, Stored] = {}
-        # The highest token heard of: a store that lost its data, and whose clock went back, learns it from us.
+        # The highest token seen: a store that lost its data, and whose clock went back, learns it from us.
         self._highest = 0
 
     async def acquire(self, ask: LeaseAsk, asker: str = "", kind: str = "program") -> Lease:
@@ -104,7 +104,7 @@ class RedisStore:
         arguments = {"id": id, "token": None if token is None else str(token), "into": into, "kind": kind}
         await self._run("release", {key: value for key, value in arguments.items() if value is not None})
         mine = self._held.get(id)
-        # One that an operator released is kept, so that its holder hears that it is lost rather than unknown.
+        # A lease that an operator released is kept, so that its holder is told that it is lost rather than unknown.
         if mine is not None and mine.kind == kind and (token == int(mine.token) or (kind == "slot" and token is None)):
             del self._held[id]
 
@@ -140,13 +140,13 @@ class RedisStore:
     # --- how -------------------------------------------------------------------------------------------------------
 
     def _ttl(self, wanted_s: float) -> float:
-        """Never longer than the grace of a new store, or its holder could be late when the store has lost it."""
+        """At most the grace of a new store: else a holder could renew too late after the store lost its data."""
         return min(wanted_s, self._ttl_s)
 
     def _keep(self, record: Stored, now: float) -> Lease:
         self._held[record.id] = record
         if len(self._held) > LEASES_MAX:
-            # Its holder is not heard of any more, or it would have been given back or found lost.
+            # The oldest: its holder is gone, or it would have been released or found lost.
             del self._held[next(iter(self._held))]
         return stored.lease_of(record, now)
 
@@ -157,7 +157,7 @@ class RedisStore:
         return refusal(ask.name, wanted, reply, {"needed_mib": dict(ask.claim)})
 
     async def _wait_in_line(self, record: Stored, asker: str, wait_ends_at: float) -> Reply:
-        """Ask until it is granted or the wait is over. A store that is down meanwhile may come back in time."""
+        """Poll until it is granted or the wait is over. A store that is down may come back in time."""
         pause_s = POLL_FIRST_S
         while True:
             left_s = wait_ends_at - asyncio.get_running_loop().time()
@@ -171,13 +171,13 @@ class RedisStore:
                 is_settled = reply.lease or reply.denied == TAKEN or left_s <= 0
                 if not reply.waiting and is_settled:
                     return reply
-                # A store that forgets us meanwhile gives us our place again.
+                # A store that forgets this waiter gives it its place back.
                 record.arrival = reply.arrival or record.arrival
             await asyncio.sleep(max(0.0, min(pause_s * random.uniform(0.75, 1.0), left_s)))
             pause_s = min(POLL_MAX_S, pause_s * 2)
 
     async def _leave(self, record: Stored, asker: str) -> None:
-        """Whoever stops waiting frees its place at once; where that fails, its silence does so a little later."""
+        """Leave the queue at once. If that fails, the store drops the silent waiter a little later."""
         try:
             await asyncio.shield(self._give_up({"id": record.id, "asker": asker, "lease": record}))
         except (StoreDown, GatewayBug):
@@ -214,7 +214,7 @@ class RedisStore:
         return reply
 
     async def _answer(self, operation: str, arguments: bytes) -> bytes:
-        """What the script says. The one place where anybody is asked. Raises StoreDown or GatewayBug."""
+        """Run a script and return its answer. The only place that talks to Redis. Raises StoreDown or GatewayBug."""
         with cancels_heard():
             try:
                 said: bytes = await self._scripts[operation](keys=self._keys, args=[arguments])
@@ -224,7 +224,7 @@ class RedisStore:
 
 
 def _connected(url: str) -> aioredis.Redis:
-    """A client that connects when it is first used. One retry: a kept connection may have died unnoticed."""
+    """A client that connects on first use. One retry: an idle connection may have died unnoticed."""
     if why := store_address.problem(url):
         raise ConfigError(f"the address of the lease store {why}")
     retry = Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,))
@@ -237,9 +237,9 @@ def _connected(url: str) -> aioredis.Redis:
             socket_timeout=READ_TIMEOUT_S,
             retry=retry,
         )
-        # One that is never opened: what options are called is only looked at here.
+        # Made and never opened: this alone checks the names of the options.
         pool.connection_class(**pool.connection_kwargs)
     except (TypeError, ValueError, RedisError):
-        # Of what the client refuses only this is left: its port, its host and how it begins were looked at.
+        # Scheme, host and port were checked before; only the options are left.
         raise ConfigError(f"the lease store {shown(url)} has an option behind ? that is not known or read") from None
     return aioredis.Redis.from_pool(pool)

@@ -1,7 +1,7 @@
-"""What a gateway needs of a store that it shares with other gateways, beyond what every holder of a lease does.
+"""The protocol between a gateway and the store that it shares with other gateways.
 
-Owns the words. A swap enters the newcomer's claim as pending before it touches a victim, and victims release into it;
-for a program that waits, one gateway at a time is named to make room.
+Owns these types. A swap enters the newcomer's claim as pending before it touches a victim, and victims release into it.
+For a waiting program the store orders one gateway at a time to make room.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from greenroom.leases.records import Holder, Lease, LeaseAsk, LeaseStore
 
 @dataclass(frozen=True, slots=True)
 class PublishReply:
-    """What a gateway hears at each heartbeat."""
+    """The store's answer to a heartbeat."""
 
-    make_room: tuple[LeaseAsk, ...]  # Those who wait, and for whom this gateway is to make room during its turn.
-    version: int  # Another one than before: something about leases or devices has changed.
-    grace_left_s: float  # So long nothing new is granted, because the store may have lost what it knew.
+    make_room: tuple[LeaseAsk, ...]  # Waiting leases for which this gateway must make room now.
+    version: int  # Changes whenever leases or devices change.
+    grace_left_s: float  # Nothing new is granted for this long: the store may have lost its data.
 
 
 @dataclass(frozen=True, slots=True)
 class SlotAsk:
-    """A slot's claim: what the scheduler has already placed."""
+    """A slot's claim, which the scheduler has placed already."""
 
     id: str
     name: str
@@ -41,43 +41,52 @@ class SlotAsk:
 
 class SharedStore(LeaseStore, Protocol):
     async def publish(self, gateway: str, devices: Mapping[str, int], prices: Mapping[str, float]) -> PublishReply:
-        """Say that this gateway lives, how many MiB may be planned with, and what freeing memory would cost it.
+        """Heartbeat: this gateway lives, offers so many MiB on each device, and asks these prices for freeing memory.
 
-        At most a second apart. A device that is gone is published with 0, one on which nothing can be freed without a
-        price.
+        Called at least once a second. A device that is gone is published with 0; one on which nothing can be freed has
+        no price.
         """
         ...
 
     async def pend(self, ask: SlotAsk, victims: Sequence[str], *, gateway: str, pending_s: float) -> None:
-        """Enter a swap. Raises LeaseDenied if what is free and what these victims hold would not be enough, LeaseTaken
-        if the id is not that of a slot of this gateway."""
+        """Enter a swap as pending.
+
+        Raises LeaseDenied if free memory and that of the victims would not be enough, LeaseTaken if the id is not that
+        of a slot of this gateway.
+        """
         ...
 
     async def hold(self, ask: SlotAsk, *, gateway: str, into: str | None = None) -> Lease:
-        """Hold a claim that was pending, changed its size, or fits. Raises LeaseDenied with the numbers, LeaseTaken if
-        the id is not that of a slot of this gateway."""
+        """Hold a claim that was pending, has a new size, or fits.
+
+        Raises LeaseDenied with the numbers, LeaseTaken if the id is not that of a slot of this gateway.
+        """
         ...
 
     async def acquire(self, ask: LeaseAsk, asker: str = "", kind: str = "program") -> Lease:
-        """As every store does; `asker` names this call for `unheard`, `kind` is slot where a model waits."""
+        """As in every store. `asker` names this call for `unheard`; `kind` is slot where a model waits."""
         ...
 
     async def unheard(self, id: str, asker: str) -> None:
-        """This call was given up, or not heard. Gives back what it waited for or was told of, unless another was told
-        of it too and has not said the same. Raises StoreDown."""
+        """The caller of this `acquire` left before its answer. Releases the lease, unless another call still has it.
+
+        Raises StoreDown.
+        """
         ...
 
     async def release(self, id: str, token: int | None = None, into: str | None = None, kind: str = "program") -> None:
-        """Give it back; in the same step its memory goes to `into`, or to the swap it was named a victim of. A lease of
-        another kind stays as it is."""
+        """Release it. In the same step its memory goes to `into`, or to the swap that named it a victim.
+
+        A lease of another kind is left alone.
+        """
         ...
 
     async def renew_all(self, held: Iterable[tuple[str, int]]) -> dict[str, bool]:
-        """Renew many leases of slots at once: id and token of each. False: not held any more."""
+        """Renew many leases of slots at once, by id and token. False: no longer held."""
         ...
 
     async def recall(self, id: str) -> None:
-        """Ask a preemptible holder to leave within the time that it named itself."""
+        """Ask a preemptible holder to leave within its own grace time."""
         ...
 
 
@@ -92,9 +101,9 @@ class Membership:
 
 
 def open_store(config: Config, url: str) -> SharedStore:
-    """Raises ConfigError where the client of such a store is not installed."""
+    """The store at this address. Raises ConfigError if its client is not installed."""
     try:
-        # Only where it is used: it takes a while to import.
+        # Imported only if used: it is slow to import.
         from greenroom.leases.shared.redis_store import RedisStore
     except ImportError as error:
         raise ConfigError("leases.store needs the client of Redis: pip install 'greenroom[redis]'.") from error

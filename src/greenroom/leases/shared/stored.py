@@ -1,7 +1,7 @@
-"""Leases as the scripts read and write them, and back.
+"""Translates leases to and from the JSON of the Lua scripts.
 
-Owns the JSON between Python and Lua. Two peculiarities of Lua's JSON shape it: an empty list and an empty map look the
-same, so there are no lists in what comes back; and numbers keep 14 digits, so tokens are text.
+Owns this JSON. Two limits of Lua's JSON shape it: an empty list and an empty map look the same, so replies contain no
+lists; numbers keep 14 digits, so tokens are text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MS = 1_000
 
 
 class Stored(msgspec.Struct, omit_defaults=True):
-    """One record of the book. What only the scripts need is left out here."""
+    """One record in the store, without the fields that only the scripts need."""
 
     id: str
     name: str

@@ -1,6 +1,6 @@
-"""One lease as the gateway keeps it, from the asking to its end.
+"""One lease as the gateway keeps it: its record, its place in the queue, and how long it outlasts a restart.
 
-Owns what is known of it and how it is shown. Never decides: the scheduler grants, `leasing.py` ends.
+Owns what is known of a lease and how it is shown. Never decides: the scheduler grants, `local.py` ends.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from greenroom.core.model import LeaseId, SlotId
 from greenroom.leases.journal import Kept
 from greenroom.leases.records import Lease, LeaseAsk
 
-# It was told to more than one call, or to one that has no name: whoever of them leaves, another may hold it.
+# The lease was reported to several calls, or to one without a name: if one of them leaves, another may hold it.
 SEVERAL: Final = ""
 
 
 def core_id(lease: str) -> LeaseId:
-    """The id by which the scheduler knows it. Requests have ids beside it, and a caller may call a lease anything."""
+    """The scheduler's id of this lease. The prefix keeps it apart from request ids: a caller may choose any id."""
     return LeaseId(f"lease:{lease}")
 
 
 @dataclass(slots=True, eq=False)
 class LeaseEntry:
     ask: LeaseAsk
-    # Done when it is held, with the error if it never will be.
+    # Done when the lease is held; an error if it never will be.
     settled: asyncio.Future[None]
-    # How many calls wait for it, and which was told that it is held: when there is neither, it is given up.
+    # How many calls wait for it, and which call was told that it is held. Without either it is given up.
     askers: int = 0
     told_to: str | None = None
-    # Until when it is waited for, and whether the scheduler knows of it: not while it stands behind another lease.
+    # When the wait ends, and whether the scheduler was asked: not while it queues behind another lease.
     give_up_at: float | None = None
     is_asked: bool = False
     token: int = 0
     claim: Mapping[str, int] = field(default_factory=dict)
     slot: SlotId | None = None
     is_held: bool = False
-    # How long it lasts at first: the rest of its time, where it is of an earlier run.
+    # How long it lasts at first: what is left of its TTL, for a lease of an earlier run.
     lasts_s: float | None = None
     expires_at: float = 0.0
-    # When that it was heard of was last written down.
+    # When a renewal was last journaled.
     written_at: float = 0.0
     recall_at: float | None = None
-    # The next look at whether it was heard of in time, and at whether it left when it was asked to.
+    # Timers: has it expired, and did its holder leave when recalled?
     watch: asyncio.TimerHandle | None = None
     overdue: asyncio.TimerHandle | None = None
 
@@ -58,7 +58,7 @@ class LeaseEntry:
         return self.slot is None
 
     def kept(self, heard_at: float) -> Kept:
-        """As it is written down, heard of at this time of the wall clock."""
+        """The record for the journal; `heard_at` is the wall-clock time of the last renewal."""
         ask = self.ask
         return Kept(
             id=ask.id,
@@ -98,7 +98,7 @@ class LeaseEntry:
 
 
 def ask_again(kept: Kept, settled: asyncio.Future[None], lasts_s: float) -> LeaseEntry:
-    """The lease of an earlier run, to be asked for on the same devices; it lasts so long if it is not heard of."""
+    """Ask again for a lease of an earlier run, on the same devices. Without a renewal it ends after `lasts_s`."""
     return LeaseEntry(
         LeaseAsk(
             id=kept.id,
@@ -120,7 +120,7 @@ def ask_again(kept: Kept, settled: asyncio.Future[None], lasts_s: float) -> Leas
 
 
 def is_behind(entry: LeaseEntry, in_order: Iterable[LeaseEntry]) -> bool:
-    """Whether it stands behind another of these, which are in the order they came; it need not be among them yet."""
+    """Whether this lease must wait for an earlier one of `in_order`. It need not be among them yet."""
     for other in in_order:
         if other is entry:
             return False
@@ -130,24 +130,24 @@ def is_behind(entry: LeaseEntry, in_order: Iterable[LeaseEntry]) -> bool:
 
 
 def may_ask(in_order: Iterable[LeaseEntry]) -> list[LeaseEntry]:
-    """Who stood behind another and does so no longer; the most urgent first."""
-    # Nobody stands behind one that is held; hundreds of those must not be passed again for each that waits.
+    """Leases that no longer queue behind another one and were not asked for yet, most urgent first."""
+    # Held leases block none. They are dropped first: there may be hundreds for each one that waits.
     waiting = [entry for entry in in_order if entry.is_waiting]
     free = [entry for entry in waiting if not entry.is_asked and not is_behind(entry, waiting)]
     return sorted(free, key=lambda entry: entry.ask.priority)
 
 
 def _goes_first(earlier: LeaseEntry, later: LeaseEntry) -> bool:
-    """It waits too, is as urgent, and could use the same GPU."""
+    """Whether the earlier lease waits too, is at least as urgent, and could use the same GPU."""
     if not earlier.is_waiting or earlier.ask.priority > later.ask.priority:
         return False
     mine, others = set(later.ask.devices), set(earlier.ask.devices)
     return not mine or not others or not mine.isdisjoint(others)
 
 
-# Half its TTL: who renews every third of it, as our clients do, is heard of well within.
+# Half the TTL: our clients renew every third of it.
 GRACE_SHARE: Final = 0.5
-# Clients ask again every second while the gateway is away, and the fastest machine takes some to be back.
+# Clients retry every second while the gateway is away, and a restart takes some seconds.
 GRACE_MIN_S: Final = 10.0
 
 
@@ -156,8 +156,10 @@ def restart_grace_s(ttl_s: float) -> float:
 
 
 def lasts_s(kept: Kept, wall_s: float) -> float:
-    """From the start of this run until it is lost, if its holder is not heard of. A clock that jumped costs nobody more
-    than the time that was left."""
+    """Seconds from the start of this run until a lease of an earlier run expires without a renewal.
+
+    At most its TTL, so a clock that jumped cannot extend it.
+    """
     if kept.heard_at is None:
         return kept.ttl_s
     left_s = max(0.0, kept.heard_at + kept.ttl_s - wall_s)
@@ -165,6 +167,6 @@ def lasts_s(kept: Kept, wall_s: float) -> float:
 
 
 def must_journal_renewal(ttl_s: float, since_s: float) -> bool:
-    """Whether a renewal is, so long after the last that was. Where the grace is a whole TTL none has to be."""
+    """True if this renewal must be journaled. Where the grace is at least the TTL, none must be."""
     grace_s = restart_grace_s(ttl_s)
     return grace_s < ttl_s and since_s >= grace_s

@@ -1,7 +1,7 @@
-"""Processes of this machine that hold leases: their end is heard of at once.
+"""Holders of leases: whether their processes live, and whether they leave when they are recalled.
 
-Owns one pidfd for each. Where a process cannot be watched (another machine, a container with its own numbers) nothing
-is promised, and its lease ends when it is not heard of in time. Never signals anybody.
+Owns one pidfd for each local process, so that its end is noticed at once. A process that cannot be watched (another
+machine, another pid namespace) loses its lease when it is not renewed in time. Never signals a process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Holders:
         self._watched: dict[str, int] = {}
 
     def watch(self, lease: str, holder: Holder, on_end: Callable[[], None]) -> None:
-        """Call `on_end` when this process has ended, at once or later; never where that cannot be known."""
+        """Call `on_end` when this process has ended, at once or later; never where it cannot be watched."""
         if not holders.is_here(holder):
             return
         try:
@@ -31,9 +31,9 @@ class Holders:
             asyncio.get_running_loop().call_soon(on_end)
             return
         except OSError:
-            # An old kernel, or no more descriptors: the lease still ends in time if nobody renews it.
+            # An old kernel, or no more descriptors: the lease still expires if it is not renewed.
             return
-        # Looked at after it was opened, because until then the number could become somebody else's.
+        # Checked after the pidfd is open: until then the pid could be reused.
         if not holders.is_alive(holder):
             os.close(pidfd)
             asyncio.get_running_loop().call_soon(on_end)
@@ -53,6 +53,8 @@ class Holders:
 
 
 class DeadHolders:
+    """Finds leases in a shared store whose holders on this machine have ended."""
+
     def __init__(self, on_death: Callable[[], None]) -> None:
         self._on_death = on_death
         self._holders = Holders()
@@ -61,7 +63,7 @@ class DeadHolders:
         self.found: set[str] = set()
 
     def watch(self, leases: Iterable[Lease]) -> None:
-        """These are all there are; those that are only waited for are not held by anybody."""
+        """Watch the holders of these leases, which are all there are. Waiting ones are not held yet."""
         now = {lease.id: lease for lease in leases if lease.holder is not None and lease.state != "waiting"}
         for id in [id for id, token in self._watched.items() if id not in now or now[id].token != token]:
             self._forget(id)
@@ -71,7 +73,7 @@ class DeadHolders:
                 self._holders.watch(id, lease.holder, partial(self._ended, id))
 
     def _ended(self, id: str) -> None:
-        # Its file descriptor would call again at once.
+        # A pidfd stays readable and would call again at once.
         self._holders.forget(id)
         if id in self._watched:
             self.found.add(id)
@@ -98,13 +100,18 @@ class Recalled:
 
 
 class Recalls:
+    """Reports holders in a shared store that were asked to leave, and again if they stay too long.
+
+    The store recalls; the holder learns of it when it renews. It is never made to leave.
+    """
+
     def __init__(self, clock: Callable[[], float], tell: Callable[[str, Mapping[str, object]], None]) -> None:
         self._clock = clock
         self._tell = tell
         self._recalled: dict[str, Recalled] = {}
 
     def note(self, leases: Iterable[Lease]) -> None:
-        """These are all there are."""
+        """Take in the current leases, which are all there are, and report new recalls."""
         now = self._clock()
         asked = {lease.id: lease for lease in leases if lease.recall_in_s is not None and lease.state == "held"}
         known = self._recalled
@@ -116,7 +123,7 @@ class Recalls:
                 self._tell("recall", {"lease": id, "name": one.name, "deadline": one.deadline})
 
     def look(self) -> None:
-        """Who should have left by now and is there still."""
+        """Report holders whose deadline has passed."""
         now = self._clock()
         for id, one in self._recalled.items():
             if not one.is_overdue and one.deadline <= now:

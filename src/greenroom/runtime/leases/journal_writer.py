@@ -1,7 +1,7 @@
-"""Leases written down beside the loop: who asks for one is told only when it is on the disk.
+"""Writes the journal of leases without blocking the loop. A lease is granted only once it is on disk.
 
-Owns the order of changes and the one thread that writes them; what comes while it writes shares the next write. A disk
-that is full or broken costs new leases, never the gateway: what is held goes on, and ends are written when they can be.
+Owns the order of changes and the one thread that writes them; changes that come while it writes share the next write.
+A disk that is full or broken stops new leases and nothing else: held leases go on, and ends are written later.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from greenroom.telemetry.logs import get_logger
 _log = get_logger("leases")
 
 FILE_NAME = "leases.jsonl"
-# The end of the gateway does not wait longer than this for a disk that hangs.
+# Shutdown does not wait longer than this for a disk that hangs.
 CLOSE_MAX_S = 5.0
 
 _Pending = tuple[Change, asyncio.Future[None] | None]
 
 
 class JournalWriter:
+    """`open` it first; then report every grant, renewal and end."""
+
     def __init__(self, folder: Path) -> None:
         self._journal = Journal(folder / FILE_NAME)
         self._pending: list[_Pending] = []
@@ -31,12 +33,12 @@ class JournalWriter:
         self._last_token = 0
 
     def next_token(self, wall_s: float) -> int:
-        """Greater than every one before, also where the clock was set back or the journal is gone."""
+        """A token greater than all before, also if the clock was set back or the journal is gone."""
         self._last_token = max(self._last_token + 1, self._journal.last_token + 1, int(wall_s * 1_000_000))
         return self._last_token
 
     def open(self) -> list[Kept]:
-        """What an earlier run left, oldest first. A file that cannot be read is said so and counts as empty."""
+        """The leases of an earlier run, oldest first. A file that cannot be read is logged and counts as empty."""
         try:
             self._journal.open()
         except OSError as error:
@@ -46,17 +48,17 @@ class JournalWriter:
         return list(self._journal.live.values())
 
     async def granted(self, kept: Kept) -> None:
-        """Write this down; it is on the disk when this returns. Raises OSError."""
+        """Write this grant; it is on disk when this returns. Raises OSError."""
         done = asyncio.get_running_loop().create_future()
         self._put(kept, done)
         await done
 
     def heard(self, lease: str, at: float) -> None:
-        """Write this down soon; where that fails, the next sign of life is written instead."""
+        """Write this renewal soon. If that fails, the next one is written instead."""
         self._put(Heard(lease, at), None)
 
     def ended(self, lease: str) -> None:
-        """Write this down soon."""
+        """Write this end soon."""
         self._put(Ended(lease), None)
 
     async def close(self) -> None:
@@ -65,7 +67,7 @@ class JournalWriter:
                 if self._writing is not None:
                     await asyncio.wait((self._writing,))
         except TimeoutError:
-            # A thread still has the file; the process ends soon enough.
+            # A thread still uses the file; the process ends soon.
             return
         self._journal.close()
 
@@ -97,8 +99,10 @@ class JournalWriter:
         return True
 
     def _still_to_write(self, changes: list[Change]) -> list[_Pending]:
-        """Ends, which nobody waits for, are tried again with the next change; once each, and only of what was written:
-        while a disk is full, leases that were never held come to an end too, for as long as anybody asks for them."""
+        """Ends to write again with the next change: one for each lease, and only for leases that are in the journal.
+
+        While a disk is full, leases that were never held end too; these must not pile up.
+        """
         ends = {change.id: change for change in changes if isinstance(change, Ended)}
         return [(change, None) for id, change in ends.items() if id in self._journal.live]
 

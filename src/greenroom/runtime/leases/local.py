@@ -1,8 +1,8 @@
-"""Leases for other programs, kept by the gateway itself: the store that is there when no other is named.
+"""Leases for other programs, kept by the gateway itself: the store that is used if no other is configured.
 
-Owns what the scheduler does not know of a lease: its token, its holder, how long it was not heard of, and the journal.
-Who gets memory, and who must leave for it, the scheduler decides; it is told by `LeaseAsked` and `LeaseGone`, and says
-so by `granted`, `rejected` and `recalled`. Never ends a stranger's process.
+Owns what the scheduler does not know of a lease: its token, its holder, its expiry, and the journal. The scheduler
+decides which lease gets memory and what is evicted for it: it is told by `LeaseAsked` and `LeaseGone`, and answers by
+`granted`, `rejected` and `recalled`. Never ends a process of a holder.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("leases")
 
-# Leases that are held or waited for at once; each is a line in the journal and a claim to plan around.
+# Leases held or waiting at once; each is a line in the journal and a claim to plan around.
 LEASES_MAX = 1_000
-# Lost ones that are remembered, so that their holders hear why.
+# Lost leases that are remembered, so that their holders are told why.
 LOST_MAX = 1_000
-# Between the grant and the answer there is a look at the memory and one write to the disk.
+# Between the grant and the answer there is one look at memory and one write to disk.
 HAND_OVER_MAX_S = 30.0
-# A look that comes so much too late shows that this process stood still: holders could not be heard.
+# A timer this late shows that this process was suspended: it could not receive renewals.
 STOOD_STILL_S = 1.0
 
 Tell = Callable[[str, Mapping[str, object]], None]
@@ -81,9 +81,9 @@ class LocalLeasing:
     # --- what holders ask -------------------------------------------------------------------------------------------
 
     async def acquire(self, ask: LeaseAsk, asker: str = SEVERAL) -> Lease:
-        """Ask for memory and wait for it up to `wait_s`. One that is cancelled meanwhile gives up.
+        """Ask for memory and wait for it up to `wait_s`. A call that is cancelled gives up.
 
-        `asker` is this call's name, by which it can say later that it was `unheard`.
+        `asker` names this call for `unheard`. Raises LeaseDenied, LeaseTaken or BadRequest.
         """
         ask = replace(
             ask, wait_s=min(ask.wait_s, self._wait_max_s), devices=devices_meant(ask, self._memory.device_named)
@@ -100,7 +100,7 @@ class LocalLeasing:
         return self._heard(entry)
 
     async def unheard(self, id: str, asker: str) -> None:
-        """Who made this call had left before it was answered. Gives the lease back, unless another was told of it."""
+        """This call's caller left before the answer. Gives the lease back, unless another call was told of it."""
         entry = self._entries.get(id)
         if entry is not None and asker != SEVERAL and entry.told_to == asker:
             entry.told_to = None
@@ -111,7 +111,7 @@ class LocalLeasing:
             self._end(entry, "given up")
 
     async def _settled(self, entry: LeaseEntry, ask: LeaseAsk) -> None:
-        """Wait until it is held. Raises why it is not."""
+        """Wait until it is held. Raises the error that says why it is not."""
         await asyncio.wait((entry.settled,), timeout=ask.wait_s)
         if not entry.is_waiting:
             await asyncio.wait((entry.settled,), timeout=HAND_OVER_MAX_S)
@@ -129,12 +129,12 @@ class LocalLeasing:
         return self._heard(entry)
 
     async def release(self, id: str, token: int | None = None) -> None:
-        """Give it back, or wait for it no longer. What is not there, or not under this token, stays as it is."""
+        """Give it back, or stop waiting for it. An unknown lease, or one under another token, is left alone."""
         entry = self._entries.get(id)
         if entry is None or token not in (None, entry.token):
             return
         if token is None:
-            # Not by its holder, who could show a token, and must not take it for forgotten and ask anew.
+            # An operator did this, without the token: the holder must learn that it is lost, and not ask again.
             self._remember_lost(id, "it was released by an operator")
         self._end(entry, "released", LeaseDenied(f"The lease {id} was withdrawn while it was waited for."))
 
@@ -153,7 +153,7 @@ class LocalLeasing:
         return entry.shown(self._clock())
 
     def owners(self) -> dict[SlotId, int]:
-        """The processes of this machine that hold leases, by the slot the scheduler keeps for each."""
+        """Pids of this machine that hold leases, by the scheduler's slot of each lease."""
         held = [entry for entry in self._entries.values() if entry.is_held and entry.slot is not None]
         return {
             entry.slot: entry.ask.holder.pid
@@ -168,7 +168,7 @@ class LocalLeasing:
             raise BadRequest(f"There is no process {ask.holder.pid} that began when it is said to have.", param="pid")
         now = self._clock()
         entry = LeaseEntry(ask, asyncio.get_running_loop().create_future(), give_up_at=now + ask.wait_s)
-        # Who does not wait must neither make others leave for nothing nor go before who waits.
+        # A non-blocking acquire never evicts and never jumps the queue.
         waits = is_behind(entry, self._entries.values())
         if not ask.wait_s and (waits or not self._is_free_now(ask)):
             free = self._memory.free_mib()
@@ -180,7 +180,7 @@ class LocalLeasing:
         return entry
 
     def _move_up(self) -> None:
-        """One that waited waits no longer: those who stood behind it may ask."""
+        """A lease stopped waiting: ask the scheduler for those that queued behind it."""
         for entry in may_ask(self._entries.values()):
             # Asking for one can end another.
             if self._is_known(entry) and not entry.is_asked:
@@ -193,7 +193,7 @@ class LocalLeasing:
 
     def _put(self, entry: LeaseEntry) -> None:
         self._entries[entry.id] = self._by_core_id[core_id(entry.id)] = entry
-        # Nobody may be left to hear of an error.
+        # No call may be left to retrieve the error.
         entry.settled.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _ask_scheduler(self, entry: LeaseEntry) -> None:
@@ -235,7 +235,7 @@ class LocalLeasing:
         entry.claim = {str(device): mib for device, mib in self._memory.claim_of(slot).items()}
         self._move_up()
         if entry.token:
-            # Of an earlier run, and written down there.
+            # A lease of an earlier run, which is in the journal.
             self._hold(entry)
             return
         entry.token = self._journal.next_token(self._wall())
@@ -252,7 +252,7 @@ class LocalLeasing:
         self._move_up()
 
     def recalled(self, lease: LeaseId, deadline: float) -> None:
-        """Ask the holder to leave: it hears of it when it renews or looks."""
+        """Ask the holder to leave: it is told when it renews or looks."""
         entry = self._by_core_id[lease]
         entry.recall_at = deadline
         entry.overdue = asyncio.get_running_loop().call_at(deadline, self._report_overdue, entry)
@@ -263,7 +263,7 @@ class LocalLeasing:
         self._tell("lease_overdue", {"lease": entry.id, "name": entry.ask.name})
 
     async def _hand_over(self, entry: LeaseEntry) -> None:
-        """What was granted is held once it is really free and written down."""
+        """A granted lease is held once its memory is really free and it is in the journal."""
         error = await self._not_there(entry) or await self._not_written(entry)
         if not self._is_known(entry):
             return
@@ -273,7 +273,7 @@ class LocalLeasing:
             self._end(entry, "not held", error)
 
     async def _not_there(self, entry: LeaseEntry) -> GreenroomError | None:
-        """Who lost the memory, or gave it back on paper, may still use it."""
+        """Memory that is free in the ledger may still be used by its last owner. Returns the error if it is."""
         left_s = 0.0 if entry.give_up_at is None else max(0.0, entry.give_up_at - self._clock())
         claim = {DeviceId(device): mib for device, mib in entry.claim.items()}
         return not_free(entry.ask, self._memory.free_mib()) if await self._memory.room_for(claim, left_s) else None
@@ -291,7 +291,7 @@ class LocalLeasing:
         now = self._clock()
         entry.is_held = True
         entry.expires_at = now + (entry.ask.ttl_s if entry.lasts_s is None else entry.lasts_s)
-        # One of an earlier run was written down then, and its first renewal is to be.
+        # The first renewal of a lease of an earlier run must be journaled.
         entry.written_at = now if entry.lasts_s is None else -math.inf
         self._look_later(entry)
         if entry.ask.holder is not None:
@@ -309,7 +309,7 @@ class LocalLeasing:
         entry.watch = asyncio.get_running_loop().call_at(entry.expires_at, self._look, entry, entry.expires_at)
 
     def _look(self, entry: LeaseEntry, due: float) -> None:
-        """Whether it was heard of in time. Loops round to milliseconds and may be early."""
+        """Lose it if it was not renewed in time. Timers round to milliseconds and may be early."""
         now = max(self._clock(), due)
         if entry.expires_at > now:
             self._look_later(entry)
@@ -332,7 +332,7 @@ class LocalLeasing:
     # --- over -------------------------------------------------------------------------------------------------------
 
     def _end(self, entry: LeaseEntry, why: str, error: GreenroomError | None = None) -> None:
-        """Nothing is left of it, whether it was held or waited for."""
+        """Forget it, whether it was held or waiting."""
         if not self._is_known(entry):
             return
         self._forget(entry)
@@ -355,7 +355,7 @@ class LocalLeasing:
     # --- start and end ----------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Enter the leases of an earlier run again, before anything else is planned. Those of the dead are over."""
+        """Enter the leases of an earlier run again, before anything else is planned. Those of dead holders are lost."""
         for kept in self._journal.open():
             entry = ask_again(kept, asyncio.get_running_loop().create_future(), lasts_s(kept, self._wall()))
             self._put(entry)
@@ -367,7 +367,7 @@ class LocalLeasing:
                 self._lose(entry, "its memory could not be had again after a restart")
 
     async def close(self) -> None:
-        """Leave what is held to the next run."""
+        """Stop. Held leases are left to the next run."""
         for entry in self._entries.values():
             entry.forget_timers()
         for task in self._handing_over:
@@ -377,8 +377,10 @@ class LocalLeasing:
 
 
 def _check_same(entry: LeaseEntry, again: LeaseAsk) -> None:
-    """The same holder may ask again for the same. Raises LeaseTaken: two programs that believe in one lease would use
-    its memory twice."""
+    """The same holder may ask again for the same. Raises LeaseTaken for any other request.
+
+    Two programs with one lease would use its memory twice.
+    """
     first = entry.ask
     if first.holder != again.holder:
         of = "another program" if first.holder is None else f"process {first.holder.pid} on {first.holder.host}"

@@ -1,8 +1,8 @@
-"""Room for programs that wait in a shared store: asked of our scheduler when it is this gateway's turn to make some.
+"""Makes room for leases that wait in a shared store, when the store orders this gateway to.
 
-Owns the way from an order of the store to a lease that the scheduler plans like any other, and the price at which this
-gateway offers to free memory. Where nobody can free enough alone each gives what it can: what its models release goes
-to who waits, and the next gateway is asked for the rest. Never decides who leaves: the scheduler does.
+Owns the way from such an order to a lease that the scheduler plans like any other, and the price at which this gateway
+offers to free memory. If no gateway can free enough alone, each frees what it can: the waiting lease gets it, and the
+next gateway is ordered to free the rest. Never decides what is evicted: the scheduler does.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from greenroom.telemetry.logs import get_logger
 _log = get_logger("sharing")
 
 MIB_A_GIB: Final = 1024
-# A price is a number that JSON can hold, whatever a policy makes of loss.
+# Bounds what a policy may compute, so that a price is a number that JSON can hold.
 PRICE_MAX: Final = 1e12
 
 
 @dataclass(slots=True, eq=False)
 class Room:
-    """What our scheduler was asked to make free for somebody who waits, on one device."""
+    """Memory on one device that our scheduler was asked to free for a waiting lease."""
 
     lease: LeaseId
     waiting: str
@@ -37,7 +37,7 @@ class Room:
 
 
 class MakingRoom:
-    """`on_made` is called when memory was made free, so that others hear of it soon."""
+    """`on_made` is called when memory was freed, so that the store is told soon."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class MakingRoom:
         self._on_made = on_made
         self._rooms: dict[LeaseId, Room] = {}
         self._number = 0
-        # Since when each of those who wait now is known here, and how often each device was tried for it.
+        # When each waiting lease was first seen here, and how often each device was tried for it.
         self._since: dict[str, float] = {}
         self._tries: dict[tuple[str, DeviceId], int] = {}
 
     # --- what it would cost -----------------------------------------------------------------------------------------
 
     def prices(self) -> dict[str, float]:
-        """What a GiB costs on each device where something could leave."""
+        """The loss for each GiB freed, on each device where a slot could be evicted."""
         loss: dict[DeviceId, float] = {}
         mib: dict[DeviceId, int] = {}
         for resident in self._movable():
@@ -76,11 +76,11 @@ class MakingRoom:
 
     @property
     def made(self) -> list[Room]:
-        """What was made free and is not handed on yet."""
+        """Memory that was freed and is not handed over yet."""
         return [room for room in self._rooms.values() if room.is_made]
 
     def note(self, leases: Iterable[Lease], made: Iterable[Room]) -> None:
-        """These are all leases, told to the scheduler already, and what was made before they were read."""
+        """Take in all leases, which the scheduler knows already, and end rooms that were `made` before."""
         now, waiting = self._clock(), {lease.id: lease for lease in leases if lease.state == "waiting"}
         self._since = {id: self._since.get(id, now) for id in waiting}
         self._tries = {key: tries for key, tries in self._tries.items() if key[0] in waiting}
@@ -89,7 +89,7 @@ class MakingRoom:
             self._end(room)
 
     def follow(self, asks: Iterable[LeaseAsk], got: Mapping[str, Mapping[str, int]]) -> None:
-        """Make room for these. For those whose turn it is no longer, only what has begun goes on."""
+        """Make room for these. For leases that are no longer ordered, only evictions that have started proceed."""
         named = {ask.id: ask for ask in asks}
         for room in list(self._rooms.values()):
             if room.waiting not in named and not self._state.slots_of_lease(room.lease):
@@ -100,7 +100,7 @@ class MakingRoom:
                 self._make_room(ask, got.get(ask.id, {}))
 
     def into(self, newcomer: Slot) -> str | None:
-        """For which waiting lease the slots leave that leave for this one."""
+        """The waiting lease for which this newcomer makes room; None if there is none."""
         room = None if newcomer.lease is None else self._rooms.get(newcomer.lease)
         return None if room is None else room.waiting
 
@@ -116,7 +116,7 @@ class MakingRoom:
             self._post(LeaseAsked(now, room.lease, Need(mib), ask.priority, (device,), waits_since=since))
 
     def _places(self, ask: LeaseAsk, got: Mapping[str, int]) -> list[tuple[DeviceId, int]]:
-        """Where to make how much free: where it has something already, then where it was tried least, then most."""
+        """Where to free how much: first where the lease has memory already, then where it was tried least, then most."""
         free, gives = self._state.ledger.free_mib(frozenset()), self._gives()
         lacks = ask.gpus - sum(mib >= ask.mib_on(device) for device, mib in got.items())
         found: list[tuple[tuple[bool, int, bool, int], DeviceId, int]] = []
@@ -145,7 +145,7 @@ class MakingRoom:
     # --- told by the scheduler's effects ----------------------------------------------------------------------------
 
     def granted(self, lease: LeaseId, slot: SlotId) -> None:
-        """It is free now, and who waits has it, or can. What it has is told to the scheduler before this ends."""
+        """The room is free. The lease that waits can have it, and the scheduler is told so before the room ends."""
         self._rooms[lease].is_made = True
         self._on_made()
 
@@ -153,4 +153,4 @@ class MakingRoom:
         self._rooms.pop(lease, None)
 
     def recalled(self, lease: LeaseId, deadline: float) -> None:
-        """Nobody is more urgent than who was promised room: what is made is handed on at the next beat."""
+        """Ignored: room is handed over at the next heartbeat, whatever else is more urgent."""

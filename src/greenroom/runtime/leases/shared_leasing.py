@@ -1,7 +1,7 @@
-"""Leases of other programs where GPUs are shared: asked of this gateway, kept in the store.
+"""Leases of other programs where GPUs are shared: asked of this gateway, kept in the shared store.
 
-Owns the names people use for devices and the last look at memory before a lease is handed over. Who gets one is decided
-by the store, which asks gateways to make room.
+Owns the names of devices and the last look at memory before a lease is handed over. The store decides which lease is
+granted, and orders gateways to make room.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.shared.store import SharedStore
 from greenroom.runtime.leases.refusals import DeviceNamed, devices_meant
 
-# Who gave memory back, or lost it, may take this long to stop using it.
+# The last owner of memory may take this long to stop using it.
 ROOM_S = 10.0
 
 
 class SharedLeasing:
-    """`room_for` waits until memory is really free and tells what is missing then; `known` are everybody's leases as
-    the store last told them."""
+    """`room_for` waits until memory is really free and returns what is missing; `known` are all leases in the store,
+    as they were last read."""
 
     lists_slots = True
 
@@ -61,7 +61,7 @@ class SharedLeasing:
         await self._store.unheard(id, asker)
 
     async def _take_back(self, id: str, asker: str) -> None:
-        """What nobody will be told of. A store that is down meanwhile finds out by itself: it is not renewed."""
+        """Give back a lease that the caller is not told of. If the store is down, the lease expires there."""
         with contextlib.suppress(StoreDown):
             await self.unheard(id, asker)
 
@@ -81,4 +81,4 @@ class SharedLeasing:
         return found[0]
 
     async def close(self) -> None:
-        """The store is closed by who opened it."""
+        """Nothing to do: `Sharing` closes the store."""

@@ -1,8 +1,8 @@
-"""The leases of this gateway's slots in a store that others use too.
+"""The leases of this gateway's slots in a shared store.
 
-Owns which slot holds which lease, from before its engine starts until after its memory is back; and the pending claims
-of those for whom others leave. A store that does not answer takes nothing away: what is held is renewed, or entered
-again, when it is back, and what has ended meanwhile is given back then. Never decides who moves.
+Owns which slot holds which lease, from before its engine starts until after its memory is back, and the pending claims
+of newcomers for which slots are evicted. An outage of the store takes nothing away: when it is back, leases are renewed
+or entered again, and ended ones are released. Never decides what moves.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("sharing")
 
-# A swap that was entered and is not heard of for so long is taken to be given up; it is entered again at each beat.
+# The store drops a pending claim that is silent for this long; it is entered again at each heartbeat.
 PENDING_S: Final = 15.0
-# Leases are renewed so often in their time.
+# Renewals within one TTL.
 RENEWALS: Final = 3
-# What an engine is seen to use moves a little all the time; only so much more or less is worth telling others.
+# An engine's use varies a little all the time; only a change of this size is sent to the store.
 STEP_MIB: Final = 64
 
 
 @dataclass(slots=True, eq=False)
 class Entered:
-    """One slot's lease. Without a token it is pending, or the answer to its asking has not come."""
+    """One slot's lease. Without a token it is pending, or the store has not answered yet."""
 
     ask: SlotAsk
     token: int = 0
     heard_at: float = 0.0
     is_lost: bool = False
-    # One question at a time: a pending claim that arrived after it was held would be pending again.
+    # One call at a time: a `pend` that arrived after the `hold` would make it pending again.
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -47,7 +47,7 @@ class Entered:
 
 
 class SharedSlots:
-    """`into` tells for which waiting lease a slot leaves; `adopted` gives a lease that was stood in line for."""
+    """`into` names the waiting lease for which a newcomer makes room; `adopted` gives the lease of a waiting model."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class SharedSlots:
         self._adopted = adopted
         self._on_refusal = on_refusal
         self._entered: dict[SlotId, Entered] = {}
-        # For whom those leave who leave for a lease that waits in the store.
+        # Slots that leave for a lease that waits in the store, with that lease.
         self._into: dict[SlotId, str] = {}
-        # What is over and could not be told yet, with whom its memory is for.
+        # Releases that the store was not told of yet, with the lease that gets the memory.
         self._owed: dict[str, str | None] = {}
         self._renewed_at = 0.0
 
-    # --- asked by who moves -----------------------------------------------------------------------------------------
+    # --- called by moves --------------------------------------------------------------------------------------------
 
     async def enter(self, move: Move) -> None:
         claim = _positive(move.claim)
@@ -86,7 +86,7 @@ class SharedSlots:
             ask = replace(ask, id=lease.id)
         entered = self._entered.setdefault(move.slot, Entered(ask))
         if entered.id != ask.id:
-            # It was pending under its own name, and there is one that is held.
+            # It was pending under its own id, and its model holds another lease.
             pending = entered
             entered = self._entered[move.slot] = Entered(ask)
             await self._release(pending.id, None)
@@ -100,7 +100,7 @@ class SharedSlots:
         entered = self._entered.get(slot)
         if entered is None or self._clock() < entered.heard_at + self._ttl_s:
             return
-        # This process stood still, or the store did: what was granted then may be another's now.
+        # This process or the store was suspended: the memory may have been granted to another holder since.
         sent = self._clock()
         renewed = await self._store.renew_all([(entered.id, entered.token)])
         if not renewed.get(entered.id):
@@ -126,10 +126,10 @@ class SharedSlots:
         if entered is not None:
             await self._release(entered.id, into)
 
-    # --- kept up at each beat ---------------------------------------------------------------------------------------
+    # --- at each heartbeat ------------------------------------------------------------------------------------------
 
     async def keep_up(self, *, at_once: bool) -> None:
-        """Renew what is held, enter again what was lost, give back what is over. Raises StoreDown."""
+        """Renew held leases, enter lost ones again, release ended ones. Raises StoreDown."""
         for id, into in list(self._owed.items()):
             await self._store.release(id, into=into, kind="slot")
             self._owed.pop(id, None)
@@ -140,7 +140,7 @@ class SharedSlots:
             if slot is not None and slot.planned is not None:
                 await self._pend_again(slot)
             elif slot is None and not entered.token:
-                # The plan was called off before anything was held.
+                # The plan was cancelled before anything was held.
                 await self.leave(slot_id)
             elif entered.is_lost:
                 await self._hold_again(entered)
@@ -163,7 +163,7 @@ class SharedSlots:
         try:
             await self._hold(entered)
         except LeaseDenied:
-            # Somebody was granted its memory meanwhile. Nobody starts there, because that memory is seen to be used.
+            # Its memory was granted to another holder, which does not start there: the memory is seen to be used.
             return
         _log.info("a model's lease is held again", lease=entered.id)
 
@@ -171,11 +171,11 @@ class SharedSlots:
         try:
             await self._pend(newcomer)
         except LeaseDenied as denied:
-            # Its next step will hear of it too.
+            # Its next step is refused too.
             _log.info("a swap cannot go on", slot=newcomer.id, why=denied.message)
 
     async def _resize(self, slot: Slot, entered: Entered) -> None:
-        """An engine that uses more than it was given is told of with what it uses."""
+        """Tell the store what an engine uses where that differs from its claim."""
         uses = _positive(larger(slot.claim, self._state.ledger.held_by(slot.id)))
         known = entered.ask.claim
         if slot.move is not None or all(
@@ -185,18 +185,18 @@ class SharedSlots:
         try:
             await self._hold(entered, replace(entered.ask, claim=uses))
         except LeaseDenied:
-            # It counts as a stranger's for the others, by what they see.
+            # Other gateways see the use, and count it as a stranger's.
             return
 
     def forget_strays(self, leases: list[Lease]) -> None:
-        """What is written down for this gateway and unknown here came of an answer that was lost."""
+        """Release leases of this gateway that are unknown here: their answers were lost."""
         known = self.ids
         for lease in leases:
             if lease.gateway == self._gateway and lease.id not in known:
                 self._owed.setdefault(lease.id, None)
 
     async def close(self) -> None:
-        """Give everything back, as far as the store can be told."""
+        """Release everything, as far as the store answers."""
         for slot in list(self._entered):
             await self.leave(slot)
 
@@ -207,7 +207,7 @@ class SharedSlots:
 
     @property
     def lost(self) -> list[Entered]:
-        """Those that run without a lease at present."""
+        """Slots that run without a lease at present."""
         return [one for one in self._entered.values() if one.is_lost]
 
     # --- how --------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class SharedSlots:
             entered.heard_at, entered.is_lost = sent, False
 
     async def _pend(self, newcomer: Slot) -> None:
-        """Enter the newcomer's claim before anybody leaves for it, with all of ours that are on their way out."""
+        """Enter the newcomer's claim before anything is evicted for it, and name our leaving slots as its victims."""
         claim = _positive(newcomer.needs_for(newcomer.planned or MoveKind.LOAD))
         if not claim:
             return
@@ -241,7 +241,7 @@ class SharedSlots:
     def _leaves(self, slot_id: SlotId, newcomer: Slot) -> bool:
         slot = self._state.slots.get(slot_id)
         if slot is None or slot.lost:
-            # The scheduler counts it as gone already.
+            # The scheduler counts this slot as gone already.
             return slot_id != newcomer.id
         return slot.is_going and slot.leaving_for in (None, newcomer.id)
 
@@ -250,7 +250,7 @@ class SharedSlots:
         try:
             await self._store.release(id, into=into, kind="slot")
         except StoreDown:
-            # The next beat that gets through tells it.
+            # It is sent with the next heartbeat that gets through.
             return
         self._owed.pop(id, None)
 

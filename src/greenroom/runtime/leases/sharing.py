@@ -1,8 +1,8 @@
-"""Sharing GPUs with other gateways through one store: the beat by which each hears of all the others.
+"""Shares GPUs with other gateways through one store, by a heartbeat.
 
-Owns the heartbeat, what is known of others, and whether the store answers. At each beat this gateway says what its
-devices offer and what freeing memory would cost it, renews what it holds, and hears whether it is to make room. A store
-that does not answer costs new loads and nothing else. Only used where `leases.store` names one.
+Owns the heartbeat, what is known of other gateways, and whether the store answers. At each beat this gateway publishes
+what its devices offer and what freeing memory would cost, renews its leases, and learns whether it must make room. An
+outage of the store stops new loads and nothing else. Used only if `leases.store` is configured.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("sharing")
 
-# The store takes a gateway that it has not heard of for three seconds for gone.
+# The store drops a gateway that is silent for three seconds.
 BEAT_S: Final = 0.5
-# However much happens, beats are this far apart.
+# Beats are at least this far apart.
 GAP_S: Final = 0.05
-# A store that is down is asked again after about this; not by all gateways at the same moment.
+# A store that is down is tried again after about this; with jitter, so that gateways do not all retry at once.
 RETRY_S: Final = 1.0
-# A store that does not answer is not waited for longer, neither at the start nor at the end.
+# The longest waits for the store at the start and at shutdown.
 FIRST_BEAT_MAX_S: Final = 3.0
 CLOSE_MAX_S: Final = 5.0
 
@@ -87,9 +87,9 @@ class Sharing:
         # Why the store cannot be used, and since when; None while it answers.
         self.failure: str | None = "it was not asked yet"
         self.since = clock()
-        # So long nothing new is granted, because the store may have lost what it knew.
+        # For this long the store grants nothing new, because it may have lost its data.
         self.grace_left_s = 0.0
-        # Everybody's, as they were when the store was last heard of.
+        # All leases in the store, as they were last read.
         self.leases: list[Lease] = []
         self._version: int | None = None
         self._wanted = asyncio.Event()
@@ -106,11 +106,11 @@ class Sharing:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Nothing is granted until the store was heard of."""
+        """Tell the scheduler that nothing is granted until the store has answered."""
         self._post(MemoryChanged(self._clock(), {}, store_is_down=True))
 
     async def open(self) -> None:
-        """The first beat, and then all others. A store that is down at the start is said so, and asked again."""
+        """Make the first beat, then start the heartbeat. A store that is down is logged and tried again."""
         try:
             async with asyncio.timeout(FIRST_BEAT_MAX_S):
                 await self._beat()
@@ -119,7 +119,7 @@ class Sharing:
         self._task = asyncio.get_running_loop().create_task(self._beats(), name="sharing")
 
     async def close(self) -> None:
-        """Give everything back, as far as the store can be told; what it is not told lapses."""
+        """Release everything, as far as the store answers; the rest expires there."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
@@ -131,7 +131,7 @@ class Sharing:
         await self._store.close()
 
     def hurry(self) -> None:
-        """Something has happened that the store should hear of, or tell."""
+        """Beat soon: something happened that the store should know, or may answer to."""
         self._version = None
         self._wanted.set()
 
@@ -160,7 +160,7 @@ class Sharing:
         if was_down or orders.version != self._version:
             await self._read(orders.version)
         self._recalls.look()
-        await self._bury()
+        await self._release_dead()
         self.room.follow(orders.make_room, {lease.id: lease.claim for lease in self.leases})
         self._came_up(orders)
         self.waiting_models.follow()
@@ -169,9 +169,9 @@ class Sharing:
         return await self._store.publish(self._gateway, self._usable(), self.room.prices())
 
     def _usable(self) -> dict[str, int]:
-        """What may be planned with on each device: neither the margin nor what is used without a lease.
+        """MiB to plan with on each device: without its margin and without what is used without a lease.
 
-        That is what strangers use, and engines of ours whose lease was lost. A device that is gone has none.
+        That is the use of strangers and of our engines whose lease was lost. A device that is gone offers 0.
         """
         seen = {DeviceId(gpu.uuid) for gpu in self._memory.reading.gpus}
         return {
@@ -187,7 +187,7 @@ class Sharing:
 
     async def _read(self, version: int) -> None:
         made = self.room.made
-        # Before they are read: what hurries meanwhile is not in them, and is looked at with the next beat.
+        # Set before the read: a `hurry` meanwhile resets it, and the next beat reads again.
         self._version = version
         try:
             self.leases = await self._store.leases()
@@ -198,7 +198,7 @@ class Sharing:
         self.slots.forget_strays(self.leases)
         self._dead.watch(lease for lease in self.leases if lease.gateway != self._gateway)
         self._tell_others()
-        # What it has got is known to the scheduler by now, so that no moment is left in which it seems free.
+        # The scheduler knows the new leases by now, so that their memory never seems free in between.
         self.room.note(self.leases, made)
 
     def _tell_others(self, without: frozenset[str] = frozenset()) -> None:
@@ -210,11 +210,11 @@ class Sharing:
         )
         if others != self._state.ledger.others:
             self._post(MemoryChanged(self._clock(), {}, leases=others))
-            # What they use was taken for strangers' before, or is now.
+            # Their use was counted as strangers' before, or is from now on.
             self._memory.nudge()
 
-    async def _bury(self) -> None:
-        """Give back what the dead held, once what is left of them is counted as a stranger's."""
+    async def _release_dead(self) -> None:
+        """Release the leases of dead holders, after the memory that they still use is counted as strangers'."""
         dead = [lease for lease in self.leases if lease.id in self._dead.found]
         if not dead:
             return

@@ -1,7 +1,7 @@
-"""Models that need memory which other gateways hold: they stand in the store's line like any program that waits.
+"""Models that need memory which other gateways hold: they wait in the store like any program.
 
-Owns which of our models wait there, and what they were granted until their load takes it over. Only those stand in line
-who could not come even if all of ours left, and could if others' left too.
+Owns which of our models wait there, and their granted leases until a load takes them over. A model waits only if it
+would not fit even with all of our slots evicted, but would if those of other gateways were evicted too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _log = get_logger("sharing")
 
 # Our own scheduler finds room for a request within this, if it can.
 AFTER_S: Final = 1.0
-# Models of ours in the line at once.
+# Models of ours that wait in the store at once.
 WANTS_MAX: Final = 8
-# A wait in the store's line ends with the queue of the model; this is only a bound.
+# A wait in the store ends with the queue of the model; this is only a bound.
 LINE_S: Final = 3_600.0
-# What was granted is taken over by a load at once, or not at all: then others may have it for a while.
+# A load takes over a granted lease at once, or not at all. Then it is released, and the model asks again later.
 UNUSED_S: Final = 15.0
 REST_S: Final = 5.0
 
@@ -41,7 +41,7 @@ class Want:
 
 
 class WaitingModels:
-    """`on_held` is called when a lease was granted, so that the scheduler hears of the room there is."""
+    """`on_held` is called when a lease was granted, so that the scheduler learns of the room."""
 
     def __init__(
         self, member: Membership, state: SchedulerView, clock: Callable[[], float], *, on_held: Callable[[], None]
@@ -56,16 +56,16 @@ class WaitingModels:
         self._wants: dict[ModelId, Want] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._number = 0
-        # Models that could not use what they were granted, and until when they do not ask again.
+        # Models that did not use their lease, and when they may ask again.
         self._rests_until: dict[ModelId, float] = {}
 
     @property
     def held(self) -> frozenset[str]:
-        """Leases that are ours to use, though no slot has them yet."""
+        """Ids of granted leases that no slot has taken over yet."""
         return frozenset(want.id for want in self._wants.values() if want.lease is not None)
 
     def adopted(self, move: Move) -> Lease | None:
-        """The lease that was granted for this model: from now on it is the slot's."""
+        """The lease that was granted for this model, if any; it belongs to the slot from now on."""
         want = self._wants.get(move.model)
         if want is None or want.lease is None:
             return None
@@ -73,7 +73,7 @@ class WaitingModels:
         return want.lease
 
     def follow(self) -> None:
-        """Let those stand in line who must, and nobody else."""
+        """Ask for leases for the models that need one, and give up the others."""
         now, needy = self._clock(), self._needy()
         for want in list(self._wants.values()):
             if want.model not in needy if want.lease is None else self._is_useless(want, now):
@@ -98,13 +98,13 @@ class WaitingModels:
         if self._leaving:
             await asyncio.wait(self._leaving)
 
-    # --- who must ---------------------------------------------------------------------------------------------------
+    # --- which models -----------------------------------------------------------------------------------------------
 
     def _needy(self) -> dict[ModelId, KeptOut]:
         return self._state.kept_out_by_others(AFTER_S, self._clock())
 
     def _is_useless(self, want: Want, now: float) -> bool:
-        """Nobody waits for the model any more, or its load has not come for this."""
+        """Whether no request waits for the model any more, or no load took the lease over in time."""
         is_waited_for, is_coming = self._state.is_waited_for(want.model), self._state.is_coming(want.model)
         return now >= want.held_at + UNUSED_S or not (is_waited_for or is_coming)
 
@@ -151,7 +151,7 @@ class WaitingModels:
     def _give_up(self, want: Want) -> None:
         del self._wants[want.model]
         if want.lease is None:
-            # The store forgets who is cancelled.
+            # A cancelled `acquire` is forgotten by the store.
             want.task.cancel()
         else:
             self._release_later(want.id)
@@ -165,5 +165,5 @@ class WaitingModels:
         try:
             await self._store.release(id, kind="slot")
         except GreenroomError:
-            # It is not renewed any more, and lapses.
+            # It is no longer renewed, and expires.
             return
