@@ -116,7 +116,7 @@ class MakingRoom:
             self._post(LeaseAsked(now, room.lease, Need(mib), ask.priority, (device,), waits_since=since))
 
     def _places(self, ask: LeaseAsk, got: Mapping[str, int]) -> list[tuple[DeviceId, int]]:
-        """Where to free how much: first where the lease has memory already, then where it was tried least, then most."""
+        """Where to free how much: first where the lease has memory, then where it was tried least, then most."""
         free, gives = self._state.ledger.free_mib(frozenset()), self._gives()
         lacks = ask.gpus - sum(mib >= ask.mib_on(device) for device, mib in got.items())
         found: list[tuple[tuple[bool, int, bool, int], DeviceId, int]] = []
