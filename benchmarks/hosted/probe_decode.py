@@ -28,10 +28,8 @@ from greenroom.workers.torch_host.engine import runner as runner_module
 from greenroom.workers.torch_host.engine.engine_loop import Batching
 from greenroom.workers.torch_host.engine.model_shape import BLOCK_TOKENS, blocks_for
 from greenroom.workers.torch_host.engine.requests import Ask, End, Sampling, Token
-from greenroom.workers.torch_host.engine.rows import Row
-from greenroom.workers.torch_host.engine.runner import Piece, Runner
-from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, register
-from greenroom.workers.torch_host.kernels.flash import Kernels
+from greenroom.workers.torch_host.engine.runner import Piece, Row, Runner
+from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, Kernels, register
 
 WARM_STEPS = 5
 ALIGN = 512

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from greenroom.workers.torch_host.engine.embedding import attach
 from greenroom.workers.torch_host.engine.engine_loop import Batching
 from greenroom.workers.torch_host.engine.model_shape import kv_bytes
 from greenroom.workers.torch_host.engine.requests import Ask, Constraint, End, Sampling, Token
 from greenroom.workers.torch_host.failures import OnFatal
 from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, register
+from greenroom.workers.torch_host.weights.building import attach_head
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host.tiny import _SHARED, CONTEXT, ENCODERS, KINDS, VOCABULARY
 
@@ -68,7 +68,7 @@ def stage_of(model: Any, cache_tokens: int, sentence: SentenceConfig | None = No
         register()
         model.set_attn_implementation(IMPLEMENTATION)
     else:
-        attach(model, sentence, torch.float32, "cpu")
+        attach_head(model, sentence, torch.float32, "cpu")
     kv = torch.zeros(kv_bytes(model.config, "float32", cache_tokens) if cache_tokens else 0, dtype=torch.uint8)
     stage = Stage(model, model.config, Flat(kv))
     model.register_forward_pre_hook(

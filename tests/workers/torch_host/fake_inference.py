@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from greenroom.workers.torch_host.engine.limits import Limits
+from greenroom.workers.torch_host.engine.model_shape import Limits
 from greenroom.workers.torch_host.engine.requests import Ask, End, Token, TooLong, Vectors
 from greenroom.workers.torch_host.failures import Failure
 

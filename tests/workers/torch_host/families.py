@@ -24,8 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from greenroom.workers.torch_host.engine.model_check import ModelCheck
 from greenroom.workers.torch_host.engine.requests import Sampling
-from greenroom.workers.torch_host.engine.rows import Row
-from greenroom.workers.torch_host.engine.runner import Piece, Runner
+from greenroom.workers.torch_host.engine.runner import Piece, Row, Runner
 from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, paged_attention
 from tests.workers.torch_host.engine_rig import performing, said, stage_of

@@ -17,7 +17,7 @@ from greenroom.workers.torch_host.control.orders import Order
 from greenroom.workers.torch_host.control.preparing import Prepared, Surroundings, prepare
 from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.text.tokens import Text
-from greenroom.workers.torch_host.weights import fallback, loading, reading
+from greenroom.workers.torch_host.weights import building, loading, reading
 from greenroom.workers.torch_host.weights.device_weights import StageModel, Wire
 from greenroom.workers.torch_host.weights.read_plan import Unplanned
 from greenroom.workers.torch_host.weights.source_files import SourceFile
@@ -98,7 +98,7 @@ def test_a_model_that_transformers_loads_is_prepared_too(
 
     loads: list[int] = []
     monkeypatch.setattr(loading, "plan", unplanned)
-    monkeypatch.setattr(fallback, "load", noted(fallback.load, lambda: loads.append(1)))
+    monkeypatch.setattr(building, "load_whole", noted(building.load_whole, lambda: loads.append(1)))
     made = prepared(llama, descriptor)
     assert loads == [1]
     assert made.read_bytes > 0

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from greenroom.workers.torch_host.engine import engine_loop as batching_module
+from greenroom.workers.torch_host.engine.block_manager import Seats
 from greenroom.workers.torch_host.engine.engine_loop import Batching
 from greenroom.workers.torch_host.engine.requests import Sampling, TooLong
-from greenroom.workers.torch_host.engine.sequence import Seats, Speech
+from greenroom.workers.torch_host.engine.sequence import Speech
 from greenroom.workers.torch_host.failures import Failure, Stuck, is_fatal
 from tests.workers.torch_host.engine_rig import WAIT_S, Answer, ask, generated, performing, prompt, random_model, said
 from tests.workers.torch_host.tiny import CONTEXT, ENCODERS, KINDS

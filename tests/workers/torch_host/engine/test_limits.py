@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from greenroom.workers.torch_host.engine.limits import Limits, limits_of
+from greenroom.workers.torch_host.engine.model_shape import Limits, limits_of
 from greenroom.workers.torch_host.engine.requests import Sampling, TooLong, UnknownToken
 from tests.workers.torch_host import tiny
 from tests.workers.torch_host.engine_rig import ask, generated, performing, prompt, random_model, said

@@ -7,12 +7,12 @@ import pytest
 
 from greenroom.workers.torch_host.engine.model_shape import (
     BLOCK_TOKENS,
-    Blocks,
     LayerShape,
     blocks_for,
     kv_bytes,
     layer_shapes,
 )
+from greenroom.workers.torch_host.engine.prefix_cache import Blocks
 from greenroom.workers.torch_host.failures import BadModel
 
 

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import random
 
-from greenroom.workers.torch_host.engine.model_shape import Blocks
-from greenroom.workers.torch_host.engine.prefix_cache import Node, PrefixCache
+from greenroom.workers.torch_host.engine.prefix_cache import Blocks, Node, PrefixCache
 
 A, B = ("a", ""), ("b", "")
 BLOCK_BYTES = 1000

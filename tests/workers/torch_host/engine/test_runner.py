@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from greenroom.workers.torch_host.engine.rows import Row, Rows
-from greenroom.workers.torch_host.engine.runner import Piece, Runner
+from greenroom.workers.torch_host.engine.runner import Piece, Row, Rows, Runner
 from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.kernels.graphs import batch_sizes, bucket, token_sizes
 from tests.workers.torch_host.engine_rig import generated, prompt, random_model, stage_of

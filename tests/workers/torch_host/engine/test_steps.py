@@ -11,8 +11,7 @@ import torch
 from greenroom.workers.torch_host.engine.model_shape import LayerShape, kv_bytes, slots_for
 from greenroom.workers.torch_host.engine.steps import Decode, Prefill, Span, slots_of
 from greenroom.workers.torch_host.failures import BadModel
-from greenroom.workers.torch_host.kernels.attention import How, Store, paged_attention, performing, stores_in
-from greenroom.workers.torch_host.kernels.flash import Kernels
+from greenroom.workers.torch_host.kernels.attention import How, Kernels, Store, paged_attention, performing, stores_in
 
 HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 6, 2, 8, 12
 SHAPE = LayerShape(KV_HEADS, KEY_DIM, VALUE_DIM)

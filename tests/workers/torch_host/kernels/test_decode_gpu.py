@@ -18,8 +18,7 @@ from greenroom.workers.torch_host.engine.engine_loop import Batching
 from greenroom.workers.torch_host.engine.model_shape import LayerShape, kv_bytes
 from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.engine.steps import Decode
-from greenroom.workers.torch_host.kernels.attention import How, stores_in
-from greenroom.workers.torch_host.kernels.flash import Kernels
+from greenroom.workers.torch_host.kernels.attention import How, Kernels, stores_in
 from greenroom.workers.torch_host.kernels.rope import quicken_rope
 from tests.workers.torch_host.engine_rig import Flat, Stage, ask, prompt, random_model, said, stage_of
 from tests.workers.torch_host.kernels.test_rope import CONTEXT as LONGEST
@@ -115,7 +114,7 @@ def test_sampling_penalties_and_logprobs_work_on_the_device() -> None:
 
 @pytest.mark.parametrize("turned", [64, 32])
 def test_positions_are_turned_by_the_kernel_as_by_hand(turned: int) -> None:
-    from greenroom.workers.torch_host.kernels.rope_kernel import turn
+    from greenroom.workers.torch_host.kernels.triton_kernels import turn
 
     assert quicken_rope(cuda_stage().module, 64, torch.bfloat16, torch.device("cuda", 0))
     joined = torch.randn(3, 5, 6 * 64, device="cuda", dtype=torch.bfloat16).view(3, 5, 6, 64).transpose(1, 2)

@@ -16,8 +16,8 @@ from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.engine.runner import UNCAPTURABLE, Runner
 from greenroom.workers.torch_host.engine.steps import Decode
 from greenroom.workers.torch_host.failures import BadModel
+from greenroom.workers.torch_host.kernels.attention import Kernels
 from greenroom.workers.torch_host.kernels.attention import performing as performing_step
-from greenroom.workers.torch_host.kernels.flash import Kernels
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host.engine.test_embedding import embedded
 from tests.workers.torch_host.engine_rig import Answer, ask, performing, prompt, stage_of

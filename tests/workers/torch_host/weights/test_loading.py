@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForCausalLM
 
 from greenroom.workers.torch_host.failures import BadModel, Cancelled, OutOfMemory
-from greenroom.workers.torch_host.weights import building, fallback, loading
+from greenroom.workers.torch_host.weights import building, loading
 from greenroom.workers.torch_host.weights.building import Wish
 from greenroom.workers.torch_host.weights.device_weights import StageModel, Wire
 from greenroom.workers.torch_host.weights.loading import Circumstances, Loaded, load
@@ -67,7 +67,7 @@ def without_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("this model must be read straight from its files")
 
-    monkeypatch.setattr(fallback, "load", refuse)
+    monkeypatch.setattr(building, "load_whole", refuse)
 
 
 @pytest.mark.parametrize("kind", sorted(tiny.KINDS))
@@ -384,8 +384,8 @@ def test_a_load_is_called_off_between_its_steps_and_within_its_own(
     monkeypatch.setattr(loading, "plan", unplanned)
     during(building, "read_config", "before it is built")
     during(building, "build", "after it was built")
-    during(fallback, "load", "after Transformers had it")
-    during(fallback, "view_of", "poured")
+    during(building, "load", "after Transformers had it")
+    during(building, "view_of", "poured")
     with pytest.raises(Cancelled, match="nobody waits"):
         load(wish(llama), descriptor, False, Circumstances(cancelled=cancelled))
     last = {"before it is built": "read_config", "after it was built": "build", "after Transformers had it": "load"}

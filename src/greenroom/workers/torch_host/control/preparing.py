@@ -24,10 +24,9 @@ from ..failures import OnFatal
 from ..kernels.attention import IMPLEMENTATION, register
 from ..text.tokens import Text
 from ..weights.arena import HostArena
-from ..weights.building import Wish, asked
+from ..weights.building import Wish, asked, gguf_in
 from ..weights.device_weights import StageModel, Wire
 from ..weights.driver import driver
-from ..weights.fallback import gguf_in
 from ..weights.loading import Circumstances, load
 from ..weights.sentence_config import SentenceConfig, read_sentence_config
 from .orders import CACHE_CONTEXTS, Order

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import torch
 
 from ..failures import Failure, OnFatal, OutOfMemory, is_fatal, told, translated
+from .block_manager import Seats
 from .model_shape import BLOCK_TOKENS
 from .requests import Ask, EndReason
-from .rows import Readback, Row
-from .runner import Piece, Runner
-from .sampling import Choosers, filled_masks
-from .sequence import Seats, Speech
+from .runner import Piece, Row, Runner
+from .sampling import Choosers, Readback, filled_masks
+from .sequence import Speech
 
 log = logging.getLogger(__name__)
 

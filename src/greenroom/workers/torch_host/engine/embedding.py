@@ -7,19 +7,15 @@ is given. Computes on the model's thread; keeps nothing. Read `Embedder.vectors`
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
 from torch.nn.functional import normalize
 
-from ..failures import BadModel, is_memory, shortened
 from ..kernels.rope import LONGROPE, rope_kinds
-from ..weights.safetensors_files import StoredTensor
-from ..weights.sentence_config import PICKLE_NAME, PoolingMode, SentenceConfig
-from .limits import limits_of
-from .model_shape import text_config
+from ..weights.sentence_config import HEAD, PoolingMode, SentenceConfig
+from .model_shape import limits_of, text_config
 from .requests import Vectors
 from .runner import Stage
 
@@ -107,59 +103,3 @@ def _pooled(hidden: torch.Tensor, mask: torch.Tensor, modes: Sequence[PoolingMod
             # What fills up may be no number at all, and no weight makes nothing of that.
             real = numbers.masked_fill(~mask[:, :, None], 0.0)
             yield ((real * weights[:, :, None]).sum(dim=1) / share).to(hidden.dtype)
-
-
-# The name of the part. No model of Transformers has one of this name.
-HEAD = "sentence_head"
-
-
-def attach(module: Any, sentence: SentenceConfig, dtype: torch.dtype, device: str) -> None:
-    """Give the module its head, without weights on the meta device. Raises BadModel where widths do not fit."""
-    width = int(text_config(module.config).hidden_size) * len(sentence.pooling)
-    steps: list[torch.nn.Module] = []
-    for step in sentence.steps:
-        if step == "normalize":
-            # It has no weights; this keeps its place.
-            steps.append(torch.nn.Identity())
-            continue
-        if step.inside != width:
-            raise BadModel(f"{step.folder} projects {step.inside:,} numbers, and is given {width:,}.")
-        linear = torch.nn.Linear(width, step.outside, bias=step.has_bias, dtype=dtype, device=device)
-        activation = getattr(torch.nn, step.activation)()
-        steps.append(torch.nn.Sequential(OrderedDict(linear=linear, activation=activation)))
-        width = step.outside
-    # The elements of a list wait for their own weights only, as layers do.
-    module.add_module(HEAD, torch.nn.ModuleList(steps).eval().requires_grad_(False))
-
-
-def stored_weights(sentence: SentenceConfig, allow_pickle: bool) -> dict[str, StoredTensor]:
-    """Where its weights lie in files, by the names they have in the module. Pickles are left out.
-
-    Raises BadModel for files with others than the configuration says, and for pickles that were not allowed.
-    """
-    found: dict[str, StoredTensor] = {}
-    for number, projection in sentence.projections.items():
-        if projection.weights_file.name != PICKLE_NAME:
-            found |= {f"{HEAD}.{number}.{name}": tensor for name, tensor in projection.stored().items()}
-        elif not allow_pickle:
-            raise BadModel(
-                f"{projection.weights_file} is a pickle. Convert it to safetensors, or set allow_pickle: true for this"
-                " model if you trust it."
-            )
-    return found
-
-
-def fill(module: Any, sentence: SentenceConfig) -> None:
-    """Read all weights into ordinary memory, pickles too. Raises BadModel."""
-    from safetensors.torch import load_file
-
-    for number, projection in sentence.projections.items():
-        path = projection.weights_file
-        try:
-            is_pickle = path.name == PICKLE_NAME
-            weights = torch.load(path, map_location="cpu", weights_only=True) if is_pickle else load_file(path)
-            getattr(module, HEAD)[number].load_state_dict(weights)
-        except Exception as reason:
-            if is_memory(reason):
-                raise
-            raise BadModel(shortened(f"{path} cannot be read: {type(reason).__name__}: {reason}")) from reason

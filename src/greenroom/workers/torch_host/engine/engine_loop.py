@@ -20,13 +20,12 @@ import torch
 from ..failures import Failure, OnFatal, OutOfMemory, Stuck, is_fatal, told, translated
 from ..weights.sentence_config import SentenceConfig
 from .batch_scheduler import Ensemble
+from .block_manager import Seats
 from .embedding import Embedder, grouped
-from .limits import limits_of
 from .model_check import ModelCheck
-from .model_shape import BLOCK_TOKENS, item_bytes
+from .model_shape import BLOCK_TOKENS, item_bytes, limits_of
 from .requests import Ask, TooLong, UnknownToken, Vectors
 from .runner import Runner, Stage
-from .sequence import Seats
 
 log = logging.getLogger(__name__)
 

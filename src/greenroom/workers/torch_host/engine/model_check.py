@@ -26,10 +26,8 @@ from ..failures import BadModel, is_fatal, is_memory, shortened
 from ..kernels.attention import IMPLEMENTATION
 from ..kernels.fuse import unquickened
 from ..kernels.rope import unquickened_rope
-from .limits import limits_of
-from .model_shape import BLOCK_TOKENS, blocks_for, text_config
-from .rows import Row
-from .runner import Piece, Runner
+from .model_shape import BLOCK_TOKENS, blocks_for, limits_of, text_config
+from .runner import Piece, Row, Runner
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .model_shape import BLOCK_TOKENS, Blocks
+from .model_shape import BLOCK_TOKENS, SCRATCH_BLOCK, blocks_for
 
 # Tenant, tag, and a number for what else must be equal: keys of another kind are never mixed.
 Owner = tuple[str, str, int]
@@ -138,3 +138,30 @@ class PrefixCache:
         if node.parent is None and not siblings:
             del self._roots[node.owner]
         self.entries -= 1
+
+
+class Blocks:
+    """The free blocks of one KV memory. Taken and given back by number; the number is all there is to a block."""
+
+    def __init__(self, cache_tokens: int) -> None:
+        self.total = blocks_for(cache_tokens)
+        self._free: list[int] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Everything is free again: the memory was dropped."""
+        # Low numbers come first, so that a lone sequence lies in order in memory.
+        self._free = list(range(self.total, SCRATCH_BLOCK, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """This many blocks. The caller has looked at `free`."""
+        if count > len(self._free):
+            raise AssertionError(f"{count} blocks were asked for, {len(self._free)} are free")
+        return [self._free.pop() for _ in range(count)]
+
+    def give(self, blocks: Sequence[int]) -> None:
+        self._free.extend(reversed(blocks))

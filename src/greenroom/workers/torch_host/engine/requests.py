@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from .limits import Limits
+from .model_shape import Limits
 
 if TYPE_CHECKING:
     import torch

@@ -16,14 +16,11 @@ from typing import Any, Protocol
 import torch
 
 from ..failures import BadModel
-from ..kernels.attention import IMPLEMENTATION, Step, Store, performing, stores_in
-from ..kernels.flash import Kernels
+from ..kernels.attention import IMPLEMENTATION, Kernels, Step, Store, performing, stores_in
 from ..kernels.fuse import quicken
 from ..kernels.graphs import Graphs, batch_sizes, bucket, token_sizes
 from ..kernels.rope import quicken_rope, turn_by_length
-from .limits import limits_of
-from .model_shape import BLOCK_TOKENS, blocks_for, kv_bytes, layer_shapes, text_config
-from .rows import Rows
+from .model_shape import BLOCK_TOKENS, SCRATCH_BLOCK, blocks_for, kv_bytes, layer_shapes, limits_of, text_config
 from .steps import Decode, Prefill, Span, slots_of
 
 # Where keys are gathered first, a captured step keeps room for all of them: beyond so many, steps are not captured.
@@ -191,3 +188,58 @@ def _check(stage: Stage) -> None:
     given = getattr(text_config(stage.config), "_attn_implementation", IMPLEMENTATION)
     if given != IMPLEMENTATION:
         raise BadModel(f"{name} was built with {given} attention instead of {IMPLEMENTATION}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    token: int
+    position: int
+    blocks: Sequence[int]
+
+
+class Rows:
+    """Room for a whole batch. Rows beyond those placed stand still and write to the scratch block."""
+
+    def __init__(self, batch_max: int, width_max: int, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self.width_max = width_max
+        # Token, position and how far the position goes on with each step, one under the other: one upload for all.
+        self._state = torch.zeros((3, batch_max), dtype=torch.long, device=device)
+        self._table = torch.full((batch_max, width_max), SCRATCH_BLOCK, dtype=torch.int32, device=device)
+        self._placed = 0
+
+    def views(self, count: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, positions and table of the first `count` rows."""
+        return self._state[0, :count], self._state[1, :count], self._table[:count, :width]
+
+    def advance(self, count: int) -> None:
+        """One place further for each of the first `count` rows that is somebody's."""
+        self._state[1, :count].add_(self._state[2, :count])
+
+    def place(self, rows: Sequence[Row]) -> None:
+        """These are the rows from now on."""
+        cleared = max(self._placed, len(rows))
+        idle = [0] * (cleared - len(rows))
+        state = [[row.token for row in rows], [row.position for row in rows], [1] * len(rows)]
+        self._state[:, :cleared].copy_(self._host([part + idle for part in state], torch.long), non_blocking=True)
+        width = max((len(row.blocks) for row in rows), default=1)
+        table = [self._padded(row.blocks, width) for row in rows] + [self._padded((), width)] * len(idle)
+        self._table[:cleared, :width].copy_(self._host(table, torch.int32), non_blocking=True)
+        self._table[:cleared, width:] = SCRATCH_BLOCK
+        self._placed = len(rows)
+
+    def grow(self, row: int, first: int, blocks: Sequence[int]) -> None:
+        """This row's table goes on with these blocks, from place `first` on."""
+        self._table[row, first : first + len(blocks)].copy_(self._host(blocks, torch.int32), non_blocking=True)
+
+    def choose(self, tokens: torch.Tensor) -> None:
+        """These tokens come next, in the order of rows."""
+        self._state[0, : tokens.shape[0]].copy_(tokens)
+
+    def _padded(self, blocks: Sequence[int], width: int) -> list[int]:
+        return [*blocks, *[SCRATCH_BLOCK] * (width - len(blocks))]
+
+    def _host(self, numbers: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype) -> torch.Tensor:
+        # Pinned memory is torch's own to reuse once the copy is done, so a new piece each time is safe.
+        return torch.tensor(numbers, dtype=dtype, pin_memory=self._is_cuda)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .requests import Constraint, Sampling
+from .requests import Constraint, Sampling, Token
 
 # Colder than this, everything but the likeliest token vanishes in rounding.
 TEMPERATURE_MIN = 1e-4
@@ -247,3 +248,35 @@ def _mixed(number: torch.Tensor) -> torch.Tensor:
 def _shifted(number: torch.Tensor, by: int) -> torch.Tensor:
     """To the right, with zeros coming in from the left as for unsigned numbers."""
     return (number >> by) & ((1 << (64 - by)) - 1)
+
+
+class Readback:
+    def __init__(self, chosen: Chosen) -> None:
+        self._parts = [_fetched(part) for part in chosen.parts]
+        self._event: Any = None
+        if chosen.tokens.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def tokens(self, logprobs: Sequence[int | None]) -> list[Token]:
+        """A token a row. `logprobs`: how many of the likeliest each row wants to know, None for nothing at all."""
+        if self._event is not None:
+            self._event.synchronize()
+        lists: list[Any] = [part if part is None else part.tolist() for part in self._parts]
+        ids, own, top_ids, top = lists
+        told = []
+        for row, token in enumerate(ids):
+            wanted = logprobs[row]
+            if wanted is None or own is None:
+                told.append(Token(token))
+            else:
+                best = tuple(zip(top_ids[row][:wanted], top[row][:wanted], strict=True))
+                told.append(Token(token, own[row], best))
+        return told
+
+
+def _fetched(part: torch.Tensor | None) -> torch.Tensor | None:
+    if part is None or not part.is_cuda:
+        return part
+    # Pinned, or the copy would wait for the device.
+    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)

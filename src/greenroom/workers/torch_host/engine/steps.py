@@ -13,8 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..failures import BadModel
-from ..kernels.attention import How, Store, attend_plainly, store_of
-from ..kernels.flash import Kernels, Lengths, attend_packed, attend_paged
+from ..kernels.attention import How, Kernels, Lengths, Store, attend_packed, attend_paged, attend_plainly, store_of
 from .model_shape import BLOCK_TOKENS
 
 

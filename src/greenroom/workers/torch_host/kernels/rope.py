@@ -138,7 +138,7 @@ def _replaced(home: Any, head_dim: int, dtype: torch.dtype, device: torch.device
 
 
 def _quick(plain: Any) -> Any:
-    from .rope_kernel import turn
+    from .triton_kernels import turn
 
     def apply(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,11 @@ from typing import Any, Final
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForTextEncoding
 
-from ..engine import embedding
+from ..engine.model_shape import text_config
 from ..failures import BadModel, is_fatal, is_memory, shortened
 from .arena import Layout, view_of
-from .sentence_config import SentenceConfig
+from .safetensors_files import StoredTensor
+from .sentence_config import HEAD, PICKLE_NAME, SentenceConfig
 
 DTYPES: Final = ("auto", "bfloat16", "float16", "float32")
 # Two values a buffer is filled with before it is computed: what differs afterwards was not computed at all.
@@ -95,7 +97,7 @@ def build(wish: Wish, config: Any, dtype: torch.dtype) -> torch.nn.Module | None
     if made is None:
         return None
     if wish.sentence is not None:
-        embedding.attach(made, wish.sentence, dtype, "meta")
+        attach_head(made, wish.sentence, dtype, "meta")
     module: torch.nn.Module = made.eval().requires_grad_(False)
     return module if _restore_buffers(module) and not _stray(module) else None
 
@@ -208,3 +210,111 @@ def _stray(module: torch.nn.Module) -> bool:
         for part in module.modules()
         for value in vars(part).values()
     )
+
+
+PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+NAMED_MAX: Final = 4
+
+
+def gguf_in(folder: Path) -> str | None:
+    """The GGUF file that is this model, where there is exactly one and nothing else."""
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return None
+    found = sorted(path.name for path in folder.glob("*.gguf"))
+    return found[0] if len(found) == 1 else None
+
+
+def refuse_pickle(wish: Wish) -> None:
+    """Raises BadModel where the weights are pickles, which can run code, and that was not allowed."""
+    if wish.allow_pickle:
+        return
+    found = [name for name in PICKLES if (wish.folder / name).exists()]
+    found += sorted(path.name for path in wish.folder.glob("*.bin") if path.name.startswith("pytorch_model-"))[:1]
+    if found:
+        raise BadModel(
+            f"{wish.folder} has its weights in {found[0]}, a pickle. Convert it to safetensors, or set"
+            " allow_pickle: true for this model if you trust it."
+        )
+    raise BadModel(f"{wish.folder} has no weights: no model.safetensors and no index of such files. Is it complete?")
+
+
+def load_whole(wish: Wish, config: Any, dtype: torch.dtype) -> Any:
+    """The model in ordinary memory, as Transformers makes it. Raises BadModel, also where weights would be made up."""
+    maker, told = maker_of(wish, config)
+    how = wish.loading | told | ({} if wish.allow_pickle or wish.gguf_file else {"use_safetensors": True})
+    module, report = asked(
+        wish.folder, lambda: maker.from_pretrained(wish.folder, dtype=dtype, output_loading_info=True, **how)
+    )
+    missing = sorted(report.get("missing_keys") or ())
+    if missing:
+        named = ", ".join(missing[:NAMED_MAX])
+        raise BadModel(
+            f"{wish.folder} lacks {len(missing):,} weights of {type(module).__name__}, among them {named}. Is this the"
+            " right kind of model, and is it complete?"
+        )
+    if wish.sentence is not None:
+        attach_head(module, wish.sentence, dtype, "cpu")
+        fill_head(module, wish.sentence)
+    _refuse_odd(module)
+    return module.eval().requires_grad_(False)
+
+
+def _refuse_odd(module: torch.nn.Module) -> None:
+    for name, tensor in state_of(module):
+        if tensor.device.type == "meta" or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            kind = type(tensor).__name__ if tensor.device.type != "meta" else "left without a value"
+            raise BadModel(
+                shortened(f"{name} is {kind}, which cannot be kept in an arena. Use the model unquantised or as GGUF.")
+            )
+
+
+def attach_head(module: Any, sentence: SentenceConfig, dtype: torch.dtype, device: str) -> None:
+    """Give the module its head, without weights on the meta device. Raises BadModel where widths do not fit."""
+    width = int(text_config(module.config).hidden_size) * len(sentence.pooling)
+    steps: list[torch.nn.Module] = []
+    for step in sentence.steps:
+        if step == "normalize":
+            # It has no weights; this keeps its place.
+            steps.append(torch.nn.Identity())
+            continue
+        if step.inside != width:
+            raise BadModel(f"{step.folder} projects {step.inside:,} numbers, and is given {width:,}.")
+        linear = torch.nn.Linear(width, step.outside, bias=step.has_bias, dtype=dtype, device=device)
+        activation = getattr(torch.nn, step.activation)()
+        steps.append(torch.nn.Sequential(OrderedDict(linear=linear, activation=activation)))
+        width = step.outside
+    # The elements of a list wait for their own weights only, as layers do.
+    module.add_module(HEAD, torch.nn.ModuleList(steps).eval().requires_grad_(False))
+
+
+def stored_head_weights(sentence: SentenceConfig, allow_pickle: bool) -> dict[str, StoredTensor]:
+    """Where its weights lie in files, by the names they have in the module. Pickles are left out.
+
+    Raises BadModel for files with others than the configuration says, and for pickles that were not allowed.
+    """
+    found: dict[str, StoredTensor] = {}
+    for number, projection in sentence.projections.items():
+        if projection.weights_file.name != PICKLE_NAME:
+            found |= {f"{HEAD}.{number}.{name}": tensor for name, tensor in projection.stored().items()}
+        elif not allow_pickle:
+            raise BadModel(
+                f"{projection.weights_file} is a pickle. Convert it to safetensors, or set allow_pickle: true for this"
+                " model if you trust it."
+            )
+    return found
+
+
+def fill_head(module: Any, sentence: SentenceConfig) -> None:
+    """Read all weights into ordinary memory, pickles too. Raises BadModel."""
+    from safetensors.torch import load_file
+
+    for number, projection in sentence.projections.items():
+        path = projection.weights_file
+        try:
+            is_pickle = path.name == PICKLE_NAME
+            weights = torch.load(path, map_location="cpu", weights_only=True) if is_pickle else load_file(path)
+            getattr(module, HEAD)[number].load_state_dict(weights)
+        except Exception as reason:
+            if is_memory(reason):
+                raise
+            raise BadModel(shortened(f"{path} cannot be read: {type(reason).__name__}: {reason}")) from reason

@@ -19,11 +19,10 @@ from typing import Any, Final
 import torch
 import transformers
 
-from ..engine import embedding
 from ..engine.model_shape import text_config
 from ..failures import BadModel, Cancelled
-from . import building, fallback, reading
-from .arena import HostArena, lay_out
+from . import building, reading
+from .arena import HostArena, lay_out, view_of
 from .building import Wish
 from .fold.folding import Folding, Unfolded
 from .read_plan import Unplanned, plan
@@ -94,13 +93,13 @@ def load(wish: Wish, descriptor: int, filled: bool, around: Circumstances) -> Lo
 
 def _tensors(wish: Wish) -> dict[str, StoredTensor]:
     """What the files hold; nothing where they are not safetensors, which must have been allowed."""
-    head = embedding.stored_weights(wish.sentence, wish.allow_pickle) if wish.sentence is not None else {}
+    head = building.stored_head_weights(wish.sentence, wish.allow_pickle) if wish.sentence is not None else {}
     if wish.gguf_file is not None:
         return {}
     if files_of(wish.folder):
         return find_tensors(wish.folder) | head
     if not wish.allow_pickle:
-        fallback.refuse_pickle(wish)
+        building.refuse_pickle(wish)
     return {}
 
 
@@ -197,7 +196,7 @@ def _poured(
     on_filled: Callable[[int, int], None],
 ) -> int:
     on_reading()
-    return fallback.pour(loaded, arena, around.go_on, on_filled)
+    return pour(loaded, arena, around.go_on, on_filled)
 
 
 def _nothing() -> None:
@@ -219,7 +218,7 @@ def _by_transformers(
 ) -> Loaded:
     around.on_thread()
     around.on_reading()
-    loaded = fallback.load(wish, config, dtype)
+    loaded = building.load_whole(wish, config, dtype)
     around.go_on()
     layout = lay_out(building.state_of(loaded))
     arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes, around.host_free_bytes)
@@ -251,3 +250,20 @@ def _sources(wish: Wish) -> list[Path]:
         return [wish.folder / wish.gguf_file, *projections]
     weights = files_of(wish.folder) or sorted(wish.folder.glob("pytorch_model*"))
     return [wish.folder / "config.json", *weights, *projections]
+
+
+def pour(
+    module: torch.nn.Module, arena: HostArena, go_on: Callable[[], None], on_filled: Callable[[int, int], None]
+) -> int:
+    """Copy every tensor to its place, and say how many bytes that were. `go_on` is asked before each; it may raise."""
+    done: set[int] = set()
+    copied = 0
+    for name, tensor in building.state_of(module):
+        place = arena.layout.places[name]
+        if place.size and place.offset not in done:
+            go_on()
+            view_of(arena.tensor, place).copy_(tensor.detach())
+            on_filled(place.offset, place.size)
+            done.add(place.offset)
+            copied += place.size
+    return copied

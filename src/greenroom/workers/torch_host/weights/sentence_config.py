@@ -53,6 +53,8 @@ HARMLESS_ARGUMENTS: Final = frozenset({
 # fmt: on
 WEIGHTS_NAME: Final = "model.safetensors"
 PICKLE_NAME: Final = "pytorch_model.bin"
+# The name of the part of a module that does the steps. No model of Transformers has one of this name.
+HEAD: Final = "sentence_head"
 CONFIG_BYTES_MAX: Final = 4 * 2**20
 MODULES_MAX: Final = 32
 NUMBER_MAX: Final = 2**31
