@@ -25,11 +25,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.rig.result import Run, options_of
 from greenroom.workers.torch_host.engine import runner as runner_module
-from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.engine.model_shape import BLOCK_TOKENS, blocks_for
-from greenroom.workers.torch_host.engine.requests import Ask, End, Sampling, Token
-from greenroom.workers.torch_host.engine.runner import Piece, Row, Runner
-from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, Kernels, register
+from greenroom.workers.torch_host.engine.requests import End, GenerationRequest, Sampling, Token
+from greenroom.workers.torch_host.engine.runner import DecodeRow, ModelRunner, PrefillChunk
+from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, AttentionKernels, register
 
 WARM_STEPS = 5
 ALIGN = 512
@@ -55,7 +55,7 @@ class FlatWeights:
     dtype: torch.dtype
     kv: Flat
 
-    def arrived(self) -> None:
+    def wait_for_weights(self) -> None:
         """Nothing to wait for: the weights were made on the device."""
 
 
@@ -88,7 +88,7 @@ def build(args: argparse.Namespace, device: torch.device, dtype: torch.dtype, ca
         # Spread wide enough that the likeliest token leads by more than rounding.
         weight.normal_(0, 0.04, generator=random) if len(shape) > 1 else weight.fill_(1)
         module._parameters[name] = torch.nn.Parameter(weight, requires_grad=False)
-    kv = torch.empty(Runner.kv_bytes(config, dtype, cache_tokens), dtype=torch.uint8, device=device)
+    kv = torch.empty(ModelRunner.kv_bytes(config, dtype, cache_tokens), dtype=torch.uint8, device=device)
     print(f"weights {total / 1e9:.2f} GB, KV {kv.numel() / 1e9:.2f} GB for {cache_tokens} tokens")
     return FlatWeights(model, config, device, dtype, Flat(kv))
 
@@ -141,19 +141,21 @@ def prompt(tokens: int, vocabulary: int, seed: int) -> list[int]:
 class Loop:
     """The bare decode loop: prompts are computed, then the likeliest token again and again."""
 
-    def __init__(self, runner: Runner, prompts: list[list[int]], steps: int) -> None:
+    def __init__(self, runner: ModelRunner, prompts: list[list[int]], steps: int) -> None:
         self.runner = runner
         self.longest = max(len(one) for one in prompts)
         table = tables(len(prompts), self.longest + steps + BLOCK_TOKENS)
-        first = [int(runner.prefill([Piece(one, 0, table[row], True)]).argmax(-1)) for row, one in enumerate(prompts)]
+        first = [
+            int(runner.prefill([PrefillChunk(one, 0, table[row], True)]).argmax(-1)) for row, one in enumerate(prompts)
+        ]
         self.chosen = [[token] for token in first]
         self.count = len(prompts)
-        runner.rows.place([Row(first[row], len(one), table[row]) for row, one in enumerate(prompts)])
+        runner.inputs.set_rows([DecodeRow(first[row], len(one), table[row]) for row, one in enumerate(prompts)])
 
     def step(self) -> torch.Tensor:
         self.longest += 1
         tokens = self.runner.decode(self.count, self.longest).argmax(-1)
-        self.runner.rows.choose(tokens)
+        self.runner.inputs.set_tokens(tokens)
         return tokens
 
     def note(self) -> None:
@@ -161,7 +163,7 @@ class Loop:
             row.append(token)
 
 
-def check(runner: Runner, model: FlatWeights, vocabulary: int, batch_max: int, steps: int = 24) -> None:
+def check(runner: ModelRunner, model: FlatWeights, vocabulary: int, batch_max: int, steps: int = 24) -> None:
     """Print how often paged decoding chooses as Transformers does."""
     prompts = [prompt(tokens, vocabulary, tokens) for tokens in (9, 64, 200)[:batch_max]]
     loop = Loop(runner, prompts, steps)
@@ -184,7 +186,7 @@ def check(runner: Runner, model: FlatWeights, vocabulary: int, batch_max: int, s
         model.module.set_attn_implementation(IMPLEMENTATION)
 
 
-def speeds(runner: Runner, device: torch.device, args: argparse.Namespace) -> dict[int, float]:
+def speeds(runner: ModelRunner, device: torch.device, args: argparse.Namespace) -> dict[int, float]:
     """Tokens a second by batch size."""
     rates: dict[int, float] = {}
     for count in args.batches:
@@ -206,10 +208,10 @@ def speeds(runner: Runner, device: torch.device, args: argparse.Namespace) -> di
     return rates
 
 
-def prompts_speed(runner: Runner, device: torch.device, vocabulary: int) -> None:
+def prompts_speed(runner: ModelRunner, device: torch.device, vocabulary: int) -> None:
     for count, tokens, past in ((1, 64, 0), (1, 512, 0), (1, 2048, 0), (32, 64, 0), (1, 512, 1024), (8, 128, 512)):
         table = tables(count, tokens + past)
-        pieces = [Piece(prompt(tokens, vocabulary, row), past, table[row], True) for row in range(count)]
+        pieces = [PrefillChunk(prompt(tokens, vocabulary, row), past, table[row], True) for row in range(count)]
         runner.prefill(pieces)
         each = timed(device, lambda pieces=pieces: runner.prefill(pieces), 5)  # type: ignore[misc]
         print(f"{count} x {tokens} tokens after {past}: {each * 1e3:.1f} ms", flush=True)
@@ -251,7 +253,7 @@ class Listener:
         self.over.set()
 
 
-def threaded(batching: Batching, args: argparse.Namespace, name: str, sampling: Sampling) -> dict[int, float]:
+def threaded(batching: EngineLoop, args: argparse.Namespace, name: str, sampling: Sampling) -> dict[int, float]:
     """All sequences at once, through the model's thread: what the API sees. Gives tokens a second by how many."""
     rates: dict[int, float] = {}
     for count in args.batches:
@@ -276,14 +278,14 @@ def threaded(batching: Batching, args: argparse.Namespace, name: str, sampling: 
     return rates
 
 
-def _asked(args: argparse.Namespace, number: int, sampling: Sampling) -> tuple[Ask, Listener]:
+def _asked(args: argparse.Namespace, number: int, sampling: Sampling) -> tuple[GenerationRequest, Listener]:
     listener = Listener()
     tokens = prompt(args.prompt, args.vocabulary, number)
-    made = Ask(str(number), tokens, args.steps, sampling, frozenset(), listener, uses_cache=False)
+    made = GenerationRequest(str(number), tokens, args.steps, sampling, frozenset(), listener, uses_cache=False)
     return made, listener
 
 
-def kernels(runner: Runner, device: torch.device, count: int, prompt_tokens: int, vocabulary: int) -> None:
+def kernels(runner: ModelRunner, device: torch.device, count: int, prompt_tokens: int, vocabulary: int) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     loop = Loop(runner, [prompt(prompt_tokens, vocabulary, row) for row in range(count)], 64)
@@ -332,11 +334,11 @@ def main() -> None:
     cache_tokens = max(max(args.batches) * (args.prompt + args.steps + 64), 8192)
     model = build(args, device, dtype, cache_tokens)
     batch_max, context = max(args.batches), min(8192, cache_tokens)
-    plain_quicken = runner_module.quicken
-    runner_module.quicken = lambda model: None
+    plain_quicken = runner_module.fuse_modules
+    runner_module.fuse_modules = lambda model: None
 
-    def made(kernels: Kernels | None) -> Runner:
-        runner = Runner(model, cache_tokens, batch_max, context)
+    def made(kernels: AttentionKernels | None) -> ModelRunner:
+        runner = ModelRunner(model, cache_tokens, batch_max, context)
         if kernels is not None:
             runner = _with(runner, kernels)
         runner.on_wake()
@@ -349,7 +351,7 @@ def main() -> None:
         figures["unchanged_per_s"] = speeds(first, device, args)
         del first
     with section("the same without the paged kernel (keys gathered first)"):
-        gathered = made(Kernels(packs=device.type == "cuda"))
+        gathered = made(AttentionKernels(packs=device.type == "cuda"))
         check(gathered, model, args.vocabulary, batch_max)
         figures["gathered_per_s"] = speeds(gathered, device, args)
         del gathered
@@ -358,7 +360,7 @@ def main() -> None:
         with section("Transformers' own generate"):
             rate = generated(model, count, args.prompt, min(args.steps, 64), args.vocabulary)
             figures.setdefault("generate_per_s", {})[count] = rate
-    runner_module.quicken = plain_quicken
+    runner_module.fuse_modules = plain_quicken
     with section("as the worker runs it"):
         before = reserved(device)
         whole = made(None)
@@ -372,7 +374,7 @@ def main() -> None:
             kernels(whole, device, count, args.prompt, args.vocabulary)
     del whole
     with section("through the model's thread"):
-        batching = Batching(model, cache_tokens=cache_tokens, batch_max=batch_max, context=context, on_fatal=print)
+        batching = EngineLoop(model, cache_tokens=cache_tokens, batch_max=batch_max, context=context, on_fatal=print)
         batching.on_wake()
         for title, sampling in SAMPLINGS.items():
             figures.setdefault("thread_per_s", {})[title] = threaded(batching, args, title, sampling)
@@ -384,7 +386,7 @@ def main() -> None:
     run.report(figures, {"sections": sections}, all(one in figures for one in sections))
 
 
-def _with(runner: Runner, kernels: Kernels) -> Runner:
+def _with(runner: ModelRunner, kernels: AttentionKernels) -> ModelRunner:
     """The same runner with other kernels; lengths are bucketed finely where keys are gathered."""
     runner.kernels = kernels
     runner._lengths = runner_module.token_sizes(runner.context + BLOCK_TOKENS)

@@ -24,9 +24,9 @@ import torch
 from greenroom.workers.torch_host.failures import OutOfMemory
 from greenroom.workers.torch_host.weights import building
 from greenroom.workers.torch_host.weights.arena import HostArena, lay_out
-from greenroom.workers.torch_host.weights.building import Wish
+from greenroom.workers.torch_host.weights.building import ModelOptions
 from greenroom.workers.torch_host.weights.device_memory import CudaArena
-from greenroom.workers.torch_host.weights.device_weights import Registration, StageModel, Wire
+from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights, Registration
 from greenroom.workers.torch_host.weights.driver import driver
 from greenroom.workers.torch_host.weights.fold.fold import CHUNK_BYTES
 from greenroom.workers.torch_host.weights.fold.folding import Folding
@@ -79,10 +79,10 @@ def dirty(size: int) -> None:
 
 
 @pytest.fixture(scope="module", params=["as they are", "folded"])
-def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StageModel]:
+def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceWeights]:
     torch.zeros(1, device=GPU)
     folder = tiny.make_model(tmp_path_factory.mktemp("model"), "llama")
-    wish = Wish(folder, attention="sdpa", dtype="bfloat16")
+    wish = ModelOptions(folder, attention="sdpa", dtype="bfloat16")
     config = building.read_config(wish)
     config.update(SIZES)
     # Derived from the tiny sizes when the file was read.
@@ -97,7 +97,7 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folding.filled(0, layout.bytes)
     host.seal(folding.finish(threading.Event()))
     assert any(chunk.fold for chunk in host.chunks) == (request.param == "folded")
-    made = StageModel(module, host, GPU, 256 * 2**20, Wire())
+    made = DeviceWeights(module, host, GPU, 256 * 2**20, CopyRate())
     made.on_filled()
     yield made
     made.close()
@@ -115,10 +115,10 @@ def fill(flat: Any) -> None:
     settle()
 
 
-def answer(stage: StageModel) -> Any:
+def answer(weights: DeviceWeights) -> Any:
     tokens = torch.arange(64, device=GPU)[None]
     with torch.no_grad():
-        return stage.module(tokens, use_cache=False).logits[0, -1].float().cpu()
+        return weights.module(tokens, use_cache=False).logits[0, -1].float().cpu()
 
 
 def test_an_arena_keeps_its_address_and_gives_its_memory_back() -> None:
@@ -189,14 +189,14 @@ def test_host_memory_is_registered_in_chunks_and_let_go() -> None:
 HEARD: list[torch.Tensor] = []
 
 
-def test_logits_are_bit_equal_over_sleeps_and_memory_is_back(stage: StageModel) -> None:
-    size = stage._host.layout.bytes
-    stage.wake()
-    expected = answer(stage)
+def test_logits_are_bit_equal_over_sleeps_and_memory_is_back(weights: DeviceWeights) -> None:
+    size = weights._host.layout.bytes
+    weights.wake()
+    expected = answer(weights)
     HEARD.append(expected)
     # Folded or not.
     assert torch.equal(expected, HEARD[0])
-    stage.sleep()
+    weights.sleep()
     settle()
     # After the first time: by then libraries have loaded what they keep.
     asleep = used_bytes()
@@ -204,60 +204,60 @@ def test_logits_are_bit_equal_over_sleeps_and_memory_is_back(stage: StageModel) 
     for turn in range(TURNS):
         dirty(size + GIB)
         began = time.monotonic()
-        woken = stage.wake()
+        woken = weights.wake()
         mapped_s = time.monotonic() - began
         # Computing begins while weights are still on their way.
-        found = answer(stage)
+        found = answer(weights)
         first_s = time.monotonic() - began
-        stage.arrived()
+        weights.wait_for_weights()
         assert torch.equal(found, expected)
-        assert torch.equal(answer(stage), expected)
+        assert torch.equal(answer(weights), expected)
         assert used_bytes() - asleep >= woken.device_bytes
-        slept_s = stage.sleep()
+        slept_s = weights.sleep()
         left = used_bytes() - asleep
-        rate = woken.bytes / stage.last_wake_s / 1e9
+        rate = woken.bytes / weights.last_wake_s / 1e9
         say(
             f"turn {turn}: {woken.bytes / 1e9:.2f} of {size / 1e9:.2f} GB, copied at {rate:.1f} GB/s,"
             f" wake call {mapped_s * 1e3:.1f} ms, first logits after {first_s * 1e3:.0f} ms,"
             f" sleep {slept_s * 1e3:.1f} ms, left {left / 1e6:.0f} MB,"
-            f" next expected {stage._wire.expected_s(woken.bytes) * 1e3:.0f} ms"
+            f" next expected {weights._copy_rate.expected_s(woken.bytes) * 1e3:.0f} ms"
         )
         assert left < SLACK_BYTES
         assert rate > 5
 
 
-def test_hooks_are_gone_once_everything_is_here(stage: StageModel) -> None:
-    stage.wake()
-    assert any(part._forward_pre_hooks for part in stage.module.modules())
-    stage.arrived()
-    assert not any(part._forward_pre_hooks for part in stage.module.modules())
-    stage.sleep()
+def test_hooks_are_gone_once_everything_is_here(weights: DeviceWeights) -> None:
+    weights.wake()
+    assert any(part._forward_pre_hooks for part in weights.module.modules())
+    weights.wait_for_weights()
+    assert not any(part._forward_pre_hooks for part in weights.module.modules())
+    weights.sleep()
 
 
-def test_a_sleep_right_after_a_wake_is_safe(stage: StageModel) -> None:
-    stage.wake()
-    stage.sleep()
-    stage.wake()
-    first = answer(stage)
-    stage.sleep()
-    stage.wake()
-    assert torch.equal(answer(stage), first)
-    stage.sleep()
+def test_a_sleep_right_after_a_wake_is_safe(weights: DeviceWeights) -> None:
+    weights.wake()
+    weights.sleep()
+    weights.wake()
+    first = answer(weights)
+    weights.sleep()
+    weights.wake()
+    assert torch.equal(answer(weights), first)
+    weights.sleep()
 
 
-def test_a_wake_that_finds_no_memory_is_refused_and_changes_nothing(stage: StageModel) -> None:
+def test_a_wake_that_finds_no_memory_is_refused_and_changes_nothing(weights: DeviceWeights) -> None:
     settle()
     free = driver(0).memory()[0]
     taken = torch.empty(free - GIB, dtype=torch.uint8, device=GPU)
     with pytest.raises(OutOfMemory, match="bytes free"):
-        stage.wake()
-    assert not stage.is_awake
-    assert stage.device_bytes == 0
+        weights.wake()
+    assert not weights.is_awake
+    assert weights.device_bytes == 0
     del taken
     settle()
-    stage.wake()
-    assert answer(stage).isfinite().all()
-    stage.sleep()
+    weights.wake()
+    assert answer(weights).isfinite().all()
+    weights.sleep()
 
 
 def test_the_kernel_unfolds_what_torch_unfolds() -> None:

@@ -14,14 +14,14 @@ import pytest
 
 from greenroom.workers.torch_host.api.http import Server
 from greenroom.workers.torch_host.api.routes import serve_text
-from greenroom.workers.torch_host.engine.requests import Ask
+from greenroom.workers.torch_host.engine.requests import GenerationRequest
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTrials
 from greenroom.workers.torch_host.sandbox.template_runner import TEMPLATES
 from greenroom.workers.torch_host.text.tokens import Text
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host import tokenizer_folders
-from tests.workers.torch_host.fake_inference import FakePerformer
+from tests.workers.torch_host.fake_inference import FakeEngine
 
 if TYPE_CHECKING:
     import httpx2
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Rig:
-    performer: FakePerformer
+    performer: FakeEngine
     text: Text
     socket: Path
     http: httpx2.AsyncClient
@@ -72,7 +72,7 @@ def open_api(byte_text: Text, socket_folder: Path, templates: SandboxPool) -> Op
 
     @contextlib.asynccontextmanager
     async def opened(
-        says: str | Callable[[Ask], Sequence[int]] = "hello world",
+        says: str | Callable[[GenerationRequest], Sequence[int]] = "hello world",
         text: Text | None = None,
         context: int = 2048,
         embeds: bool = False,
@@ -85,7 +85,7 @@ def open_api(byte_text: Text, socket_folder: Path, templates: SandboxPool) -> Op
 
         own = text or byte_text
         script = says if callable(says) else lambda ask: own._encode(says, False)
-        performer = FakePerformer(script, context)
+        performer = FakeEngine(script, context)
         path = socket_folder / "model.sock"
         served = await serve_text(
             path,

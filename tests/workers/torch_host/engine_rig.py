@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.engine.model_shape import kv_bytes
-from greenroom.workers.torch_host.engine.requests import Ask, Constraint, End, Sampling, Token
+from greenroom.workers.torch_host.engine.requests import Constraint, End, GenerationRequest, Sampling, Token
 from greenroom.workers.torch_host.failures import OnFatal
 from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, register
 from greenroom.workers.torch_host.weights.building import attach_head
@@ -35,7 +35,7 @@ class Flat:
 
 
 @dataclass
-class Stage:
+class FakeDeviceModel:
     """What a runner needs of a model on stage, on the CPU, always awake."""
 
     module: torch.nn.Module
@@ -46,7 +46,7 @@ class Stage:
     forwards: list[int] = field(default_factory=list)
     """How many tokens each forward pass was given."""
 
-    def arrived(self) -> None:
+    def wait_for_weights(self) -> None:
         """They were made here."""
 
 
@@ -63,22 +63,22 @@ def random_model(kind: str, seed: int = 1, **changes: Any) -> Any:
     return model
 
 
-def stage_of(model: Any, cache_tokens: int, sentence: SentenceConfig | None = None) -> Stage:
+def device_model_of(model: Any, cache_tokens: int, sentence: SentenceConfig | None = None) -> FakeDeviceModel:
     if sentence is None:
         register()
         model.set_attn_implementation(IMPLEMENTATION)
     else:
         attach_head(model, sentence, torch.float32, "cpu")
     kv = torch.zeros(kv_bytes(model.config, "float32", cache_tokens) if cache_tokens else 0, dtype=torch.uint8)
-    stage = Stage(model, model.config, Flat(kv))
+    model = FakeDeviceModel(model, model.config, Flat(kv))
     model.register_forward_pre_hook(
-        lambda _module, _args, named: stage.forwards.append(named["input_ids"].numel()), with_kwargs=True
+        lambda _module, _args, named: model.forwards.append(named["input_ids"].numel()), with_kwargs=True
     )
-    return stage
+    return model
 
 
 @contextmanager
-def performing(
+def running(
     model: Any,
     *,
     cache_tokens: int = 4096,
@@ -87,11 +87,11 @@ def performing(
     on_fatal: OnFatal | None = None,
     sentence: SentenceConfig | None = None,
     **options: Any,
-) -> Iterator[Batching]:
+) -> Iterator[EngineLoop]:
     """The model on stage, until the end of the block."""
-    stage = stage_of(model, cache_tokens, sentence)
-    batching = Batching(
-        stage,
+    model = device_model_of(model, cache_tokens, sentence)
+    engine = EngineLoop(
+        model,
         cache_tokens=cache_tokens,
         batch_max=batch_max,
         context=context,
@@ -100,10 +100,10 @@ def performing(
         **options,
     )
     try:
-        batching.on_wake()
-        yield batching
+        engine.on_wake()
+        yield engine
     finally:
-        batching.close()
+        engine.close()
 
 
 class Answer:
@@ -112,7 +112,7 @@ class Answer:
     def __init__(self) -> None:
         self.tokens: list[Token] = []
         self.ends: list[End] = []
-        self.ask: Ask
+        self.ask: GenerationRequest
         self.on_each: Callable[[Token], None] = lambda token: None
         self._first, self._over = threading.Event(), threading.Event()
 
@@ -156,9 +156,9 @@ def ask(
     tag: str = "",
     uses_cache: bool = True,
     constraint: Constraint | None = None,
-) -> tuple[Ask, Answer]:
+) -> tuple[GenerationRequest, Answer]:
     answer = Answer()
-    made = answer.ask = Ask(
+    made = answer.ask = GenerationRequest(
         id=f"ask-{next(_numbers)}",
         tokens=list(tokens),
         max_tokens=max_tokens,
@@ -174,11 +174,11 @@ def ask(
 
 
 def said(
-    batching: Batching, tokens: Sequence[int], max_tokens: int = 12, sampling: Sampling = GREEDY, **more: Any
+    engine: EngineLoop, tokens: Sequence[int], max_tokens: int = 12, sampling: Sampling = GREEDY, **more: Any
 ) -> Answer:
     """Submit, and wait for the end."""
     made, answer = ask(tokens, max_tokens, sampling, **more)
-    batching.submit(made)
+    engine.submit(made)
     assert answer.end.reason != "error", answer.end.error
     return answer
 

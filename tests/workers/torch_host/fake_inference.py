@@ -8,23 +8,25 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from greenroom.workers.torch_host.engine.model_shape import Limits
-from greenroom.workers.torch_host.engine.requests import Ask, End, Token, TooLong, Vectors
+from greenroom.workers.torch_host.engine.model_shape import TokenLimits
+from greenroom.workers.torch_host.engine.requests import End, GenerationRequest, PromptTooLong, Token, Vectors
 from greenroom.workers.torch_host.failures import Failure
 
 WAIT_S = 30.0
 
 
-class FakePerformer:
+class FakeEngine:
     """`script` gives the tokens of an ask. With `holds_after`, each token after the first so many waits for `go`.
 
     With `places`, only so many asks find one; the others wait for `go` before they are seated.
     """
 
-    def __init__(self, script: Callable[[Ask], Sequence[int]], context: int = 2048, vocabulary: int = 512) -> None:
+    def __init__(
+        self, script: Callable[[GenerationRequest], Sequence[int]], context: int = 2048, vocabulary: int = 512
+    ) -> None:
         self.context = context
-        self.limits = Limits(vocabulary, vocabulary)
-        self.asks: list[Ask] = []
+        self.limits = TokenLimits(vocabulary, vocabulary)
+        self.asks: list[GenerationRequest] = []
         self.ends: list[End] = []
         self.embedded: list[Sequence[Sequence[int]]] = []
         self.skipped: list[Sequence[int] | None] = []
@@ -44,18 +46,18 @@ class FakePerformer:
     def in_flight(self) -> int:
         return len(self.asks) - len(self.ends)
 
-    def submit(self, *asks: Ask) -> None:
+    def submit(self, *asks: GenerationRequest) -> None:
         if self.is_gone:
             raise Failure("This model is not being served any more.")
         if any(len(ask.tokens) + ask.max_tokens > self.context for ask in asks):
-            raise TooLong("It can never fit.")
+            raise PromptTooLong("It can never fit.")
         self.asks += asks
         for ask in asks[: self.places]:
             ask.cached_tokens = self.cached_tokens
         for ask in asks:
             self._start(ask)
 
-    def _start(self, ask: Ask) -> None:
+    def _start(self, ask: GenerationRequest) -> None:
         threading.Thread(target=self._perform, args=(ask,), name=f"fake {ask.id}", daemon=True).start()
 
     def embed(
@@ -78,7 +80,7 @@ class FakePerformer:
             assert self._changed.wait_for(lambda: len(self.ends) >= count, WAIT_S), f"{len(self.ends)} ended"
         return self.ends
 
-    def _perform(self, ask: Ask) -> None:
+    def _perform(self, ask: GenerationRequest) -> None:
         if ask.cached_tokens is None:
             self._held(ask)
             ask.cached_tokens = self.cached_tokens
@@ -88,7 +90,7 @@ class FakePerformer:
             self.ends.append(end)
             self._changed.notify_all()
 
-    def _said(self, ask: Ask) -> End:
+    def _said(self, ask: GenerationRequest) -> End:
         script = iter(self._script(ask))
         said = 0
         while True:
@@ -108,14 +110,14 @@ class FakePerformer:
             if said >= ask.max_tokens:
                 return End("length")
 
-    def _held(self, ask: Ask) -> None:
+    def _held(self, ask: GenerationRequest) -> None:
         deadline = threading.Event()
         for _ in range(int(WAIT_S / 0.005)):
             if ask.cancelled or self.go.is_set():
                 return
             deadline.wait(0.005)
 
-    def _next(self, ask: Ask, script: object, said: int) -> int | None:
+    def _next(self, ask: GenerationRequest, script: object, said: int) -> int | None:
         if ask.constraint is None:
             return next(script, None)  # type: ignore[call-overload, no-any-return]
         row = torch.zeros((self._vocabulary + 31) // 32, dtype=torch.int32)
@@ -126,7 +128,7 @@ class FakePerformer:
         ask.constraint.accept(token)
         return token
 
-    def _token(self, ask: Ask, token: int) -> Token:
+    def _token(self, ask: GenerationRequest, token: int) -> Token:
         if ask.sampling.logprobs is None:
             return Token(token)
         top = tuple((token + place, -0.5 - place) for place in range(ask.sampling.logprobs))

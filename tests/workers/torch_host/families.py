@@ -24,10 +24,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from greenroom.workers.torch_host.engine.model_check import ModelCheck
 from greenroom.workers.torch_host.engine.requests import Sampling
-from greenroom.workers.torch_host.engine.runner import Piece, Row, Runner
+from greenroom.workers.torch_host.engine.runner import DecodeRow, ModelRunner, PrefillChunk
 from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, paged_attention
-from tests.workers.torch_host.engine_rig import performing, said, stage_of
+from tests.workers.torch_host.engine_rig import device_model_of, running, said
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 DOCUMENT = Path(__file__).parents[3] / "docs" / "transformers.md"
@@ -223,7 +223,7 @@ def plain_logits(model: Any, sequences: Iterable[Sequence[int]] = SEQUENCES) -> 
 
 def paged_logits(model: Any, attention: Callable[..., Any] = paged_attention) -> Iterator[Place]:
     """What the runner says: prompts in pieces beside each other, then decoded in one batch of unequal lengths."""
-    runner = Runner(stage_of(model, CACHE_TOKENS), CACHE_TOKENS, ROWS, CONTEXT)
+    runner = ModelRunner(device_model_of(model, CACHE_TOKENS), CACHE_TOKENS, ROWS, CONTEXT)
     AttentionInterface.register(IMPLEMENTATION, attention)
     runner.on_wake()
     done = [0] * ROWS
@@ -234,14 +234,14 @@ def paged_logits(model: Any, attention: Callable[..., Any] = paged_attention) ->
             done[row] += len(piece.tokens)
             yield Place(row, done[row] - 1, logits)
     while done[0] < len(SEQUENCES[0]):
-        runner.rows.place([Row(SEQUENCES[row][done[row]], done[row], BLOCKS[row]) for row in range(ROWS)])
+        runner.inputs.set_rows([DecodeRow(SEQUENCES[row][done[row]], done[row], BLOCKS[row]) for row in range(ROWS)])
         for row, logits in enumerate(runner.decode(ROWS, max(done) + 1)):
             yield Place(row, done[row], logits.clone())
             done[row] += 1
 
 
-def _piece(row: int, past: int, count: int) -> Piece:
-    return Piece(SEQUENCES[row][past : past + count], past, BLOCKS[row], True)
+def _piece(row: int, past: int, count: int) -> PrefillChunk:
+    return PrefillChunk(SEQUENCES[row][past : past + count], past, BLOCKS[row], True)
 
 
 def apart(places: Iterable[Place], plain: Sequence[torch.Tensor]) -> float:
@@ -252,7 +252,7 @@ def cached_apart(model: Any) -> float:
     """How far log probabilities are off in an answer whose prompt was in part found in the prefix cache."""
     likeliest = Sampling(temperature=0.0, logprobs=5)
     prompts = [SEQUENCES[0][:38], [*SEQUENCES[0][:33], *SEQUENCES[2][:4]]]
-    with performing(model, cache_tokens=CACHE_TOKENS, batch_max=2, context=64) as batching:
+    with running(model, cache_tokens=CACHE_TOKENS, batch_max=2, context=64) as batching:
         answers = [said(batching, prompt, 4, likeliest) for prompt in prompts]
     assert answers[1].cached_tokens == 32, "the prefix cache was not used"
     plain = plain_logits(model, [[*prompt, *answer.ids] for prompt, answer in zip(prompts, answers, strict=True)])
@@ -271,7 +271,7 @@ def tried(family: str) -> str:
         return f"not tried: {NOT_TRIED[family]}"
     model = tiny_model(family)
     try:
-        with performing(model, cache_tokens=CACHE_TOKENS, check=ModelCheck(None)):
+        with running(model, cache_tokens=CACHE_TOKENS, check=ModelCheck(None)):
             pass
     except BadModel as refusal:
         return _told(str(refusal))

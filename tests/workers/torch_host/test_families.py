@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from greenroom.workers.torch_host.kernels.attention import How, attend_plainly, paged_attention
+from greenroom.workers.torch_host.kernels.attention import AttentionOptions, attend_plain, paged_attention
 from tests.workers.torch_host.families import (
     DOCUMENT,
     FAMILIES,
@@ -42,10 +42,10 @@ def unmasked(module: Any, query: Any, key: Any, value: Any, attention_mask: Any,
     right = paged_attention(module, query, key, value, attention_mask, **more)
     if query.shape[2] == 1:
         return right
-    how = How(
+    how = AttentionOptions(
         float(more.get("scaling") or query.shape[-1] ** -0.5), softcap=more.get("softcap"), sinks=more.get("s_aux")
     )
-    return attend_plainly(query, key, value, None, how).transpose(1, 2).contiguous(), None
+    return attend_plain(query, key, value, None, how).transpose(1, 2).contiguous(), None
 
 
 class WiderWindow:

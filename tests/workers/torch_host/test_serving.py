@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from greenroom.workers.torch_host.api.routes import serve_text
-from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTrials
 from greenroom.workers.torch_host.text.tokens import Text
-from tests.workers.torch_host.engine_rig import performing, random_model
+from tests.workers.torch_host.engine_rig import random_model, running
 from tests.workers.torch_host.tiny import save_tokenizer
 from tests.workers.torch_host.waiting import until
 
@@ -29,7 +29,7 @@ HI: Any = [{"role": "user", "content": "one two three"}]
 class House:
     """A served model, the same weights as Transformers runs them, and clients."""
 
-    def __init__(self, batching: Batching, text: Text, socket: Path) -> None:
+    def __init__(self, batching: EngineLoop, text: Text, socket: Path) -> None:
         self.batching = batching
         self.text = text
         self.reference = random_model("llama")
@@ -49,7 +49,7 @@ class House:
 async def house(tmp_path: Path, socket_folder: Path, templates: SandboxPool) -> AsyncIterator[House]:
     save_tokenizer(tmp_path / "tiny")
     text = Text.load(tmp_path / "tiny")
-    with performing(random_model("llama")) as batching:
+    with running(random_model("llama")) as batching:
         trials = SchemaTrials(SandboxPool(SCHEMAS))
         served = await serve_text(socket_folder / "s", batching, text, "tiny", templates=templates, trials=trials)
         made = House(batching, text, socket_folder / "s")

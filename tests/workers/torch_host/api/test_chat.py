@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.workers.torch_host.engine.requests import Ask
+from greenroom.workers.torch_host.engine.requests import GenerationRequest
 from greenroom.workers.torch_host.text.tokens import Text
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.conftest import Opener, Rig
@@ -165,7 +165,7 @@ async def test_wishes_reach_the_performer(open_api: Opener) -> None:
 
 @pytest.mark.parametrize("streams", [True, False])
 async def test_several_choices_are_told_apart(open_api: Opener, streams: bool) -> None:
-    def script(ask: Ask) -> Sequence[int]:
+    def script(ask: GenerationRequest) -> Sequence[int]:
         return own._encode(f"answer {ask.sampling.seed}", False)
 
     async with open_api(script) as rig:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.workers.torch_host.engine.requests import Ask
+from greenroom.workers.torch_host.engine.requests import GenerationRequest
 from greenroom.workers.torch_host.text.tokens import Text
 from tests.workers.torch_host.conftest import Opener, Rig
 
@@ -42,7 +42,7 @@ async def test_prompts_come_as_texts_tokens_or_lists_of_either(open_api: Opener)
 
 
 async def test_choices_of_several_prompts_are_numbered_in_order(open_api: Opener) -> None:
-    def script(ask: Ask) -> list[int]:
+    def script(ask: GenerationRequest) -> list[int]:
         return ask.tokens[:1]
 
     async with open_api(script) as rig:

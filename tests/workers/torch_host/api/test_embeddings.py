@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.workers.torch_host.engine.requests import TooLong
+from greenroom.workers.torch_host.engine.requests import PromptTooLong
 from greenroom.workers.torch_host.text.tokens import Text
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host import tokenizer_folders
@@ -58,7 +58,7 @@ async def test_a_model_that_fails_is_told(open_api: Opener) -> None:
     async with open_api(embeds=True) as rig:
         rig.performer.vectors = RuntimeError("no luck")
         failed = await rig.http.post("/v1/embeddings", json={"input": "a"})
-        rig.performer.vectors = TooLong("too long for it")
+        rig.performer.vectors = PromptTooLong("too long for it")
         long = await rig.http.post("/v1/embeddings", json={"input": "a"})
     message = failed.json()["error"]["message"]
     assert failed.status_code == 500 and "inside the worker" in message and "no luck" not in message

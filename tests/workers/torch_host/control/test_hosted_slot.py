@@ -13,24 +13,24 @@ import pytest
 from greenroom.workers.torch_host.api.routes import Served
 from greenroom.workers.torch_host.control.hosted_slot import Hosted, Shared
 from greenroom.workers.torch_host.control.orders import Order
-from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.failures import Failure, Stuck, is_fatal
-from greenroom.workers.torch_host.weights.device_weights import StageModel, Woken
+from greenroom.workers.torch_host.weights.device_weights import DeviceWeights, WakeResult
 
 
 class FakeStage:
     is_awake = False
 
-    def wake(self) -> Woken:
+    def wake(self) -> WakeResult:
         self.is_awake = True
-        return Woken(1, 1, 0.0)
+        return WakeResult(1, 1, 0.0)
 
     def sleep(self) -> float:
         self.is_awake = False
         return 0.0
 
 
-class FakePerformer:
+class FakeEngine:
     """Fails where it is told to."""
 
     def __init__(self) -> None:
@@ -54,14 +54,14 @@ class FakeServed:
 
 class Rig:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.stage, self.performer = FakeStage(), FakePerformer()
+        self.stage, self.performer = FakeStage(), FakeEngine()
         shared = Shared(loop, on_fatal=lambda error, say: say())
         parts: tuple[Any, ...] = (self.stage, self.performer, FakeServed())
         stage, performer, served = parts
         self.hosted = Hosted(
             Order("s", "m", Path("folder"), Path("socket")),
-            cast(StageModel, stage),
-            cast(Batching, performer),
+            cast(DeviceWeights, stage),
+            cast(EngineLoop, performer),
             cast(Served, served),
             shared,
         )

@@ -14,11 +14,11 @@ import torch
 
 from greenroom.workers.torch_host.control import preparing
 from greenroom.workers.torch_host.control.orders import Order
-from greenroom.workers.torch_host.control.preparing import Prepared, Surroundings, prepare
+from greenroom.workers.torch_host.control.preparing import DeviceContext, PreparedModel, prepare
 from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.text.tokens import Text
 from greenroom.workers.torch_host.weights import building, loading, reading
-from greenroom.workers.torch_host.weights.device_weights import StageModel, Wire
+from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights
 from greenroom.workers.torch_host.weights.read_plan import Unplanned
 from greenroom.workers.torch_host.weights.source_files import SourceFile
 from tests.workers.torch_host import tiny
@@ -38,15 +38,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def prepared(folder: Path, descriptor: int, filled: bool = False) -> Prepared:
+def prepared(folder: Path, descriptor: int, filled: bool = False) -> PreparedModel:
     order = Order("s", "m", folder, Path("unused"), filled=filled, device="cpu", cache_tokens=512)
-    around = Surroundings(torch.device("cpu"), Wire(), on_fatal=lambda error, say: say())
+    around = DeviceContext(torch.device("cpu"), CopyRate(), on_fatal=lambda error, say: say())
     return prepare(order, descriptor, around, lambda share: None, threading.Event())
 
 
-def let_go(made: Prepared) -> None:
-    made.performer.close()
-    made.stage.close()
+def let_go(made: PreparedModel) -> None:
+    made.engine.close()
+    made.weights.close()
     made.text.close()
 
 
@@ -62,7 +62,7 @@ def test_tokenizer_and_stage_are_made_while_weights_are_read(
     llama: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reads wait here until both are under way, and both say whether a read had begun before."""
-    reads, text, stage = threading.Event(), threading.Event(), threading.Event()
+    reads, text, weights = threading.Event(), threading.Event(), threading.Event()
     early: list[str] = []
 
     def note(name: str, begun: threading.Event) -> Callable[[], None]:
@@ -77,16 +77,16 @@ def test_tokenizer_and_stage_are_made_while_weights_are_read(
 
     def fill_beside(self: SourceFile, *what: Any) -> int:
         assert text.wait(DEADLINE_S)
-        assert stage.wait(DEADLINE_S)
+        assert weights.wait(DEADLINE_S)
         return fill(self, *what)
 
     monkeypatch.setattr(SourceFile, "fill", fill_beside)
-    monkeypatch.setattr(reading._Work, "_next", noted(reading._Work._next, reads.set))
+    monkeypatch.setattr(reading._ReadJob, "_next", noted(reading._ReadJob._next, reads.set))
     monkeypatch.setattr(Text, "load", noted(Text.load, note("text", text)))
-    monkeypatch.setattr(preparing, "StageModel", noted(StageModel, note("stage", stage)))
+    monkeypatch.setattr(preparing, "DeviceWeights", noted(DeviceWeights, note("stage", weights)))
     let_go(prepared(llama, descriptor))
     assert text.is_set()
-    assert stage.is_set()
+    assert weights.is_set()
     assert early == []
 
 
@@ -118,7 +118,7 @@ def break_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def break_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "Batching", broken)
+    monkeypatch.setattr(preparing, "EngineLoop", broken)
 
 
 def break_reading(monkeypatch: pytest.MonkeyPatch) -> None:

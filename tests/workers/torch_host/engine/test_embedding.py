@@ -4,17 +4,17 @@ import threading
 
 import pytest
 
-from greenroom.workers.torch_host.engine.embedding import TOKENS_MAX, grouped
-from greenroom.workers.torch_host.engine.engine_loop import Batching
-from greenroom.workers.torch_host.engine.requests import TooLong, Vectors
+from greenroom.workers.torch_host.engine.embedding import TOKENS_MAX, group_by_length
+from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
+from greenroom.workers.torch_host.engine.requests import PromptTooLong, Vectors
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
-from tests.workers.torch_host.engine_rig import WAIT_S, ask, performing, prompt, random_model
+from tests.workers.torch_host.engine_rig import WAIT_S, ask, prompt, random_model, running
 
 MEAN = SentenceConfig()
 INPUTS = [prompt(length) for length in (9, 3, 30, 9, 17)]
 
 
-def embedded(batching: Batching, inputs: list[list[int]], skipped: list[int] | None = None) -> Vectors | Exception:
+def embedded(batching: EngineLoop, inputs: list[list[int]], skipped: list[int] | None = None) -> Vectors | Exception:
     results: list[Vectors | Exception] = []
     done = threading.Event()
 
@@ -29,22 +29,22 @@ def embedded(batching: Batching, inputs: list[list[int]], skipped: list[int] | N
 
 
 def test_a_model_embeds_or_writes_text_and_says_which() -> None:
-    with performing(random_model("bert"), cache_tokens=0, sentence=MEAN) as batching, pytest.raises(TooLong):
+    with running(random_model("bert"), cache_tokens=0, sentence=MEAN) as batching, pytest.raises(PromptTooLong):
         batching.submit(ask(prompt(3))[0])
-    with performing(random_model("llama")) as batching:
-        assert isinstance(embedded(batching, INPUTS), TooLong)
+    with running(random_model("llama")) as batching:
+        assert isinstance(embedded(batching, INPUTS), PromptTooLong)
 
 
 def test_an_input_too_long_or_empty_is_said_and_not_computed() -> None:
-    with performing(random_model("bert"), cache_tokens=0, context=64, sentence=MEAN) as batching:
-        assert isinstance(embedded(batching, [prompt(65)]), TooLong)
-        assert isinstance(embedded(batching, [prompt(5), []]), TooLong)
-        assert isinstance(embedded(batching, []), TooLong)
+    with running(random_model("bert"), cache_tokens=0, context=64, sentence=MEAN) as batching:
+        assert isinstance(embedded(batching, [prompt(65)]), PromptTooLong)
+        assert isinstance(embedded(batching, [prompt(5), []]), PromptTooLong)
+        assert isinstance(embedded(batching, []), PromptTooLong)
 
 
 def test_a_failure_reaches_whoever_asked_and_the_next_is_served() -> None:
     model = random_model("bert")
-    with performing(model, cache_tokens=0, sentence=MEAN) as batching:
+    with running(model, cache_tokens=0, sentence=MEAN) as batching:
         broken = model.register_forward_pre_hook(lambda *_: 1 / 0)
         assert isinstance(embedded(batching, INPUTS), Exception)
         broken.remove()
@@ -53,7 +53,7 @@ def test_a_failure_reaches_whoever_asked_and_the_next_is_served() -> None:
 
 
 def test_a_prompt_that_is_all_of_an_input_leaves_its_last_token() -> None:
-    with performing(random_model("bert"), cache_tokens=0, sentence=SentenceConfig(pooling=("max",))) as batching:
+    with running(random_model("bert"), cache_tokens=0, sentence=SentenceConfig(pooling=("max",))) as batching:
         vectors = embedded(batching, [prompt(5), prompt(3)], [9, 0])
         last = embedded(batching, [prompt(5)], [4])
     assert isinstance(vectors, list) and isinstance(last, list)
@@ -63,7 +63,7 @@ def test_a_prompt_that_is_all_of_an_input_leaves_its_last_token() -> None:
 @pytest.mark.parametrize(("pads", "count"), [(True, 4), (False, 5)])
 def test_groups_are_as_large_as_they_may_be_and_hold_everybody_once(pads: bool, count: int) -> None:
     inputs = [[0] * length for length in (5000, 3, 2000, 2000, 2000, 2000, 8192, 1)]
-    groups = grouped(inputs, pads)
+    groups = group_by_length(inputs, pads)
     assert sorted(number for group in groups for number in group) == list(range(len(inputs)))
     assert all(len(group) * max(len(inputs[number]) for number in group) <= TOKENS_MAX for group in groups)
     assert len(groups) == count

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from greenroom.workers.torch_host.engine import engine_loop as batching_module
-from greenroom.workers.torch_host.engine.block_manager import Seats
-from greenroom.workers.torch_host.engine.engine_loop import Batching
-from greenroom.workers.torch_host.engine.requests import Sampling, TooLong
-from greenroom.workers.torch_host.engine.sequence import Speech
+from greenroom.workers.torch_host.engine.block_manager import BlockManager
+from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
+from greenroom.workers.torch_host.engine.requests import PromptTooLong, Sampling
+from greenroom.workers.torch_host.engine.sequence import Sequence
 from greenroom.workers.torch_host.failures import Failure, Stuck, is_fatal
-from tests.workers.torch_host.engine_rig import WAIT_S, Answer, ask, generated, performing, prompt, random_model, said
+from tests.workers.torch_host.engine_rig import WAIT_S, Answer, ask, generated, prompt, random_model, running, said
 from tests.workers.torch_host.tiny import CONTEXT, ENCODERS, KINDS
 
 DECODERS = [kind for kind in KINDS if kind not in ENCODERS]
@@ -25,14 +25,14 @@ def llama() -> Any:
 
 
 @pytest.fixture
-def stage(llama: Any) -> Iterator[Batching]:
-    with performing(llama) as batching:
-        yield batching
+def engine(llama: Any) -> Iterator[EngineLoop]:
+    with running(llama) as engine:
+        yield engine
 
 
-def computed(batching: Batching) -> int:
-    assert batching._ensemble is not None
-    return batching._ensemble.computed_tokens
+def computed(engine: EngineLoop) -> int:
+    assert engine._scheduler is not None
+    return engine._scheduler.computed_tokens
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -40,21 +40,21 @@ def test_a_batch_says_what_transformers_itself_would_say_to_each_alone(kind: str
     model = random_model(kind)
     prompts = [prompt(length) for length in (1, 16, 33, 50)]
     alone = [generated(model, one, 12) for one in prompts]
-    with performing(model) as batching:
+    with running(model) as engine:
         asked = [ask(one, 12) for one in prompts]
         for one, _ in asked:
-            batching.submit(one)
+            engine.submit(one)
         assert [answer.end.reason for _, answer in asked] == ["length"] * len(prompts)
         assert [answer.ids for _, answer in asked] == alone
 
 
 def test_more_than_the_batch_holds_wait_and_all_are_answered(llama: Any) -> None:
     prompts = [prompt(3 + 5 * number) for number in range(9)]
-    with performing(llama, batch_max=3) as batching:
-        alone = [said(batching, one, 9, uses_cache=False).ids for one in prompts]
+    with running(llama, batch_max=3) as engine:
+        alone = [said(engine, one, 9, uses_cache=False).ids for one in prompts]
         asked = [ask(one, 9, uses_cache=False) for one in prompts]
         for one, _ in asked:
-            batching.submit(one)
+            engine.submit(one)
         assert [answer.end.reason for _, answer in asked] == ["length"] * 9
         assert [answer.ids for _, answer in asked] == alone
 
@@ -67,14 +67,14 @@ def test_a_long_prompt_is_computed_in_pieces_and_short_ones_together(
     monkeypatch.setattr(batch_scheduler, "PREFILL_TOKENS_MAX", 48)
     long, *short = prompt(200), prompt(7), prompt(8), prompt(9)
     want = [generated(random_model("llama"), one, 8) for one in (long, *short)]
-    with performing(llama) as batching:
-        batching.on_sleep()
+    with running(llama) as engine:
+        engine.on_sleep()
         asked = [ask(one, 8) for one in (long, *short)]
         for one, _ in asked:
-            batching.submit(one)
-        forwards = batching._stage.forwards  # type: ignore[attr-defined]
+            engine.submit(one)
+        forwards = engine._model.forwards  # type: ignore[attr-defined]
         forwards.clear()
-        batching.on_wake()
+        engine.on_wake()
         assert [answer.ids for _, answer in asked if answer.end] == want
         # Four full pieces of the long one; then what is left of it and all the short ones at once.
         assert [tokens for tokens in forwards if tokens > 8] == [48, 48, 48, 48, 8 + 7 + 8 + 9]
@@ -86,30 +86,30 @@ def test_on_a_slow_device_pieces_become_as_small_as_they_must(llama: Any, monkey
     monkeypatch.setattr(batch_scheduler, "PREFILL_TOKENS_FIRST", 64)
     monkeypatch.setattr(batch_scheduler, "PREFILL_STEP_S", 1e-6)
     want = generated(random_model("llama"), prompt(200), 8)
-    with performing(llama) as batching:
+    with running(llama) as engine:
         asked, answer = ask(prompt(200), 8)
-        forwards = batching._stage.forwards  # type: ignore[attr-defined]
+        forwards = engine._model.forwards  # type: ignore[attr-defined]
         forwards.clear()
-        batching.submit(asked)
+        engine.submit(asked)
         assert answer.end.reason == "length" and answer.ids == want
         assert [tokens for tokens in forwards if tokens > 1] == [64, 32, 32, 32, 32, 8]
 
 
-def test_a_stop_token_ends_the_answer_and_is_not_handed_on(stage: Batching) -> None:
-    whole = said(stage, prompt(10), 12).ids
-    answer = said(stage, prompt(10), 12, stop=[whole[5]])
+def test_a_stop_token_ends_the_answer_and_is_not_handed_on(engine: EngineLoop) -> None:
+    whole = said(engine, prompt(10), 12).ids
+    answer = said(engine, prompt(10), 12, stop=[whole[5]])
     assert answer.end.reason == "stop"
     assert answer.ids == whole[: whole.index(whole[5])]
 
 
-def test_an_answer_of_no_tokens_at_all_only_computes_the_prompt(stage: Batching) -> None:
-    answer = said(stage, prompt(40), 0)
+def test_an_answer_of_no_tokens_at_all_only_computes_the_prompt(engine: EngineLoop) -> None:
+    answer = said(engine, prompt(40), 0)
     assert (answer.end.reason, answer.ids) == ("length", [])
-    assert said(stage, prompt(40), 1).cached_tokens == 32
+    assert said(engine, prompt(40), 1).cached_tokens == 32
 
 
-def test_a_cancelled_answer_ends_at_once_and_its_neighbours_go_on(stage: Batching) -> None:
-    alone = said(stage, prompt(12), 60).ids
+def test_a_cancelled_answer_ends_at_once_and_its_neighbours_go_on(engine: EngineLoop) -> None:
+    alone = said(engine, prompt(12), 60).ids
     leaving, left = ask(prompt(20), 400)
     staying, stayed = ask(prompt(12), 60)
 
@@ -117,108 +117,108 @@ def test_a_cancelled_answer_ends_at_once_and_its_neighbours_go_on(stage: Batchin
         leaving.cancelled = len(left.tokens) >= 3
 
     left.on_each = leave
-    stage.submit(leaving)
-    stage.submit(staying)
+    engine.submit(leaving)
+    engine.submit(staying)
     assert left.end.reason == "cancelled"
     # The step already under way when it left may still be heard, no more.
     assert 3 <= len(left.tokens) <= 4
     assert stayed.end.reason == "length"
     assert stayed.ids == alone
-    assert stage.in_flight == 0
+    assert engine.in_flight == 0
 
 
 def test_cancelled_while_waiting_for_a_place_never_begins(llama: Any) -> None:
-    with performing(llama, batch_max=1) as batching:
+    with running(llama, batch_max=1) as engine:
         first, heard = ask(prompt(4), 200)
         second, unheard = ask(prompt(5), 200)
-        batching.submit(first)
+        engine.submit(first)
         heard.begun()
-        batching.submit(second)
+        engine.submit(second)
         second.cancelled = True
         assert unheard.end.reason == "cancelled"
         assert unheard.ids == []
         assert heard.end.reason == "length"
 
 
-def test_what_can_never_fit_is_refused_at_the_door(stage: Batching) -> None:
-    with pytest.raises(TooLong, match="512"):
-        stage.submit(ask(prompt(500), 100)[0])
-    with pytest.raises(TooLong):
-        stage.submit(ask([], 10)[0])
-    with pytest.raises(TooLong):
-        stage.submit(ask(prompt(5), 10)[0], ask(prompt(500), 100)[0])
-    assert stage.in_flight == 0
+def test_what_can_never_fit_is_refused_at_the_door(engine: EngineLoop) -> None:
+    with pytest.raises(PromptTooLong, match="512"):
+        engine.submit(ask(prompt(500), 100)[0])
+    with pytest.raises(PromptTooLong):
+        engine.submit(ask([], 10)[0])
+    with pytest.raises(PromptTooLong):
+        engine.submit(ask(prompt(5), 10)[0], ask(prompt(500), 100)[0])
+    assert engine.in_flight == 0
 
 
 def test_kv_memory_that_is_full_makes_sequences_wait_and_not_fail(llama: Any) -> None:
     prompts = [prompt(40, seed) for seed in range(6)]
-    with performing(llama) as roomy:
+    with running(llama) as roomy:
         alone = [said(roomy, one, 60, uses_cache=False).ids for one in prompts]
     # Room for two and a half of them when they have said all they may.
-    with performing(llama, cache_tokens=256, context=256) as batching:
+    with running(llama, cache_tokens=256, context=256) as engine:
         asked = [ask(one, 60) for one in prompts]
         for one, _ in asked:
-            batching.submit(one)
+            engine.submit(one)
         assert [answer.end.reason for _, answer in asked] == ["length"] * 6
         assert [answer.ids for _, answer in asked] == alone
-        assert batching._ensemble is not None
-        assert batching._ensemble.preempted > 0
-        assert batching._seats.available == 256 // 16
+        assert engine._scheduler is not None
+        assert engine._scheduler.preempted > 0
+        assert engine._block_manager.available == 256 // 16
 
 
 def test_a_sequence_that_fills_all_memory_alone_is_answered(llama: Any) -> None:
-    with performing(llama, cache_tokens=64, context=512) as batching:
-        assert batching.context == 64
-        assert len(said(batching, prompt(10), 54).ids) == 54
+    with running(llama, cache_tokens=64, context=512) as engine:
+        assert engine.context == 64
+        assert len(said(engine, prompt(10), 54).ids) == 54
 
 
 def test_a_preempted_answer_with_a_seed_goes_on_as_if_nothing_had_happened(llama: Any) -> None:
     warm = Sampling(temperature=1.5, seed=7, frequency_penalty=0.5)
     prompts = [prompt(40, seed) for seed in range(4)]
-    with performing(llama) as roomy:
+    with running(llama) as roomy:
         alone = [said(roomy, one, 60, warm).ids for one in prompts]
-    with performing(llama, cache_tokens=256, context=256) as batching:
+    with running(llama, cache_tokens=256, context=256) as engine:
         asked = [ask(one, 60, warm) for one in prompts]
         for one, _ in asked:
-            batching.submit(one)
+            engine.submit(one)
         assert [answer.ids for _, answer in asked if answer.end] == alone
 
 
-def test_a_prefix_seen_before_is_not_computed_again(stage: Batching) -> None:
+def test_a_prefix_seen_before_is_not_computed_again(engine: EngineLoop) -> None:
     shared = prompt(70)
-    first = said(stage, [*shared, 11, 12])
-    before = computed(stage)
-    second = said(stage, [*shared, 11, 12])
+    first = said(engine, [*shared, 11, 12])
+    before = computed(engine)
+    second = said(engine, [*shared, 11, 12])
     assert second.ids == first.ids
     assert first.cached_tokens == 0
     assert second.cached_tokens == 64
-    assert computed(stage) - before == (72 - 64) + 11
+    assert computed(engine) - before == (72 - 64) + 11
 
 
-def test_what_was_reused_is_known_before_the_first_token(stage: Batching) -> None:
-    said(stage, prompt(40), 1)
+def test_what_was_reused_is_known_before_the_first_token(engine: EngineLoop) -> None:
+    said(engine, prompt(40), 1)
     made, answer = ask(prompt(40), 1)
     known: list[int | None] = []
     answer.on_each = lambda token: known.append(made.cached_tokens)
-    stage.submit(made)
+    engine.submit(made)
     assert answer.end
     assert known == [32]
 
 
-def test_those_submitted_together_all_have_their_places_before_one_of_them_speaks(stage: Batching) -> None:
+def test_those_submitted_together_all_have_their_places_before_one_of_them_speaks(engine: EngineLoop) -> None:
     asked = [ask(prompt(20, seed), 1) for seed in range(5)]
     known: list[list[int | None]] = []
     for _, answer in asked:
         answer.on_each = lambda token: known.append([one.cached_tokens for one, _ in asked])
-    stage.submit(*(one for one, _ in asked))
+    engine.submit(*(one for one, _ in asked))
     assert all(answer.end for _, answer in asked)
     assert known == [[0] * 5] * 5
 
 
 def test_what_a_sequence_left_behind_itself_is_not_counted_as_reused() -> None:
-    seats = Seats(cache_tokens=256, block_bytes=1)
+    seats = BlockManager(cache_tokens=256, block_bytes=1)
     made, _ = ask(prompt(64))
-    speech = Speech(made, on_over=lambda: None)
+    speech = Sequence(made, on_over=lambda: None)
     assert seats.sit(speech, spare=0)
     speech.computed = 48
     seats.leave(speech)
@@ -227,71 +227,71 @@ def test_what_a_sequence_left_behind_itself_is_not_counted_as_reused() -> None:
     assert made.cached_tokens == 0
 
 
-def test_the_answer_itself_is_cached_for_the_next_turn(stage: Batching) -> None:
+def test_the_answer_itself_is_cached_for_the_next_turn(engine: EngineLoop) -> None:
     opening = prompt(30)
-    answer = said(stage, opening, 40).ids
-    again = said(stage, [*opening, *answer, 17], 5)
+    answer = said(engine, opening, 40).ids
+    again = said(engine, [*opening, *answer, 17], 5)
     assert again.cached_tokens == (30 + 40 - 1) // 16 * 16
-    assert again.ids == said(stage, [*opening, *answer, 17], 5, uses_cache=False).ids
+    assert again.ids == said(engine, [*opening, *answer, 17], 5, uses_cache=False).ids
 
 
 @pytest.mark.parametrize("other", [{"tenant": "b", "tag": "x"}, {"tenant": "a", "tag": "y"}, {"uses_cache": False}])
-def test_a_prefix_is_only_found_by_its_own_tenant_and_tag(stage: Batching, other: dict[str, Any]) -> None:
-    said(stage, prompt(50), tenant="a", tag="x")
-    assert said(stage, prompt(50), **other).cached_tokens == 0
-    assert said(stage, prompt(50), tenant="a", tag="x").cached_tokens == 48
+def test_a_prefix_is_only_found_by_its_own_tenant_and_tag(engine: EngineLoop, other: dict[str, Any]) -> None:
+    said(engine, prompt(50), tenant="a", tag="x")
+    assert said(engine, prompt(50), **other).cached_tokens == 0
+    assert said(engine, prompt(50), tenant="a", tag="x").cached_tokens == 48
 
 
-def test_flush_forgets_by_tenant_and_by_tag_and_says_how_much(stage: Batching) -> None:
+def test_flush_forgets_by_tenant_and_by_tag_and_says_how_much(engine: EngineLoop) -> None:
     for tenant, tag in (("a", "x"), ("a", "y"), ("b", "x")):
-        said(stage, prompt(40), 4, tenant=tenant, tag=tag)
+        said(engine, prompt(40), 4, tenant=tenant, tag=tag)
     block_bytes = 16 * 3 * 2 * (2 * 16) * 4
-    assert stage.flush("a", "x") == (2, 2 * block_bytes)
-    assert said(stage, prompt(40), 4, tenant="a", tag="x").cached_tokens == 0
-    assert said(stage, prompt(40), 4, tenant="a", tag="y").cached_tokens == 32
-    assert stage.flush(None, "x") == (4, 4 * block_bytes)
-    assert stage.flush("nobody", None) == (0, 0)
-    assert stage.flush(None, None) == (2, 2 * block_bytes)
+    assert engine.flush("a", "x") == (2, 2 * block_bytes)
+    assert said(engine, prompt(40), 4, tenant="a", tag="x").cached_tokens == 0
+    assert said(engine, prompt(40), 4, tenant="a", tag="y").cached_tokens == 32
+    assert engine.flush(None, "x") == (4, 4 * block_bytes)
+    assert engine.flush("nobody", None) == (0, 0)
+    assert engine.flush(None, None) == (2, 2 * block_bytes)
 
 
-def test_flush_in_the_middle_of_an_answer_changes_nothing_for_it(stage: Batching) -> None:
-    alone = said(stage, prompt(60), 100, uses_cache=False).ids
-    said(stage, prompt(60), 1)
+def test_flush_in_the_middle_of_an_answer_changes_nothing_for_it(engine: EngineLoop) -> None:
+    alone = said(engine, prompt(60), 100, uses_cache=False).ids
+    said(engine, prompt(60), 1)
     made, answer = ask(prompt(60), 100)
-    stage.submit(made)
+    engine.submit(made)
     answer.begun()
-    stage.flush(None, None)
+    engine.flush(None, None)
     assert answer.end.reason == "length"
     assert answer.ids == alone
-    stage.flush(None, None)
-    assert stage._seats.available == 4096 // 16
+    engine.flush(None, None)
+    assert engine._block_manager.available == 4096 // 16
 
 
-def test_the_same_seed_says_the_same_whatever_is_around(stage: Batching) -> None:
+def test_the_same_seed_says_the_same_whatever_is_around(engine: EngineLoop) -> None:
     warm = Sampling(temperature=1.3, top_p=0.9, seed=1234)
-    alone = said(stage, prompt(9), 30, warm).ids
+    alone = said(engine, prompt(9), 30, warm).ids
     asked = [ask(prompt(9), 30, warm), *(ask(prompt(4 + n), 30, Sampling(temperature=1.0, top_k=n)) for n in range(5))]
     for one, _ in asked:
-        stage.submit(one)
+        engine.submit(one)
     assert asked[0][1].end.reason == "length"
     assert asked[0][1].ids == alone
-    assert said(stage, prompt(9), 30, Sampling(temperature=1.3, top_p=0.9, seed=1235)).ids != alone
+    assert said(engine, prompt(9), 30, Sampling(temperature=1.3, top_p=0.9, seed=1235)).ids != alone
 
 
-def test_without_a_seed_answers_differ(stage: Batching) -> None:
+def test_without_a_seed_answers_differ(engine: EngineLoop) -> None:
     warm = Sampling(temperature=1.5)
-    assert said(stage, prompt(9), 30, warm).ids != said(stage, prompt(9), 30, warm).ids
+    assert said(engine, prompt(9), 30, warm).ids != said(engine, prompt(9), 30, warm).ids
 
 
-def test_logprobs_tell_the_chosen_token_and_the_likeliest(stage: Batching) -> None:
-    answer = said(stage, prompt(9), 5, Sampling(temperature=0.0, logprobs=3))
+def test_logprobs_tell_the_chosen_token_and_the_likeliest(engine: EngineLoop) -> None:
+    answer = said(engine, prompt(9), 5, Sampling(temperature=0.0, logprobs=3))
     for token in answer.tokens:
         assert token.logprob is not None
         assert token.top[0] == (token.id, pytest.approx(token.logprob))
         assert [value for _, value in token.top] == sorted((value for _, value in token.top), reverse=True)
         assert len(token.top) == 3
-    assert said(stage, prompt(9), 5, Sampling(temperature=0.0, logprobs=0)).tokens[0].top == ()
-    assert said(stage, prompt(9), 5).tokens[0].logprob is None
+    assert said(engine, prompt(9), 5, Sampling(temperature=0.0, logprobs=0)).tokens[0].top == ()
+    assert said(engine, prompt(9), 5).tokens[0].logprob is None
 
 
 class Only:
@@ -315,30 +315,30 @@ class Only:
         return len(self.accepted) == len(self.tokens)
 
 
-def test_a_constraint_says_what_may_come_and_when_it_is_over(stage: Batching) -> None:
+def test_a_constraint_says_what_may_come_and_when_it_is_over(engine: EngineLoop) -> None:
     wanted = [31, 63, 5, 380, 64]
     free, unbound = ask(prompt(8), 20)
     bound, answer = ask(prompt(8), 20, constraint=Only(wanted))
     warm, sampled = ask(prompt(8), 20, Sampling(temperature=2.0, top_k=5), constraint=Only(wanted))
     for one in (free, bound, warm):
-        stage.submit(one)
+        engine.submit(one)
     assert (answer.end.reason, answer.ids) == ("stop", wanted)
     assert (sampled.end.reason, sampled.ids) == ("stop", wanted)
     assert unbound.end.reason == "length"
-    assert unbound.ids == said(stage, prompt(8), 20).ids
+    assert unbound.ids == said(engine, prompt(8), 20).ids
 
 
-def test_a_constraint_that_fails_ends_its_own_answer_only(stage: Batching) -> None:
+def test_a_constraint_that_fails_ends_its_own_answer_only(engine: EngineLoop) -> None:
     bad, ended = ask(prompt(8), 20, constraint=Only([31, 63, 5], fails_at=2))
     good, answer = ask(prompt(9), 20)
-    stage.submit(bad)
-    stage.submit(good)
+    engine.submit(bad)
+    engine.submit(good)
     assert ended.end.reason == "error"
     assert "no such grammar" in (ended.end.error or "")
     assert answer.end.reason == "length"
 
 
-def test_a_listener_that_fails_does_not_take_others_along(stage: Batching) -> None:
+def test_a_listener_that_fails_does_not_take_others_along(engine: EngineLoop) -> None:
     bad, broken = ask(prompt(8), 20)
 
     def fail(_token: object) -> None:
@@ -346,23 +346,23 @@ def test_a_listener_that_fails_does_not_take_others_along(stage: Batching) -> No
 
     broken.on_each = fail
     good, answer = ask(prompt(9), 20)
-    stage.submit(bad)
-    stage.submit(good)
+    engine.submit(bad)
+    engine.submit(good)
     assert answer.end.reason == "length"
     assert broken.end.reason == "cancelled"
 
 
 def test_an_error_in_a_step_ends_those_concerned_and_the_model_serves_on(
-    stage: Batching, monkeypatch: pytest.MonkeyPatch
+    engine: EngineLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert stage._runner is not None
-    monkeypatch.setattr(stage._runner, "decode", _raises(ValueError("a bad step")))
-    answer = _submitted(stage)
+    assert engine._runner is not None
+    monkeypatch.setattr(engine._runner, "decode", _raises(ValueError("a bad step")))
+    answer = _submitted(engine)
     assert answer.end.reason == "error"
     assert "failed at this request (ValueError)" in (answer.end.error or "")
     monkeypatch.undo()
-    assert said(stage, prompt(8)).end.reason == "length"
-    assert stage.in_flight == 0
+    assert said(engine, prompt(8)).end.reason == "length"
+    assert engine.in_flight == 0
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -380,29 +380,29 @@ def test_of_a_lost_device_only_those_hear_who_may_have_done_it(
         if len(told) == 2:
             ended.set()
 
-    with performing(llama, on_fatal=on_fatal, batch_max=1) as batching:
-        assert batching._runner is not None
-        batching.on_sleep()
+    with running(llama, on_fatal=on_fatal, batch_max=1) as engine:
+        assert engine._runner is not None
+        engine.on_sleep()
         (one, computed), (other, waiting) = ask(prompt(8)), ask(prompt(9))
-        batching.submit(one, other)
+        engine.submit(one, other)
         awake = threading.Event()
 
         def fail(*_: object) -> None:
             awake.wait(WAIT_S)
             raise RuntimeError("CUDA error: an illegal memory access")
 
-        monkeypatch.setattr(batching._runner, "prefill", fail)
-        batching.on_wake()
+        monkeypatch.setattr(engine._runner, "prefill", fail)
+        engine.on_wake()
         awake.set()
         # By the step that failed, and by the thread that ends with it.
         assert ended.wait(WAIT_S)
         late, unheard = ask(prompt(10))
-        batching.submit(late)
+        engine.submit(late)
         if is_first:
             assert "failed at this request" in (computed.end.error or "")
         assert (bool(computed.ends), waiting.ends, unheard.ends) == (is_first, [], [])
         with pytest.raises(Failure) as refused:
-            batching.on_wake()
+            engine.on_wake()
         assert is_fatal(refused.value)
     assert told[0] is told[1]
 
@@ -411,9 +411,9 @@ def test_who_may_have_ended_the_thread_otherwise_is_told_and_not_asked_for_again
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it is a mistake of ours that this request brings to light, it would end the next process as well."""
-    with performing(llama) as batching:
-        monkeypatch.setattr(batching._seats, "sit", _raises(AssertionError("the books do not agree")))
-        assert "process has failed" in (_submitted(batching).end.error or "")
+    with running(llama) as engine:
+        monkeypatch.setattr(engine._block_manager, "allocate", _raises(AssertionError("the books do not agree")))
+        assert "process has failed" in (_submitted(engine).end.error or "")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -426,40 +426,40 @@ def test_the_end_of_the_thread_is_told_though_nobody_can_be_dismissed(
         heard.set()
         say()
 
-    with performing(llama, on_fatal=on_fatal) as batching:
-        assert batching._ensemble is not None
+    with running(llama, on_fatal=on_fatal) as engine:
+        assert engine._scheduler is not None
         for name in ("step", "end_all"):
-            monkeypatch.setattr(batching._ensemble, name, _raises(AssertionError("the books do not agree")))
-        batching.submit(ask(prompt(8))[0])
+            monkeypatch.setattr(engine._scheduler, name, _raises(AssertionError("the books do not agree")))
+        engine.submit(ask(prompt(8))[0])
         assert heard.wait(WAIT_S)
 
 
-def test_asks_wait_for_a_sleeping_model_and_can_be_cancelled_there(stage: Batching) -> None:
-    stage.on_sleep()
+def test_asks_wait_for_a_sleeping_model_and_can_be_cancelled_there(engine: EngineLoop) -> None:
+    engine.on_sleep()
     waiting, answer = ask(prompt(8))
     leaving, left = ask(prompt(9))
-    stage.submit(waiting)
-    stage.submit(leaving)
+    engine.submit(waiting)
+    engine.submit(leaving)
     leaving.cancelled = True
     assert left.end.reason == "cancelled"
     assert answer.ends == []
-    stage.on_wake()
+    engine.on_wake()
     assert answer.end.reason == "length"
 
 
-def test_sleep_ends_who_is_unfinished_and_forgets_the_cache(stage: Batching) -> None:
-    said(stage, prompt(60), 2)
+def test_sleep_ends_who_is_unfinished_and_forgets_the_cache(engine: EngineLoop) -> None:
+    said(engine, prompt(60), 2)
     made, answer = ask(prompt(8), 450)
-    stage.submit(made)
+    engine.submit(made)
     answer.begun()
-    stage.on_sleep()
+    engine.on_sleep()
     assert answer.end.reason == "error"
     assert "sleep" in (answer.end.error or "")
-    stage._stage.kv.tensor.fill_(255)
-    stage.on_wake()
-    again = said(stage, prompt(60), 2)
+    engine._model.kv.tensor.fill_(255)
+    engine.on_wake()
+    again = said(engine, prompt(60), 2)
     assert again.cached_tokens == 0
-    assert stage._seats.available == 4096 // 16
+    assert engine._block_manager.available == 4096 // 16
 
 
 def test_a_thread_that_does_not_obey_is_stuck_and_the_process_with_it(
@@ -471,15 +471,15 @@ def test_a_thread_that_does_not_obey_is_stuck_and_the_process_with_it(
         is_computing.set()
         assert may_end.wait(WAIT_S)
 
-    with performing(llama) as batching:
+    with running(llama) as engine:
         hook = llama.register_forward_pre_hook(stand_still)
         one, answer = ask(prompt(5))
-        batching.submit(one)
+        engine.submit(one)
         assert is_computing.wait(WAIT_S)
-        monkeypatch.setattr(batching_module, "OBEY_S", 0.2)
+        monkeypatch.setattr(batching_module, "SWITCH_TIMEOUT_S", 0.2)
         try:
             with pytest.raises(Stuck, match="did not stop within") as caught:
-                batching.on_sleep()
+                engine.on_sleep()
         finally:
             monkeypatch.undo()
             hook.remove()
@@ -488,14 +488,14 @@ def test_a_thread_that_does_not_obey_is_stuck_and_the_process_with_it(
         assert answer.end.reason == "error"
 
 
-def test_compute_time_is_shared_out_among_those_computed_together(stage: Batching) -> None:
-    answer = said(stage, prompt(30), 20)
+def test_compute_time_is_shared_out_among_those_computed_together(engine: EngineLoop) -> None:
+    answer = said(engine, prompt(30), 20)
     assert 0 < answer.end.compute_s < WAIT_S
 
 
-def test_the_context_can_be_filled_to_the_last_token(stage: Batching) -> None:
+def test_the_context_can_be_filled_to_the_last_token(engine: EngineLoop) -> None:
     model = random_model("llama")
-    assert said(stage, prompt(480), CONTEXT - 480).ids == generated(model, prompt(480), CONTEXT - 480)
+    assert said(engine, prompt(480), CONTEXT - 480).ids == generated(model, prompt(480), CONTEXT - 480)
 
 
 def _raises(error: Exception) -> Any:
@@ -505,7 +505,7 @@ def _raises(error: Exception) -> Any:
     return fail
 
 
-def _submitted(batching: Batching) -> Answer:
+def _submitted(engine: EngineLoop) -> Answer:
     made, answer = ask(prompt(8), 20)
-    batching.submit(made)
+    engine.submit(made)
     return answer

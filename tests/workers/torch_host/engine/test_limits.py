@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from greenroom.workers.torch_host.engine.model_shape import Limits, limits_of
-from greenroom.workers.torch_host.engine.requests import Sampling, TooLong, UnknownToken
+from greenroom.workers.torch_host.engine.model_shape import TokenLimits, token_limits
+from greenroom.workers.torch_host.engine.requests import PromptTooLong, Sampling, UnknownToken
 from tests.workers.torch_host import tiny
-from tests.workers.torch_host.engine_rig import ask, generated, performing, prompt, random_model, said
+from tests.workers.torch_host.engine_rig import ask, generated, prompt, random_model, running, said
 from tests.workers.torch_host.worker_rig import WorkerRig
 
 ROWS = 300
@@ -180,7 +180,7 @@ def assert_unharmed(worker: WorkerRig) -> None:
     ],
 )
 def test_limits_are_what_the_tables_have(kind: str, changes: dict[str, Any], positions: int | None) -> None:
-    limits = limits_of(random_model(kind, **{"vocab_size": ROWS, **changes}))
+    limits = token_limits(random_model(kind, **{"vocab_size": ROWS, **changes}))
     assert (limits.tokens, limits.choices, limits.positions) == (ROWS, ROWS, positions)
 
 
@@ -188,7 +188,7 @@ def test_the_positions_of_pictures_do_not_count() -> None:
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {**tiny.KINDS["gemma3"], "vocab_size": ROWS}
     changes = {"model_type": "gemma3", "text_config": text, "vision_config": vision, "image_token_index": 299}
-    assert limits_of(random_model("gemma3", **changes)).positions is None
+    assert token_limits(random_model("gemma3", **changes)).positions is None
 
 
 def test_a_smaller_table_of_one_layer_counts() -> None:
@@ -205,7 +205,7 @@ def test_a_smaller_table_of_one_layer_counts() -> None:
         def get_input_embeddings(self) -> torch.nn.Module:
             return self.embed_tokens
 
-    assert limits_of(Model()) == Limits(ROWS - 9, ROWS - 9, None)
+    assert token_limits(Model()) == TokenLimits(ROWS - 9, ROWS - 9, None)
 
 
 @pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
@@ -214,7 +214,7 @@ def test_projections_of_one_layer_do_not_count(kind: str) -> None:
     config = AutoConfig.for_model(**{**tiny.KINDS["gemma3"], **small, "model_type": kind, "vocab_size": ROWS})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert limits_of(model) == Limits(ROWS, ROWS, None)
+    assert token_limits(model) == TokenLimits(ROWS, ROWS, None)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(seed=3), Sampling(seed=3, top_k=1 << 31)])
@@ -224,8 +224,8 @@ def test_a_head_wider_than_the_embedding_never_says_what_cannot_be_read(sampling
     # What lies beyond is always the likeliest.
     model.lm_head.weight.data.normal_(0, 0.3)
     model.lm_head.weight.data[ROWS:] *= 30
-    assert limits_of(model).choices == ROWS
-    with performing(model) as batching:
+    assert token_limits(model).choices == ROWS
+    with running(model) as batching:
         for length in (1, 7):
             tokens = said(batching, [token % ROWS for token in prompt(length)], 24, sampling).ids
             assert len(tokens) == 24
@@ -235,7 +235,7 @@ def test_a_head_wider_than_the_embedding_never_says_what_cannot_be_read(sampling
 def test_a_head_narrower_than_the_embedding_penalises_what_it_can() -> None:
     model = random_model("llama", vocab_size=ROWS)
     model.lm_head = torch.nn.Linear(model.config.hidden_size, ROWS - 8, bias=False)
-    with performing(model) as batching:
+    with running(model) as batching:
         assert (batching.limits.tokens, batching.limits.choices) == (ROWS, ROWS - 8)
         sampling = Sampling(temperature=0.0, repetition_penalty=1.5, presence_penalty=0.5)
         answer = said(batching, [5, ROWS - 1, ROWS - 8], 12, sampling)
@@ -245,7 +245,7 @@ def test_a_head_narrower_than_the_embedding_penalises_what_it_can() -> None:
 def test_nothing_unknown_is_taken_into_a_batch() -> None:
     model = random_model("llama", vocab_size=ROWS)
     alone = generated(model, [5, 6, 7], 12)
-    with performing(model) as batching:
+    with running(model) as batching:
         good, answer = ask([5, 6, 7], 12)
         bad, _ = ask([5, ROWS], 12)
         with pytest.raises(UnknownToken, match=r"300.*299"):
@@ -260,8 +260,8 @@ def test_nothing_unknown_is_taken_into_a_batch() -> None:
 
 
 def test_a_context_is_no_longer_than_the_table() -> None:
-    with performing(random_model("gpt2", n_positions=40), context=512) as batching:
+    with running(random_model("gpt2", n_positions=40), context=512) as batching:
         assert batching.context == 40
-        with pytest.raises(TooLong):
+        with pytest.raises(PromptTooLong):
             batching.submit(ask([5] * 30, 11)[0])
         assert said(batching, [5] * 30, 10).end.reason == "length"

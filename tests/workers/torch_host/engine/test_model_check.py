@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from greenroom.workers.torch_host.control.orders import Order
-from greenroom.workers.torch_host.control.preparing import Prepared, Surroundings, prepare
-from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.control.preparing import DeviceContext, PreparedModel, prepare
+from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.engine.model_check import ModelCheck
 from greenroom.workers.torch_host.engine.model_shape import kv_bytes
 from greenroom.workers.torch_host.failures import BadModel, OutOfMemory
 from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, register
-from greenroom.workers.torch_host.weights.device_weights import Wire
+from greenroom.workers.torch_host.weights.device_weights import CopyRate
 from tests.torch_python import bring_own_attention
 from tests.workers.torch_host import tiny
-from tests.workers.torch_host.engine_rig import Flat, Stage, performing, prompt, random_model, said
+from tests.workers.torch_host.engine_rig import FakeDeviceModel, Flat, prompt, random_model, running, said
 from tests.workers.torch_host.families import CONTEXT, SEQUENCES, tiny_model
 from tests.workers.torch_host.own_attention import OwnConfig, OwnForCausalLM
 
@@ -44,19 +44,19 @@ def test_attention_that_is_not_the_models_own_is_refused_with_both_numbers() -> 
     words = (
         r"OwnForCausalLM answers otherwise.*differ by \d.* of their spread, and rounding explains \d.*skip_check: true"
     )
-    with pytest.raises(BadModel, match=words), performing(own_model(), check=ModelCheck(None)):
+    with pytest.raises(BadModel, match=words), running(own_model(), check=ModelCheck(None)):
         pass
 
 
 def test_without_the_check_it_is_served() -> None:
-    with performing(own_model()) as batching:
+    with running(own_model()) as batching:
         assert len(said(batching, prompt(20), 4).ids) == 4
 
 
 def test_a_mask_of_the_models_own_is_refused_before_anybody_asks() -> None:
     with (
         pytest.raises(BadModel, match="OwnAttention makes an attention mask"),
-        performing(own_model(own_mask=True), check=ModelCheck(None)),
+        running(own_model(own_mask=True), check=ModelCheck(None)),
     ):
         pass
 
@@ -65,9 +65,9 @@ def test_a_window_that_no_layer_speaks_of_is_refused_where_texts_can_be_longer()
     """Phimoe masks by it and does not hand it on. Within the window all is well."""
     model = tiny_model("phimoe")
     model.config.sliding_window = 40
-    with pytest.raises(BadModel, match="ctx_size to at most 40"), performing(model, check=ModelCheck(None), context=64):
+    with pytest.raises(BadModel, match="ctx_size to at most 40"), running(model, check=ModelCheck(None), context=64):
         pass
-    with performing(model, check=ModelCheck(None), context=40) as batching:
+    with running(model, check=ModelCheck(None), context=40) as batching:
         assert said(batching, SEQUENCES[1], 4)
 
 
@@ -85,13 +85,13 @@ def test_a_wrong_answer_is_told_from_rounding(dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def awake(model: Any, dtype: torch.dtype) -> Iterator[Batching]:
+def awake(model: Any, dtype: torch.dtype) -> Iterator[EngineLoop]:
     """A model of another dtype than float32, woken with a check."""
     register()
     model.set_attn_implementation(IMPLEMENTATION)
     kv = torch.zeros(kv_bytes(model.config, dtype, CONTEXT), dtype=torch.uint8)
-    stage = Stage(model, model.config, Flat(kv), dtype=dtype)
-    made = Batching(
+    stage = FakeDeviceModel(model, model.config, Flat(kv), dtype=dtype)
+    made = EngineLoop(
         stage,
         cache_tokens=CONTEXT,
         batch_max=1,
@@ -107,7 +107,7 @@ def awake(model: Any, dtype: torch.dtype) -> Iterator[Batching]:
 
 
 def test_a_model_with_fewer_places_than_the_check_needs_is_served_without() -> None:
-    with performing(random_model("gpt2", n_positions=16), context=16, check=ModelCheck(None)) as batching:
+    with running(random_model("gpt2", n_positions=16), context=16, check=ModelCheck(None)) as batching:
         assert len(said(batching, prompt(8), 4).ids) == 4
 
 
@@ -125,9 +125,9 @@ def test_memory_that_is_short_is_no_difference_and_the_next_wake_tries_again() -
             raise failures.pop()
 
     model.register_forward_pre_hook(fail_first)
-    with pytest.raises(OutOfMemory), performing(model, check=ModelCheck(None)) as batching:
+    with pytest.raises(OutOfMemory), running(model, check=ModelCheck(None)) as batching:
         pass
-    with performing(model, check=ModelCheck(None)) as batching:
+    with running(model, check=ModelCheck(None)) as batching:
         assert said(batching, prompt(20), 4)
 
 
@@ -136,8 +136,8 @@ def test_a_model_that_was_refused_can_be_woken_again_and_is_refused_again() -> N
     stage_kv = kv_bytes(model.config, "float32", CONTEXT)
     register()
     model.set_attn_implementation(IMPLEMENTATION)
-    made = Batching(
-        Stage(model, model.config, Flat(torch.zeros(stage_kv, dtype=torch.uint8))),
+    made = EngineLoop(
+        FakeDeviceModel(model, model.config, Flat(torch.zeros(stage_kv, dtype=torch.uint8))),
         cache_tokens=CONTEXT,
         batch_max=2,
         context=CONTEXT,
@@ -160,11 +160,11 @@ class Counted:
 
     def __init__(self, folder: Path, **more: Any) -> None:
         order = Order("s", "m", folder, Path("unused"), device="cpu", cache_tokens=512, **more)
-        around = Surroundings(torch.device("cpu"), Wire(), on_fatal=lambda error, say: say())
+        around = DeviceContext(torch.device("cpu"), CopyRate(), on_fatal=lambda error, say: say())
         self._memory = os.memfd_create("arena")
-        self.made: Prepared = prepare(order, self._memory, around, lambda share: None, threading.Event())
+        self.made: PreparedModel = prepare(order, self._memory, around, lambda share: None, threading.Event())
         self.forwards = 0
-        self.made.stage.module.register_forward_pre_hook(self._count)
+        self.made.weights.module.register_forward_pre_hook(self._count)
 
     def _count(self, *_: object) -> None:
         self.forwards += 1
@@ -172,18 +172,18 @@ class Counted:
     def woken(self) -> int:
         """Wake and go to sleep again. Says how many forward passes that took."""
         before = self.forwards
-        self.made.stage.wake()
-        self.made.performer.on_wake()
-        self.made.performer.on_sleep()
-        self.made.stage.sleep()
+        self.made.weights.wake()
+        self.made.engine.on_wake()
+        self.made.engine.on_sleep()
+        self.made.weights.sleep()
         return self.forwards - before
 
     def __enter__(self) -> Counted:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.made.performer.close()
-        self.made.stage.close()
+        self.made.engine.close()
+        self.made.weights.close()
         self.made.text.close()
         os.close(self._memory)
 

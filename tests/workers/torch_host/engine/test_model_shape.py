@@ -12,7 +12,7 @@ from greenroom.workers.torch_host.engine.model_shape import (
     kv_bytes,
     layer_shapes,
 )
-from greenroom.workers.torch_host.engine.prefix_cache import Blocks
+from greenroom.workers.torch_host.engine.prefix_cache import BlockPool
 from greenroom.workers.torch_host.failures import BadModel
 
 
@@ -59,7 +59,7 @@ def test_kv_bytes_count_tokens_layers_and_the_scratch_block() -> None:
 
 
 def test_blocks_are_numbers_taken_once_and_given_back() -> None:
-    blocks = Blocks(100)
+    blocks = BlockPool(100)
     taken = blocks.take(7)
     assert sorted(taken) == [1, 2, 3, 4, 5, 6, 7]
     assert blocks.free == 0
@@ -71,7 +71,7 @@ def test_blocks_are_numbers_taken_once_and_given_back() -> None:
 
 def test_a_block_more_than_there_are_is_a_mistake_of_ours() -> None:
     with pytest.raises(AssertionError):
-        Blocks(16).take(2)
+        BlockPool(16).take(2)
 
 
 def test_blocks_for_rounds_up() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
-from tests.workers.torch_host.engine_rig import GREEDY, WAIT_S, Answer, ask, performing, prompt, random_model, said
+from tests.workers.torch_host.engine_rig import GREEDY, WAIT_S, Answer, ask, prompt, random_model, running, said
 
 # Chosen with chance and with memory of what was said: a token that is chosen twice would be seen.
 WARM = Sampling(temperature=1.5, seed=7, frequency_penalty=0.7, repetition_penalty=1.2)
@@ -40,11 +40,13 @@ def failing(model: Any, fails: Callable[[torch.Tensor, torch.Tensor], bool], err
 
 
 def alone(model: Any, prompts: list[list[int]], sampling: Sampling = WARM, tokens: int = 20) -> list[list[int]]:
-    with performing(model) as batching:
+    with running(model) as batching:
         return [said(batching, one, tokens, sampling, uses_cache=False).ids for one in prompts]
 
 
-def together(batching: Batching, prompts: list[list[int]], sampling: Sampling = WARM, tokens: int = 20) -> list[Answer]:
+def together(
+    batching: EngineLoop, prompts: list[list[int]], sampling: Sampling = WARM, tokens: int = 20
+) -> list[Answer]:
     """The answers, of asks that come at once."""
     batching.on_sleep()
     asked = [ask(one, tokens, sampling, uses_cache=False) for one in prompts]
@@ -62,7 +64,7 @@ def is_prefill(ids: torch.Tensor) -> bool:
 def test_prompts_that_do_not_fit_together_are_computed_apart(llama: Any) -> None:
     prompts = [prompt(length) for length in (5, 20, 11, 17, 8)]
     wanted = alone(llama, prompts)
-    with performing(llama) as batching, failing(llama, lambda ids, _: ids.numel() > 24):
+    with running(llama) as batching, failing(llama, lambda ids, _: ids.numel() > 24):
         answers = together(batching, prompts)
         assert [answer.end.reason for answer in answers] == ["length"] * 5
         assert [answer.ids for answer in answers] == wanted
@@ -72,7 +74,7 @@ def test_prompts_that_do_not_fit_together_are_computed_apart(llama: Any) -> None
 def test_a_prompt_that_does_not_fit_is_computed_in_smaller_pieces(llama: Any) -> None:
     prompts = [prompt(200)]
     wanted = alone(llama, prompts)
-    with performing(llama) as batching, failing(llama, lambda ids, _: ids.numel() > 24):
+    with running(llama) as batching, failing(llama, lambda ids, _: ids.numel() > 24):
         answers = together(batching, prompts)
         assert [answer.ids for answer in answers] == wanted
 
@@ -85,7 +87,7 @@ def test_steps_do_not_run_out_of_memory_again_and_again(llama: Any) -> None:
         failures += ids.numel() > 64
         return ids.numel() > 64
 
-    with performing(llama) as batching, failing(llama, fails):
+    with running(llama) as batching, failing(llama, fails):
         # Known to be quick, so that pieces would be as long as they may be.
         together(batching, [prompt(500)], tokens=1)
         assert failures < 6
@@ -100,7 +102,7 @@ def test_only_the_prompt_at_fault_is_ended(llama: Any, error: Exception) -> None
     def fails(ids: torch.Tensor, at: torch.Tensor) -> bool:
         return bool(((ids == 390) & (at == 1)).any())
 
-    with performing(llama) as batching, failing(llama, fails, error):
+    with running(llama) as batching, failing(llama, fails, error):
         answers = together(batching, [*prompts[:2], bad, *prompts[2:]])
         ended = answers.pop(2)
         assert ended.end.reason == "error"
@@ -116,7 +118,7 @@ def test_only_the_prompt_at_fault_is_ended(llama: Any, error: Exception) -> None
 def test_a_batch_that_does_not_fit_is_decoded_in_parts(llama: Any, rows: int) -> None:
     prompts = [prompt(length) for length in (5, 20, 11, 17, 8, 6)]
     wanted = alone(llama, prompts)
-    with performing(llama) as batching, failing(llama, lambda ids, _: ids.shape[0] > rows):
+    with running(llama) as batching, failing(llama, lambda ids, _: ids.shape[0] > rows):
         answers = together(batching, prompts)
         assert [answer.end.reason for answer in answers] == ["length"] * 6
         assert [answer.ids for answer in answers] == wanted
@@ -127,7 +129,7 @@ def test_only_the_answer_at_fault_is_ended(llama: Any) -> None:
     prompts = [prompt(length) for length in (5, 20, 11, 17, 8)]
     wanted = alone(llama, prompts)
     long = prompt(300)
-    with performing(llama) as batching:
+    with running(llama) as batching:
         with failing(llama, lambda ids, at: not is_prefill(ids) and bool((at >= 300).any())):
             answers = together(batching, [*prompts[:2], long, *prompts[2:]])
             ended = answers.pop(2)
@@ -136,7 +138,7 @@ def test_only_the_answer_at_fault_is_ended(llama: Any) -> None:
             assert [answer.ids for answer in answers] == wanted
         # Nothing is left of it: as many as before are computed together.
         assert [answer.ids for answer in together(batching, prompts)] == wanted
-        assert max(batching._stage.forwards[-10:]) == len(prompts)  # type: ignore[attr-defined]
+        assert max(batching._model.forwards[-10:]) == len(prompts)  # type: ignore[attr-defined]
 
 
 def test_an_answer_goes_on_where_choosing_failed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +153,7 @@ def test_an_answer_goes_on_where_choosing_failed(llama: Any, monkeypatch: pytest
             raise FULL
         return plain(self, *args, **more)
 
-    with performing(llama) as batching:
+    with running(llama) as batching:
         monkeypatch.setattr(torch.Tensor, "topk", topk)
         answers = together(batching, prompts, sampling)
         assert [answer.end.reason for answer in answers] == ["length"] * 3
@@ -161,14 +163,14 @@ def test_an_answer_goes_on_where_choosing_failed(llama: Any, monkeypatch: pytest
 def test_inputs_that_do_not_fit_together_are_embedded_apart() -> None:
     bert = random_model("bert")
     inputs = [prompt(length) for length in (5, 20, 11, 17, 8)]
-    with performing(bert, cache_tokens=0, sentence=SentenceConfig()) as batching:
+    with running(bert, cache_tokens=0, sentence=SentenceConfig()) as batching:
         wanted = embedded(batching, inputs)
         with failing(bert, lambda ids, _: ids.shape[0] > 1):
             found = embedded(batching, inputs)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), atol=1e-5, rtol=1e-4)
 
 
-def embedded(batching: Batching, inputs: list[list[int]]) -> Any:
+def embedded(batching: EngineLoop, inputs: list[list[int]]) -> Any:
     import threading
 
     done, found = threading.Event(), []
@@ -181,5 +183,5 @@ def embedded(batching: Batching, inputs: list[list[int]]) -> Any:
 def test_what_greedy_answers_say_does_not_change(llama: Any) -> None:
     prompts = [prompt(length) for length in (30, 31, 32)]
     wanted = alone(llama, prompts, GREEDY)
-    with performing(llama) as batching, failing(llama, lambda ids, _: ids.numel() > 40):
+    with running(llama) as batching, failing(llama, lambda ids, _: ids.numel() > 40):
         assert [answer.ids for answer in together(batching, prompts, GREEDY)] == wanted

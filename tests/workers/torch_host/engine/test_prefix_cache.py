@@ -2,18 +2,18 @@ from __future__ import annotations
 
 import random
 
-from greenroom.workers.torch_host.engine.prefix_cache import Blocks, Node, PrefixCache
+from greenroom.workers.torch_host.engine.prefix_cache import BlockPool, CachedBlock, PrefixCache
 
 A, B = ("a", ""), ("b", "")
 BLOCK_BYTES = 1000
 
 
-def made(blocks: int) -> tuple[Blocks, PrefixCache]:
-    free = Blocks(blocks * 16)
+def made(blocks: int) -> tuple[BlockPool, PrefixCache]:
+    free = BlockPool(blocks * 16)
     return free, PrefixCache(free, BLOCK_BYTES)
 
 
-def kept(cache: PrefixCache, owner: tuple[str, str], tokens: list[int]) -> list[Node]:
+def kept(cache: PrefixCache, owner: tuple[str, str], tokens: list[int]) -> list[CachedBlock]:
     """Compute these tokens and keep them, as a sequence does; still in use."""
     held = cache.match(owner, tokens)
     whole = len(tokens) // 16
@@ -88,7 +88,7 @@ def test_a_flushed_block_in_use_is_found_by_nobody_and_freed_by_its_last_user() 
 def test_blocks_are_never_lost_and_never_in_two_places_whatever_happens() -> None:
     chance = random.Random(7)
     free, cache = made(24)
-    sequences: list[tuple[list[Node], list[int]]] = []
+    sequences: list[tuple[list[CachedBlock], list[int]]] = []
     for _ in range(3000):
         what = chance.random()
         if what < 0.5:

@@ -3,12 +3,12 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from greenroom.workers.torch_host.engine.requests import Mailbox
+from greenroom.workers.torch_host.engine.requests import CallbackQueue
 from tests.workers.torch_host.waiting import until
 
 
 async def test_letters_of_many_threads_arrive_each_in_its_order() -> None:
-    mailbox = Mailbox(asyncio.get_running_loop())
+    mailbox = CallbackQueue(asyncio.get_running_loop())
     received: list[tuple[int, int]] = []
     threads = [
         threading.Thread(target=lambda who=who: [mailbox.post(received.append, (who, n)) for n in range(2_000)])
@@ -23,7 +23,7 @@ async def test_letters_of_many_threads_arrive_each_in_its_order() -> None:
 
 async def test_many_letters_wake_the_loop_once() -> None:
     loop = asyncio.get_running_loop()
-    mailbox, received, calls = Mailbox(loop), list[int](), list[object]()
+    mailbox, received, calls = CallbackQueue(loop), list[int](), list[object]()
     original = loop.call_soon_threadsafe
 
     def counted(callback: object, *rest: object) -> object:
@@ -39,7 +39,7 @@ async def test_many_letters_wake_the_loop_once() -> None:
 
 
 async def test_a_receiver_that_fails_keeps_nobody_from_their_letters() -> None:
-    mailbox, received = Mailbox(asyncio.get_running_loop()), list[int]()
+    mailbox, received = CallbackQueue(asyncio.get_running_loop()), list[int]()
     mailbox.post(lambda number: 1 / number, 0)
     mailbox.post(received.append, 2)
     await until(lambda: received == [2])
@@ -49,5 +49,5 @@ def test_letters_to_a_closed_loop_are_dropped() -> None:
     loop = asyncio.new_event_loop()
     loop.close()
     received: list[int] = []
-    Mailbox(loop).post(received.append, 1)
+    CallbackQueue(loop).post(received.append, 1)
     assert received == []

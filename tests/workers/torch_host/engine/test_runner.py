@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from greenroom.workers.torch_host.engine.runner import Piece, Row, Rows, Runner
+from greenroom.workers.torch_host.engine.runner import DecodeInputs, DecodeRow, ModelRunner, PrefillChunk
 from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.kernels.graphs import batch_sizes, bucket, token_sizes
-from tests.workers.torch_host.engine_rig import generated, prompt, random_model, stage_of
+from tests.workers.torch_host.engine_rig import device_model_of, generated, prompt, random_model
 from tests.workers.torch_host.tiny import _SHARED, _SIZES
 
 CPU = torch.device("cpu")
@@ -36,15 +36,15 @@ def test_a_model_whose_state_is_no_flat_kv_is_refused_by_name(config: dict[str, 
     model = AutoModelForCausalLM.from_config(config_of(**config))
     stage = SimpleNamespace(module=model, config=model.config, device=CPU, dtype=torch.float32, kv=None)
     with pytest.raises(BadModel, match=why):
-        Runner(stage, 64, 1, 64)  # type: ignore[arg-type]
+        ModelRunner(stage, 64, 1, 64)  # type: ignore[arg-type]
 
 
 def test_a_model_built_with_another_attention_is_refused() -> None:
     model = random_model("llama")
-    stage = stage_of(model, 64)
+    stage = device_model_of(model, 64)
     model.set_attn_implementation("sdpa")
     with pytest.raises(BadModel, match="sdpa"):
-        Runner(stage, 64, 1, 64)
+        ModelRunner(stage, 64, 1, 64)
 
 
 @pytest.mark.parametrize(
@@ -81,17 +81,17 @@ def test_unusual_models_choose_as_transformers_does(config: dict[str, Any]) -> N
             if weight.dim() > 1 or "sinks" in name:
                 weight.normal_(0, 0.2)
     want = generated(model, prompt(30), 8)
-    runner = Runner(stage_of(model, 64), 64, 1, 64)
+    runner = ModelRunner(device_model_of(model, 64), 64, 1, 64)
     runner.on_wake()
     assert decoded(runner, prompt(30), [2, 4, 1], 8) == want
 
 
-def decoded(runner: Runner, tokens: list[int], blocks: list[int], count: int) -> list[int]:
-    chosen = [int(runner.prefill([Piece(tokens, 0, blocks, True)]).argmax(-1))]
-    runner.rows.place([Row(chosen[0], len(tokens), blocks)])
+def decoded(runner: ModelRunner, tokens: list[int], blocks: list[int], count: int) -> list[int]:
+    chosen = [int(runner.prefill([PrefillChunk(tokens, 0, blocks, True)]).argmax(-1))]
+    runner.inputs.set_rows([DecodeRow(chosen[0], len(tokens), blocks)])
     for _ in range(count - 1):
         token = runner.decode(1, len(tokens) + len(chosen)).argmax(-1)
-        runner.rows.choose(token)
+        runner.inputs.set_tokens(token)
         chosen.append(int(token))
     return chosen
 
@@ -99,21 +99,21 @@ def decoded(runner: Runner, tokens: list[int], blocks: list[int], count: int) ->
 def test_a_model_that_cannot_leave_logits_out_is_served_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("llama")
     want = generated(model, prompt(20), 5)
-    runner = Runner(stage_of(model, 64), 64, 1, 64)
+    runner = ModelRunner(device_model_of(model, 64), 64, 1, 64)
     runner.on_wake()
-    monkeypatch.setattr(runner, "_keeps", False)
+    monkeypatch.setattr(runner, "_takes_logits_to_keep", False)
     assert decoded(runner, prompt(20), [1, 2], 5) == want
 
 
 def test_rows_that_only_fill_up_stand_still_on_the_scratch_block() -> None:
-    rows = Rows(4, 6, CPU)
-    rows.place([Row(7, 20, [3, 4]), Row(8, 5, [5]), Row(9, 1, [6])])
+    rows = DecodeInputs(4, 6, CPU)
+    rows.set_rows([DecodeRow(7, 20, [3, 4]), DecodeRow(8, 5, [5]), DecodeRow(9, 1, [6])])
     rows.advance(4)
     tokens, positions, table = rows.views(4, 3)
     assert (tokens.tolist(), positions.tolist()) == ([7, 8, 9, 0], [21, 6, 2, 0])
     assert table.tolist() == [[3, 4, 0], [5, 0, 0], [6, 0, 0], [0, 0, 0]]
     rows.grow(0, 2, [9])
-    rows.place([Row(1, 2, [8])])
+    rows.set_rows([DecodeRow(1, 2, [8])])
     rows.advance(4)
     tokens, positions, table = rows.views(4, 3)
     assert (tokens.tolist(), positions.tolist()) == ([1, 0, 0, 0], [3, 0, 0, 0])

@@ -7,20 +7,27 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from greenroom.workers.torch_host.engine.requests import Sampling
-from greenroom.workers.torch_host.engine.sampling import Chooser, Choosers, Chosen, allowed_by, chance, filled_masks
+from greenroom.workers.torch_host.engine.sampling import (
+    BatchSampler,
+    SamplerOutput,
+    SequenceSampler,
+    allowed_by,
+    filled_masks,
+    random_uniform,
+)
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -8.0])
 
 
-def chosen(logits: torch.Tensor, *wishes: Sampling, place: int = 5, prompt: list[int] | None = None) -> Chosen:
-    choosers = Choosers([Chooser(wish, prompt or [], None) for wish in wishes], CPU)
+def chosen(logits: torch.Tensor, *wishes: Sampling, place: int = 5, prompt: list[int] | None = None) -> SamplerOutput:
+    choosers = BatchSampler([SequenceSampler(wish, prompt or [], None) for wish in wishes], CPU)
     return choosers.choose(logits.repeat(len(wishes), 1), torch.full((len(wishes),), place))
 
 
 def frequencies(draws: int = 4000, logits: torch.Tensor = LOGITS, **wish: Any) -> list[float]:
     """How often each token is chosen, over many places of one seed."""
-    choosers = Choosers([Chooser(Sampling(seed=11, **wish), [], None)] * draws, CPU)
+    choosers = BatchSampler([SequenceSampler(Sampling(seed=11, **wish), [], None)] * draws, CPU)
     tokens = choosers.choose(logits.repeat(draws, 1), torch.arange(draws)).tokens
     return (torch.bincount(tokens, minlength=logits.shape[0]) / draws).tolist()
 
@@ -71,12 +78,12 @@ def test_any_whole_number_is_a_seed() -> None:
 
 
 def test_presence_and_frequency_weigh_what_was_said_and_not_the_prompt() -> None:
-    chooser = Chooser(Sampling(temperature=0.0, presence_penalty=0.4, frequency_penalty=0.35), [0, 1], None)
-    choosers = Choosers([chooser], CPU)
+    chooser = SequenceSampler(Sampling(temperature=0.0, presence_penalty=0.4, frequency_penalty=0.35), [0, 1], None)
+    choosers = BatchSampler([chooser], CPU)
     said = []
     for _ in range(4):
         chosen = choosers.choose(LOGITS[None].clone(), torch.zeros(1, dtype=torch.long))
-        choosers.note(chosen.tokens)
+        choosers.record(chosen.tokens)
         said.append(int(chosen.tokens))
     # 2.0, then 2 - 0.75 = 1.25 still leads 1.0, then 2 - 1.1 = 0.9 falls behind; then 1 - 0.75 = 0.25 does.
     assert said == [0, 0, 1, 0]
@@ -111,7 +118,7 @@ def test_a_choice_is_the_same_wherever_memory_ran_out_before() -> None:
     wanted = chosen(LOGITS, wish, prompt=[0]).tokens
     assert wanted.tolist() == [1]
     for operations in range(200):
-        choosers = Choosers([Chooser(wish, [0], None)], CPU)
+        choosers = BatchSampler([SequenceSampler(wish, [0], None)], CPU)
         try:
             with Full(operations):
                 choosers.choose(LOGITS[None], torch.tensor([5]))
@@ -125,11 +132,11 @@ def test_a_choice_is_the_same_wherever_memory_ran_out_before() -> None:
 def test_a_choice_is_noted_without_new_memory() -> None:
     """It would else be noted for some rows only when memory runs out, and twice for these when that is done again."""
     wish = Sampling(temperature=0.0, frequency_penalty=0.5)
-    choosers = Choosers([Chooser(wish, [], None), Chooser(wish, [], None)], CPU)
+    choosers = BatchSampler([SequenceSampler(wish, [], None), SequenceSampler(wish, [], None)], CPU)
     for _ in range(3):
         tokens = choosers.choose(LOGITS.repeat(2, 1), torch.tensor([5, 5])).tokens
         with Full(0, has_room=True):
-            choosers.note(tokens)
+            choosers.record(tokens)
     assert tokens.tolist() == [0, 0]
     assert choosers.choose(LOGITS.repeat(2, 1), torch.tensor([5, 5])).tokens.tolist() == [1, 1]
 
@@ -142,7 +149,7 @@ def test_bias_moves_a_token_up_or_out() -> None:
 def test_the_models_own_logits_are_never_changed() -> None:
     logits = LOGITS[None].clone()
     wish = Sampling(temperature=1.0, logit_bias={0: -5.0}, presence_penalty=1.0, top_p=0.5)
-    Choosers([Chooser(wish, [], None)], CPU).choose(logits, torch.zeros(1, dtype=torch.long))
+    BatchSampler([SequenceSampler(wish, [], None)], CPU).choose(logits, torch.zeros(1, dtype=torch.long))
     assert torch.equal(logits[0], LOGITS)
 
 
@@ -174,21 +181,25 @@ class Allows:
 def test_a_mask_leaves_only_what_is_allowed_and_neighbours_free() -> None:
     logits = torch.arange(70, dtype=torch.float32)
     greedy = Sampling(temperature=0.0)
-    bound = [Chooser(greedy, [], Allows(3, 31, 64)), Chooser(greedy, [], None), Chooser(greedy, [], Allows(31))]
+    bound = [
+        SequenceSampler(greedy, [], Allows(3, 31, 64)),
+        SequenceSampler(greedy, [], None),
+        SequenceSampler(greedy, [], Allows(31)),
+    ]
     masks = filled_masks(bound, 70, lambda row, mask: bound[row].constraint.fill(mask), is_pinned=False)  # type: ignore[union-attr]
     allowed = allowed_by(masks, 70)
     assert allowed[0].nonzero()[:, 0].tolist() == [3, 31, 64]
     assert bool(allowed[1].all())
-    found = Choosers(bound, CPU).choose(logits.repeat(3, 1), torch.zeros(3, dtype=torch.long), masks)
+    found = BatchSampler(bound, CPU).choose(logits.repeat(3, 1), torch.zeros(3, dtype=torch.long), masks)
     assert found.tokens.tolist() == [64, 69, 31]
 
 
 def test_chance_is_even_and_differs_by_seed_and_by_place() -> None:
     places = torch.arange(20000)
-    one = chance(torch.full_like(places, 1), places)
+    one = random_uniform(torch.full_like(places, 1), places)
     assert 0 <= float(one.min()) < float(one.max()) < 1
     counts = torch.histc(one.float(), bins=10, min=0, max=1) / 20000
     assert counts.tolist() == pytest.approx([0.1] * 10, abs=0.01)
-    other = chance(torch.full_like(places, 2), places)
+    other = random_uniform(torch.full_like(places, 2), places)
     assert abs(float(torch.corrcoef(torch.stack((one, other)))[0, 1])) < 0.03
-    assert torch.equal(one, chance(torch.full_like(places, 1), places))
+    assert torch.equal(one, random_uniform(torch.full_like(places, 1), places))

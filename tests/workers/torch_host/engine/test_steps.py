@@ -9,19 +9,26 @@ import pytest
 import torch
 
 from greenroom.workers.torch_host.engine.model_shape import LayerShape, kv_bytes, slots_for
-from greenroom.workers.torch_host.engine.steps import Decode, Prefill, Span, slots_of
+from greenroom.workers.torch_host.engine.steps import DecodeStep, PrefillStep, Span, slots_of
 from greenroom.workers.torch_host.failures import BadModel
-from greenroom.workers.torch_host.kernels.attention import How, Kernels, Store, paged_attention, performing, stores_in
+from greenroom.workers.torch_host.kernels.attention import (
+    AttentionKernels,
+    AttentionOptions,
+    LayerKV,
+    as_current_step,
+    paged_attention,
+    stores_in,
+)
 
 HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 6, 2, 8, 12
 SHAPE = LayerShape(KV_HEADS, KEY_DIM, VALUE_DIM)
 SINKS = torch.linspace(-1, 2, HEADS)
 HOWS = [
-    How(scale=0.3),
-    How(scale=0.3, window=5),
-    How(scale=0.7, softcap=2.0),
-    How(scale=0.3, sinks=SINKS),
-    How(scale=0.5, window=3, softcap=1.5, sinks=SINKS),
+    AttentionOptions(scale=0.3),
+    AttentionOptions(scale=0.3, window=5),
+    AttentionOptions(scale=0.7, softcap=2.0),
+    AttentionOptions(scale=0.3, sinks=SINKS),
+    AttentionOptions(scale=0.5, window=3, softcap=1.5, sinks=SINKS),
 ]
 BLOCKS = [[3, 1, 5], [2, 7, 4]]
 
@@ -30,7 +37,9 @@ def some(*size: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed + sum(size)))
 
 
-def by_hand(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, at: int, how: How) -> torch.Tensor:
+def by_hand(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, at: int, how: AttentionOptions
+) -> torch.Tensor:
     """One token's `[heads, dim]` over the `[tokens, kv heads, dim]` it may see."""
     first = 0 if how.window is None else max(0, at - how.window + 1)
     out = []
@@ -45,13 +54,13 @@ def by_hand(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, at: i
     return torch.stack(out)  # type: ignore[arg-type]
 
 
-def store() -> Store:
+def store() -> LayerKV:
     memory = torch.zeros(16 * 1024, dtype=torch.float32).view(torch.uint8)
     return stores_in(memory, [SHAPE], torch.float32, 7 * 16)[0]
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_pieces_of_prompts_see_their_own_past_and_nothing_else(how: How) -> None:
+def test_pieces_of_prompts_see_their_own_past_and_nothing_else(how: AttentionOptions) -> None:
     kept = store()
     counts, query = [20, 11], [some(31, HEADS, KEY_DIM, seed=n) for n in (1, 2)]
     keys, values = (
@@ -70,7 +79,7 @@ def test_pieces_of_prompts_see_their_own_past_and_nothing_else(how: How) -> None
                 asks.append(query[one][past : past + count])
                 new_keys.append(keys[one][past : past + count])
                 new_values.append(values[one][past : past + count])
-        step = Prefill([kept], Kernels(), spans, torch.tensor(write), torch.tensor(read))
+        step = PrefillStep([kept], AttentionKernels(), spans, torch.tensor(write), torch.tensor(read))
         out = step.attend(0, *(torch.cat(part).transpose(0, 1)[None] for part in (asks, new_keys, new_values)), how)[0]
         at = 0
         for one, count in enumerate(pieces):
@@ -83,7 +92,7 @@ def test_pieces_of_prompts_see_their_own_past_and_nothing_else(how: How) -> None
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_each_row_decodes_over_its_own_pages(how: How) -> None:
+def test_each_row_decodes_over_its_own_pages(how: AttentionOptions) -> None:
     kept = store()
     lengths = [33, 7]
     keys, values = (
@@ -94,7 +103,7 @@ def test_each_row_decodes_over_its_own_pages(how: How) -> None:
         slots = torch.tensor(slots_of(BLOCKS[row], 0, length - 1))
         kept.key[slots], kept.value[slots] = keys[row][: length - 1], values[row][: length - 1]
     query = some(2, HEADS, 1, KEY_DIM)
-    step = Decode([kept], Kernels(), torch.tensor(lengths) - 1, torch.tensor(BLOCKS, dtype=torch.int32))
+    step = DecodeStep([kept], AttentionKernels(), torch.tensor(lengths) - 1, torch.tensor(BLOCKS, dtype=torch.int32))
     newest = [torch.stack([part[row][length - 1] for row, length in enumerate(lengths)]) for part in (keys, values)]
     out = step.attend(0, query, newest[0][:, :, None], newest[1][:, :, None], how)
     for row, length in enumerate(lengths):
@@ -124,17 +133,19 @@ def test_stores_lie_one_after_the_other_and_fill_what_was_counted() -> None:
     ],
 )
 def test_a_model_that_does_otherwise_than_it_said_is_refused(layer: int | None, key: tuple[int, ...], why: str) -> None:
-    step = Decode([store()], Kernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
+    step = DecodeStep([store()], AttentionKernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
     with pytest.raises(BadModel, match=why):
-        step.attend(layer, some(1, HEADS, 1, KEY_DIM), some(*key), some(1, KV_HEADS, 1, VALUE_DIM), How(scale=1.0))
+        step.attend(
+            layer, some(1, HEADS, 1, KEY_DIM), some(*key), some(1, KV_HEADS, 1, VALUE_DIM), AttentionOptions(scale=1.0)
+        )
 
 
 def test_a_layer_that_attends_twice_in_a_step_is_refused() -> None:
-    step = Decode([store()], Kernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
+    step = DecodeStep([store()], AttentionKernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
     parts = some(1, HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, VALUE_DIM)
-    step.attend(0, *parts, How(scale=1.0))
+    step.attend(0, *parts, AttentionOptions(scale=1.0))
     with pytest.raises(BadModel, match="layer 0 attends twice"):
-        step.attend(0, *parts, How(scale=1.0))
+        step.attend(0, *parts, AttentionOptions(scale=1.0))
 
 
 def test_a_mask_of_the_models_own_and_a_look_ahead_are_refused_where_pages_are_read() -> None:
@@ -143,12 +154,12 @@ def test_a_mask_of_the_models_own_and_a_look_ahead_are_refused_where_pages_are_r
 
     module, mask = Attention(), torch.zeros(1, 1, 1, 1)
     parts = some(1, HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, VALUE_DIM)
-    step = Decode([store()], Kernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
-    with performing(step), pytest.raises(BadModel, match="Attention makes an attention mask of its own"):
+    step = DecodeStep([store()], AttentionKernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
+    with as_current_step(step), pytest.raises(BadModel, match="Attention makes an attention mask of its own"):
         paged_attention(module, *parts, mask)
-    with performing(step), pytest.raises(BadModel, match="Attention looks at later tokens"):
+    with as_current_step(step), pytest.raises(BadModel, match="Attention looks at later tokens"):
         paged_attention(module, *parts, None, is_causal=False)
-    with performing(step):
+    with as_current_step(step):
         assert paged_attention(module, *parts, None)[0].shape == (1, 1, HEADS, VALUE_DIM)
 
 
@@ -157,6 +168,6 @@ def test_attention_outside_of_a_step_and_a_bias_by_position_are_refused() -> Non
     parts = some(1, HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, VALUE_DIM)
     with pytest.raises(RuntimeError, match="outside"):
         paged_attention(module, *parts, None)
-    step = Decode([store()], Kernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
-    with performing(step), pytest.raises(BadModel, match="bias"):
+    step = DecodeStep([store()], AttentionKernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
+    with as_current_step(step), pytest.raises(BadModel, match="bias"):
         paged_attention(module, *parts, None, position_bias=torch.zeros(1))

@@ -14,13 +14,13 @@ import torch
 import transformers
 from packaging.version import Version
 
-from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.engine.model_shape import LayerShape, kv_bytes
 from greenroom.workers.torch_host.engine.requests import Sampling
-from greenroom.workers.torch_host.engine.steps import Decode
-from greenroom.workers.torch_host.kernels.attention import How, Kernels, stores_in
-from greenroom.workers.torch_host.kernels.rope import quicken_rope
-from tests.workers.torch_host.engine_rig import Flat, Stage, ask, prompt, random_model, said, stage_of
+from greenroom.workers.torch_host.engine.steps import DecodeStep
+from greenroom.workers.torch_host.kernels.attention import AttentionKernels, AttentionOptions, stores_in
+from greenroom.workers.torch_host.kernels.rope import fuse_rope
+from tests.workers.torch_host.engine_rig import FakeDeviceModel, Flat, ask, device_model_of, prompt, random_model, said
 from tests.workers.torch_host.kernels.test_rope import CONTEXT as LONGEST
 from tests.workers.torch_host.kernels.test_rope import ORIGINAL, built, check, told
 
@@ -46,13 +46,13 @@ LONGROPE = {
 }
 
 
-def cuda_stage(kind: str = "llama", cache_tokens: int = TOKENS, **changes: Any) -> Stage:
+def cuda_stage(kind: str = "llama", cache_tokens: int = TOKENS, **changes: Any) -> FakeDeviceModel:
     model: Any = random_model(kind, **WIDE, **changes)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.mul_(0.3)
-    stage = replace(stage_of(model, 0), device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    stage = replace(device_model_of(model, 0), device=torch.device("cuda", 0), dtype=torch.bfloat16)
     stage.module = model.to(stage.device, stage.dtype)
     size = kv_bytes(model.config, stage.dtype, cache_tokens)
     stage.kv = Flat(torch.empty(size, dtype=torch.uint8, device=stage.device))
@@ -60,10 +60,14 @@ def cuda_stage(kind: str = "llama", cache_tokens: int = TOKENS, **changes: Any) 
 
 
 @pytest.mark.parametrize("shape", [LayerShape(2, 64, 64), LayerShape(8, 128, 128), LayerShape(3, 80, 80)], ids=str)
-@pytest.mark.parametrize("how", [How(scale=0.1), How(scale=0.1, window=37), How(scale=0.2, softcap=3.0)], ids=str)
-def test_the_paged_kernel_gives_what_plain_attention_gives(shape: LayerShape, how: How) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [AttentionOptions(scale=0.1), AttentionOptions(scale=0.1, window=37), AttentionOptions(scale=0.2, softcap=3.0)],
+    ids=str,
+)
+def test_the_paged_kernel_gives_what_plain_attention_gives(shape: LayerShape, how: AttentionOptions) -> None:
     device, dtype = torch.device("cuda", 0), torch.bfloat16
-    assert Kernels.tried(shape, shape.kv_heads * 4, dtype, device) == Kernels(packs=True, pages=True)
+    assert AttentionKernels.probe(shape, shape.kv_heads * 4, dtype, device) == AttentionKernels(packs=True, pages=True)
     memory = torch.randn(shape.numbers * (TOKENS + 16) + 4096, device=device, dtype=dtype).view(torch.uint8)
     store = stores_in(memory, [shape], dtype, TOKENS)[0]
     lengths = torch.tensor([1, 17, 300, 512], device=device)
@@ -71,8 +75,8 @@ def test_the_paged_kernel_gives_what_plain_attention_gives(shape: LayerShape, ho
     query = torch.randn(4, shape.kv_heads * 4, 1, shape.key_dim, device=device, dtype=dtype)
     key = torch.randn(4, shape.kv_heads, 1, shape.key_dim, device=device, dtype=dtype)
     outs = []
-    for kernels in (Kernels(), Kernels(pages=True)):
-        step = Decode([store], kernels, lengths - 1, table)
+    for kernels in (AttentionKernels(), AttentionKernels(pages=True)):
+        step = DecodeStep([store], kernels, lengths - 1, table)
         outs.append(step.attend(0, query, key, key, how).float())
     assert torch.allclose(outs[0], outs[1], atol=0.03)
 
@@ -114,14 +118,14 @@ def test_sampling_penalties_and_logprobs_work_on_the_device() -> None:
 
 @pytest.mark.parametrize("turned", [64, 32])
 def test_positions_are_turned_by_the_kernel_as_by_hand(turned: int) -> None:
-    from greenroom.workers.torch_host.kernels.triton_kernels import turn
+    from greenroom.workers.torch_host.kernels.triton_kernels import apply_rope
 
-    assert quicken_rope(cuda_stage().module, 64, torch.bfloat16, torch.device("cuda", 0))
+    assert fuse_rope(cuda_stage().module, 64, torch.bfloat16, torch.device("cuda", 0))
     joined = torch.randn(3, 5, 6 * 64, device="cuda", dtype=torch.bfloat16).view(3, 5, 6, 64).transpose(1, 2)
     query, key = joined[:, :4], joined[:, 4:]
     angles = torch.randn(3, 5, turned // 2, device="cuda").repeat(1, 1, 2)
     cos, sin = angles.cos(), angles.sin()
-    for plain, quick in zip((query, key), turn(query, key, cos, sin), strict=True):
+    for plain, quick in zip((query, key), apply_rope(query, key, cos, sin), strict=True):
         low, high, rest = plain.float().split((turned // 2, turned // 2, 64 - turned), dim=-1)
         crossed = torch.cat((-high, low), dim=-1)
         want = plain.float()[..., :turned] * cos[:, None] + crossed * sin[:, None]
@@ -134,9 +138,9 @@ def test_captured_steps_turn_each_sequence_by_its_own_length(name: str) -> None:
         pytest.skip("this Transformers fails at it by itself")
     model = built(name)
     plain, kv = copy.deepcopy(model), torch.empty(kv_bytes(model.config, "float32", TOKENS), dtype=torch.uint8)
-    stage = replace(stage_of(model, 0), device=torch.device("cuda", 0), kv=Flat(kv.cuda()))
+    stage = replace(device_model_of(model, 0), device=torch.device("cuda", 0), kv=Flat(kv.cuda()))
     stage.module = model.to(stage.device)
-    batching = Batching(stage, cache_tokens=TOKENS, batch_max=8, context=LONGEST, on_fatal=lambda error, say: say())
+    batching = EngineLoop(stage, cache_tokens=TOKENS, batch_max=8, context=LONGEST, on_fatal=lambda error, say: say())
     batching.on_wake()
     prompts = [prompt(20), prompt(100), prompt(ORIGINAL - 5), prompt(ORIGINAL - 2, 1), prompt(68)]
     for _ in range(2):
@@ -148,7 +152,7 @@ def test_captured_steps_turn_each_sequence_by_its_own_length(name: str) -> None:
     batching.close()
 
 
-def _awake(stage: Stage) -> Batching:
-    batching = Batching(stage, cache_tokens=TOKENS, batch_max=4, context=512, on_fatal=lambda error, say: say())
+def _awake(stage: FakeDeviceModel) -> EngineLoop:
+    batching = EngineLoop(stage, cache_tokens=TOKENS, batch_max=4, context=512, on_fatal=lambda error, say: say())
     batching.on_wake()
     return batching

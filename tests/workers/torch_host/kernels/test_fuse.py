@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.workers.torch_host.kernels.fuse import quicken
+from greenroom.workers.torch_host.kernels.fuse import fuse_modules
 from tests.workers.torch_host.engine_rig import random_model
 
 
@@ -45,7 +45,7 @@ def test_a_quickened_model_computes_the_same(kind: str, touched: set[str]) -> No
     in_one_buffer(model)
     ids = torch.randint(3, 300, (2, 17))
     before = model(ids).logits
-    quicken(model)
+    fuse_modules(model)
     assert changed(model) == touched
     assert torch.allclose(model(ids).logits, before, atol=1e-4)
     assert torch.allclose(model(ids).logits, before, atol=1e-4)
@@ -54,7 +54,7 @@ def test_a_quickened_model_computes_the_same(kind: str, touched: set[str]) -> No
 @torch.no_grad()
 def test_weights_that_lie_apart_are_not_joined() -> None:
     model = random_model("llama")
-    quicken(model)
+    fuse_modules(model)
     assert changed(model) == {"LlamaRMSNorm"}
 
 
@@ -65,6 +65,6 @@ def test_a_projection_called_with_something_else_computes_for_itself() -> None:
     attention = model.model.layers[0].self_attn
     one, other = torch.randn(1, 64), torch.randn(1, 64)
     want = attention.k_proj(other)
-    quicken(model)
+    fuse_modules(model)
     attention.q_proj(one)
     assert torch.allclose(attention.k_proj(other), want, atol=1e-5)

@@ -11,16 +11,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from greenroom.workers.torch_host.engine import batch_scheduler
-from greenroom.workers.torch_host.engine.engine_loop import Batching
+from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.engine.requests import Sampling
-from greenroom.workers.torch_host.engine.runner import UNCAPTURABLE, Runner
-from greenroom.workers.torch_host.engine.steps import Decode
+from greenroom.workers.torch_host.engine.runner import UNCAPTURABLE, ModelRunner
+from greenroom.workers.torch_host.engine.steps import DecodeStep
 from greenroom.workers.torch_host.failures import BadModel
-from greenroom.workers.torch_host.kernels.attention import Kernels
-from greenroom.workers.torch_host.kernels.attention import performing as performing_step
+from greenroom.workers.torch_host.kernels.attention import AttentionKernels
+from greenroom.workers.torch_host.kernels.attention import running as as_current_step
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host.engine.test_embedding import embedded
-from tests.workers.torch_host.engine_rig import Answer, ask, performing, prompt, stage_of
+from tests.workers.torch_host.engine_rig import Answer, ask, device_model_of, prompt, running
 from tests.workers.torch_host.tiny import _SHARED, _SIZES
 
 ORIGINAL, CONTEXT = 40, 160
@@ -134,7 +134,7 @@ def check(plain: Any, tokens: Sequence[int], answer: Answer, apart: float = TOLE
         assert token.logprob == pytest.approx(float(want.max()), abs=apart), at
 
 
-def told(batching: Batching, prompts: Sequence[list[int]], count: int, **more: Any) -> list[Answer]:
+def told(batching: EngineLoop, prompts: Sequence[list[int]], count: int, **more: Any) -> list[Answer]:
     """All of them in one batch."""
     asked = [ask(one, count, TOLD, **more) for one in prompts]
     batching.submit(*(one for one, _ in asked))
@@ -148,7 +148,7 @@ SHORT, LONG = prompt(20), prompt(100)
 def test_a_sequence_alone_is_turned_as_its_length_asks(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_scheduler, "PREFILL_TOKENS_MAX", 32)
     plain = copy.deepcopy(model)
-    with performing(model, context=CONTEXT) as batching:
+    with running(model, context=CONTEXT) as batching:
         for one in (SHORT, LONG, SHORT):
             check(plain, one, *told(batching, [one], 4, uses_cache=False))
 
@@ -156,7 +156,7 @@ def test_a_sequence_alone_is_turned_as_its_length_asks(model: Any, monkeypatch: 
 def test_a_neighbour_of_another_length_changes_nothing(model: Any) -> None:
     plain = copy.deepcopy(model)
     prompts = [SHORT, LONG, prompt(ORIGINAL - 9), prompt(ORIGINAL), prompt(ORIGINAL + 1)]
-    with performing(model, context=CONTEXT) as batching:
+    with running(model, context=CONTEXT) as batching:
         for one, answer in zip(prompts, told(batching, prompts, 6, uses_cache=False), strict=True):
             check(plain, one, answer)
 
@@ -164,7 +164,7 @@ def test_a_neighbour_of_another_length_changes_nothing(model: Any) -> None:
 def test_an_answer_that_outgrows_the_original_length_goes_on_as_a_long_one(model: Any) -> None:
     plain = copy.deepcopy(model)
     prompts = [prompt(ORIGINAL - 5), prompt(ORIGINAL - 2, 1), SHORT, LONG, prompt(68)]
-    with performing(model, context=CONTEXT, batch_max=4) as batching:
+    with running(model, context=CONTEXT, batch_max=4) as batching:
         for _ in range(2):
             for one, answer in zip(prompts, told(batching, prompts, 12), strict=True):
                 check(plain, one, answer)
@@ -175,7 +175,7 @@ def test_cached_blocks_are_shared_by_sequences_of_one_kind_only(model: Any) -> N
     long, others = prompt(100, 2), [prompt(20, seed) for seed in (3, 4)]
     short = long[: ORIGINAL - 4]
     for first, second in ((short, long), (long, short)):
-        with performing(model, context=CONTEXT) as batching:
+        with running(model, context=CONTEXT) as batching:
             told(batching, [first], 1)
             for one in (second, first + others[0][:3], second + others[1][:1]):
                 check(plain, one, *told(batching, [one], 3))
@@ -185,7 +185,7 @@ def test_cached_blocks_are_shared_by_sequences_of_one_kind_only(model: Any) -> N
 def test_a_prompt_finds_its_own_kind_in_the_cache(name: str) -> None:
     long = prompt(100)
     short = long[:36]
-    with performing(built(name), context=CONTEXT) as batching:
+    with running(built(name), context=CONTEXT) as batching:
         found = [told(batching, [one], 1)[0].cached_tokens for one in (short, long, short, long)]
     assert found == [0, 0, 32, 96]
     flushed = batching.flush(None, None)
@@ -199,7 +199,7 @@ def test_inputs_of_any_length_are_embedded_as_each_alone(name: str) -> None:
     with torch.no_grad():
         alone = [copy.deepcopy(model)(torch.tensor([one])).last_hidden_state[0, -1] for one in inputs]
     sentence = SentenceConfig(pooling=("lasttoken",))
-    with performing(model, cache_tokens=0, sentence=sentence, context=CONTEXT) as batching:
+    with running(model, cache_tokens=0, sentence=sentence, context=CONTEXT) as batching:
         vectors = embedded(batching, inputs)
     assert isinstance(vectors, list)
     for vector, one in zip(vectors, alone, strict=True):
@@ -209,7 +209,7 @@ def test_inputs_of_any_length_are_embedded_as_each_alone(name: str) -> None:
 def test_a_sampled_answer_that_outgrows_the_original_length_is_the_same_in_any_company() -> None:
     model = built("phi3")
     sampling = Sampling(temperature=0.8, seed=11)
-    with performing(model, context=CONTEXT) as batching:
+    with running(model, context=CONTEXT) as batching:
         alone, answer = ask(prompt(ORIGINAL - 6), 20, sampling)
         batching.submit(alone)
         assert answer.end.reason == "length"
@@ -222,13 +222,13 @@ def test_a_sampled_answer_that_outgrows_the_original_length_is_the_same_in_any_c
 @pytest.mark.parametrize("name", [name for name in (*SWITCHING, *STEADY) if name not in UNCAPTURABLE])
 def test_turning_asks_nothing_of_the_host_in_the_middle_of_a_step(name: str) -> None:
     model = built(name)
-    Runner(stage_of(model, 64), 64, 2, CONTEXT)
+    ModelRunner(device_model_of(model, 64), 64, 2, CONTEXT)
     # Tensors without numbers: whoever looks at one fails, as it would while a step is captured.
     embedding = model.model.rotary_emb.to("meta")
     positions, table = torch.zeros(2, dtype=torch.long, device="meta"), torch.zeros(2, 4, device="meta")
     hidden_states = torch.zeros(2, 1, 64, device="meta")
     layers = {"layer_type": "full_attention"} if name == "gemma3" else {}
-    with performing_step(Decode((), Kernels(), positions, table.int())):
+    with as_current_step(DecodeStep((), AttentionKernels(), positions, table.int())):
         turned = embedding(hidden_states, position_ids=positions[:, None], **layers)
     assert all(one.shape[:2] == (2, 1) for one in (turned if isinstance(turned, tuple) else (turned,)))
 
@@ -237,7 +237,7 @@ def test_a_model_that_scales_positions_in_code_of_its_own_is_refused() -> None:
     model = built("llama")
     model.model.rotary_emb = Own(model.model.rotary_emb)
     with pytest.raises(BadModel, match="longrope"):
-        Runner(stage_of(model, 64), 64, 1, 64)
+        ModelRunner(device_model_of(model, 64), 64, 1, 64)
 
 
 class Own(torch.nn.Module):

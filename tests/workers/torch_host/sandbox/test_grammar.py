@@ -20,7 +20,7 @@ from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTrials
 from greenroom.workers.torch_host.text.tokens import Text
 from tests.workers.torch_host import tokenizer_folders
-from tests.workers.torch_host.fake_inference import FakePerformer
+from tests.workers.torch_host.fake_inference import FakeEngine
 from tests.workers.torch_host.waiting import PATIENCE_S, until
 
 CITY = {
@@ -270,7 +270,7 @@ async def test_no_more_compilations_wait_than_may(
 async def test_threads_that_compile_end_with_the_model(
     byte_text: Text, grammars: Grammars, socket_folder: Path, templates: SandboxPool
 ) -> None:
-    performer = FakePerformer(lambda ask: [])
+    performer = FakeEngine(lambda ask: [])
     before = set(threading.enumerate())
     served = await serve_text(
         socket_folder / "s",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.workers.torch_host.engine.requests import Ask
+from greenroom.workers.torch_host.engine.requests import GenerationRequest
 from greenroom.workers.torch_host.text.tokens import Text
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.api.test_chat import HI, TIME, WEATHER, ask, streamed
@@ -49,7 +49,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     return harmony_text(tmp_path_factory.mktemp("harmony") / "tiny-oss")
 
 
-def saying(text: Text, *parts: str) -> Callable[[Ask], Sequence[int]]:
+def saying(text: Text, *parts: str) -> Callable[[GenerationRequest], Sequence[int]]:
     """Parts are encoded one by one: a mark that is cut in two is no mark."""
     tokens = [token for part in parts for token in text._encode(part, False)]
     return lambda _: tokens

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from greenroom.workers.torch_host.failures import OutOfMemory
-from greenroom.workers.torch_host.weights.arena import ALIGN_BYTES, HostArena, Layout, Place, lay_out, view_of
+from greenroom.workers.torch_host.weights.arena import ALIGN_BYTES, HostArena, Layout, TensorPlace, lay_out, view_of
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_the_arena_of_other_files_is_not_adopted(descriptor: int) -> None:
 def test_a_damaged_arena_is_not_adopted(descriptor: int, damage: str) -> None:
     arena = HostArena.create(descriptor, layout_of((4,)), "x", None)
     if damage == "place":
-        arena.layout = Layout({"t0": Place("float32", (4,), 8192, 16)}, 512)
+        arena.layout = Layout({"t0": TensorPlace("float32", (4,), 8192, 16)}, 512)
     arena.seal({})
     end = os.fstat(descriptor).st_size
     if damage in ("empty", "short"):

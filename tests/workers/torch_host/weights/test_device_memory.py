@@ -10,8 +10,8 @@ import torch
 from greenroom.workers.torch_host.control import preparing
 from greenroom.workers.torch_host.control.preparing import numbers_in, processors_near, settle_near
 from greenroom.workers.torch_host.weights.device_memory import BorrowedArena, PrivateArena
-from greenroom.workers.torch_host.weights.device_weights import RATE_UNKNOWN, Wire
-from greenroom.workers.torch_host.weights.upload import outermost_parts
+from greenroom.workers.torch_host.weights.device_weights import RATE_UNKNOWN, CopyRate
+from greenroom.workers.torch_host.weights.upload import hooked_modules
 
 SIZE = 64 * 2**20
 
@@ -62,17 +62,17 @@ def test_blocks_wait_as_a_whole_and_what_is_around_them_for_itself() -> None:
     model.body = torch.nn.Module()
     model.body.layers = torch.nn.ModuleList([block, block])
     model.head = torch.nn.Linear(2, 4)
-    found = [(part.module, part.owns_all) for part in outermost_parts(model)]
+    found = [(part.module, part.owns_all) for part in hooked_modules(model)]
     expected = [(model, False), (model.embed, False), (model.body, False), (block, True), (block, True)]
     assert found == [*expected, (model.head, False)]
 
 
 def test_what_a_wake_will_take_is_learned_from_the_last_one() -> None:
-    wire = Wire()
-    assert wire.expected_s(int(RATE_UNKNOWN)) == 1.0
-    wire.saw(1_000, 0.0)
-    wire.saw(50 * 10**9, 1.0)
-    assert wire.expected_s(25 * 10**9) == 0.5
+    copy_rate = CopyRate()
+    assert copy_rate.expected_s(int(RATE_UNKNOWN)) == 1.0
+    copy_rate.record(1_000, 0.0)
+    copy_rate.record(50 * 10**9, 1.0)
+    assert copy_rate.expected_s(25 * 10**9) == 0.5
 
 
 def test_the_kernels_lists_of_processors_are_read() -> None:

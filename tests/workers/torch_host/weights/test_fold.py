@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from greenroom.workers.torch_host.weights import loading
 from greenroom.workers.torch_host.weights.arena import HostArena, lay_out, view_of
-from greenroom.workers.torch_host.weights.building import Wish
+from greenroom.workers.torch_host.weights.building import ModelOptions
 from greenroom.workers.torch_host.weights.fold import fold as fold_module
 from greenroom.workers.torch_host.weights.fold import folding
 from greenroom.workers.torch_host.weights.fold.fold import (
@@ -31,9 +31,9 @@ from greenroom.workers.torch_host.weights.fold.fold import (
     Fold,
     fold,
 )
-from greenroom.workers.torch_host.weights.fold.folding import Folding, Unfolded
+from greenroom.workers.torch_host.weights.fold.folding import Folding, FoldingFailed
 from greenroom.workers.torch_host.weights.fold.unfolding import unfold_plainly, unfolder
-from greenroom.workers.torch_host.weights.loading import Circumstances
+from greenroom.workers.torch_host.weights.loading import LoadContext
 from greenroom.workers.torch_host.weights.read_plan import Unplanned
 from greenroom.workers.torch_host.weights.reading import Transfer
 from greenroom.workers.torch_host.weights.upload import landing
@@ -148,10 +148,10 @@ def test_a_model_is_folded_as_it_is_read(
 ) -> None:
     sizes = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 16_384, "num_hidden_layers": 3}
     folder = tiny.make_model(tmp_path / "wide", "llama", dtype=torch.bfloat16, **sizes)
-    wish = Wish(folder, attention="sdpa")
+    wish = ModelOptions(folder, attention="sdpa")
     if by == "transformers":
         monkeypatch.setattr(loading, "plan", _unplanned)
-    loaded = loading.load(wish, descriptor, False, Circumstances(folds=True))
+    loaded = loading.load(wish, descriptor, False, LoadContext(folds=True))
     arena, size = loaded.arena, loaded.arena.layout.bytes
     chunks = arena.chunks
     assert [chunk.fold is not None for chunk in chunks] == [
@@ -188,8 +188,8 @@ def test_what_could_not_be_folded_is_read_again(
     )
     monkeypatch.setattr(folding, "_PROGRAM", program)
     built: list[HostArena] = []
-    around = Circumstances(folds=True, on_built=lambda module, arena: built.append(arena))
-    loaded = loading.load(Wish(folder, attention="sdpa"), descriptor, False, around)
+    around = LoadContext(folds=True, on_built=lambda module, arena: built.append(arena))
+    loaded = loading.load(ModelOptions(folder, attention="sdpa"), descriptor, False, around)
     assert built == [loaded.arena]
     assert not any(chunk.fold for chunk in loaded.arena.chunks)
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -272,7 +272,7 @@ def test_a_process_that_was_killed_costs_the_arena_and_no_other(descriptor: int)
     process.kill()
     process.wait()
     at_work.filled(0, CHUNK_BYTES)
-    with pytest.raises(Unfolded, match="ended with -9"):
+    with pytest.raises(FoldingFailed, match="ended with -9"):
         at_work.finish(NEVER)
     # The next is not folded, and so does not fail.
     again = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
@@ -327,7 +327,7 @@ def test_who_was_not_heard_is_missed(descriptor: int, fast_crew: None) -> None:
     folding._PROGRAM.write_text("import os\nwhile os.read(0, 4): pass\n")
     at_work = Folding(descriptor, (20 + LANDING_CHUNKS) * CHUNK_BYTES, [(0, 20 * CHUNK_BYTES)])
     at_work.filled(0, 20 * CHUNK_BYTES)
-    with pytest.raises(Unfolded, match="were told of"):
+    with pytest.raises(FoldingFailed, match="were told of"):
         at_work.finish(NEVER)
 
 
@@ -349,7 +349,7 @@ def test_a_load_that_is_called_off_in_the_middle_of_a_chunk_keeps_nobody_from_fo
     at_work.filled(0, CHUNK_BYTES)
     called_off = threading.Event()
     called_off.set()
-    with pytest.raises(Unfolded, match="ended with -9"):
+    with pytest.raises(FoldingFailed, match="ended with -9"):
         at_work.finish(called_off)
     assert Folding.is_able
 
@@ -364,7 +364,7 @@ def test_a_process_that_never_ends_is_ended(descriptor: int, fast_crew: None, mo
         # Nobody has taken the order yet.
         time.sleep(0.01)
     monkeypatch.setattr(folding, "PATIENCE_MIN_S", 0.0)
-    with pytest.raises(Unfolded, match="ended with -9"):
+    with pytest.raises(FoldingFailed, match="ended with -9"):
         at_work.finish(NEVER)
 
 
@@ -373,7 +373,7 @@ def test_a_chunk_that_is_not_there_ends_the_process_with_an_error(descriptor: in
     at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
     assert at_work._crew is not None
     at_work._crew.order(99)
-    with pytest.raises(Unfolded, match="ended with 1"):
+    with pytest.raises(FoldingFailed, match="ended with 1"):
         at_work.finish(NEVER)
 
 

@@ -18,9 +18,9 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from greenroom.workers.torch_host.failures import BadModel, Cancelled, OutOfMemory
 from greenroom.workers.torch_host.weights import building, loading
-from greenroom.workers.torch_host.weights.building import Wish
-from greenroom.workers.torch_host.weights.device_weights import StageModel, Wire
-from greenroom.workers.torch_host.weights.loading import Circumstances, Loaded, load
+from greenroom.workers.torch_host.weights.building import ModelOptions
+from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights
+from greenroom.workers.torch_host.weights.loading import LoadContext, LoadedModel, load
 from greenroom.workers.torch_host.weights.read_plan import Unplanned
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host import tiny
@@ -41,19 +41,19 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def wish(folder: Path, **changes: Any) -> Wish:
-    return Wish(folder, attention="eager", **changes)
+def wish(folder: Path, **changes: Any) -> ModelOptions:
+    return ModelOptions(folder, attention="eager", **changes)
 
 
-def loaded(folder: Path, descriptor: int, filled: bool = False, **changes: Any) -> Loaded:
-    return load(wish(folder, **changes), descriptor, filled, Circumstances())
+def loaded(folder: Path, descriptor: int, filled: bool = False, **changes: Any) -> LoadedModel:
+    return load(wish(folder, **changes), descriptor, filled, LoadContext())
 
 
-def answer(found: Loaded) -> torch.Tensor:
-    stage = StageModel(found.module, found.arena, CPU, 0, Wire())
-    stage.wake()
+def answer(found: LoadedModel) -> torch.Tensor:
+    weights = DeviceWeights(found.module, found.arena, CPU, 0, CopyRate())
+    weights.wake()
     with torch.no_grad():
-        return stage.module(TOKENS)[0]
+        return weights.module(TOKENS)[0]
 
 
 def own_answer(folder: Path, kind: Any = AutoModelForCausalLM, **how: Any) -> torch.Tensor:
@@ -109,8 +109,8 @@ def test_tied_weights_lie_in_the_arena_once_and_stay_one_object(tmp_path: Path, 
     found = loaded(tiny.make_model(tmp_path, "llama-tied"), descriptor)
     places = found.arena.layout.places
     assert places["lm_head.weight"] == places["model.embed_tokens.weight"]
-    stage = StageModel(found.module, found.arena, CPU, 0, Wire())
-    model: Any = stage.module
+    weights = DeviceWeights(found.module, found.arena, CPU, 0, CopyRate())
+    model: Any = weights.module
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
@@ -352,7 +352,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path, descriptor: int) 
 
 def test_a_model_larger_than_its_arena_may_be_is_refused(llama: Path, descriptor: int) -> None:
     with pytest.raises(OutOfMemory, match="100,000 are allowed"):
-        load(wish(llama), descriptor, False, Circumstances(arena_max_bytes=100_000))
+        load(wish(llama), descriptor, False, LoadContext(arena_max_bytes=100_000))
     assert os.fstat(descriptor).st_size == 0
 
 
@@ -360,7 +360,7 @@ def test_a_cancelled_load_leaves_nothing(llama: Path, descriptor: int) -> None:
     cancelled = threading.Event()
     cancelled.set()
     with pytest.raises(Cancelled):
-        load(wish(llama), descriptor, False, Circumstances(cancelled=cancelled))
+        load(wish(llama), descriptor, False, LoadContext(cancelled=cancelled))
     assert os.fstat(descriptor).st_size == 0
 
 
@@ -387,7 +387,7 @@ def test_a_load_is_called_off_between_its_steps_and_within_its_own(
     during(building, "load", "after Transformers had it")
     during(building, "view_of", "poured")
     with pytest.raises(Cancelled, match="nobody waits"):
-        load(wish(llama), descriptor, False, Circumstances(cancelled=cancelled))
+        load(wish(llama), descriptor, False, LoadContext(cancelled=cancelled))
     last = {"before it is built": "read_config", "after it was built": "build", "after Transformers had it": "load"}
     assert done[-1] == last.get(step, "view_of")
     assert done.count("view_of") == (step == "poured")

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from greenroom.workers.torch_host.failures import BadModel, Cancelled, Failure
 from greenroom.workers.torch_host.weights import reading, source_files
-from greenroom.workers.torch_host.weights.arena import HostArena, Place, lay_out, view_of
+from greenroom.workers.torch_host.weights.arena import HostArena, TensorPlace, lay_out, view_of
 from greenroom.workers.torch_host.weights.reading import Transfer, read_all
 from greenroom.workers.torch_host.weights.safetensors_files import StoredTensor, read_header
 from greenroom.workers.torch_host.weights.source_files import SourceFile, bounce_for
@@ -216,7 +216,7 @@ def transfers_of(*ranges: tuple[int, int]) -> list[Transfer]:
     """Tensors of one file, each from an offset on and so many bytes long."""
     file = Path("model.safetensors")
     stored = [StoredTensor(str(offset), file, "U8", (size,), offset, size) for offset, size in ranges]
-    return [Transfer(one, Place("uint8", one.shape, 0, one.size)) for one in stored]
+    return [Transfer(one, TensorPlace("uint8", one.shape, 0, one.size)) for one in stored]
 
 
 def ranges_of(transfers: list[Transfer]) -> list[tuple[int, int]]:

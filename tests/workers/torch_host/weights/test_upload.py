@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from greenroom.workers.torch_host.weights import upload
-from greenroom.workers.torch_host.weights.arena import HostArena, Layout, Place
+from greenroom.workers.torch_host.weights.arena import HostArena, Layout, TensorPlace
 from greenroom.workers.torch_host.weights.fold.fold import CHUNK_BYTES, LANDING_CHUNKS, Fold
-from greenroom.workers.torch_host.weights.upload import Arrival
+from greenroom.workers.torch_host.weights.upload import WeightUpload
 
 Clock = Counter[int]
 
@@ -88,17 +88,17 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     yield device
 
 
-def arrival_of(device: Device, chunks: int, folds: Mapping[int, Fold]) -> tuple[Arrival, torch.nn.Module]:
+def arrival_of(device: Device, chunks: int, folds: Mapping[int, Fold]) -> tuple[WeightUpload, torch.nn.Module]:
     size = chunks * CHUNK_BYTES + 512
     memory = os.memfd_create("arena")
     os.ftruncate(memory, size + 4096)
-    host = HostArena(memory, Layout({"weight": Place("uint8", (size,), 0, size)}, size), "these", folds)
+    host = HostArena(memory, Layout({"weight": TensorPlace("uint8", (size,), 0, size)}, size), "these", folds)
     os.close(memory)
     weights = torch.empty(size, dtype=torch.uint8)
     device.start = weights.data_ptr()
-    made: Any = Arrival(device, torch.device("cpu"), host, weights, lambda size, seconds: None)  # type: ignore[arg-type]
-    device.streams = {stream.cuda_stream: stream for stream in (made._wire, made._stream)}
-    device.unfolds_on = made._stream
+    made: Any = WeightUpload(device, torch.device("cpu"), host, weights, lambda size, seconds: None)  # type: ignore[arg-type]
+    device.streams = {stream.cuda_stream: stream for stream in (made._copy_stream, made._unfold_stream)}
+    device.unfolds_on = made._unfold_stream
     module = torch.nn.Module()
     module.register_buffer("weight", weights)
     return made, module
@@ -112,7 +112,7 @@ def test_nothing_is_overwritten_or_read_too_early(chunks: int, left_out: int | N
     for _ in range(2):
         cuda.done.clear()
         arrival.begin(module)
-        arrival.arrived()
+        arrival.wait_for_weights()
         touched = cuda.done
         for number, (what, start, end, clock, _) in enumerate(touched):
             for before, other_start, other_end, other, stream in touched[:number]:
@@ -139,8 +139,8 @@ def test_a_wake_that_cannot_begin_leaves_nothing_under_way_and_the_next_one_work
         with pytest.raises(RuntimeError, match="new thread"):
             arrival.begin(module)
     assert all(stream.synchronized for stream in cuda.streams.values())
-    assert arrival.is_here
+    assert arrival.is_complete
     assert not module._forward_pre_hooks
     arrival.begin(module)
-    arrival.arrived()
+    arrival.wait_for_weights()
     arrival.finish()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..engine.requests import Performer, TooLong, UnknownToken
+from ..engine.requests import InferenceEngine, PromptTooLong, UnknownToken
 from ..failures import Failure
 from ..text.output_stream import Piece, Voice
 from .http import Answer
@@ -45,7 +45,7 @@ class Score:
     """Tokens of each prompt. The choices of one prompt follow each other."""
 
 
-async def answer_whole(performer: Performer, score: Score, dialect: Dialect, answer: Answer) -> None:
+async def answer_whole(performer: InferenceEngine, score: Score, dialect: Dialect, answer: Answer) -> None:
     pieces = [Piece() for _ in score.voices]
 
     def keep(voice: Voice, piece: Piece) -> None:
@@ -60,7 +60,7 @@ async def answer_whole(performer: Performer, score: Score, dialect: Dialect, ans
 
 
 async def answer_stream(
-    performer: Performer, score: Score, dialect: Dialect, answer: Answer, tells_usage: bool
+    performer: InferenceEngine, score: Score, dialect: Dialect, answer: Answer, tells_usage: bool
 ) -> None:
     stream = _Stream(dialect, answer, score)
     for voice in score.voices:
@@ -122,7 +122,7 @@ class _Stream:
                 self.send(opening)
 
 
-async def perform(performer: Performer, score: Score, stream: _Stream | None = None) -> None:
+async def perform(performer: InferenceEngine, score: Score, stream: _Stream | None = None) -> None:
     """Submit all sequences and wait until all are over. Raises the first error of one; ends the others then."""
     over = asyncio.get_running_loop().create_future()
     left = len(score.voices)
@@ -147,7 +147,7 @@ async def perform(performer: Performer, score: Score, stream: _Stream | None = N
             voice.on_over = on_over
         performer.submit(*(voice.ask for voice in score.voices))
         await over
-    except TooLong as error:
+    except PromptTooLong as error:
         raise too_long(str(error)) from None
     except UnknownToken as error:
         raise Refused(str(error), code="unknown_token") from None

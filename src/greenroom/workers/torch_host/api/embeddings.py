@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..engine.requests import TooLong, UnknownToken, Vectors
+from ..engine.requests import PromptTooLong, UnknownToken, Vectors
 from ..failures import Failure
 from ..weights.sentence_config import SentenceConfig
 from .fields import Body, boolean, integer, refuse
@@ -82,7 +82,7 @@ async def _embedded(house: House, inputs: Sequence[Sequence[int]], skipped: Sequ
     try:
         house.performer.embed(inputs, lambda result: house.mailbox.post(settle, result), skipped)
         return await future
-    except TooLong as error:
+    except PromptTooLong as error:
         raise too_long(str(error)) from None
     except UnknownToken as error:
         raise Refused(str(error), param="input", code="unknown_token") from None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..engine.requests import Ask, Mailbox, Performer
+from ..engine.requests import CallbackQueue, GenerationRequest, InferenceEngine
 from ..sandbox.grammar import Grammars, JsonConstraint
 from ..text.harmony import Harmony
 from ..text.output_stream import StopFinder, Voice
@@ -59,11 +59,11 @@ class Reading:
 @dataclass(frozen=True, slots=True)
 class House:
     model: str
-    performer: Performer
+    performer: InferenceEngine
     text: Text
     template: Template
     grammars: Grammars
-    mailbox: Mailbox
+    mailbox: CallbackQueue
     harmony: Harmony | None
     """The format of its answers, if it is this one."""
     sentence: SentenceConfig | None
@@ -122,7 +122,7 @@ class House:
     ) -> Voice:
         detokeniser = self.text.detokeniser(prompt if continues else (), reading.spoken, reading.marks)
         voice = Voice(index, self.mailbox, detokeniser, StopFinder(wishes.stops), reading.reader())
-        voice.ask = Ask(
+        voice.ask = GenerationRequest(
             id=new_id("ask"),
             tokens=prompt,
             max_tokens=room,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..engine.requests import Mailbox, Performer
+from ..engine.requests import CallbackQueue, InferenceEngine
 from ..sandbox.grammar import Grammars
 from ..sandbox.pool import SandboxPool
 from ..sandbox.schema_trials import SchemaTrials
@@ -41,7 +41,7 @@ class Api:
     def __init__(
         self,
         text: Text,
-        performer: Performer,
+        performer: InferenceEngine,
         model: str,
         *,
         templates: SandboxPool,
@@ -56,7 +56,7 @@ class Api:
             text=text,
             template=template,
             grammars=Grammars(text, trials),
-            mailbox=Mailbox(asyncio.get_running_loop()),
+            mailbox=CallbackQueue(asyncio.get_running_loop()),
             harmony=Harmony.of(text, template.source),
             sentence=sentence,
             dimensions=_dimensions(text.folder),
@@ -115,7 +115,7 @@ class Served(Server):
 
 async def serve_text(
     socket_path: Path,
-    performer: Performer,
+    performer: InferenceEngine,
     text: Text,
     model: str,
     *,

@@ -18,14 +18,14 @@ from typing import Any, Final, TypeVar
 import torch
 
 from ..api.routes import Served, serve_text
-from ..engine.engine_loop import Batching
+from ..engine.engine_loop import EngineLoop
 from ..failures import BadModel, Cancelled, OnFatal, Stuck
 from ..sandbox.pool import SandboxPool
 from ..sandbox.schema_trials import SCHEMAS, SchemaTrials
 from ..sandbox.template_runner import TEMPLATES
-from ..weights.device_weights import StageModel, Wire
+from ..weights.device_weights import CopyRate, DeviceWeights
 from .orders import Order
-from .preparing import Surroundings, prepare
+from .preparing import DeviceContext, prepare
 
 # Opening and closing a socket happen between requests; a loop that does not get to it for this long is stuck.
 LOOP_TIMEOUT_S: Final = 60.0
@@ -38,7 +38,7 @@ class Shared:
 
     loop: asyncio.AbstractEventLoop
     on_fatal: OnFatal
-    wire: Wire = field(default_factory=Wire)
+    copy_rate: CopyRate = field(default_factory=CopyRate)
     templates: SandboxPool = field(default_factory=lambda: SandboxPool(TEMPLATES))
     trials: SchemaTrials = field(default_factory=lambda: SchemaTrials(SandboxPool(SCHEMAS)))
 
@@ -50,7 +50,9 @@ class Shared:
 class Hosted:
     """A slot that is open: asleep first. Its methods are called one at a time."""
 
-    def __init__(self, order: Order, stage: StageModel, performer: Batching, served: Served, shared: Shared) -> None:
+    def __init__(
+        self, order: Order, stage: DeviceWeights, performer: EngineLoop, served: Served, shared: Shared
+    ) -> None:
         self._order, self._stage, self._performer = order, stage, performer
         self._served, self._shared = served, shared
         self._let_go = ExitStack()
@@ -75,16 +77,18 @@ class Hosted:
                 # Whoever still holds the memfd must not hold the memory of a model that could not be opened.
                 refill = undo.enter_context(_Emptied(descriptor))
             device = _device(order)
-            made = prepare(order, descriptor, Surroundings(device, shared.wire, shared.on_fatal), progress, cancelled)
+            made = prepare(
+                order, descriptor, DeviceContext(device, shared.copy_rate, shared.on_fatal), progress, cancelled
+            )
             undo.callback(made.text.close)
-            undo.callback(made.stage.close)
-            undo.callback(made.performer.close)
+            undo.callback(made.weights.close)
+            undo.callback(made.engine.close)
             if cancelled.is_set():
                 raise Cancelled(f"{order.model} is not wanted any more.")
             served = shared.run(
                 serve_text(
                     order.socket,
-                    made.performer,
+                    made.engine,
                     made.text,
                     order.model,
                     templates=shared.templates,
@@ -92,14 +96,14 @@ class Hosted:
                     sentence=made.sentence,
                 )
             )
-            hosted = cls(order, made.stage, made.performer, served, shared)
+            hosted = cls(order, made.weights, made.engine, served, shared)
             hosted.host_bytes = made.host_bytes
             if not order.filled:
                 refill.keep()
             hosted._let_go = undo.pop_all()
         answer = {
             "arena_bytes": hosted.host_bytes,
-            "kv_bytes": made.stage.kv.size,
+            "kv_bytes": made.weights.kv.size,
             "seconds": time.monotonic() - began,
             "read_bytes": made.read_bytes,
         }

@@ -17,17 +17,17 @@ from typing import Any, Final
 
 import torch
 
-from ..engine.engine_loop import Batching
+from ..engine.engine_loop import EngineLoop
 from ..engine.model_check import ModelCheck, fingerprint
 from ..engine.model_shape import kv_bytes, text_config
 from ..failures import OnFatal
 from ..kernels.attention import IMPLEMENTATION, register
 from ..text.tokens import Text
 from ..weights.arena import HostArena
-from ..weights.building import Wish, asked, gguf_in
-from ..weights.device_weights import StageModel, Wire
+from ..weights.building import ModelOptions, call_transformers, gguf_in
+from ..weights.device_weights import CopyRate, DeviceWeights
 from ..weights.driver import driver
-from ..weights.loading import Circumstances, load
+from ..weights.loading import LoadContext, load
 from ..weights.sentence_config import SentenceConfig, read_sentence_config
 from .orders import CACHE_CONTEXTS, Order
 
@@ -38,69 +38,71 @@ THREADS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedModel:
     """A model that sleeps, and how its text is written. Whoever has it closes performer, stage and text."""
 
     text: Text
-    stage: StageModel
-    performer: Batching
+    weights: DeviceWeights
+    engine: EngineLoop
     sentence: SentenceConfig | None
     host_bytes: int
     read_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class DeviceContext:
     """Where a model is prepared: its device, how fast that is reached, and who is told when it is lost."""
 
     device: torch.device
-    wire: Wire
+    copy_rate: CopyRate
     on_fatal: OnFatal
 
 
 def prepare(
     order: Order,
     descriptor: int,
-    around: Surroundings,
+    device_context: DeviceContext,
     progress: Callable[[float], None],
     cancelled: threading.Event,
-) -> Prepared:
+) -> PreparedModel:
     """Fill or adopt the arena behind this memfd and build what it takes to wake. Raises what its parts raise."""
     register()
-    wish = _wish(order)
+    options = _options(order)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prepare") as threads:
-        beside = _Beside(order, wish, around, threads)
-        watched = Circumstances(
+        background = _Background(order, options, device_context, threads)
+        load_context = LoadContext(
             arena_max_bytes=order.arena_max_bytes,
             host_free_bytes=order.host_free_bytes,
             # A CPU computes with the arena itself; elsewhere weights are brought, and then less is faster.
-            folds=around.device.type == "cuda",
+            folds=device_context.device.type == "cuda",
             on_progress=progress,
             cancelled=cancelled,
-            on_thread=lambda: settle_near(around.device),
-            on_reading=beside.on_reading,
-            on_built=beside.on_built,
+            on_thread=lambda: settle_near(device_context.device),
+            on_reading=background.on_reading,
+            on_built=background.on_built,
         )
         try:
             # The module is not kept here: its weights look into the arena, and an error would hold on to both.
-            return beside.joined(load(wish, descriptor, order.filled, watched).read_bytes)
+            return background.joined(load(options, descriptor, order.filled, load_context).read_bytes)
         except BaseException:
-            beside.let_go()
+            background.undo()
             raise
 
 
-class _Beside:
+class _Background:
     """What is made of one model in threads of its own."""
 
-    def __init__(self, order: Order, wish: Wish, around: Surroundings, threads: ThreadPoolExecutor) -> None:
-        self._order, self._wish, self._around, self._threads = order, wish, around, threads
+    def __init__(
+        self, order: Order, options: ModelOptions, device_context: DeviceContext, threads: ThreadPoolExecutor
+    ) -> None:
+        self._order, self._options, self._device_context, self._threads = order, options, device_context, threads
         self._arena: HostArena | None = None
         self._text: Future[Text] | None = None
-        self._staged: Future[tuple[StageModel, Batching]] | None = None
+        self._engine: Future[tuple[DeviceWeights, EngineLoop]] | None = None
         self._context: Future[object] | None = None
-        if around.device.type == "cuda":
+        if device_context.device.type == "cuda":
             # Half a second of the driver's own. Through this call, unlike torch's, other threads run meanwhile.
-            self._context = threads.submit(driver, around.device.index or 0)
+            self._context = threads.submit(driver, device_context.device.index or 0)
 
     def on_reading(self) -> None:
         """The disk has its work: now the interpreter may be kept busy."""
@@ -110,45 +112,47 @@ class _Beside:
     def on_built(self, module: torch.nn.Module, arena: HostArena) -> None:
         self.on_reading()
         self._arena = arena
-        self._staged = self._threads.submit(self._stage, module, arena)
+        self._engine = self._threads.submit(self._build_engine, module, arena)
 
-    def joined(self, read_bytes: int) -> Prepared:
+    def joined(self, read_bytes: int) -> PreparedModel:
         """All of it, now that the arena is filled."""
-        if self._text is None or self._staged is None or self._arena is None:
+        if self._text is None or self._engine is None or self._arena is None:
             raise RuntimeError("a model was loaded and nobody was told")
         text = self._text.result()
-        stage, performer = self._staged.result()
-        stage.on_filled()
-        return Prepared(text, stage, performer, self._wish.sentence, self._arena.held_bytes, read_bytes)
+        weights, engine = self._engine.result()
+        weights.on_filled()
+        return PreparedModel(text, weights, engine, self._options.sentence, self._arena.held_bytes, read_bytes)
 
-    def let_go(self) -> None:
+    def undo(self) -> None:
         """Wait for what has begun and undo it."""
         if self._text is not None and self._text.exception() is None:
             self._text.result().close()
-        if self._staged is not None and self._staged.exception() is None:
-            stage, performer = self._staged.result()
-            performer.close()
-            stage.close()
+        if self._engine is not None and self._engine.exception() is None:
+            weights, engine = self._engine.result()
+            engine.close()
+            weights.close()
         if self._arena is not None:
             self._arena.close()
         # An error keeps all it came through, this too; were it kept here as well, neither would ever go.
-        self._text = self._staged = self._context = self._arena = None
+        self._text = self._engine = self._context = self._arena = None
 
     def _load_text(self) -> Text:
-        wish = self._wish
-        text: Text = asked(wish.folder, lambda: Text.load(wish.folder, wish.trust_remote_code, wish.gguf_file))
-        if wish.sentence is not None:
-            text.prepare_to_embed(wish.sentence.lowers_case)
+        options = self._options
+        text: Text = call_transformers(
+            options.folder, lambda: Text.load(options.folder, options.trust_remote_code, options.gguf_file)
+        )
+        if options.sentence is not None:
+            text.prepare_to_embed(options.sentence.lowers_case)
         return text
 
-    def _stage(self, module: torch.nn.Module, arena: HostArena) -> tuple[StageModel, Batching]:
+    def _build_engine(self, module: torch.nn.Module, arena: HostArena) -> tuple[DeviceWeights, EngineLoop]:
         if self._context is not None:
             self._context.result()
-        return _staged(self._order, self._wish.sentence, module, arena, self._around)
+        return _weights_and_engine(self._order, self._options.sentence, module, arena, self._device_context)
 
 
-def _wish(order: Order) -> Wish:
-    return Wish(
+def _options(order: Order) -> ModelOptions:
+    return ModelOptions(
         folder=order.folder,
         # Embeddings are made with the attention and the masks that the model's own code brings.
         attention=None if order.embedding else IMPLEMENTATION,
@@ -160,31 +164,35 @@ def _wish(order: Order) -> Wish:
     )
 
 
-def _staged(
-    order: Order, sentence: SentenceConfig | None, module: torch.nn.Module, arena: HostArena, around: Surroundings
-) -> tuple[StageModel, Batching]:
+def _weights_and_engine(
+    order: Order,
+    sentence: SentenceConfig | None,
+    module: torch.nn.Module,
+    arena: HostArena,
+    device_context: DeviceContext,
+) -> tuple[DeviceWeights, EngineLoop]:
     config: Any = module.config
     context = _context(order, config)
     if sentence is not None and sentence.tokens_max is not None:
         context = min(context, sentence.tokens_max)
     cache_tokens = 0 if order.embedding else order.cache_tokens or CACHE_CONTEXTS * context
-    if order.threads is not None and around.device.type == "cpu":
+    if order.threads is not None and device_context.device.type == "cpu":
         torch.set_num_threads(order.threads)
     room = 0 if order.embedding else kv_bytes(config, _dtype_name(module), cache_tokens)
-    stage = StageModel(module, arena, around.device, room, around.wire)
+    weights = DeviceWeights(module, arena, device_context.device, room, device_context.copy_rate)
     try:
-        return stage, Batching(
-            stage,
+        return weights, EngineLoop(
+            weights,
             cache_tokens=cache_tokens,
             batch_max=order.batch_max,
             context=context,
-            on_fatal=around.on_fatal,
+            on_fatal=device_context.on_fatal,
             sentence=sentence,
             name=order.model,
-            check=_check(order, arena, around.device, context),
+            check=_check(order, arena, device_context.device, context),
         )
     except BaseException:
-        stage.close()
+        weights.close()
         raise
 
 

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Sequence
 
 from .model_shape import BLOCK_TOKENS, blocks_for
-from .prefix_cache import Blocks, PrefixCache
-from .sequence import Speech
+from .prefix_cache import BlockPool, PrefixCache
+from .sequence import Sequence
 
 
-class Seats:
-    def __init__(self, cache_tokens: int, block_bytes: int, rope_switches: Sequence[int] = ()) -> None:
+class BlockManager:
+    def __init__(self, cache_tokens: int, block_bytes: int, rope_switches: tuple[int, ...] = ()) -> None:
         """`rope_switches`: lengths beyond which keys differ, in order."""
         self._rope_switches = rope_switches
-        self._blocks = Blocks(cache_tokens)
-        self._cache = PrefixCache(self._blocks, block_bytes)
+        self._pool = BlockPool(cache_tokens)
+        self._cache = PrefixCache(self._pool, block_bytes)
         self._lock = threading.Lock()
 
     @property
     def tokens_max(self) -> int:
-        return self._blocks.total * BLOCK_TOKENS
+        return self._pool.total * BLOCK_TOKENS
 
     @property
     def available(self) -> int:
@@ -35,53 +34,53 @@ class Seats:
     def clear(self) -> None:
         """KV memory was dropped; nobody has a seat any more."""
         with self._lock:
-            self._blocks.clear()
+            self._pool.clear()
             self._cache.clear()
 
     def flush(self, tenant: str | None, tag: str | None) -> tuple[int, int]:
         with self._lock:
             return self._cache.flush(tenant, tag)
 
-    def sit(self, speech: Speech, spare: int) -> bool:
+    def allocate(self, sequence: Sequence, spare: int) -> bool:
         """Give it blocks for all its tokens, cached ones first, if `spare` stay available; else nothing happens."""
-        speech.rope_band = bisect_left(self._rope_switches, len(speech.tokens))
+        sequence.rope_band = bisect_left(self._rope_switches, len(sequence.tokens))
         with self._lock:
-            nodes = self._cache.match(speech.owner, speech.tokens) if speech.ask.uses_cache else []
-            needed = blocks_for(len(speech.tokens)) - len(nodes)
+            cached = self._cache.match(sequence.owner, sequence.tokens) if sequence.request.uses_cache else []
+            needed = blocks_for(len(sequence.tokens)) - len(cached)
             if needed + spare > self._cache.available:
-                self._cache.release(nodes)
+                self._cache.release(cached)
                 return False
-            speech.nodes = nodes
-            speech.blocks = [node.block for node in nodes] + self._cache.take(needed)
-            speech.computed = len(nodes) * BLOCK_TOKENS
+            sequence.cached = cached
+            sequence.blocks = [node.block for node in cached] + self._cache.take(needed)
+            sequence.computed = len(cached) * BLOCK_TOKENS
             # A sequence that sits down again finds what it left behind itself; only the first time counts as reuse.
-            if speech.ask.cached_tokens is None:
-                speech.ask.cached_tokens = speech.computed
+            if sequence.request.cached_tokens is None:
+                sequence.request.cached_tokens = sequence.computed
             return True
 
-    def grow(self, speech: Speech, tokens: int) -> list[int] | None:
+    def grow(self, sequence: Sequence, tokens: int) -> list[int] | None:
         """The blocks it needs in addition to hold this many tokens. None if they cannot be had."""
         with self._lock:
-            needed = blocks_for(tokens) - len(speech.blocks)
+            needed = blocks_for(tokens) - len(sequence.blocks)
             if needed > self._cache.available:
                 return None
             added = self._cache.take(max(0, needed))
-            speech.blocks.extend(added)
+            sequence.blocks.extend(added)
             return added
 
-    def share(self, speech: Speech) -> None:
+    def cache(self, sequence: Sequence) -> None:
         """Put what is computed into the cache, by whole blocks, for others that begin alike."""
-        if not speech.ask.uses_cache:
+        if not sequence.request.uses_cache:
             return
         with self._lock:
-            held = len(speech.nodes)
-            own = speech.blocks[held : speech.computed // BLOCK_TOKENS]
-            speech.nodes.extend(self._cache.keep(speech.owner, speech.tokens, speech.nodes, own))
+            held = len(sequence.cached)
+            own = sequence.blocks[held : sequence.computed // BLOCK_TOKENS]
+            sequence.cached.extend(self._cache.keep(sequence.owner, sequence.tokens, sequence.cached, own))
 
-    def leave(self, speech: Speech) -> None:
+    def free(self, sequence: Sequence) -> None:
         """Give up the seat. What was shared stays cached until somebody needs the room."""
-        self.share(speech)
+        self.cache(sequence)
         with self._lock:
-            self._blocks.give(speech.blocks[len(speech.nodes) :])
-            self._cache.release(speech.nodes)
-        speech.nodes, speech.blocks, speech.computed = [], [], 0
+            self._pool.give(sequence.blocks[len(sequence.cached) :])
+            self._cache.release(sequence.cached)
+        sequence.cached, sequence.blocks, sequence.computed = [], [], 0

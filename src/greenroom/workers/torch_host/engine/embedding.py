@@ -15,9 +15,9 @@ from torch.nn.functional import normalize
 
 from ..kernels.rope import LONGROPE, rope_kinds
 from ..weights.sentence_config import HEAD, PoolingMode, SentenceConfig
-from .model_shape import limits_of, text_config
+from .model_shape import text_config, token_limits
 from .requests import Vectors
-from .runner import Stage
+from .runner import DeviceModel
 
 # Tokens computed at once, fill included.
 TOKENS_MAX = 8192
@@ -38,7 +38,7 @@ def can_pad(module: Any) -> bool:
     return module.config.model_type in PADDED_MODELS and LONGROPE not in rope_kinds(module.config)
 
 
-def grouped(inputs: Sequence[Sequence[int]], pads: bool = True) -> list[list[int]]:
+def group_by_length(inputs: Sequence[Sequence[int]], pads: bool = True) -> list[list[int]]:
     """Inputs by number, those of like length together, as many as are computed at once."""
     groups: list[list[int]] = []
     # Longest first: the first of a group says how wide it is.
@@ -53,20 +53,20 @@ def grouped(inputs: Sequence[Sequence[int]], pads: bool = True) -> list[list[int
 
 
 class Embedder:
-    def __init__(self, stage: Stage, sentence: SentenceConfig) -> None:
-        self._stage = stage
+    def __init__(self, model: DeviceModel, sentence: SentenceConfig) -> None:
+        self._model = model
         self._sentence = sentence
-        self.pads = can_pad(stage.module)
-        fill = getattr(text_config(stage.config), "pad_token_id", None)
-        self._fill = fill if isinstance(fill, int) and 0 <= fill < limits_of(stage.module).tokens else 0
-        known = inspect.signature(stage.module.forward).parameters
+        self.pads = can_pad(model.module)
+        fill = getattr(text_config(model.config), "pad_token_id", None)
+        self._fill = fill if isinstance(fill, int) and 0 <= fill < token_limits(model.module).tokens else 0
+        known = inspect.signature(model.module.forward).parameters
         self._takes_mask = "attention_mask" in known
         self._options = {"use_cache": False} if "use_cache" in known else {}
 
     def vectors(self, inputs: Sequence[Sequence[int]], skipped: Sequence[int]) -> Vectors:
         """A vector for each input, none of which may be empty; its first `skipped` tokens are not pooled."""
         width = max(len(one) for one in inputs)
-        device = self._stage.device
+        device = self._model.device
         ids = torch.tensor([[*one, *[self._fill] * (width - len(one))] for one in inputs]).to(device)
         lengths = torch.tensor([len(one) for one in inputs]).to(device)
         # A prompt may run together with a text into fewer tokens than it has alone: something must be left to pool.
@@ -76,9 +76,9 @@ class Embedder:
         mask = at < lengths[:, None]
         masks = {"attention_mask": mask.long()} if self._takes_mask else {}
         with torch.no_grad():
-            hidden = self._stage.module(input_ids=ids, **masks, **self._options).last_hidden_state
+            hidden = self._model.module(input_ids=ids, **masks, **self._options).last_hidden_state
             pooled = torch.cat(list(_pooled(hidden, mask & (at >= first[:, None]), self._sentence.pooling)), dim=-1)
-            for step, part in zip(self._sentence.steps, getattr(self._stage.module, HEAD), strict=True):
+            for step, part in zip(self._sentence.steps, getattr(self._model.module, HEAD), strict=True):
                 pooled = normalize(pooled, dim=-1) if step == "normalize" else part(pooled)
         vectors: Vectors = pooled[:, : self._sentence.dimensions].float().tolist()
         return vectors

@@ -1,7 +1,7 @@
 """The pages of a model's KV memory: how large they are, which are free, which a sequence holds.
 
 Owns the arithmetic of KV memory and the list of free blocks. Never touches the memory itself (attention does) and never
-imports torch, so that the size can be known before anything is allocated. Read `kv_bytes` first, then `Blocks`.
+imports torch, so that the size can be known before anything is allocated. Read `kv_bytes` first, then `BlockPool`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ _PER_LAYER = "per_layer"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TokenLimits:
     tokens: int = UNKNOWN
     """Ids below this have a row in every table that is read with them."""
     choices: int = UNKNOWN
@@ -145,20 +145,20 @@ class Limits:
         return largest if largest >= self.tokens else None
 
 
-def limits_of(module: Any) -> Limits:
+def token_limits(module: Any) -> TokenLimits:
     """The limits of a model, by the tables it has."""
     vocabulary = getattr(text_config(module.config), "vocab_size", None) if hasattr(module, "config") else None
-    said = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else UNKNOWN
-    table = _asked(module, "get_input_embeddings")
+    vocabulary_size = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else UNKNOWN
+    table = _part_by(module, "get_input_embeddings")
     tables = _tables_beside(module, table)
     per_layer = [rows for name, one in tables.items() if _PER_LAYER in name and (rows := _rows(one))]
-    positions = [_places(one) for name, one in tables.items() if _POSITIONS.match(name)]
-    tokens = min([_rows(table) or said, *per_layer])
-    head = _rows(_asked(module, "get_output_embeddings")) or said
-    return Limits(tokens, min(tokens, head), min(positions, default=None))
+    positions = [_positions_of(one) for name, one in tables.items() if _POSITIONS.match(name)]
+    tokens = min([_rows(table) or vocabulary_size, *per_layer])
+    head = _rows(_part_by(module, "get_output_embeddings")) or vocabulary_size
+    return TokenLimits(tokens, min(tokens, head), min(positions, default=None))
 
 
-def _asked(module: Any, method: str) -> Any:
+def _part_by(module: Any, method: str) -> Any:
     """A part of the model by the method that knows it; code that comes with a model may have none."""
     try:
         return getattr(module, method)()
@@ -188,7 +188,7 @@ def _rows(table: Any) -> int | None:
     return getattr(table, "num_embeddings", None) or getattr(table, "out_features", None)
 
 
-def _places(table: Any) -> int:
+def _positions_of(table: Any) -> int:
     """Positions of a table: some begin after a fixed number of rows, or after the row of the padding."""
     padding = getattr(table, "padding_idx", None)
     before = getattr(table, "offset", None) or (0 if padding is None else padding + 1)

@@ -15,32 +15,32 @@ from .model_shape import BLOCK_TOKENS, SCRATCH_BLOCK, blocks_for
 
 # Tenant, tag, and a number for what else must be equal: keys of another kind are never mixed.
 Owner = tuple[str, str, int]
-Run = tuple[int, ...]
+BlockKey = tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class CachedBlock:
     """One cached block. Whoever uses it uses all of its ancestors too."""
 
     owner: Owner
     block: int
-    parent: Node | None
-    run: Run
+    parent: CachedBlock | None
+    key: BlockKey
     users: int = 0
-    is_listed: bool = True
+    is_reachable: bool = True
     """False once flushed: nobody finds it any more, and its block goes when the last user lets go."""
-    children: dict[Run, Node] = field(default_factory=dict)
+    children: dict[BlockKey, CachedBlock] = field(default_factory=dict)
 
 
 class PrefixCache:
     """Cached blocks as trees, one per owner, and those nobody uses in the order they may go."""
 
-    def __init__(self, blocks: Blocks, block_bytes: int) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: BlockPool, block_bytes: int) -> None:
+        self._pool = blocks
         self._block_bytes = block_bytes
-        self._roots: dict[Owner, dict[Run, Node]] = {}
+        self._roots: dict[Owner, dict[BlockKey, CachedBlock]] = {}
         # Oldest first. A parent is always let go after its children, so the oldest is always a leaf.
-        self._unused: OrderedDict[int, Node] = OrderedDict()
+        self._unused: OrderedDict[int, CachedBlock] = OrderedDict()
         self.entries = 0
 
     def clear(self) -> None:
@@ -52,19 +52,19 @@ class PrefixCache:
     @property
     def available(self) -> int:
         """Blocks that can be had: the free ones and those cached that nobody uses."""
-        return self._blocks.free + len(self._unused)
+        return self._pool.free + len(self._unused)
 
     def take(self, count: int) -> list[int]:
         """This many blocks, the least recently used cached ones dropped for them. The caller looked at `available`."""
-        while self._blocks.free < count:
+        while self._pool.free < count:
             _, oldest = self._unused.popitem(last=False)
-            self._forget(oldest)
-            self._blocks.give([oldest.block])
-        return self._blocks.take(count)
+            self._evict(oldest)
+            self._pool.give([oldest.block])
+        return self._pool.take(count)
 
-    def match(self, owner: Owner, tokens: Sequence[int]) -> list[Node]:
+    def match(self, owner: Owner, tokens: Sequence[int]) -> list[CachedBlock]:
         """The longest cached beginning of these tokens, less the last one, which must be computed. In use from now."""
-        found: list[Node] = []
+        found: list[CachedBlock] = []
         children = self._roots.get(owner, {})
         for start in range(0, (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
             node = children.get(tuple(tokens[start : start + BLOCK_TOKENS]))
@@ -75,36 +75,38 @@ class PrefixCache:
             children = node.children
         return found
 
-    def keep(self, owner: Owner, tokens: Sequence[int], held: Sequence[Node], blocks: Sequence[int]) -> list[Node]:
+    def keep(
+        self, owner: Owner, tokens: Sequence[int], held: Sequence[CachedBlock], blocks: Sequence[int]
+    ) -> list[CachedBlock]:
         """Put full blocks of these tokens into the tree, after those already held. The new nodes are in use.
 
         `blocks` are the sequence's own ones after `held`. Where somebody else kept the same tokens first, keeping
         stops: the sequence goes on with its own copy.
         """
-        added: list[Node] = []
+        added: list[CachedBlock] = []
         parent = held[-1] if held else None
-        if parent is not None and not parent.is_listed:
+        if parent is not None and not parent.is_reachable:
             return added
         for at, block in enumerate(blocks, start=len(held)):
-            run = tuple(tokens[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS])
-            if len(run) < BLOCK_TOKENS:
+            key = tuple(tokens[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS])
+            if len(key) < BLOCK_TOKENS:
                 break
             children = parent.children if parent is not None else self._roots.setdefault(owner, {})
-            if run in children:
+            if key in children:
                 break
-            parent = children[run] = Node(owner, block, parent, run, users=1)
+            parent = children[key] = CachedBlock(owner, block, parent, key, users=1)
             self.entries += 1
             added.append(parent)
         return added
 
-    def release(self, nodes: Sequence[Node]) -> None:
+    def release(self, nodes: Sequence[CachedBlock]) -> None:
         """These are no longer used by this sequence: leaf first, so that leaves are the first to go."""
         for node in reversed(nodes):
             node.users -= 1
-            if node.users == 0 and node.is_listed:
+            if node.users == 0 and node.is_reachable:
                 self._unused[id(node)] = node
             elif node.users == 0:
-                self._blocks.give([node.block])
+                self._pool.give([node.block])
 
     def flush(self, tenant: str | None, tag: str | None) -> tuple[int, int]:
         """Forget all of this tenant and this tag; None means any. Returns entries and their bytes."""
@@ -114,33 +116,33 @@ class PrefixCache:
             while waiting:
                 node = waiting.pop()
                 waiting.extend(node.children.values())
-                self._strike(node)
+                self._remove(node)
                 gone += 1
         return gone, gone * self._block_bytes
 
-    def _strike(self, node: Node) -> None:
-        node.is_listed = False
+    def _remove(self, node: CachedBlock) -> None:
+        node.is_reachable = False
         node.children = {}
         self.entries -= 1
         if node.users == 0:
             del self._unused[id(node)]
-            self._blocks.give([node.block])
+            self._pool.give([node.block])
 
-    def _use(self, node: Node) -> None:
+    def _use(self, node: CachedBlock) -> None:
         if node.users == 0:
             del self._unused[id(node)]
         node.users += 1
 
-    def _forget(self, node: Node) -> None:
-        node.is_listed = False
+    def _evict(self, node: CachedBlock) -> None:
+        node.is_reachable = False
         siblings = self._roots[node.owner] if node.parent is None else node.parent.children
-        del siblings[node.run]
+        del siblings[node.key]
         if node.parent is None and not siblings:
             del self._roots[node.owner]
         self.entries -= 1
 
 
-class Blocks:
+class BlockPool:
     """The free blocks of one KV memory. Taken and given back by number; the number is all there is to a block."""
 
     def __init__(self, cache_tokens: int) -> None:

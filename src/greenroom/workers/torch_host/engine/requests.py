@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from .model_shape import Limits
+from .model_shape import TokenLimits
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 EndReason = Literal["stop", "length", "cancelled", "error"]
 
 
-class TooLong(ValueError):
+class PromptTooLong(ValueError):
     """A prompt that can never fit, however long it waits. The message says what, which and what to do."""
 
 
@@ -90,7 +90,7 @@ class Listener(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Ask:
+class GenerationRequest:
     """One sequence to be continued."""
 
     id: str
@@ -112,18 +112,18 @@ class Ask:
 Vectors = list[list[float]]
 
 
-class Performer(Protocol):
+class InferenceEngine(Protocol):
     """A model on stage, as the API sees it. Every method may be called from any thread and returns at once."""
 
     context: int
     """Tokens of the longest prompt and answer together."""
-    limits: Limits
+    limits: TokenLimits
     """Which tokens the model has."""
 
-    def submit(self, *asks: Ask) -> None:
+    def submit(self, *requests: GenerationRequest) -> None:
         """Take places in the batch, as far as there are, before any of them speaks; the others wait inside, in order.
 
-        Raises TooLong if one can never fit, and UnknownToken; none is taken then.
+        Raises PromptTooLong if one can never fit, and UnknownToken; none is taken then.
         """
 
     def embed(
@@ -147,35 +147,35 @@ class Performer(Protocol):
 _log = logging.getLogger(__name__)
 
 
-class Mailbox:
+class CallbackQueue:
     """Waking the loop costs a system call; a batch of sequences that speak in one step needs only one."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._letters: deque[tuple[Callable[[Any], None], Any]] = deque()
-        self._is_called = False
+        self._calls: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._is_scheduled = False
 
-    def post(self, receive: Callable[[Any], None], letter: object) -> None:
+    def post(self, callback: Callable[[Any], None], value: object) -> None:
         """From any thread: the loop will call `receive(letter)`, in the order of posting."""
-        self._letters.append((receive, letter))
-        if not self._is_called:
-            self._is_called = True
-            self._call()
+        self._calls.append((callback, value))
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._schedule()
 
-    def _call(self) -> None:
+    def _schedule(self) -> None:
         try:
             self._loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
             # The loop has closed: nobody is left to hear.
-            self._letters.clear()
+            self._calls.clear()
 
     def _deliver(self) -> None:
         # Lowered before the first letter is taken: one that is posted from here on calls again, so none is left lying.
-        self._is_called = False
-        while self._letters:
-            receive, letter = self._letters.popleft()
+        self._is_scheduled = False
+        while self._calls:
+            callback, value = self._calls.popleft()
             try:
-                receive(letter)
+                callback(value)
             except Exception:
                 # One receiver's mistake keeps nobody else from their letters.
                 _log.exception("a letter could not be received")

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import torch
 
 from ..failures import BadModel
-from ..kernels.attention import IMPLEMENTATION, Kernels, Step, Store, performing, stores_in
-from ..kernels.fuse import quicken
+from ..kernels.attention import IMPLEMENTATION, AttentionKernels, LayerKV, ModelStep, as_current_step, stores_in
+from ..kernels.fuse import fuse_modules
 from ..kernels.graphs import Graphs, batch_sizes, bucket, token_sizes
-from ..kernels.rope import quicken_rope, turn_by_length
-from .model_shape import BLOCK_TOKENS, SCRATCH_BLOCK, blocks_for, kv_bytes, layer_shapes, limits_of, text_config
-from .steps import Decode, Prefill, Span, slots_of
+from ..kernels.rope import fuse_rope, rope_by_length
+from .model_shape import BLOCK_TOKENS, SCRATCH_BLOCK, blocks_for, kv_bytes, layer_shapes, text_config, token_limits
+from .steps import DecodeStep, PrefillStep, Span, slots_of
 
 # Where keys are gathered first, a captured step keeps room for all of them: beyond so many, steps are not captured.
 GATHERED_TOKENS_MAX = 65536
@@ -29,14 +29,14 @@ GATHERED_TOKENS_MAX = 65536
 UNCAPTURABLE = frozenset({"phimoe"})
 
 
-class Memory(Protocol):
+class KVMemory(Protocol):
     """KV memory: flat bytes on the device, there only while the model is ready."""
 
     @property
     def tensor(self) -> torch.Tensor: ...
 
 
-class Stage(Protocol):
+class DeviceModel(Protocol):
     """What the runner needs of a model: its module, and memory on its device."""
 
     module: torch.nn.Module
@@ -45,14 +45,14 @@ class Stage(Protocol):
     dtype: torch.dtype
 
     @property
-    def kv(self) -> Memory: ...
+    def kv(self) -> KVMemory: ...
 
-    def arrived(self) -> None:
+    def wait_for_weights(self) -> None:
         """Returns when all weights are on the device."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PrefillChunk:
     """Some tokens of one sequence to be computed together."""
 
     tokens: Sequence[int]
@@ -65,37 +65,37 @@ class Piece:
     """Tokens of the whole sequence, if more come after these."""
 
 
-class Runner:
+class ModelRunner:
     """Built once per model; its graphs outlive sleep."""
 
-    def __init__(self, stage: Stage, cache_tokens: int, batch_max: int, context: int) -> None:
-        self.stage = stage
+    def __init__(self, model: DeviceModel, cache_tokens: int, batch_max: int, context: int) -> None:
+        self.model = model
         self.cache_tokens = cache_tokens
         self.context = min(context, blocks_for(cache_tokens) * BLOCK_TOKENS)
-        self.shapes = layer_shapes(stage.config)
-        self.heads = int(text_config(stage.config).num_attention_heads)
-        _check(stage)
-        self.rope_switches = turn_by_length(stage.module, stage.config)
+        self.shapes = layer_shapes(model.config)
+        self.heads = int(text_config(model.config).num_attention_heads)
+        _check(model)
+        self.rope_switches = rope_by_length(model.module, model.config)
         """Lengths beyond which a sequence must be computed anew, because its keys are turned with other factors."""
-        self.kernels = Kernels.tried(self.shapes[0], self.heads, stage.dtype, stage.device)
-        self.rows = Rows(batch_max, blocks_for(self.context) + 1, stage.device)
-        self._stores: tuple[Store, ...] = ()
+        self.kernels = AttentionKernels.probe(self.shapes[0], self.heads, model.dtype, model.device)
+        self.inputs = DecodeInputs(batch_max, blocks_for(self.context) + 1, model.device)
+        self._stores: tuple[LayerKV, ...] = ()
         self.windows: set[int | None] = set()
         """How far layers looked back in the last pieces; None: to the beginning."""
-        self._choices = limits_of(stage.module).choices
-        self._keeps = "logits_to_keep" in inspect.signature(stage.module.forward).parameters
+        self._vocabulary = token_limits(model.module).choices
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.module.forward).parameters
         self._batches = batch_sizes(batch_max)
         # One block more than the context: a step may have been started before the end of a sequence was known.
         longest = (blocks_for(self.context) + 1) * BLOCK_TOKENS
         # Where attention reads pages itself a wide table costs nothing: one width is captured for all lengths.
         self._lengths = (longest,) if self.kernels.pages else token_sizes(longest)
         self._graphs: Graphs | None = None
-        if stage.device.type == "cuda":
-            quicken(stage.module)
+        if model.device.type == "cuda":
+            fuse_modules(model.module)
             if self.kernels.pages:
-                quicken_rope(stage.module, self.shapes[0].key_dim, stage.dtype, stage.device)
-            if text_config(stage.config).model_type not in UNCAPTURABLE:
-                self._graphs = Graphs(self._compute, self.rows.advance)
+                fuse_rope(model.module, self.shapes[0].key_dim, model.dtype, model.device)
+            if text_config(model.config).model_type not in UNCAPTURABLE:
+                self._graphs = Graphs(self._compute, self.inputs.advance)
 
     @staticmethod
     def kv_bytes(config: Any, dtype: Any, cache_tokens: int) -> int:
@@ -103,41 +103,41 @@ class Runner:
 
     def on_wake(self) -> None:
         """KV memory is there again. It is emptied, because masked-out numbers must still be numbers."""
-        memory = self.stage.kv.tensor
+        memory = self.model.kv.tensor
         memory.zero_()
-        self._stores = stores_in(memory, self.shapes, self.stage.dtype, self.cache_tokens)
+        self._stores = stores_in(memory, self.shapes, self.model.dtype, self.cache_tokens)
 
     def on_sleep(self) -> None:
         self._stores = ()
 
     @contextmanager
-    def aside(self, rows: int, tokens: int) -> Iterator[None]:
+    def scratch_memory(self, rows: int, tokens: int) -> Iterator[None]:
         """Steps in here have rows and KV memory of their own, which are gone afterwards. None of them is captured."""
-        stage, kept = self.stage, (self.rows, self._stores, self._graphs)
-        memory = torch.zeros(kv_bytes(stage.config, stage.dtype, tokens), dtype=torch.uint8, device=stage.device)
-        self.rows = Rows(rows, blocks_for(tokens) + 1, stage.device)
-        self._stores, self._graphs = stores_in(memory, self.shapes, stage.dtype, tokens), None
+        model, kept = self.model, (self.inputs, self._stores, self._graphs)
+        memory = torch.zeros(kv_bytes(model.config, model.dtype, tokens), dtype=torch.uint8, device=model.device)
+        self.inputs = DecodeInputs(rows, blocks_for(tokens) + 1, model.device)
+        self._stores, self._graphs = stores_in(memory, self.shapes, model.dtype, tokens), None
         try:
             yield
         finally:
-            self.rows, self._stores, self._graphs = kept
+            self.inputs, self._stores, self._graphs = kept
 
-    def prefill(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
         """Compute these pieces at once. Returns what may come next for each that is a last one, in order."""
         spans: list[Span] = []
         tokens, positions, write, read, wanted = list[int](), list[int](), list[int](), list[int](), list[int]()
-        for piece in pieces:
-            span = Span(len(tokens), len(piece.tokens), piece.past, piece.length)
-            slots = slots_of(piece.blocks, 0, span.seen)
+        for chunk in chunks:
+            span = Span(len(tokens), len(chunk.tokens), chunk.past, chunk.length)
+            slots = slots_of(chunk.blocks, 0, span.seen)
             spans.append(span)
-            tokens.extend(piece.tokens)
+            tokens.extend(chunk.tokens)
             positions.extend(range(span.past, span.seen))
             write.extend(slots[span.past :])
             read.extend(slots)
-            wanted.extend([len(tokens) - 1] if piece.is_last else [])
+            wanted.extend([len(tokens) - 1] if chunk.is_last else [])
         ids, places, write_at = self._upload([tokens, positions, write])
         (read_at,) = self._upload([read])
-        step = Prefill(self._stores, self.kernels, spans, write_at, read_at)
+        step = PrefillStep(self._stores, self.kernels, spans, write_at, read_at)
         # Something must be kept even where nothing is wanted.
         (kept,) = self._upload([wanted or [0]])
         logits = self._forward(step, ids[None], places[None], kept)
@@ -146,58 +146,58 @@ class Runner:
 
     def decode(self, count: int, longest: int) -> torch.Tensor:
         """One token further for the first `count` of `rows`, the longest of which now has `longest` tokens."""
-        self.stage.arrived()
+        self.model.wait_for_weights()
         size, length = bucket(count, self._batches), bucket(longest, self._lengths)
         is_small = self.kernels.pages or size * length <= GATHERED_TOKENS_MAX
         if self._graphs is not None and is_small:
             return self._graphs.run(size, blocks_for(length))[:count]
         logits = self._compute(count, blocks_for(longest))
-        self.rows.advance(count)
+        self.inputs.advance(count)
         return logits
 
     def _compute(self, count: int, width: int) -> torch.Tensor:
-        tokens, positions, table = self.rows.views(count, width)
-        step = Decode(self._stores, self.kernels, positions, table)
+        tokens, positions, table = self.inputs.views(count, width)
+        step = DecodeStep(self._stores, self.kernels, positions, table)
         return self._forward(step, tokens[:, None], positions[:, None], None)[:, -1]
 
     def _forward(
-        self, step: Step, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | None
+        self, step: ModelStep, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | None
     ) -> torch.Tensor:
-        keeps = {"logits_to_keep": kept} if kept is not None and self._keeps else {}
-        with torch.no_grad(), performing(step):
-            out = self.stage.module(input_ids=ids, position_ids=positions, use_cache=False, **keeps)
+        keeps = {"logits_to_keep": kept} if kept is not None and self._takes_logits_to_keep else {}
+        with torch.no_grad(), as_current_step(step):
+            out = self.model.module(input_ids=ids, position_ids=positions, use_cache=False, **keeps)
         # What is chosen is read again in the next step: nothing that has no row may be.
-        logits: torch.Tensor = out.logits[..., : self._choices]
-        return logits if kept is None or self._keeps else logits[:, kept]
+        logits: torch.Tensor = out.logits[..., : self._vocabulary]
+        return logits if kept is None or self._takes_logits_to_keep else logits[:, kept]
 
     def _upload(self, lists: Sequence[Sequence[int]]) -> torch.Tensor:
-        made = torch.tensor(lists, dtype=torch.long, pin_memory=self.stage.device.type == "cuda")
-        return made.to(self.stage.device, non_blocking=True)
+        made = torch.tensor(lists, dtype=torch.long, pin_memory=self.model.device.type == "cuda")
+        return made.to(self.model.device, non_blocking=True)
 
 
-def _check(stage: Stage) -> None:
-    name = type(stage.module).__name__
-    if not getattr(stage.module, "_supports_attention_backend", False):
+def _check(model: DeviceModel) -> None:
+    name = type(model.module).__name__
+    if not getattr(model.module, "_supports_attention_backend", False):
         raise BadModel(
             f"{name} computes its attention in a way of its own, which cannot be served from paged KV memory."
         )
-    if getattr(stage.module, "_is_stateful", False):
+    if getattr(model.module, "_is_stateful", False):
         raise BadModel(f"{name} keeps more than keys and values between tokens, which does not fit paged KV memory.")
-    if any(hasattr(part, "create_position_ids_from_input_ids") for part in stage.module.modules()):
+    if any(hasattr(part, "create_position_ids_from_input_ids") for part in model.module.modules()):
         raise BadModel(f"{name} counts positions by its padding token, which paged KV memory does not know.")
-    given = getattr(text_config(stage.config), "_attn_implementation", IMPLEMENTATION)
+    given = getattr(text_config(model.config), "_attn_implementation", IMPLEMENTATION)
     if given != IMPLEMENTATION:
         raise BadModel(f"{name} was built with {given} attention instead of {IMPLEMENTATION}.")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DecodeRow:
     token: int
     position: int
     blocks: Sequence[int]
 
 
-class Rows:
+class DecodeInputs:
     """Room for a whole batch. Rows beyond those placed stand still and write to the scratch block."""
 
     def __init__(self, batch_max: int, width_max: int, device: torch.device) -> None:
@@ -217,7 +217,7 @@ class Rows:
         """One place further for each of the first `count` rows that is somebody's."""
         self._state[1, :count].add_(self._state[2, :count])
 
-    def place(self, rows: Sequence[Row]) -> None:
+    def set_rows(self, rows: Sequence[DecodeRow]) -> None:
         """These are the rows from now on."""
         cleared = max(self._placed, len(rows))
         idle = [0] * (cleared - len(rows))
@@ -233,7 +233,7 @@ class Rows:
         """This row's table goes on with these blocks, from place `first` on."""
         self._table[row, first : first + len(blocks)].copy_(self._host(blocks, torch.int32), non_blocking=True)
 
-    def choose(self, tokens: torch.Tensor) -> None:
+    def set_tokens(self, tokens: torch.Tensor) -> None:
         """These tokens come next, in the order of rows."""
         self._state[0, : tokens.shape[0]].copy_(tokens)
 

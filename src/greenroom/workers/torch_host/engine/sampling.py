@@ -1,8 +1,8 @@
 """Choosing the next token of every row of a batch, on the device.
 
 Owns what each wish of a sequence does to the scores and in which order: bias, penalties and constraint first, then
-temperature, then top-k, top-p and min-p, then chance. Never asks the device anything: what it chose is read later, by
-whoever wants to know. The same seed gives the same choice whatever else is in the batch. Read `Choosers.choose` first.
+temperature, then top-k, top-p and min-p, then chance. Never asks the device anything: what it chose is read later.
+The same seed gives the same choice whatever else is in the batch. Read `BatchSampler.choose` first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SEED_BITS = 62
 WORD_BITS = 32
 
 
-class Chooser:
+class SequenceSampler:
     """How one sequence chooses, and what it must remember for that. Outlives any batch it is part of."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], constraint: Constraint | None) -> None:
@@ -30,7 +30,7 @@ class Chooser:
         self.constraint = constraint
         self.seed = secrets.randbits(SEED_BITS) if sampling.seed is None else _signed(sampling.seed)
         self.is_greedy = sampling.temperature < TEMPERATURE_MIN
-        self.narrows = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        self.filters = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
         self._prompt = prompt
         self._seen: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
@@ -44,8 +44,8 @@ class Chooser:
 
     @property
     def penalises(self) -> bool:
-        wish = self.sampling
-        return bool(wish.presence_penalty or wish.frequency_penalty or wish.repetition_penalty != 1.0)
+        sampling = self.sampling
+        return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
 
     def adjust(self, scores: torch.Tensor) -> None:
         """Bias and penalties, in place on this sequence's row."""
@@ -54,7 +54,7 @@ class Chooser:
         if self.sampling.logit_bias:
             scores.index_add_(0, *self._bias_on(scores))
 
-    def note(self, token: torch.Tensor) -> None:
+    def record(self, token: torch.Tensor) -> None:
         """This one was chosen; still on the device, nobody has looked at it."""
         if self._counts is not None and self._one is not None:
             # Takes no memory: it could run out after some rows of a batch, and those would be noted again.
@@ -62,13 +62,13 @@ class Chooser:
 
     def _bias_on(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._bias is None:
-            wish = self.sampling.logit_bias
-            values = torch.tensor(list(wish.values()), device=scores.device, dtype=scores.dtype)
-            self._bias = torch.tensor(list(wish), device=scores.device), values
+            bias = self.sampling.logit_bias
+            values = torch.tensor(list(bias.values()), device=scores.device, dtype=scores.dtype)
+            self._bias = torch.tensor(list(bias), device=scores.device), values
         return self._bias
 
     def _penalise(self, scores: torch.Tensor) -> None:
-        wish = self.sampling
+        sampling = self.sampling
         if self._counts is None or self._seen is None:
             # A head may be narrower than the embedding: what it has no score for needs no penalty.
             prompt = [token for token in self._prompt if token < scores.shape[-1]]
@@ -77,15 +77,17 @@ class Chooser:
             counts = torch.zeros(scores.shape, dtype=torch.int32, device=scores.device)
             # Kept when whole: memory may have run out on the way, and then this is done again.
             self._seen, self._counts, self._one = seen, counts, torch.ones_like(counts[:1])
-        said = self._counts > 0
-        if wish.repetition_penalty != 1.0:
-            hit = torch.where(scores > 0, scores / wish.repetition_penalty, scores * wish.repetition_penalty)
-            scores.copy_(torch.where(said | self._seen, hit, scores))
-        scores.sub_(self._counts * wish.frequency_penalty + said * wish.presence_penalty)
+        generated = self._counts > 0
+        if sampling.repetition_penalty != 1.0:
+            penalised = torch.where(
+                scores > 0, scores / sampling.repetition_penalty, scores * sampling.repetition_penalty
+            )
+            scores.copy_(torch.where(generated | self._seen, penalised, scores))
+        scores.sub_(self._counts * sampling.frequency_penalty + generated * sampling.presence_penalty)
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SamplerOutput:
     """One token a row, and what was asked to be known about it. On the device."""
 
     tokens: torch.Tensor
@@ -98,107 +100,107 @@ class Chosen:
         return (self.tokens, self.logprobs, self.top_ids, self.top_logprobs)
 
 
-class Choosers:
+class BatchSampler:
     """The choosers of a batch, row by row. Made anew when the batch changes."""
 
-    def __init__(self, choosers: Sequence[Chooser], device: torch.device) -> None:
-        self._choosers = choosers
+    def __init__(self, samplers: Sequence[SequenceSampler], device: torch.device) -> None:
+        self._samplers = samplers
         self._device = device
-        self._is_simple = all(one.is_greedy and one.is_plain and one.sampling.logprobs is None for one in choosers)
-        self._adjusted = [row for row, one in enumerate(choosers) if not one.is_plain]
-        self._top = max((one.sampling.logprobs for one in choosers if one.sampling.logprobs is not None), default=None)
-        self._warm = [row for row, one in enumerate(choosers) if not one.is_greedy and not one.narrows]
-        self._narrow = [row for row, one in enumerate(choosers) if not one.is_greedy and one.narrows]
-        self._wishes: dict[str, torch.Tensor] = {}
+        self._is_simple = all(one.is_greedy and one.is_plain and one.sampling.logprobs is None for one in samplers)
+        self._adjusted = [row for row, one in enumerate(samplers) if not one.is_plain]
+        self._top = max((one.sampling.logprobs for one in samplers if one.sampling.logprobs is not None), default=None)
+        self._unfiltered = [row for row, one in enumerate(samplers) if not one.is_greedy and not one.filters]
+        self._filtered = [row for row, one in enumerate(samplers) if not one.is_greedy and one.filters]
+        self._params: dict[str, torch.Tensor] = {}
         self._rows: dict[str, torch.Tensor] = {}
         if not self._is_simple:
-            self._put_wishes()
+            self._upload_params()
 
     @property
     def needs_host(self) -> bool:
         """Whether the tokens so far must be known on the host before the next can be chosen."""
-        return any(one.constraint is not None for one in self._choosers)
+        return any(one.constraint is not None for one in self._samplers)
 
-    def choose(self, logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor | None = None) -> Chosen:
+    def choose(self, logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor | None = None) -> SamplerOutput:
         """The next token of each row; the same again until it is noted.
 
         `places`: where it will stand; `masks`: a bitmask a row of what may come.
         """
         if self._is_simple:
-            return Chosen(logits.argmax(dim=-1))
+            return SamplerOutput(logits.argmax(dim=-1))
         scores = logits.float()
         if scores.data_ptr() == logits.data_ptr():
             scores = logits.clone()
         known = None if self._top is None else scores.log_softmax(dim=-1)
         for row in self._adjusted:
-            self._choosers[row].adjust(scores[row])
+            self._samplers[row].adjust(scores[row])
         if masks is not None:
             scores.masked_fill_(~allowed_by(masks, scores.shape[-1]), float("-inf"))
-        return self._told(self._pick(scores, places), known)
+        return self._with_logprobs(self._pick(scores, places), known)
 
-    def note(self, tokens: torch.Tensor) -> None:
+    def record(self, tokens: torch.Tensor) -> None:
         """These were chosen, a token a row. To be called once for each step, when nothing of it can fail any more."""
         for row in self._adjusted:
-            self._choosers[row].note(tokens[row])
+            self._samplers[row].record(tokens[row])
 
     def _pick(self, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         tokens = scores.argmax(dim=-1)
-        for name, among in (("warm", _anywhere), ("narrow", self._nearby)):
+        for name, among in (("unfiltered", _sample_all), ("filtered", self._sample_filtered)):
             rows = self._rows.get(name)
             if rows is not None:
-                wishes = {key: value[rows] for key, value in self._wishes.items()}
-                tempered = scores[rows] / wishes["temperature"][:, None].float()
-                luck = chance(wishes["seed"].long(), places[rows])
-                tokens[rows] = among(tempered, luck, wishes)
+                params = {key: value[rows] for key, value in self._params.items()}
+                tempered = scores[rows] / params["temperature"][:, None].float()
+                uniform = random_uniform(params["seed"].long(), places[rows])
+                tokens[rows] = among(tempered, uniform, params)
         return tokens
 
     @staticmethod
-    def _nearby(scores: torch.Tensor, luck: torch.Tensor, wishes: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _sample_filtered(scores: torch.Tensor, uniform: torch.Tensor, params: dict[str, torch.Tensor]) -> torch.Tensor:
         """Among the likeliest only, from the likeliest down."""
         ordered, ids = scores.sort(dim=-1, descending=True)
         rank = torch.arange(ordered.shape[-1], device=ordered.device)[None, :]
-        ordered = ordered.masked_fill(rank >= wishes["top_k"][:, None], float("-inf"))
+        ordered = ordered.masked_fill(rank >= params["top_k"][:, None], float("-inf"))
         shares = ordered.double().softmax(dim=-1)
         # A token stays while those before it have not yet filled the wanted share: the first always stays.
         before = shares.cumsum(dim=-1) - shares
-        stays = (before < wishes["top_p"][:, None]) & (shares >= wishes["min_p"][:, None] * shares[:, :1])
-        place = _drawn(shares * (stays | (rank == 0)), luck)
+        stays = (before < params["top_p"][:, None]) & (shares >= params["min_p"][:, None] * shares[:, :1])
+        place = _draw(shares * (stays | (rank == 0)), uniform)
         return ids.gather(1, place[:, None])[:, 0]
 
-    def _told(self, tokens: torch.Tensor, known: torch.Tensor | None) -> Chosen:
+    def _with_logprobs(self, tokens: torch.Tensor, known: torch.Tensor | None) -> SamplerOutput:
         if known is None or self._top is None:
-            return Chosen(tokens)
+            return SamplerOutput(tokens)
         own = known.gather(1, tokens[:, None])[:, 0]
         # At least one, so that there is a shape; listeners are told as many as they asked for.
         best = known.topk(max(1, min(self._top, known.shape[-1])), dim=-1)
-        return Chosen(tokens, own, best.indices, best.values)
+        return SamplerOutput(tokens, own, best.indices, best.values)
 
-    def _put_wishes(self) -> None:
-        wishes = [one.sampling for one in self._choosers]
-        every = 1 << 31
+    def _upload_params(self) -> None:
+        params = [one.sampling for one in self._samplers]
+        unlimited = 1 << 31
         numbers: dict[str, list[float] | list[int]] = {
-            "temperature": [max(wish.temperature, TEMPERATURE_MIN) for wish in wishes],
-            "top_p": [wish.top_p for wish in wishes],
-            "min_p": [wish.min_p for wish in wishes],
-            "top_k": [wish.top_k or every for wish in wishes],
-            "seed": [one.seed for one in self._choosers],
+            "temperature": [max(sampling.temperature, TEMPERATURE_MIN) for sampling in params],
+            "top_p": [sampling.top_p for sampling in params],
+            "min_p": [sampling.min_p for sampling in params],
+            "top_k": [sampling.top_k or unlimited for sampling in params],
+            "seed": [one.seed for one in self._samplers],
         }
         for name, values in numbers.items():
             dtype = torch.long if name in ("top_k", "seed") else torch.double
-            self._wishes[name] = torch.tensor(values, dtype=dtype, device=self._device)
-        for name, rows in (("warm", self._warm), ("narrow", self._narrow)):
+            self._params[name] = torch.tensor(values, dtype=dtype, device=self._device)
+        for name, rows in (("unfiltered", self._unfiltered), ("filtered", self._filtered)):
             if rows:
                 self._rows[name] = torch.tensor(rows, device=self._device)
 
 
-def _anywhere(scores: torch.Tensor, luck: torch.Tensor, wishes: dict[str, torch.Tensor]) -> torch.Tensor:
-    return _drawn(scores.double().softmax(dim=-1), luck)
+def _sample_all(scores: torch.Tensor, uniform: torch.Tensor, params: dict[str, torch.Tensor]) -> torch.Tensor:
+    return _draw(scores.double().softmax(dim=-1), uniform)
 
 
-def _drawn(shares: torch.Tensor, luck: torch.Tensor) -> torch.Tensor:
+def _draw(shares: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """The first place at which the summed shares exceed this part of the whole. A share of nothing is never drawn."""
     summed = shares.cumsum(dim=-1)
-    wanted = luck[:, None] * summed[:, -1:]
+    wanted = uniform[:, None] * summed[:, -1:]
     return torch.searchsorted(summed, wanted, right=True)[:, 0].clamp_(max=shares.shape[-1] - 1)
 
 
@@ -209,12 +211,12 @@ def allowed_by(masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 def filled_masks(
-    choosers: Sequence[Chooser], vocabulary: int, fill: Callable[[int, torch.Tensor], None], is_pinned: bool
+    samplers: Sequence[SequenceSampler], vocabulary: int, fill: Callable[[int, torch.Tensor], None], is_pinned: bool
 ) -> torch.Tensor:
     """A bitmask for each row: all ones where nobody constrains, what `fill(row, mask)` says elsewhere. On the host."""
     words = -(-vocabulary // WORD_BITS)
-    masks = torch.full((len(choosers), words), -1, dtype=torch.int32, pin_memory=is_pinned)
-    for row, one in enumerate(choosers):
+    masks = torch.full((len(samplers), words), -1, dtype=torch.int32, pin_memory=is_pinned)
+    for row, one in enumerate(samplers):
         if one.constraint is not None:
             fill(row, masks[row])
     return masks
@@ -233,7 +235,7 @@ _SECOND = 0x94D049BB133111EB - (1 << 64)
 _BITS = 52
 
 
-def chance(seeds: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def random_uniform(seeds: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """A double in [0, 1) for each pair of 64-bit integers."""
     mixed = _mixed(_mixed(seeds) + places * _STRIDE)
     return _shifted(mixed, 64 - _BITS).double() * 2.0**-_BITS
@@ -250,9 +252,9 @@ def _shifted(number: torch.Tensor, by: int) -> torch.Tensor:
     return (number >> by) & ((1 << (64 - by)) - 1)
 
 
-class Readback:
-    def __init__(self, chosen: Chosen) -> None:
-        self._parts = [_fetched(part) for part in chosen.parts]
+class PendingTokens:
+    def __init__(self, chosen: SamplerOutput) -> None:
+        self._parts = [_to_host(part) for part in chosen.parts]
         self._event: Any = None
         if chosen.tokens.is_cuda:
             self._event = torch.cuda.Event()
@@ -264,18 +266,18 @@ class Readback:
             self._event.synchronize()
         lists: list[Any] = [part if part is None else part.tolist() for part in self._parts]
         ids, own, top_ids, top = lists
-        told = []
+        tokens_out = []
         for row, token in enumerate(ids):
             wanted = logprobs[row]
             if wanted is None or own is None:
-                told.append(Token(token))
+                tokens_out.append(Token(token))
             else:
                 best = tuple(zip(top_ids[row][:wanted], top[row][:wanted], strict=True))
-                told.append(Token(token, own[row], best))
-        return told
+                tokens_out.append(Token(token, own[row], best))
+        return tokens_out
 
 
-def _fetched(part: torch.Tensor | None) -> torch.Tensor | None:
+def _to_host(part: torch.Tensor | None) -> torch.Tensor | None:
     if part is None or not part.is_cuda:
         return part
     # Pinned, or the copy would wait for the device.

@@ -1,7 +1,7 @@
 """The two kinds of step a model computes: a piece of some prompts, or one token for each of a batch.
 
 Owns who sees whom in each, and where new keys and values are written. Never decides what is computed next (the ensemble
-does) and keeps nothing after the step. Read `Prefill.attend` first.
+does) and keeps nothing after the step. Read `PrefillStep.attend` first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..failures import BadModel
-from ..kernels.attention import How, Kernels, Lengths, Store, attend_packed, attend_paged, attend_plainly, store_of
+from ..kernels.attention import (
+    AttentionKernels,
+    AttentionOptions,
+    LayerKV,
+    PackedLengths,
+    attend_packed,
+    attend_paged,
+    attend_plain,
+    store_of,
+)
 from .model_shape import BLOCK_TOKENS
 
 
@@ -40,11 +49,11 @@ class Span:
 class _Paged:
     """A step whose keys and values are kept, once for each layer."""
 
-    def __init__(self, stores: Sequence[Store]) -> None:
+    def __init__(self, stores: Sequence[LayerKV]) -> None:
         self._stores = stores
         self._attended: set[int | None] = set()
 
-    def _store(self, layer: int | None, key: torch.Tensor, value: torch.Tensor) -> Store:
+    def _store(self, layer: int | None, key: torch.Tensor, value: torch.Tensor) -> LayerKV:
         """Raises BadModel where a layer attends again: its second keys would take the place of the first."""
         if layer in self._attended:
             raise BadModel(f"layer {layer} attends twice for each token; paged KV memory keeps its keys once.")
@@ -52,11 +61,16 @@ class _Paged:
         return store_of(self._stores, layer, key, value)
 
 
-class Prefill(_Paged):
+class PrefillStep(_Paged):
     """Pieces of several prompts, one after the other in a batch of one: `[1, heads, tokens, dim]`."""
 
     def __init__(
-        self, stores: Sequence[Store], kernels: Kernels, spans: Sequence[Span], write: torch.Tensor, read: torch.Tensor
+        self,
+        stores: Sequence[LayerKV],
+        kernels: AttentionKernels,
+        spans: Sequence[Span],
+        write: torch.Tensor,
+        read: torch.Tensor,
     ) -> None:
         """`write`: the slot of each new token; `read`: those of all tokens each span sees, span after span."""
         super().__init__(stores)
@@ -66,13 +80,13 @@ class Prefill(_Paged):
         self._read = read
         self.windows: set[int | None] = set()
         self._has_past = any(span.past for span in spans)
-        self._lengths: Lengths | None = None
+        self._lengths: PackedLengths | None = None
 
     def attend(
-        self, layer: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
+        self, layer: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         store = self._store(layer, key, value)
-        self.windows.add(how.window)
+        self.windows.add(options.window)
         fresh_key, fresh_value = key[0].transpose(0, 1), value[0].transpose(0, 1)
         self._kernels.write(fresh_key, fresh_value, self._write, store)
         if self._has_past:
@@ -80,42 +94,48 @@ class Prefill(_Paged):
         else:
             all_key, all_value = fresh_key, fresh_value
         packed = query[0].transpose(0, 1)
-        if self._kernels.can_pack(all_key, all_value, how):
-            return attend_packed(packed, all_key, all_value, self._packed_lengths(query.device), how)[None]
-        return self._one_by_one(query, all_key, all_value, how)
+        if self._kernels.can_pack(all_key, all_value, options):
+            return attend_packed(packed, all_key, all_value, self._packed_lengths(query.device), options)[None]
+        return self._attend_each(query, all_key, all_value, options)
 
     def sequence_lengths(self) -> torch.Tensor:
         lengths = [max(span.length, span.seen) for span in self._spans for _ in range(span.count)]
         return torch.tensor([lengths], device=self._write.device)
 
-    def _packed_lengths(self, device: torch.device) -> Lengths:
+    def _packed_lengths(self, device: torch.device) -> PackedLengths:
         if self._lengths is None:
-            self._lengths = Lengths.of([(span.count, span.seen) for span in self._spans], device)
+            self._lengths = PackedLengths.of([(span.count, span.seen) for span in self._spans], device)
         return self._lengths
 
-    def _one_by_one(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How) -> torch.Tensor:
+    def _attend_each(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
         outs, at = [], 0
         for span in self._spans:
             own = query[:, :, span.start : span.start + span.count]
             seen_key = key[at : at + span.seen].transpose(0, 1)[None]
             seen_value = value[at : at + span.seen].transpose(0, 1)[None]
-            outs.append(_causally(own, seen_key, seen_value, span, how))
+            outs.append(_attend_causal(own, seen_key, seen_value, span, options))
             at += span.seen
         return torch.cat(outs, dim=2).transpose(1, 2)
 
 
-def _causally(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, how: How) -> torch.Tensor:
-    if span.past == 0 and how.is_plain and (how.window is None or span.count <= how.window):
+def _attend_causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, options: AttentionOptions
+) -> torch.Tensor:
+    if span.past == 0 and options.is_plain and (options.window is None or span.count <= options.window):
         shares = query.shape[1] != key.shape[1]
         return scaled_dot_product_attention(
-            query, key, value, is_causal=span.count > 1, scale=how.scale, enable_gqa=shares
+            query, key, value, is_causal=span.count > 1, scale=options.scale, enable_gqa=shares
         )
     at = torch.arange(span.past, span.seen, device=query.device)[:, None]
     other = torch.arange(span.seen, device=query.device)[None, :]
-    return attend_plainly(query, key, value, bias_where(_sees(at, other, how.window), query.dtype)[None, None], how)
+    return attend_plain(
+        query, key, value, bias_where(_visible(at, other, options.window), query.dtype)[None, None], options
+    )
 
 
-def _sees(at: torch.Tensor, other: torch.Tensor, window: int | None) -> torch.Tensor:
+def _visible(at: torch.Tensor, other: torch.Tensor, window: int | None) -> torch.Tensor:
     before = other <= at
     return before if window is None else before & (other > at - window)
 
@@ -125,10 +145,12 @@ def bias_where(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
-class Decode(_Paged):
+class DecodeStep(_Paged):
     """One new token for each row: `[rows, heads, 1, dim]`. Only tensor operations, so that it can be captured."""
 
-    def __init__(self, stores: Sequence[Store], kernels: Kernels, positions: torch.Tensor, table: torch.Tensor) -> None:
+    def __init__(
+        self, stores: Sequence[LayerKV], kernels: AttentionKernels, positions: torch.Tensor, table: torch.Tensor
+    ) -> None:
         """`positions`: where each row's new token stands; `table`: its blocks, as wide as the longest row needs."""
         super().__init__(stores)
         self._kernels = kernels
@@ -141,26 +163,26 @@ class Decode(_Paged):
         self._biases: dict[int | None, torch.Tensor] = {}
 
     def attend(
-        self, layer: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
+        self, layer: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         store = self._store(layer, key, value)
         self._kernels.write(key[:, :, 0], value[:, :, 0], self._write, store)
-        if self._kernels.can_page(how):
-            return attend_paged(query[:, :, 0], store, self.table, self.lengths, how)[:, None]
-        return self._gathered(query, store, how)
+        if self._kernels.can_page(options):
+            return attend_paged(query[:, :, 0], store, self.table, self.lengths, options)[:, None]
+        return self._attend_gathered(query, store, options)
 
     def sequence_lengths(self) -> torch.Tensor:
         # A row's sequence ends with the token of this step.
         return self.lengths[:, None]
 
-    def _gathered(self, query: torch.Tensor, store: Store, how: How) -> torch.Tensor:
+    def _attend_gathered(self, query: torch.Tensor, store: LayerKV, options: AttentionOptions) -> torch.Tensor:
         rows, width = self.table.shape
         read = self._read_slots()
         key = store.key.index_select(0, read).view(rows, width * BLOCK_TOKENS, *store.key.shape[1:]).transpose(1, 2)
         value = (
             store.value.index_select(0, read).view(rows, width * BLOCK_TOKENS, *store.value.shape[1:]).transpose(1, 2)
         )
-        return attend_plainly(query, key, value, self._bias(how.window, query.dtype), how).transpose(1, 2)
+        return attend_plain(query, key, value, self._bias(options.window, query.dtype), options).transpose(1, 2)
 
     def _read_slots(self) -> torch.Tensor:
         if self._read is None:
@@ -171,6 +193,6 @@ class Decode(_Paged):
     def _bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         if window not in self._biases:
             other = torch.arange(self.table.shape[1] * BLOCK_TOKENS, device=self.table.device)[None, :]
-            allowed = _sees(self.positions[:, None], other, window)
+            allowed = _visible(self.positions[:, None], other, window)
             self._biases[window] = bias_where(allowed, dtype)[:, None, None, :]
         return self._biases[window]

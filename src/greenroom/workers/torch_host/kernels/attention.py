@@ -23,11 +23,11 @@ from ..failures import BadModel
 
 IMPLEMENTATION = "greenroom_paged"
 
-_here = threading.local()
+_thread = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class AttentionOptions:
     """What a layer wants of its attention beyond the usual."""
 
     scale: float
@@ -43,18 +43,18 @@ class How:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class LayerKV:
     """Keys and values of one layer: `[slots, heads, dim]` each, views of the KV memory."""
 
     key: torch.Tensor
     value: torch.Tensor
 
 
-class Step(Protocol):
+class ModelStep(Protocol):
     """What is being computed now. It is asked with `[batch, heads, tokens, dim]`, once per layer."""
 
     def attend(
-        self, layer: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
+        self, layer: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         """Write the new keys and values down and attend. The answer is `[batch, tokens, heads, dim]`."""
 
@@ -63,24 +63,24 @@ class Step(Protocol):
 
 
 @contextmanager
-def performing(step: Step) -> Iterator[None]:
+def as_current_step(step: ModelStep) -> Iterator[None]:
     """This step is what the model computes in this thread."""
-    _here.step = step
+    _thread.step = step
     try:
         yield
     finally:
-        _here.step = None
+        _thread.step = None
 
 
-def current_step() -> Step | None:
+def current_step() -> ModelStep | None:
     """The step that this thread computes; None outside of any."""
-    step: Step | None = getattr(_here, "step", None)
+    step: ModelStep | None = getattr(_thread, "step", None)
     return step
 
 
 def stores_in(
     memory: torch.Tensor, shapes: Sequence[LayerShape], dtype: torch.dtype, cache_tokens: int
-) -> tuple[Store, ...]:
+) -> tuple[LayerKV, ...]:
     """One store per layer, one after the other in this flat memory of bytes."""
     slots, offset, stores = slots_for(cache_tokens), 0, []
     for shape in shapes:
@@ -89,11 +89,11 @@ def stores_in(
             exact = slots * shape.kv_heads * dim * dtype.itemsize
             views.append(memory[offset : offset + exact].view(dtype).view(slots, shape.kv_heads, dim))
             offset += store_bytes(shape.kv_heads * dim, dtype.itemsize, cache_tokens)
-        stores.append(Store(*views))
+        stores.append(LayerKV(*views))
     return tuple(stores)
 
 
-def store_of(stores: Sequence[Store], layer: int | None, key: torch.Tensor, value: torch.Tensor) -> Store:
+def store_of(stores: Sequence[LayerKV], layer: int | None, key: torch.Tensor, value: torch.Tensor) -> LayerKV:
     """Where this layer keeps its keys and values. Raises BadModel where the model does otherwise than it said."""
     if layer is None or not 0 <= layer < len(stores):
         raise BadModel(f"a layer with number {layer} attends, but the configuration speaks of {len(stores)} layers.")
@@ -125,14 +125,14 @@ def paged_attention(
     is_causal = kwargs.get("is_causal")
     is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     _refuse_own_mask(module, attention_mask, is_causal)
-    how = How(
+    options = AttentionOptions(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
     )
     # Transformers' own attention gives memory that lies in order, and some models view it in another shape.
-    return step.attend(getattr(module, "layer_idx", None), query, key, value, how).contiguous(), None
+    return step.attend(getattr(module, "layer_idx", None), query, key, value, options).contiguous(), None
 
 
 def _refuse_own_mask(module: torch.nn.Module, mask: torch.Tensor | None, is_causal: bool) -> None:
@@ -144,8 +144,8 @@ def _refuse_own_mask(module: torch.nn.Module, mask: torch.Tensor | None, is_caus
         raise BadModel(f"{name} looks at later tokens too. Only models that look back can continue a text.")
 
 
-def attend_plainly(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, how: How
+def attend_plain(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, options: AttentionOptions
 ) -> torch.Tensor:
     """`[batch, heads, tokens, dim]` against keys with fewer heads; scores get `bias`, `[batch, 1, tokens, keys]`.
 
@@ -157,24 +157,29 @@ def attend_plainly(
     folded = query.reshape(batch, kv_heads, shared * tokens, dim)
     if bias is not None and tokens > 1 and shared > 1:
         bias = bias.repeat(1, 1, shared, 1)
-    if how.is_plain:
-        out = scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=how.scale)
+    if options.is_plain:
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=options.scale)
     else:
-        out = _attend_by_hand(folded, key, value, bias, how, tokens)
+        out = _attend_in_steps(folded, key, value, bias, options, tokens)
     return out.reshape(batch, heads, tokens, value.shape[-1])
 
 
-def _attend_by_hand(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, how: How, tokens: int
+def _attend_in_steps(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: AttentionOptions,
+    tokens: int,
 ) -> torch.Tensor:
-    scores = torch.matmul(query, key.transpose(2, 3)).float() * how.scale
-    if how.softcap is not None:
-        scores = torch.tanh(scores / how.softcap) * how.softcap
+    scores = torch.matmul(query, key.transpose(2, 3)).float() * options.scale
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
     if bias is not None:
         scores = scores + bias
-    if how.sinks is not None:
+    if options.sinks is not None:
         batch, kv_heads, rows, _ = scores.shape
-        sinks = how.sinks.float().view(1, kv_heads, rows // tokens, 1, 1).expand(batch, -1, -1, tokens, 1)
+        sinks = options.sinks.float().view(1, kv_heads, rows // tokens, 1, 1).expand(batch, -1, -1, tokens, 1)
         scores = torch.cat((scores, sinks.reshape(batch, kv_heads, rows, 1)), dim=-1)
         return torch.matmul(scores.softmax(dim=-1)[..., :-1].to(value.dtype), value)
     return torch.matmul(scores.softmax(dim=-1).to(value.dtype), value)
@@ -202,48 +207,48 @@ TRY_TOKENS = 5 * BLOCK_TOKENS + 3
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class PackedLengths:
     """How many tokens each packed sequence asks with and sees, as flash attention wants them: summed up."""
 
-    asks: torch.Tensor
-    sees: torch.Tensor
-    asks_max: int
-    sees_max: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+    queries_max: int
+    keys_max: int
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[int, int]], device: torch.device) -> Lengths:
-        asks, sees = [0], [0]
+    def of(cls, pairs: Sequence[tuple[int, int]], device: torch.device) -> PackedLengths:
+        queries, keys = [0], [0]
         for count, seen in pairs:
-            asks.append(asks[-1] + count)
-            sees.append(sees[-1] + seen)
-        both = torch.tensor([asks, sees], dtype=torch.int32).to(device, non_blocking=True)
+            queries.append(queries[-1] + count)
+            keys.append(keys[-1] + seen)
+        both = torch.tensor([queries, keys], dtype=torch.int32).to(device, non_blocking=True)
         return cls(both[0], both[1], max(count for count, _ in pairs), max(seen for _, seen in pairs))
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class AttentionKernels:
     """What this device can do for this model beyond plain attention."""
 
     packs: bool = False
     pages: bool = False
 
     @classmethod
-    def tried(cls, shape: LayerShape, heads: int, dtype: torch.dtype, device: torch.device) -> Kernels:
+    def probe(cls, shape: LayerShape, heads: int, dtype: torch.dtype, device: torch.device) -> AttentionKernels:
         """Try both on the device."""
         if device.type != "cuda" or dtype not in HALF_TYPES:
             return cls()
         with torch.cuda.device(device):
-            made = _Example.made(shape, heads, dtype, device)
-            return cls(packs=_works("flash attention", made.packs), pages=_works("paged attention", made.pages))
+            example = _Example.example(shape, heads, dtype, device)
+            return cls(packs=_agrees("flash attention", example.packs), pages=_agrees("paged attention", example.pages))
 
-    def can_pack(self, key: torch.Tensor, value: torch.Tensor, how: How) -> bool:
+    def can_pack(self, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> bool:
         same = key.shape[-1] == value.shape[-1] <= FLASH_DIM_MAX and key.shape[-1] % FLASH_DIM_STEP == 0
-        return self.packs and same and how.is_plain
+        return self.packs and same and options.is_plain
 
-    def can_page(self, how: How) -> bool:
-        return self.pages and how.sinks is None
+    def can_page(self, options: AttentionOptions) -> bool:
+        return self.pages and options.sinks is None
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, store: Store) -> None:
+    def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, store: LayerKV) -> None:
         """New keys and values, `[tokens, heads, dim]`, to their slots."""
         if self.pages and key.stride(-1) == value.stride(-1) == 1:
             from .triton_kernels import write
@@ -255,36 +260,36 @@ class Kernels:
 
 
 def attend_packed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, how: How
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: PackedLengths, options: AttentionOptions
 ) -> torch.Tensor:
     """`[tokens, heads, dim]` of several sequences, each seeing its own keys up to its own place, aligned at the end."""
-    left = None if how.window is None else how.window - 1
+    left = None if options.window is None else options.window - 1
     out: torch.Tensor = torch.ops.aten._flash_attention_forward(
-        query, key, value, lengths.asks, lengths.sees, lengths.asks_max, lengths.sees_max,
+        query, key, value, lengths.queries, lengths.keys, lengths.queries_max, lengths.keys_max,
         0.0, True, False,
-        scale=how.scale, window_size_left=left, window_size_right=None if left is None else 0,
+        scale=options.scale, window_size_left=left, window_size_right=None if left is None else 0,
     )[0]  # fmt: skip
     return out
 
 
 def attend_paged(
-    query: torch.Tensor, store: Store, table: torch.Tensor, lengths: torch.Tensor, how: How
+    query: torch.Tensor, store: LayerKV, table: torch.Tensor, lengths: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
     """`[rows, heads, dim]`, one token a row, straight from the pages. To be asked only where `can_page` is true."""
     from .triton_kernels import attend
 
-    return attend(query, store.key, store.value, table, lengths, how.scale, how.window, how.softcap)
+    return attend(query, store.key, store.value, table, lengths, options.scale, options.window, options.softcap)
 
 
-def _works(what: str, differs: Callable[[], float]) -> bool:
+def _agrees(what: str, measure: Callable[[], float]) -> bool:
     try:
-        apart = differs()
+        difference = measure()
     except Exception as error:  # Whatever it is, plain attention still works.
         log.warning("attention goes without %s: %s", what, str(error).splitlines()[0] if str(error) else repr(error))
         return False
-    if not apart <= TOLERANCE:
-        log.warning("attention goes without %s: it differs by %.3g", what, apart)
-    return apart <= TOLERANCE
+    if not difference <= TOLERANCE:
+        log.warning("attention goes without %s: it differs by %.3g", what, difference)
+    return difference <= TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,22 +297,22 @@ class _Example:
     """Numbers made up to try kernels on: one short sequence in pages that do not lie in order."""
 
     query: torch.Tensor
-    store: Store
+    store: LayerKV
     table: torch.Tensor
-    how: How
+    options: AttentionOptions
 
     @classmethod
-    def made(cls, shape: LayerShape, heads: int, dtype: torch.dtype, device: torch.device) -> _Example:
+    def example(cls, shape: LayerShape, heads: int, dtype: torch.dtype, device: torch.device) -> _Example:
         random = torch.Generator(device=device).manual_seed(1)
         width = -(-TRY_TOKENS // BLOCK_TOKENS)
         slots = (width + 1) * BLOCK_TOKENS
 
-        def some(*size: int) -> torch.Tensor:
+        def randn(*size: int) -> torch.Tensor:
             return torch.randn(size, generator=random, device=device, dtype=torch.float32).to(dtype)
 
-        store = Store(some(slots, shape.kv_heads, shape.key_dim), some(slots, shape.kv_heads, shape.value_dim))
+        store = LayerKV(randn(slots, shape.kv_heads, shape.key_dim), randn(slots, shape.kv_heads, shape.value_dim))
         table = torch.arange(width, 0, -1, dtype=torch.int32, device=device)[None].repeat(2, 1)
-        return cls(some(TRY_TOKENS, heads, shape.key_dim), store, table, How(scale=shape.key_dim**-0.5))
+        return cls(randn(TRY_TOKENS, heads, shape.key_dim), store, table, AttentionOptions(scale=shape.key_dim**-0.5))
 
     def _in_order(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         inside = torch.arange(BLOCK_TOKENS, device=self.table.device)
@@ -317,34 +322,34 @@ class _Example:
     def pages(self) -> float:
         self._rewrite()
         lengths = torch.tensor([TRY_TOKENS, 2], dtype=torch.int32, device=self.table.device)
-        asks = self.query[:2]
-        got = attend_paged(asks, self.store, self.table, lengths, self.how)
-        apart = 0.0
+        queries = self.query[:2]
+        got = attend_paged(queries, self.store, self.table, lengths, self.options)
+        difference = 0.0
         for row, count in enumerate((TRY_TOKENS, 2)):
             key, value = self._in_order(count)
-            want = attend_plainly(asks[row][None, :, None], *_batched(key, value), None, self.how)
-            apart = max(apart, float((got[row] - want[0, :, 0]).abs().max()))
-        return apart
+            want = attend_plain(queries[row][None, :, None], *_batched(key, value), None, self.options)
+            difference = max(difference, float((got[row] - want[0, :, 0]).abs().max()))
+        return difference
 
     def _rewrite(self) -> None:
         """Move the first block to where the second was, by the kernel for it and by hand; both must agree."""
         slots = torch.arange(2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS, device=self.table.device)
         key, value = self.store.key[:BLOCK_TOKENS].clone(), self.store.value[:BLOCK_TOKENS].clone()
-        Kernels(pages=True).write(key, value, slots, self.store)
+        AttentionKernels(pages=True).write(key, value, slots, self.store)
         if not (torch.equal(self.store.key[slots], key) and torch.equal(self.store.value[slots], value)):
             raise RuntimeError("keys were written to where they do not belong")
 
     def packs(self) -> float:
         key, value = self._in_order(TRY_TOKENS)
-        lengths = Lengths.of([(3, TRY_TOKENS)], key.device)
-        got = attend_packed(self.query[:3], key, value, lengths, self.how)
-        apart = 0.0
+        lengths = PackedLengths.of([(3, TRY_TOKENS)], key.device)
+        got = attend_packed(self.query[:3], key, value, lengths, self.options)
+        difference = 0.0
         for at in range(3):
             seen = TRY_TOKENS - 2 + at
             both = _batched(key[:seen], value[:seen])
-            want = attend_plainly(self.query[at][None, :, None], *both, None, self.how)
-            apart = max(apart, float((got[at] - want[0, :, 0]).abs().max()))
-        return apart
+            want = attend_plain(self.query[at][None, :, None], *both, None, self.options)
+            difference = max(difference, float((got[at] - want[0, :, 0]).abs().max()))
+        return difference
 
 
 def _batched(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

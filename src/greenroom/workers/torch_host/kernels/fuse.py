@@ -24,21 +24,21 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 NORM_TOLERANCE = 1e-5
 
 
-def quicken(model: torch.nn.Module) -> None:
+def fuse_modules(model: torch.nn.Module) -> None:
     """Change what can be changed. The model computes the same as before, but for the order of rounding."""
-    norms = joined = 0
+    norms = projections = 0
     for module in model.modules():
-        norms += _quicken_norm(module)
+        norms += _fuse_norm(module)
         for names in SIBLINGS:
-            joined += _join(module, names)
-    log.info("modules quickened norms=%d projections=%d", norms, joined)
+            projections += _fuse_projections(module, names)
+    log.info("modules quickened norms=%d projections=%d", norms, projections)
 
 
 @contextmanager
-def unquickened(model: torch.nn.Module) -> Iterator[None]:
+def without_fused_modules(model: torch.nn.Module) -> Iterator[None]:
     """In here the model computes as its own code says."""
-    quick = [part for part in model.modules() if getattr(vars(part).get("forward"), "is_quick", False)]
-    taken = [(part, vars(part).pop("forward")) for part in quick]
+    fused = [part for part in model.modules() if getattr(vars(part).get("forward"), "is_quick", False)]
+    taken = [(part, vars(part).pop("forward")) for part in fused]
     try:
         yield
     finally:
@@ -46,7 +46,7 @@ def unquickened(model: torch.nn.Module) -> Iterator[None]:
             vars(part)["forward"] = forward
 
 
-def _quicken_norm(module: torch.nn.Module) -> bool:
+def _fuse_norm(module: torch.nn.Module) -> bool:
     if not type(module).__name__.endswith("RMSNorm"):
         return False
     eps = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
@@ -58,7 +58,7 @@ def _quicken_norm(module: torch.nn.Module) -> bool:
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden, shape, module.weight, eps)
 
-    forward.is_quick = True  # type: ignore[attr-defined]
+    forward.is_fused = True  # type: ignore[attr-defined]
     module.forward = forward
     return True
 
@@ -80,18 +80,18 @@ def _is_plain_norm(module: torch.nn.Module, eps: float) -> bool:
     return bool(apart <= NORM_TOLERANCE)
 
 
-def _join(module: torch.nn.Module, names: Sequence[str]) -> bool:
+def _fuse_projections(module: torch.nn.Module, names: Sequence[str]) -> bool:
     parts = [module._modules.get(name) for name in names]
     if any(type(part) is not torch.nn.Linear for part in parts):
         return False
     weights = [part.weight for part in parts]
-    if any(part.bias is not None for part in parts) or not _lie_together(weights):
+    if any(part.bias is not None for part in parts) or not _are_adjacent(weights):
         return False
-    _Joint(parts, weights)
+    _FusedProjections(parts, weights)
     return True
 
 
-def _lie_together(weights: Sequence[torch.Tensor]) -> bool:
+def _are_adjacent(weights: Sequence[torch.Tensor]) -> bool:
     if any(not weight.is_contiguous() or weight.is_meta for weight in weights):
         return False
     for one, other in pairwise(weights):
@@ -104,7 +104,7 @@ def _lie_together(weights: Sequence[torch.Tensor]) -> bool:
     return True
 
 
-class _Joint:
+class _FusedProjections:
     """Several projections of one input as one product. The first computes for all; the others pick up their part."""
 
     def __init__(self, parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> None:
@@ -115,14 +115,14 @@ class _Joint:
         self._left: list[torch.Tensor] = []
         parts[0].forward = self._compute
         for part in parts[1:]:
-            part.forward = self._later(part.weight)
+            part.forward = self._forward_of(part.weight)
 
     def _compute(self, hidden: torch.Tensor) -> torch.Tensor:
         one, *self._left = linear(hidden, self._weight).split(self._rows, dim=-1)
         self._hidden = hidden
         return one
 
-    def _later(self, weight: torch.Tensor) -> Any:
+    def _forward_of(self, weight: torch.Tensor) -> Any:
         def forward(hidden: torch.Tensor) -> torch.Tensor:
             if hidden is not self._hidden:
                 return linear(hidden, weight)
@@ -131,7 +131,7 @@ class _Joint:
                 self._hidden = None
             return part
 
-        forward.is_quick = True  # type: ignore[attr-defined]
+        forward.is_fused = True  # type: ignore[attr-defined]
         return forward
 
-    _compute.is_quick = True  # type: ignore[attr-defined]
+    _compute.is_fused = True  # type: ignore[attr-defined]

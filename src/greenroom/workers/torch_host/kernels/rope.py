@@ -1,10 +1,10 @@
 """The rotary embedding of a model's own code: made right for many sequences at once, and fast.
 
-`turn_by_length` gives each sequence the factors of its own length. Transformers chooses those of `longrope` by the
+`rope_by_length` gives each sequence the factors of its own length. Transformers chooses those of `longrope` by the
 longest position of a whole step, so that one caller's long prompt would change another's answer. The model's own code
 is asked twice, once for short and once for long sequences, and each token takes the angles of its own sequence.
 
-`quicken_rope` replaces the function that applies the angles by one kernel where that computes the same: it is asked
+`fuse_rope` replaces the function that applies the angles by one kernel where that computes the same: it is asked
 with made-up numbers, and only one that turns halves against each other, as nearly all do, is replaced. A call that does
 not look like the usual one goes to the function that was there. The replacement stands for all models of that kind in
 this process, and is made once.
@@ -33,7 +33,7 @@ TOLERANCE = 0.05
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 
 
-def turn_by_length(model: torch.nn.Module, config: Any) -> tuple[int, ...]:
+def rope_by_length(model: torch.nn.Module, config: Any) -> tuple[int, ...]:
     """Choose factors for each sequence of a step by its own length. Outside of steps the model is as it was.
 
     Returns the lengths beyond which a sequence takes other factors, so that what was computed of it is void. Raises
@@ -45,33 +45,35 @@ def turn_by_length(model: torch.nn.Module, config: Any) -> tuple[int, ...]:
             f"{type(model).__name__} scales its positions ({', '.join(kinds)}) in code of its own, which may mix "
             "up the lengths of sequences that are computed together."
         )
-    return tuple(sorted({length for one in embeddings for length in _settled(one).values()}))
+    return tuple(sorted({length for one in embeddings for length in _install(one).values()}))
 
 
 def rope_kinds(config: Any) -> set[Any]:
-    said = getattr(text_config(config), "rope_parameters", None) or {}
-    return {one.get("rope_type") for one in (said, *said.values()) if isinstance(one, dict)}
+    parameters = getattr(text_config(config), "rope_parameters", None) or {}
+    return {one.get("rope_type") for one in (parameters, *parameters.values()) if isinstance(one, dict)}
 
 
-def _settled(embedding: Any) -> Mapping[str | None, int]:
+def _install(embedding: Any) -> Mapping[str | None, int]:
     """The lengths at which this one changes its factors, by kind of layer where there are several."""
-    if isinstance(embedding.forward, _ByLength):
+    if isinstance(embedding.forward, _RopeByLength):
         return embedding.forward.switches
     switches: dict[str | None, int] = {}
     kinds = embedding.rope_type
     for layer, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
         if kind == LONGROPE:
-            said = embedding.config.rope_parameters
-            switches[layer] = int((said if layer is None else said[layer])["original_max_position_embeddings"])
+            parameters = embedding.config.rope_parameters
+            switches[layer] = int(
+                (parameters if layer is None else parameters[layer])["original_max_position_embeddings"]
+            )
         elif DYNAMIC in str(kind):
             # Its factors change beyond `max_position_embeddings`, and no context is longer: here they never do.
             embedding.rope_type = "default" if layer is None else {**embedding.rope_type, layer: "default"}
     if switches:
-        embedding.forward = _ByLength(embedding.forward, switches)
+        embedding.forward = _RopeByLength(embedding.forward, switches)
     return switches
 
 
-class _ByLength:
+class _RopeByLength:
     """The forward pass of a rotary embedding, with the factors of each token's own sequence. Only tensor operations."""
 
     def __init__(self, plain: Any, switches: Mapping[str | None, int]) -> None:
@@ -93,64 +95,68 @@ class _ByLength:
         return tuple(torch.where(is_long, one[:, :-1], other) for one, other in zip(long, short, strict=True))
 
 
-def quicken_rope(model: torch.nn.Module, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+def fuse_rope(model: torch.nn.Module, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Replace the function in the module that the model's attention is written in. Says whether it is replaced."""
-    homes = _homes(model)
-    return bool(homes) and all(_replaced(home, head_dim, dtype, device) for home in homes)
+    modules = _modules_with_rope(model)
+    return bool(modules) and all(_replace(module, head_dim, dtype, device) for module in modules)
 
 
 @contextmanager
-def unquickened_rope(model: torch.nn.Module) -> Iterator[None]:
+def without_fused_rope(model: torch.nn.Module) -> Iterator[None]:
     """In here the functions are those of the models' own code, which is right for all models of that kind."""
-    taken = [(home, quick) for home in _homes(model) if (quick := getattr(home, NAME)) and hasattr(quick, "plain")]
-    for home, quick in taken:
-        setattr(home, NAME, quick.plain)
+    taken = [
+        (module, fused)
+        for module in _modules_with_rope(model)
+        if (fused := getattr(module, NAME)) and hasattr(fused, "plain")
+    ]
+    for module, fused in taken:
+        setattr(module, NAME, fused.plain)
     try:
         yield
     finally:
-        for home, quick in taken:
-            setattr(home, NAME, quick)
+        for module, fused in taken:
+            setattr(module, NAME, fused)
 
 
-def _homes(model: torch.nn.Module) -> list[Any]:
+def _modules_with_rope(model: torch.nn.Module) -> list[Any]:
     """Where the model's attention is written, if the function is there."""
     names = {type(module).__module__ for module in model.modules() if hasattr(module, "layer_idx")}
     return [sys.modules[name] for name in sorted(names) if callable(getattr(sys.modules.get(name), NAME, None))]
 
 
-def _replaced(home: Any, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    plain = getattr(home, NAME)
+def _replace(module: Any, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    plain = getattr(module, NAME)
     if hasattr(plain, "plain"):
         return True
     try:
-        quick = _quick(plain)
+        fused = _fused_by_kernel(plain)
         with torch.cuda.device(device):
-            apart = _apart(plain, quick, head_dim, dtype, device)
+            difference = _difference(plain, fused, head_dim, dtype, device)
     except Exception as error:  # Whatever it is, the function that is there still works.
         log.warning("positions go without their kernel: %s", (str(error) or repr(error)).splitlines()[0])
         return False
-    if not apart <= TOLERANCE:
-        log.info("positions of %s are turned in a way of its own", home.__name__)
+    if not difference <= TOLERANCE:
+        log.info("positions of %s are turned in a way of its own", module.__name__)
         return False
-    quick.plain = plain
-    setattr(home, NAME, quick)
+    fused.plain = plain
+    setattr(module, NAME, fused)
     return True
 
 
-def _quick(plain: Any) -> Any:
-    from .triton_kernels import turn
+def _fused_by_kernel(plain: Any) -> Any:
+    from .triton_kernels import apply_rope
 
     def apply(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if more or named or not q.is_cuda or not _is_usual(q, k, cos, sin):
+        if more or named or not q.is_cuda or not _is_supported(q, k, cos, sin):
             return plain(q, k, cos, sin, *more, **named)  # type: ignore[no-any-return]
-        return turn(q, k, cos, sin)
+        return apply_rope(q, k, cos, sin)
 
     return apply
 
 
-def _is_usual(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+def _is_supported(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     return (
         q.dim() == k.dim() == 4
         and cos.dim() == 3
@@ -165,15 +171,15 @@ def _is_usual(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Te
     )
 
 
-def _apart(plain: Any, quick: Any, head_dim: int, dtype: torch.dtype, device: torch.device) -> float:
+def _difference(plain: Any, fused: Any, head_dim: int, dtype: torch.dtype, device: torch.device) -> float:
     random = torch.Generator(device=device).manual_seed(3)
 
-    def some(*size: int) -> torch.Tensor:
+    def randn(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=random, device=device, dtype=torch.float32).to(dtype)
 
     # Halves are the same in real angles too; queries and keys come as views of what projections gave.
-    angles = some(2, 3, head_dim // 2).repeat(1, 1, 2)
-    query, key = some(2, 3, 4, head_dim).transpose(1, 2), some(2, 3, 2, head_dim).transpose(1, 2)
+    angles = randn(2, 3, head_dim // 2).repeat(1, 1, 2)
+    query, key = randn(2, 3, 4, head_dim).transpose(1, 2), randn(2, 3, 2, head_dim).transpose(1, 2)
     wanted = plain(query, key, angles.cos(), angles.sin())
-    got = quick(query, key, angles.cos(), angles.sin())
+    got = fused(query, key, angles.cos(), angles.sin())
     return max(float((one - other).abs().max()) for one, other in zip(wanted, got, strict=True))

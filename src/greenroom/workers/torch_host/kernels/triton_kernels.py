@@ -243,7 +243,7 @@ _turn_kernel: Any = triton.jit(
 )(_turn)
 
 
-def turn(
+def apply_rope(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`[batch, heads, tokens, dim]` by `[batch, tokens, turned]`; the last dimensions beyond stay as they are."""

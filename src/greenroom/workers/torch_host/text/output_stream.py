@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..api.refusals import Refused, failed, unavailable
-from ..engine.requests import Ask, End, Mailbox, Token
+from ..engine.requests import CallbackQueue, End, GenerationRequest, Token
 from ..sandbox.grammar import JsonConstraint
 from ..sandbox.schema_trials import too_complex
 from .tokens import Detokeniser
@@ -54,7 +54,7 @@ class Voice:
     """A listener for one ask. `on_piece` and `on_over` are called on the loop, `on_over` exactly once and last."""
 
     def __init__(
-        self, index: int, mailbox: Mailbox, detokeniser: Detokeniser, stops: StopFinder, reader: Reader | None
+        self, index: int, mailbox: CallbackQueue, detokeniser: Detokeniser, stops: StopFinder, reader: Reader | None
     ) -> None:
         self.index = index
         self.tokens = 0
@@ -65,7 +65,7 @@ class Voice:
         self.error: Refused | None = None
         self.on_piece: Callable[[Voice, Piece], None]
         self.on_over: Callable[[Voice], None]
-        self.ask: Ask
+        self.ask: GenerationRequest
         self._mailbox = mailbox
         self._detokeniser = detokeniser
         self._stops = stops

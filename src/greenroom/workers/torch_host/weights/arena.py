@@ -34,7 +34,7 @@ _FOOTER: Final = struct.Struct("<8sQQ")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Where one tensor lies. Tied names share a place."""
 
     dtype: str
@@ -45,27 +45,27 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorPlace]
     bytes: int
 
 
 def lay_out(tensors: Iterable[tuple[str, torch.Tensor]]) -> Layout:
     """Places for these tensors in the order they come, which is the order in which they will be computed with."""
-    places: dict[str, Place] = {}
-    seen: dict[object, Place] = {}
+    places: dict[str, TensorPlace] = {}
+    seen: dict[object, TensorPlace] = {}
     end = 0
     # A list: a tensor that died on the way would lend its identity to the next.
     for name, tensor in list(tensors):
         key = _identity(tensor)
         if key not in seen:
             size = tensor.numel() * tensor.element_size()
-            seen[key] = Place(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end, size)
+            seen[key] = TensorPlace(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end, size)
             end += -(-size // ALIGN_BYTES) * ALIGN_BYTES
         places[name] = seen[key]
     return Layout(places, end)
 
 
-def view_of(flat: torch.Tensor, place: Place) -> torch.Tensor:
+def view_of(flat: torch.Tensor, place: TensorPlace) -> torch.Tensor:
     """The tensor at this place of a flat uint8 tensor, sharing its memory."""
     part = flat[place.offset : place.offset + place.size]
     return part.view(getattr(torch, place.dtype)).view(place.shape)
@@ -227,14 +227,14 @@ def _manifest(descriptor: int) -> dict[str, Any] | None:
     return manifest if isinstance(manifest, dict) else None
 
 
-def _place(entry: Mapping[str, object]) -> Place:
+def _place(entry: Mapping[str, object]) -> TensorPlace:
     dtype, shape, offset, size = (entry[key] for key in ("dtype", "shape", "offset", "size"))
     known = isinstance(getattr(torch, str(dtype), None), torch.dtype)
     if not (known and isinstance(shape, list) and isinstance(offset, int) and isinstance(size, int)) or offset < 0:
         raise ValueError("not a place")
     if math.prod(shape) * getattr(torch, str(dtype)).itemsize != size:
         raise ValueError("shape and size differ")
-    return Place(str(dtype), tuple(shape), offset, size)
+    return TensorPlace(str(dtype), tuple(shape), offset, size)
 
 
 def _fold(entry: object) -> Fold:

@@ -30,7 +30,7 @@ _FILLS: Final = (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ModelOptions:
     """Which model is wanted, and how."""
 
     folder: Path
@@ -50,26 +50,26 @@ class Wish:
         return how | ({"gguf_file": self.gguf_file} if self.gguf_file else {})
 
 
-def read_config(wish: Wish) -> Any:
+def read_config(options: ModelOptions) -> Any:
     """The model's configuration with the wanted dtype in it. Raises BadModel."""
-    if wish.dtype not in DTYPES:
-        raise BadModel(f"dtype {wish.dtype!r} is not known; choose one of {', '.join(DTYPES)}.")
-    if not wish.folder.is_dir():
-        raise BadModel(f"{wish.folder} is not a folder with a model in it.")
-    if wish.gguf_file is None and not (wish.folder / "config.json").is_file():
-        raise BadModel(f"{wish.folder} has no config.json. Is the download complete?")
-    config = asked(wish.folder, lambda: AutoConfig.from_pretrained(wish.folder, **wish.loading))
-    if wish.dtype != "auto":
-        config.dtype = getattr(torch, wish.dtype)
+    if options.dtype not in DTYPES:
+        raise BadModel(f"dtype {options.dtype!r} is not known; choose one of {', '.join(DTYPES)}.")
+    if not options.folder.is_dir():
+        raise BadModel(f"{options.folder} is not a folder with a model in it.")
+    if options.gguf_file is None and not (options.folder / "config.json").is_file():
+        raise BadModel(f"{options.folder} has no config.json. Is the download complete?")
+    config = call_transformers(options.folder, lambda: AutoConfig.from_pretrained(options.folder, **options.loading))
+    if options.dtype != "auto":
+        config.dtype = getattr(torch, options.dtype)
     elif isinstance(config.dtype, str):
         config.dtype = getattr(torch, config.dtype, None)
     return config
 
 
-def maker_of(wish: Wish, config: Any) -> tuple[Any, dict[str, Any]]:
+def auto_class_for(options: ModelOptions, config: Any) -> tuple[Any, dict[str, Any]]:
     """The class of Transformers that makes it, and what that is told beyond the usual. Raises BadModel."""
-    how: dict[str, Any] = {"attn_implementation": wish.attention} if wish.attention is not None else {}
-    if wish.sentence is None:
+    how: dict[str, Any] = {"attn_implementation": options.attention} if options.attention is not None else {}
+    if options.sentence is None:
         return AutoModelForCausalLM, how
     encoder = _class_in(AutoModelForTextEncoding, config)
     if encoder is not None and encoder.__name__.endswith("EncoderModel"):
@@ -89,24 +89,24 @@ def _class_in(maker: Any, config: Any) -> Any:
     return found if inspect.isclass(found) else None
 
 
-def build(wish: Wish, config: Any, dtype: torch.dtype) -> torch.nn.Module | None:
+def build(options: ModelOptions, config: Any, dtype: torch.dtype) -> torch.nn.Module | None:
     """The module on the meta device, its own buffers real and on the CPU; None where that cannot be done."""
-    if getattr(config, "quantization_config", None) is not None or wish.gguf_file is not None:
+    if getattr(config, "quantization_config", None) is not None or options.gguf_file is not None:
         return None
-    made = asked(wish.folder, lambda: _on_meta(wish, config, dtype))
+    made = call_transformers(options.folder, lambda: _on_meta(options, config, dtype))
     if made is None:
         return None
-    if wish.sentence is not None:
-        attach_head(made, wish.sentence, dtype, "meta")
+    if options.sentence is not None:
+        attach_head(made, options.sentence, dtype, "meta")
     module: torch.nn.Module = made.eval().requires_grad_(False)
-    return module if _restore_buffers(module) and not _stray(module) else None
+    return module if _restore_buffers(module) and not _has_meta_tensor(module) else None
 
 
-def _on_meta(wish: Wish, config: Any, dtype: torch.dtype) -> Any:
-    maker, how = maker_of(wish, config)
+def _on_meta(options: ModelOptions, config: Any, dtype: torch.dtype) -> Any:
+    maker, how = auto_class_for(options, config)
     try:
         with torch.device("meta"):
-            return maker.from_config(config, dtype=dtype, trust_remote_code=wish.trust_remote_code, **how)
+            return maker.from_config(config, dtype=dtype, trust_remote_code=options.trust_remote_code, **how)
     except (RuntimeError, NotImplementedError) as reason:
         # Code that looks at numbers while it builds; there are none here.
         if "meta" in str(reason):
@@ -147,7 +147,7 @@ def bind(module: torch.nn.Module, flat: torch.Tensor, layout: Layout) -> None:
                 table[name] = views[key]
 
 
-def asked(folder: Path, call: Callable[[], Any]) -> Any:
+def call_transformers(folder: Path, call: Callable[[], Any]) -> Any:
     """What Transformers answers; of its many errors, all but missing memory and a lost device are BadModel."""
     try:
         return call()
@@ -203,7 +203,7 @@ def _restore(keeper: Any, owner: torch.nn.Module) -> bool:
     return all(torch.equal(one, other) for one, other in zip(*computed, strict=True))
 
 
-def _stray(module: torch.nn.Module) -> bool:
+def _has_meta_tensor(module: torch.nn.Module) -> bool:
     """A tensor without memory hides where no table knows it."""
     return any(
         isinstance(value, torch.Tensor) and value.device.type == "meta"
@@ -224,37 +224,37 @@ def gguf_in(folder: Path) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def refuse_pickle(wish: Wish) -> None:
+def refuse_pickle(options: ModelOptions) -> None:
     """Raises BadModel where the weights are pickles, which can run code, and that was not allowed."""
-    if wish.allow_pickle:
+    if options.allow_pickle:
         return
-    found = [name for name in PICKLES if (wish.folder / name).exists()]
-    found += sorted(path.name for path in wish.folder.glob("*.bin") if path.name.startswith("pytorch_model-"))[:1]
+    found = [name for name in PICKLES if (options.folder / name).exists()]
+    found += sorted(path.name for path in options.folder.glob("*.bin") if path.name.startswith("pytorch_model-"))[:1]
     if found:
         raise BadModel(
-            f"{wish.folder} has its weights in {found[0]}, a pickle. Convert it to safetensors, or set"
+            f"{options.folder} has its weights in {found[0]}, a pickle. Convert it to safetensors, or set"
             " allow_pickle: true for this model if you trust it."
         )
-    raise BadModel(f"{wish.folder} has no weights: no model.safetensors and no index of such files. Is it complete?")
+    raise BadModel(f"{options.folder} has no weights: no model.safetensors and no index of such files. Is it complete?")
 
 
-def load_whole(wish: Wish, config: Any, dtype: torch.dtype) -> Any:
+def load_whole(options: ModelOptions, config: Any, dtype: torch.dtype) -> Any:
     """The model in ordinary memory, as Transformers makes it. Raises BadModel, also where weights would be made up."""
-    maker, told = maker_of(wish, config)
-    how = wish.loading | told | ({} if wish.allow_pickle or wish.gguf_file else {"use_safetensors": True})
-    module, report = asked(
-        wish.folder, lambda: maker.from_pretrained(wish.folder, dtype=dtype, output_loading_info=True, **how)
+    maker, told = auto_class_for(options, config)
+    how = options.loading | told | ({} if options.allow_pickle or options.gguf_file else {"use_safetensors": True})
+    module, report = call_transformers(
+        options.folder, lambda: maker.from_pretrained(options.folder, dtype=dtype, output_loading_info=True, **how)
     )
     missing = sorted(report.get("missing_keys") or ())
     if missing:
         named = ", ".join(missing[:NAMED_MAX])
         raise BadModel(
-            f"{wish.folder} lacks {len(missing):,} weights of {type(module).__name__}, among them {named}. Is this the"
-            " right kind of model, and is it complete?"
+            f"{options.folder} lacks {len(missing):,} weights of {type(module).__name__}, among them {named}. Is this"
+            " the right kind of model, and is it complete?"
         )
-    if wish.sentence is not None:
-        attach_head(module, wish.sentence, dtype, "cpu")
-        fill_head(module, wish.sentence)
+    if options.sentence is not None:
+        attach_head(module, options.sentence, dtype, "cpu")
+        fill_head(module, options.sentence)
     _refuse_odd(module)
     return module.eval().requires_grad_(False)
 

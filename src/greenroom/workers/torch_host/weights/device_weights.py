@@ -1,7 +1,7 @@
 """A model and its memory: asleep in the host arena, or on stage with its weights on the device.
 
 Owns the device arenas of one model, the registration of its host arena, and the order of things at wake and sleep.
-Knows nothing of requests: whoever computes with the module has stopped before `sleep` is called. Read `StageModel`.
+Knows nothing of requests: whoever computes with the module has stopped before `sleep` is called. Read `DeviceWeights`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .arena import HostArena
 from .building import bind
 from .device_memory import BorrowedArena, CudaArena, DeviceArena, PrivateArena
 from .driver import Driver, driver
-from .upload import Arrival
+from .upload import WeightUpload
 
 # Until the first wake has been timed: what a wire of the last but one generation does.
 RATE_UNKNOWN: Final = 20e9
 
 
-class Wire:
+class CopyRate:
     """How fast weights have been seen to arrive in this process. One model's wake tells the next what to expect."""
 
     def __init__(self) -> None:
@@ -35,13 +35,13 @@ class Wire:
     def expected_s(self, size: int) -> float:
         return size / self._rate
 
-    def saw(self, size: int, seconds: float) -> None:
+    def record(self, size: int, seconds: float) -> None:
         if size > 0 and seconds > 0:
             self._rate = size / seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Woken:
+class WakeResult:
     """What a wake brings: bytes to be copied, bytes of the device in use, and how long until all has arrived."""
 
     bytes: int
@@ -49,61 +49,61 @@ class Woken:
     expected_s: float
 
 
-class StageModel:
+class DeviceWeights:
     """One model. `module` is bound to `weights` for good; both are usable only between `wake` and `sleep`.
 
     May be made before the host arena is filled. Whoever does so calls `on_filled` afterwards, and only then `wake`.
     """
 
     def __init__(
-        self, module: torch.nn.Module, host: HostArena, device: torch.device, kv_bytes: int, wire: Wire
+        self, module: torch.nn.Module, host: HostArena, device: torch.device, kv_bytes: int, copy_rate: CopyRate
     ) -> None:
         self.module = module
         self.config: Any = module.config
         self.device = device
         self.dtype = _dtype_of(module)
         self.is_awake = False
-        self._host, self._wire = host, wire
+        self._host, self._copy_rate = host, copy_rate
         self._registration: Registration | None = None
-        self._arrival: Arrival | None = None
+        self._upload: WeightUpload | None = None
         self.weights, self.kv = _arenas(host, device, kv_bytes)
         bind(module, self.weights.tensor, host.layout)
         if isinstance(self.weights, CudaArena):
             card = driver(device.index or 0)
-            self._arrival = Arrival(card, device, host, self.weights.tensor, wire.saw)
+            self._upload = WeightUpload(card, device, host, self.weights.tensor, copy_rate.record)
         if host.filled:
             self.on_filled()
 
     def on_filled(self) -> None:
         """The host arena has all its weights: have them registered, in the background. May be called again."""
-        if self._arrival is not None and self._registration is None:
+        if self._upload is not None and self._registration is None:
             start = self._host.tensor.data_ptr()
             pieces = [(start + chunk.start, chunk.size) for chunk in self._host.chunks]
             self._registration = Registration(driver(self.device.index or 0), pieces)
 
-    def wake(self) -> Woken:
+    def wake(self) -> WakeResult:
         """Bring the weights. Returns as soon as computing may begin. Raises OutOfMemory; then it sleeps as before."""
         if self.is_awake:
-            return Woken(0, self.device_bytes, 0.0)
+            return WakeResult(0, self.device_bytes, 0.0)
         if self._registration is not None:
             self._registration.wait()
         try:
             self.weights.map()
             self.kv.map()
-            if self._arrival is not None:
-                self._arrival.begin(self.module)
+            if self._upload is not None:
+                self._upload.begin(self.module)
         except BaseException:
             self.kv.unmap()
             self.weights.unmap()
             raise
         self.is_awake = True
-        size = self._arrival.bytes if self._arrival is not None else 0
-        return Woken(size, self.device_bytes, self._wire.expected_s(size))
+        size = self._upload.bytes if self._upload is not None else 0
+        return WakeResult(size, self.device_bytes, self._copy_rate.expected_s(size))
 
-    def arrived(self) -> None:
+    def wait_for_weights(self) -> None:
         """Return when all weights are on the device. Called by the thread that computes; costs nothing afterwards."""
-        if self._arrival is not None:
-            self._arrival.arrived()
+        if self._upload is not None:
+            self._upload.wait_for_weights()
 
     def sleep(self) -> float:
         """Give the device its memory back, and say how many seconds that took. Nothing may be computing any more."""
@@ -111,8 +111,8 @@ class StageModel:
         if not self.is_awake:
             return 0.0
         self.is_awake = False
-        if self._arrival is not None:
-            self._arrival.finish()
+        if self._upload is not None:
+            self._upload.finish()
         self.kv.unmap()
         self.weights.unmap()
         if self.device.type == "cuda":
@@ -127,7 +127,7 @@ class StageModel:
             self._registration.undo()
         # Parameters look into the arenas: they go first.
         self.module = torch.nn.Module()
-        self._arrival = None
+        self._upload = None
         gc.collect()
         self.kv.close()
         self.weights.close()
@@ -141,7 +141,7 @@ class StageModel:
     @property
     def last_wake_s(self) -> float:
         """How long the last copy took, once it has arrived."""
-        return self._arrival.seconds if self._arrival is not None else 0.0
+        return self._upload.seconds if self._upload is not None else 0.0
 
     @property
     def registration_problem(self) -> str | None:

@@ -23,8 +23,8 @@ from ..engine.model_shape import text_config
 from ..failures import BadModel, Cancelled
 from . import building, reading
 from .arena import HostArena, lay_out, view_of
-from .building import Wish
-from .fold.folding import Folding, Unfolded
+from .building import ModelOptions
+from .fold.folding import Folding, FoldingFailed
 from .read_plan import Unplanned, plan
 from .safetensors_files import StoredTensor, files_of, find_tensors
 
@@ -35,14 +35,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     module: torch.nn.Module
     arena: HostArena
     read_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Circumstances:
+class LoadContext:
     """What surrounds one load: how large it may get, whether it may be folded, who listens, who may stop it.
 
     `on_reading` is called at most once, when weights begin to come; `on_built` at most once, with the module and the
@@ -58,57 +58,57 @@ class Circumstances:
     on_reading: Callable[[], None] = lambda: None
     on_built: Callable[[torch.nn.Module, HostArena], None] = lambda module, arena: None
 
-    def go_on(self) -> None:
+    def raise_if_cancelled(self) -> None:
         """Raises Cancelled where nobody wants the model any more. Asked between steps that cannot be interrupted."""
         if self.cancelled is not None and self.cancelled.is_set():
             raise Cancelled("loading was stopped: nobody waits for the model any more.")
 
 
-def load(wish: Wish, descriptor: int, filled: bool, around: Circumstances) -> Loaded:
+def load(options: ModelOptions, descriptor: int, filled: bool, context: LoadContext) -> LoadedModel:
     """Fill or adopt the arena behind this memfd. Raises BadModel, OutOfMemory, Cancelled; then it is empty."""
-    config = building.read_config(wish)
-    tensors = _tensors(wish)
-    _check_layers(wish, config, tensors)
+    config = building.read_config(options)
+    tensors = _tensors(options)
+    _check_layers(options, config, tensors)
     dtype = _dtype(config, tensors)
-    identity = _identity(wish, dtype)
-    around.go_on()
-    module = building.build(wish, config, dtype)
-    around.go_on()
+    identity = _identity(options, dtype)
+    context.raise_if_cancelled()
+    module = building.build(options, config, dtype)
+    context.raise_if_cancelled()
     if filled and module is not None:
-        arena = HostArena.adopt(descriptor, identity, unfolds=around.folds)
+        arena = HostArena.adopt(descriptor, identity, unfolds=context.folds)
         if arena is not None and building.fits(module, arena.layout):
-            around.on_built(module, arena)
-            return Loaded(module, arena, 0)
+            context.on_built(module, arena)
+            return LoadedModel(module, arena, 0)
     try:
-        return _planned(module, tensors, dtype, descriptor, identity, around)
+        return _planned(module, tensors, dtype, descriptor, identity, context)
     except Unplanned as reason:
         log.info("weights are loaded by Transformers: %s", reason)
         unplanned = str(reason)
     try:
-        return _by_transformers(wish, config, module, dtype, descriptor, identity, around)
+        return _by_transformers(options, config, module, dtype, descriptor, identity, context)
     except BadModel as error:
         # What Transformers says seldom names a tensor; what kept us from reading the files ourselves does.
         raise BadModel(f"{error} ({unplanned})") from error
 
 
-def _tensors(wish: Wish) -> dict[str, StoredTensor]:
+def _tensors(options: ModelOptions) -> dict[str, StoredTensor]:
     """What the files hold; nothing where they are not safetensors, which must have been allowed."""
-    head = building.stored_head_weights(wish.sentence, wish.allow_pickle) if wish.sentence is not None else {}
-    if wish.gguf_file is not None:
+    head = building.stored_head_weights(options.sentence, options.allow_pickle) if options.sentence is not None else {}
+    if options.gguf_file is not None:
         return {}
-    if files_of(wish.folder):
-        return find_tensors(wish.folder) | head
-    if not wish.allow_pickle:
-        building.refuse_pickle(wish)
+    if files_of(options.folder):
+        return find_tensors(options.folder) | head
+    if not options.allow_pickle:
+        building.refuse_pickle(options)
     return {}
 
 
-def _check_layers(wish: Wish, config: Any, tensors: dict[str, StoredTensor]) -> None:
+def _check_layers(options: ModelOptions, config: Any, tensors: dict[str, StoredTensor]) -> None:
     """Raises BadModel for layers that no file has: to build them could take longer, and more memory, than there is."""
     layers = getattr(text_config(config), "num_hidden_layers", None)
     if tensors and isinstance(layers, int) and layers > max(len(tensors), LAYERS_PLAUSIBLE):
         raise BadModel(
-            f"{wish.folder} has {layers:,} layers by its config.json, and {len(tensors):,} tensors in its files. Is "
+            f"{options.folder} has {layers:,} layers by its config.json, and {len(tensors):,} tensors in its files. Is "
             "the download complete?"
         )
 
@@ -129,37 +129,37 @@ def _planned(
     dtype: torch.dtype,
     descriptor: int,
     identity: str,
-    around: Circumstances,
-) -> Loaded:
+    context: LoadContext,
+) -> LoadedModel:
     if module is None:
         raise Unplanned("it cannot be built before its weights are there")
     layout = lay_out(building.state_of(module))
     transfers = plan(module, layout, tensors, dtype)
-    arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes, around.host_free_bytes)
+    arena = HostArena.create(descriptor, layout, identity, context.arena_max_bytes, context.host_free_bytes)
 
     def bring(on_reading: Callable[[], None], on_filled: Callable[[int, int], None]) -> int:
         return reading.read_all(
             transfers,
             arena.tensor,
             arena.buffer,
-            on_progress=around.on_progress,
-            cancelled=around.cancelled,
-            on_thread=around.on_thread,
+            on_progress=context.on_progress,
+            cancelled=context.cancelled,
+            on_thread=context.on_thread,
             on_reading=on_reading,
             on_filled=on_filled,
         )
 
     def on_reading() -> None:
-        around.on_reading()
-        around.on_built(module, arena)
+        context.on_reading()
+        context.on_built(module, arena)
 
-    return Loaded(module, arena, _filled(arena, descriptor, around, bring, on_reading))
+    return LoadedModel(module, arena, _filled(arena, descriptor, context, bring, on_reading))
 
 
 def _filled(
     arena: HostArena,
     descriptor: int,
-    around: Circumstances,
+    context: LoadContext,
     bring: Callable[[Callable[[], None], Callable[[int, int], None]], int],
     on_reading: Callable[[], None],
 ) -> int:
@@ -167,16 +167,16 @@ def _filled(
     places = {place.offset: place.size for place in arena.layout.places.values() if place.size}
     folding: Folding | None = None
     try:
-        folding = Folding(descriptor, arena.layout.bytes if around.folds else 0, places.items())
+        folding = Folding(descriptor, arena.layout.bytes if context.folds else 0, places.items())
         done = bring(on_reading, folding.filled)
-        around.go_on()
+        context.raise_if_cancelled()
         try:
-            folds = folding.finish(around.cancelled or threading.Event())
-        except Unfolded as reason:
-            around.go_on()
+            folds = folding.finish(context.cancelled or threading.Event())
+        except FoldingFailed as reason:
+            context.raise_if_cancelled()
             log.warning("weights are read again, and not folded: %s", reason)
             done, folds = bring(_nothing, _ignored), {}
-        around.go_on()
+        context.raise_if_cancelled()
         arena.seal(folds)
     except BaseException:
         try:
@@ -188,15 +188,15 @@ def _filled(
     return done
 
 
-def _poured(
+def _copied(
     loaded: torch.nn.Module,
     arena: HostArena,
-    around: Circumstances,
+    context: LoadContext,
     on_reading: Callable[[], None],
     on_filled: Callable[[int, int], None],
 ) -> int:
     on_reading()
-    return pour(loaded, arena, around.go_on, on_filled)
+    return copy_tensors(loaded, arena, context.raise_if_cancelled, on_filled)
 
 
 def _nothing() -> None:
@@ -208,60 +208,63 @@ def _ignored(start: int, size: int) -> None:
 
 
 def _by_transformers(
-    wish: Wish,
+    options: ModelOptions,
     config: Any,
     module: torch.nn.Module | None,
     dtype: torch.dtype,
     descriptor: int,
     identity: str,
-    around: Circumstances,
-) -> Loaded:
-    around.on_thread()
-    around.on_reading()
-    loaded = building.load_whole(wish, config, dtype)
-    around.go_on()
+    context: LoadContext,
+) -> LoadedModel:
+    context.on_thread()
+    context.on_reading()
+    loaded = building.load_whole(options, config, dtype)
+    context.raise_if_cancelled()
     layout = lay_out(building.state_of(loaded))
-    arena = HostArena.create(descriptor, layout, identity, around.arena_max_bytes, around.host_free_bytes)
-    copied = _filled(arena, descriptor, around, partial(_poured, loaded, arena, around), _nothing)
+    arena = HostArena.create(descriptor, layout, identity, context.arena_max_bytes, context.host_free_bytes)
+    copied = _filled(arena, descriptor, context, partial(_copied, loaded, arena, context), _nothing)
     if module is None or not building.fits(module, layout):
         module = loaded
     del loaded
     # The first copy of the weights must be gone before anyone counts on the memory.
     gc.collect()
-    around.on_built(module, arena)
-    return Loaded(module, arena, copied)
+    context.on_built(module, arena)
+    return LoadedModel(module, arena, copied)
 
 
-def _identity(wish: Wish, dtype: torch.dtype) -> str:
+def _identity(options: ModelOptions, dtype: torch.dtype) -> str:
     """What an arena is filled with: the files as they are now, how they are used, and who laid them out."""
     found = hashlib.sha256()
-    for part in (str(dtype), str(wish.sentence), transformers.__version__):
+    for part in (str(dtype), str(options.sentence), transformers.__version__):
         found.update(part.encode() + b"\0")
-    for path in sorted(_sources(wish)):
+    for path in sorted(_sources(options)):
         seen = path.stat()
         found.update(f"{path.name}\0{seen.st_size}\0{seen.st_mtime_ns}\0".encode())
     return found.hexdigest()
 
 
-def _sources(wish: Wish) -> list[Path]:
-    head = wish.sentence.projections.values() if wish.sentence is not None else ()
+def _sources(options: ModelOptions) -> list[Path]:
+    head = options.sentence.projections.values() if options.sentence is not None else ()
     projections = [projection.weights_file for projection in head]
-    if wish.gguf_file is not None:
-        return [wish.folder / wish.gguf_file, *projections]
-    weights = files_of(wish.folder) or sorted(wish.folder.glob("pytorch_model*"))
-    return [wish.folder / "config.json", *weights, *projections]
+    if options.gguf_file is not None:
+        return [options.folder / options.gguf_file, *projections]
+    weights = files_of(options.folder) or sorted(options.folder.glob("pytorch_model*"))
+    return [options.folder / "config.json", *weights, *projections]
 
 
-def pour(
-    module: torch.nn.Module, arena: HostArena, go_on: Callable[[], None], on_filled: Callable[[int, int], None]
+def copy_tensors(
+    module: torch.nn.Module,
+    arena: HostArena,
+    raise_if_cancelled: Callable[[], None],
+    on_filled: Callable[[int, int], None],
 ) -> int:
-    """Copy every tensor to its place, and say how many bytes that were. `go_on` is asked before each; it may raise."""
+    """Copy every tensor to its place and return the bytes copied. Calls `raise_if_cancelled` before each."""
     done: set[int] = set()
     copied = 0
     for name, tensor in building.state_of(module):
         place = arena.layout.places[name]
         if place.size and place.offset not in done:
-            go_on()
+            raise_if_cancelled()
             view_of(arena.tensor, place).copy_(tensor.detach())
             on_filled(place.offset, place.size)
             done.add(place.offset)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .arena import Layout, Place
+from .arena import Layout, TensorPlace
 from .reading import CONVERTED, TORCH_DTYPES, Transfer
 from .safetensors_files import StoredTensor
 
@@ -25,7 +25,7 @@ class Unplanned(Exception):
 
 
 @dataclass(slots=True)
-class Parts:
+class StoredParts:
     """What the files have for one name of the module: a tensor, or many that are to be joined."""
 
     converter: Any = None
@@ -41,7 +41,7 @@ def plan(module: Any, layout: Layout, tensors: Mapping[str, StoredTensor], dtype
     return [transfer for place, names in _by_place(layout) for transfer in _transfers(place, names, found)]
 
 
-def _translated(module: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, Parts]:
+def _translated(module: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredParts]:
     """The files' tensors under the names of the module, as Transformers of this version translates them."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -53,18 +53,18 @@ def _translated(module: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, P
     converters = [change for change in changes if isinstance(change, WeightConverter)]
     owners = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     wanted, prefix = module.state_dict(), module.base_model_prefix
-    found: dict[str, Parts] = {}
+    found: dict[str, StoredParts] = {}
     for name in sorted(tensors, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:
             target, pattern = name, None
-        parts = found.setdefault(target, Parts(owners.get(pattern)))
+        parts = found.setdefault(target, StoredParts(owners.get(pattern)))
         parts.by_pattern.setdefault(pattern or "", []).append(tensors[name])
     return found
 
 
-def _by_place(layout: Layout) -> list[tuple[Place, list[str]]]:
-    found: dict[int, tuple[Place, list[str]]] = {}
+def _by_place(layout: Layout) -> list[tuple[TensorPlace, list[str]]]:
+    found: dict[int, tuple[TensorPlace, list[str]]] = {}
     for name, place in layout.places.items():
         # Places without bytes lie where another begins; there is nothing to bring to them.
         if place.size:
@@ -72,7 +72,7 @@ def _by_place(layout: Layout) -> list[tuple[Place, list[str]]]:
     return list(found.values())
 
 
-def _transfers(place: Place, names: list[str], found: Mapping[str, Parts]) -> Iterator[Transfer]:
+def _transfers(place: TensorPlace, names: list[str], found: Mapping[str, StoredParts]) -> Iterator[Transfer]:
     stored = [found[name] for name in names if name in found]
     if not stored:
         raise Unplanned(f"no file has {names[0]}")
@@ -88,7 +88,7 @@ def _transfers(place: Place, names: list[str], found: Mapping[str, Parts]) -> It
     yield _transfer(sources[0], place)
 
 
-def _joined(place: Place, name: str, parts: Parts) -> Iterator[Transfer]:
+def _joined(place: TensorPlace, name: str, parts: StoredParts) -> Iterator[Transfer]:
     """Experts stored one by one: `[expert, rows, columns]`, where the rows of several projections follow each other."""
     sources = [parts.by_pattern.get(pattern, []) for pattern in parts.converter.source_patterns]
     if not _only_joins(parts.converter, len(sources)) or len(place.shape) != 3:
@@ -116,7 +116,7 @@ def _only_joins(converter: Any, count: int) -> bool:
     return len(converter.target_patterns) == 1 and steps == wanted[: 1 if count == 1 else 2]
 
 
-def _transfer(source: StoredTensor, place: Place) -> Transfer:
+def _transfer(source: StoredTensor, place: TensorPlace) -> Transfer:
     if source.shape != place.shape:
         raise Unplanned(
             f"{source.name} is {list(source.shape)} in {source.file.name} and {list(place.shape)} in the model"

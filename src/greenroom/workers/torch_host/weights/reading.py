@@ -19,7 +19,7 @@ from typing import Final
 import torch
 
 from ..failures import BadModel, Cancelled, Failure
-from .arena import Place
+from .arena import TensorPlace
 from .safetensors_files import StoredTensor
 from .source_files import SourceFile, bounce_for
 
@@ -61,7 +61,7 @@ class Transfer:
     """One tensor's way from a file to its place."""
 
     source: StoredTensor
-    place: Place
+    place: TensorPlace
 
     @property
     def converts(self) -> bool:
@@ -79,7 +79,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _TensorPart:
     """Some bytes of a tensor: which ones, counted from its own start."""
 
     transfer: Transfer
@@ -96,13 +96,13 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _FilePiece:
     """Bytes of one file that follow each other, and the tensors they belong to."""
 
     file: Path
     offset: int
     size: int
-    parts: tuple[_Part, ...]
+    parts: tuple[_TensorPart, ...]
 
 
 def read_all(
@@ -122,10 +122,10 @@ def read_all(
     what is begun there does not keep the disk waiting. `on_filled` is told of every piece of the arena that is there,
     by the thread that brought it.
     """
-    work = _Work(transfers, arena, buffer, on_progress, cancelled or threading.Event(), on_thread, on_filled)
-    begun = [threading.Event() for _ in range(work.threads)]
+    job = _ReadJob(transfers, arena, buffer, on_progress, cancelled or threading.Event(), on_thread, on_filled)
+    begun = [threading.Event() for _ in range(job.threads)]
     threads = [
-        threading.Thread(target=work.run, args=(event,), name=f"read-{number}") for number, event in enumerate(begun)
+        threading.Thread(target=job.run, args=(event,), name=f"read-{number}") for number, event in enumerate(begun)
     ]
     for thread in threads:
         thread.start()
@@ -136,10 +136,10 @@ def read_all(
     finally:
         for thread in threads:
             thread.join()
-    return work.finish()
+    return job.finish()
 
 
-class _Work:
+class _ReadJob:
     """The pieces still to be read, shared by the threads."""
 
     def __init__(
@@ -198,7 +198,7 @@ class _Work:
             raise Cancelled("reading was stopped: nobody waits for the model any more.")
         return self._done
 
-    def _next(self) -> _Piece | None:
+    def _next(self) -> _FilePiece | None:
         with self._lock:
             if self._error is not None or self._cancelled.is_set():
                 return None
@@ -213,7 +213,7 @@ class _Work:
                 # Said here and not outside the lock, so that it only ever grows.
                 self._on_progress(step / PROGRESS_STEPS)
 
-    def _read(self, piece: _Piece, buffers: _Buffers) -> None:
+    def _read(self, piece: _FilePiece, buffers: _Buffers) -> None:
         raws = buffers.raws_for(piece.parts)
         targets = [self._target(part, raw) for part, raw in zip(piece.parts, raws, strict=True)]
         got = self._files[piece.file].fill(targets, piece.offset, buffers.bounce)
@@ -225,13 +225,13 @@ class _Work:
                 self._convert(part, raw)
             self._on_filled(*part.filled)
 
-    def _target(self, part: _Part, raw: torch.Tensor | None) -> memoryview:
+    def _target(self, part: _TensorPart, raw: torch.Tensor | None) -> memoryview:
         if raw is not None:
             return memoryview(raw.numpy())
         start, size = part.filled
         return self._buffer[start : start + size]
 
-    def _convert(self, part: _Part, raw: torch.Tensor) -> None:
+    def _convert(self, part: _TensorPart, raw: torch.Tensor) -> None:
         numbers = raw.view(part.transfer.stored)
         start, size = part.filled
         self._arena[start : start + size].view(part.transfer.wanted).copy_(numbers)
@@ -244,7 +244,7 @@ class _Buffers:
         self.bounce: mmap.mmap = bounce_for(PIECE_BYTES)
         self._raw: torch.Tensor | None = None
 
-    def raws_for(self, parts: Sequence[_Part]) -> list[torch.Tensor | None]:
+    def raws_for(self, parts: Sequence[_TensorPart]) -> list[torch.Tensor | None]:
         """Room for each part that is converted, as it is in the file; None for the others. Good until the next call."""
         found: list[torch.Tensor | None] = []
         end = 0
@@ -264,7 +264,7 @@ def _threads_max() -> int:
     return max(THREADS_MIN, min(THREADS_MAX, THREADS_PER_PROCESSOR * len(os.sched_getaffinity(0))))
 
 
-def _name_at(piece: _Piece, place: int) -> str:
+def _name_at(piece: _FilePiece, place: int) -> str:
     """The tensor that the byte at this place of the piece belongs to."""
     for part in piece.parts:
         if place < part.size:
@@ -273,9 +273,9 @@ def _name_at(piece: _Piece, place: int) -> str:
     return part.transfer.source.name
 
 
-def _pieces(transfers: Sequence[Transfer]) -> Iterator[_Piece]:
+def _pieces(transfers: Sequence[Transfer]) -> Iterator[_FilePiece]:
     """The files from their beginning to their end, in pieces that tensors share."""
-    parts: list[_Part] = []
+    parts: list[_TensorPart] = []
     size = 0
     for transfer in _in_file_order(transfers):
         start, end = 0, transfer.source.size
@@ -285,21 +285,21 @@ def _pieces(transfers: Sequence[Transfer]) -> Iterator[_Piece]:
                 yield _piece(parts, size)
                 parts, size = [], 0
                 continue
-            parts.append(_Part(transfer, start, fits))
+            parts.append(_TensorPart(transfer, start, fits))
             start, size = start + fits, size + fits
     if parts:
         yield _piece(parts, size)
 
 
-def _goes_on(last: _Part, transfer: Transfer, start: int) -> bool:
+def _goes_on(last: _TensorPart, transfer: Transfer, start: int) -> bool:
     """Whether this tensor, from `start` on, is what the file has behind the last part."""
     before, source = last.transfer.source, transfer.source
     return before.file == source.file and before.offset + last.start + last.size == source.offset + start
 
 
-def _piece(parts: Sequence[_Part], size: int) -> _Piece:
+def _piece(parts: Sequence[_TensorPart], size: int) -> _FilePiece:
     source = parts[0].transfer.source
-    return _Piece(source.file, source.offset + parts[0].start, size, tuple(parts))
+    return _FilePiece(source.file, source.offset + parts[0].start, size, tuple(parts))
 
 
 def _in_file_order(transfers: Sequence[Transfer]) -> list[Transfer]:

@@ -1,7 +1,7 @@
 """Weights on their way to the GPU: copied in the order of computation, which may begin before the last has arrived.
 
 Owns the streams and events of the copies, where folded chunks land, and the hooks that let a layer wait for its own.
-Never maps memory and never computes. Read `Arrival.begin` first.
+Never maps memory and never computes. Read `WeightUpload.begin` first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .fold.fold import CHUNK_BYTES, LANDING_CHUNKS
 from .fold.unfolding import unfolder
 
 
-class Arrival:
+class WeightUpload:
     """The copies of one model's weights. Begun at every wake; `finish` before the memory is taken away.
 
     Folded chunks land where the last chunks will be, which are never folded and come last, and are unfolded from there.
@@ -31,22 +31,22 @@ class Arrival:
         device: torch.device,
         host: HostArena,
         weights: torch.Tensor,
-        on_arrival: Callable[[int, float], None],
+        on_complete: Callable[[int, float], None],
     ) -> None:
-        """`on_arrival` is told bytes and seconds of every copy, from a thread of its own."""
-        self._driver, self._device, self._on_arrival = driver, device, on_arrival
+        """`on_complete` is told bytes and seconds of every copy, from a thread of its own."""
+        self._driver, self._device, self._on_complete = driver, device, on_complete
         self._host, self._weights = host, weights
         self._unfold = unfolder(device)
         self._chunks: list[Chunk] = []
         # Copies are enqueued on the first; what unfolds them, and whoever computes, on and after the second.
-        self._wire, self._stream = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
-        self._landed: list[torch.cuda.Event] = []
-        self._arrived: list[torch.cuda.Event] = []
+        self._copy_stream, self._unfold_stream = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
+        self._copied: list[torch.cuda.Event] = []
+        self._ready: list[torch.cuda.Event] = []
         self._begun = torch.cuda.Event(enable_timing=True)
         self._last = torch.cuda.Event(enable_timing=True, blocking=True)
         self._hooks: list[Any] = []
-        self._is_here = threading.Event()
-        self._is_here.set()
+        self._complete = threading.Event()
+        self._complete.set()
         self._waiter: threading.Thread | None = None
         self.seconds = 0.0
 
@@ -63,52 +63,52 @@ class Arrival:
         self.finish()
         if not self._chunks:
             self._chunks = self._host.chunks
-            self._landed, self._arrived = ([torch.cuda.Event() for _ in self._chunks] for _ in range(2))
-        self._begun.record(self._wire)
+            self._copied, self._ready = ([torch.cuda.Event() for _ in self._chunks] for _ in range(2))
+        self._begun.record(self._copy_stream)
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._unfold_stream):
                 for index in range(len(self._chunks)):
-                    self._bring(index)
-            self._last.record(self._stream)
-            self._is_here.clear()
+                    self._enqueue(index)
+            self._last.record(self._unfold_stream)
+            self._complete.clear()
             for part, index in self._parts(module):
                 self._hooks.append(part.register_forward_pre_hook(self._hook(index)))
             waiter = threading.Thread(target=self._wait, name="arrive", daemon=True)
             waiter.start()
         except BaseException:
             self._unhook()
-            self._is_here.set()
-            self._wire.synchronize()
-            self._stream.synchronize()
+            self._complete.set()
+            self._copy_stream.synchronize()
+            self._unfold_stream.synchronize()
             raise
         self._waiter = waiter
 
-    def _bring(self, index: int) -> None:
+    def _enqueue(self, index: int) -> None:
         """Enqueue one chunk. What landed in the same place before has been unfolded by then."""
         chunk = self._chunks[index]
         place = index if chunk.fold is None else landing(index, self._host.layout.bytes // CHUNK_BYTES)
         if index >= LANDING_CHUNKS:
-            self._wire.wait_event(self._arrived[index - LANDING_CHUNKS])
+            self._copy_stream.wait_event(self._ready[index - LANDING_CHUNKS])
         target, source = self._at(place, chunk.size), self._host.tensor.data_ptr() + chunk.start
-        self._driver.copy_to_device(target.data_ptr(), source, chunk.size, self._wire.cuda_stream)
-        self._landed[index].record(self._wire)
-        self._stream.wait_event(self._landed[index])
+        self._driver.copy_to_device(target.data_ptr(), source, chunk.size, self._copy_stream.cuda_stream)
+        self._copied[index].record(self._copy_stream)
+        self._unfold_stream.wait_event(self._copied[index])
         if chunk.fold is not None:
             self._unfold(target, self._at(index, CHUNK_BYTES).view(torch.int16), chunk.fold)
-        self._arrived[index].record(self._stream)
+        self._ready[index].record(self._unfold_stream)
 
     def _at(self, index: int, size: int) -> torch.Tensor:
         return self._weights[index * CHUNK_BYTES : index * CHUNK_BYTES + size]
 
-    def arrived(self) -> None:
+    def wait_for_weights(self) -> None:
         """Return when everything is on the device. To be called by the thread that computes: hooks are taken off."""
         if self._hooks:
-            self._is_here.wait()
+            self._complete.wait()
             self._unhook()
 
     @property
-    def is_here(self) -> bool:
-        return self._is_here.is_set()
+    def is_complete(self) -> bool:
+        return self._complete.is_set()
 
     def finish(self) -> None:
         """Return when no copy is under way. The model must not be computing."""
@@ -128,26 +128,26 @@ class Arrival:
             with torch.cuda.device(self._device):
                 self._last.synchronize()
                 self.seconds = self._begun.elapsed_time(self._last) / 1000
-            self._on_arrival(self.bytes, self.seconds)
+            self._on_complete(self.bytes, self.seconds)
         except RuntimeError:
             # The device is lost: whoever computes next is told so, and here nobody must wait for ever.
             self.seconds = time.monotonic() - started
         finally:
-            self._is_here.set()
+            self._complete.set()
 
     def _hook(self, index: int) -> Any:
-        event = self._arrived[index]
+        event = self._ready[index]
 
         def wait(module: torch.nn.Module, inputs: Any) -> None:
             # A stream that captures must not wait for what happened outside; by then all is here.
-            if not self._is_here.is_set():
+            if not self._complete.is_set():
                 torch.cuda.current_stream(self._device).wait_event(event)
 
         return wait
 
     def _parts(self, module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, int]]:
         """Blocks, and the modules outside of them that own weights; each with the last chunk it needs."""
-        for part in outermost_parts(module):
+        for part in hooked_modules(module):
             ends = [self._end(tensor) for tensor in _tensors(part.module, part.owns_all)]
             needed = max((end for end in ends if end is not None), default=None)
             if needed is not None:
@@ -165,7 +165,7 @@ def landing(index: int, whole_chunks: int) -> int:
     return first + (index - first) % LANDING_CHUNKS
 
 
-class Part:
+class HookedModule:
     """A module that waits as a whole (a block) or for its own weights only."""
 
     __slots__ = ("module", "owns_all")
@@ -174,14 +174,14 @@ class Part:
         self.module, self.owns_all = module, owns_all
 
 
-def outermost_parts(module: torch.nn.Module) -> Iterator[Part]:
+def hooked_modules(module: torch.nn.Module) -> Iterator[HookedModule]:
     """The elements of every outermost list of modules are blocks; around them each module stands for itself."""
-    yield Part(module, owns_all=False)
+    yield HookedModule(module, owns_all=False)
     for child in module.children():
         if isinstance(child, torch.nn.ModuleList):
-            yield from (Part(block, owns_all=True) for block in child)
+            yield from (HookedModule(block, owns_all=True) for block in child)
         else:
-            yield from outermost_parts(child)
+            yield from hooked_modules(child)
 
 
 def _tensors(module: torch.nn.Module, recurse: bool) -> Iterator[torch.Tensor]:

@@ -39,7 +39,7 @@ _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1"}
 log = logging.getLogger(__name__)
 
 
-class Unfolded(Failure):
+class FoldingFailed(Failure):
     """Folding has failed, and some of the arena may be half written: it must be filled again, and not folded."""
 
 
@@ -165,11 +165,11 @@ class _Crew:
     def _heard(self, codes: Sequence[int]) -> dict[int, Fold]:
         wrong = [code for code in codes if code not in (0, NO_NUMPY)]
         if wrong:
-            raise Unfolded(f"a process that folds weights ended with {wrong[0]}.")
+            raise FoldingFailed(f"a process that folds weights ended with {wrong[0]}.")
         self._said.seek(0)
         said = {index: numbers for index, *numbers in (map(int, line.split()) for line in self._said)}
         if said.keys() != self._ordered:
-            raise Unfolded(f"of {len(self._ordered)} chunks that were to be folded {len(said)} were told of.")
+            raise FoldingFailed(f"of {len(self._ordered)} chunks that were to be folded {len(said)} were told of.")
         return {index: Fold(*numbers) for index, numbers in said.items() if numbers}
 
 
