@@ -28,7 +28,7 @@ from greenroom.workers.torch_host.weights.building import ModelOptions
 from greenroom.workers.torch_host.weights.device_memory import CudaArena
 from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights, Registration
 from greenroom.workers.torch_host.weights.driver import driver
-from greenroom.workers.torch_host.weights.fold.fold import CHUNK_BYTES
+from greenroom.workers.torch_host.weights.fold import CHUNK_BYTES, ChunkTable
 from greenroom.workers.torch_host.weights.fold.folding import Folding
 from greenroom.workers.torch_host.weights.fold.unfolding import unfold_plainly, unfolder
 from tests.workers.torch_host import tiny
@@ -95,7 +95,7 @@ def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     fill(host.tensor)
     folding = Folding(memory, layout.bytes if request.param == "folded" else 0, [(0, layout.bytes)])
     folding.filled(0, layout.bytes)
-    host.seal(folding.finish(threading.Event()))
+    host.seal(ChunkTable(layout.bytes, folding.finish(threading.Event())))
     assert any(chunk.fold for chunk in host.chunks) == (request.param == "folded")
     made = DeviceWeights(module, host, GPU, 256 * 2**20, CopyRate())
     made.on_filled()

@@ -16,8 +16,7 @@ from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.engine.runner import UNCAPTURABLE, ModelRunner
 from greenroom.workers.torch_host.engine.steps import DecodeStep
 from greenroom.workers.torch_host.failures import BadModel
-from greenroom.workers.torch_host.kernels.attention import AttentionKernels
-from greenroom.workers.torch_host.kernels.attention import running as as_current_step
+from greenroom.workers.torch_host.kernels.attention import AttentionKernels, as_current_step
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host.engine.test_embedding import embedded
 from tests.workers.torch_host.engine_rig import Answer, ask, device_model_of, prompt, running

@@ -14,7 +14,7 @@ from greenroom.workers.torch_host.text.tokens import Text
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.api.test_chat import HI, TIME, WEATHER, ask, streamed
 from tests.workers.torch_host.conftest import Opener, Rig
-from tests.workers.torch_host.engine_rig import generated, performing, prompt, random_model, said
+from tests.workers.torch_host.engine_rig import generated, prompt, random_model, running, said
 
 SPECIAL = ("<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|message|>", "<|call|>")
 # In the manner of gpt-oss: reasoning is called thinking, and may not stand beside content before a call.
@@ -228,7 +228,7 @@ def test_gpt_oss_says_what_transformers_itself_would_say() -> None:
     model = random_model("llama", **sizes, rope_parameters=rope)
     prompts = [prompt(length) for length in (1, 16, 50)]
     wanted = [generated(model, one, 12) for one in prompts]
-    with performing(model) as batching:
+    with running(model) as batching:
         assert [said(batching, one).ids for one in prompts] == wanted
 
 

@@ -10,6 +10,7 @@ import torch
 
 from greenroom.workers.torch_host.failures import OutOfMemory
 from greenroom.workers.torch_host.weights.arena import ALIGN_BYTES, HostArena, Layout, TensorPlace, lay_out, view_of
+from greenroom.workers.torch_host.weights.fold import ChunkTable
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_a_sealed_arena_is_adopted_by_another_worker(descriptor: int) -> None:
     arena = HostArena.create(descriptor, layout_of((4, 4), (2,)), "these files", None)
     view_of(arena.tensor, arena.layout.places["t0"]).fill_(3.0)
     assert HostArena.adopt(descriptor, "these files", unfolds=True) is None
-    arena.seal({})
+    arena.seal(ChunkTable(arena.layout.bytes))
     arena.close()
     adopted = HostArena.adopt(os.dup(descriptor), "these files", unfolds=True)
     assert adopted is not None
@@ -57,7 +58,8 @@ def test_a_sealed_arena_is_adopted_by_another_worker(descriptor: int) -> None:
 
 
 def test_the_arena_of_other_files_is_not_adopted(descriptor: int) -> None:
-    HostArena.create(descriptor, layout_of((4,)), "these files", None).seal({})
+    layout = layout_of((4,))
+    HostArena.create(descriptor, layout, "these files", None).seal(ChunkTable(layout.bytes))
     assert HostArena.adopt(descriptor, "those files", unfolds=True) is None
 
 
@@ -66,7 +68,7 @@ def test_a_damaged_arena_is_not_adopted(descriptor: int, damage: str) -> None:
     arena = HostArena.create(descriptor, layout_of((4,)), "x", None)
     if damage == "place":
         arena.layout = Layout({"t0": TensorPlace("float32", (4,), 8192, 16)}, 512)
-    arena.seal({})
+    arena.seal(ChunkTable(arena.layout.bytes))
     end = os.fstat(descriptor).st_size
     if damage in ("empty", "short"):
         os.ftruncate(descriptor, 0 if damage == "empty" else end - 3)

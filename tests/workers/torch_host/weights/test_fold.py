@@ -28,15 +28,15 @@ from greenroom.workers.torch_host.weights.fold.fold import (
     LANDING_CHUNKS,
     NO_NUMPY,
     STEP,
+    ChunkTable,
     Fold,
     fold,
 )
 from greenroom.workers.torch_host.weights.fold.folding import Folding, FoldingFailed
-from greenroom.workers.torch_host.weights.fold.unfolding import unfold_plainly, unfolder
+from greenroom.workers.torch_host.weights.fold.unfolding import landing_index, unfold_plainly, unfolder
 from greenroom.workers.torch_host.weights.loading import LoadContext
 from greenroom.workers.torch_host.weights.read_plan import Unplanned
 from greenroom.workers.torch_host.weights.reading import Transfer
-from greenroom.workers.torch_host.weights.upload import landing
 from tests.workers.torch_host import tiny
 
 NUMBERS = 4 * STEP
@@ -132,7 +132,7 @@ def test_without_a_gpu_torch_unfolds() -> None:
 @pytest.mark.parametrize("whole", range(LANDING_CHUNKS, 12))
 def test_nothing_lands_where_something_still_waits_to_be_unfolded(whole: int) -> None:
     """A chunk is brought when the one LANDING_CHUNKS before it has been unfolded, and not before."""
-    places = [landing(index, whole) if index < whole - LANDING_CHUNKS else index for index in range(whole)]
+    places = [landing_index(index, whole) if index < whole - LANDING_CHUNKS else index for index in range(whole)]
     for index, place in enumerate(places):
         before = [other for other in range(index) if places[other] == place]
         assert all(other <= index - LANDING_CHUNKS for other in before)
@@ -226,7 +226,7 @@ def test_chunks_are_folded_where_they_lie_and_the_rest_is_given_back(descriptor:
     at_work = Folding(descriptor, size, [(0, CHUNK_BYTES + 10), (CHUNK_BYTES + 10, size - CHUNK_BYTES - 10)])
     at_work.filled(CHUNK_BYTES + 10, size - CHUNK_BYTES - 10)
     at_work.filled(0, CHUNK_BYTES + 10)
-    arena.seal(at_work.finish(NEVER))
+    arena.seal(ChunkTable(size, at_work.finish(NEVER)))
     assert arena.held_bytes < size - 0.23 * CHUNK_BYTES
     adopted = HostArena.adopt(descriptor, "these", unfolds=True)
     assert adopted is not None
@@ -294,7 +294,7 @@ def test_who_waits_for_a_model_does_not_wait_for_all_of_it_to_be_folded(
     found = at_work.finish(NEVER)
     assert len(found) < chunks
     assert process.returncode == 0
-    arena.seal(found)
+    arena.seal(ChunkTable(arena.layout.bytes, found))
     assert [chunk.fold for chunk in arena.chunks] == [found.get(index) for index in range(LANDING_CHUNKS + chunks)]
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.workers.torch_host.weights import upload
 from greenroom.workers.torch_host.weights.arena import HostArena, Layout, TensorPlace
-from greenroom.workers.torch_host.weights.fold.fold import CHUNK_BYTES, LANDING_CHUNKS, Fold
+from greenroom.workers.torch_host.weights.fold import CHUNK_BYTES, ChunkTable, Unfolder
+from greenroom.workers.torch_host.weights.fold.fold import LANDING_CHUNKS, Fold
 from greenroom.workers.torch_host.weights.upload import WeightUpload
 
 Clock = Counter[int]
@@ -84,7 +84,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     for name in ("stream", "device"):
         monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(upload, "unfolder", lambda _: device.unfold)
     yield device
 
 
@@ -92,11 +91,14 @@ def arrival_of(device: Device, chunks: int, folds: Mapping[int, Fold]) -> tuple[
     size = chunks * CHUNK_BYTES + 512
     memory = os.memfd_create("arena")
     os.ftruncate(memory, size + 4096)
-    host = HostArena(memory, Layout({"weight": TensorPlace("uint8", (size,), 0, size)}, size), "these", folds)
+    layout = Layout({"weight": TensorPlace("uint8", (size,), 0, size)}, size)
+    host = HostArena(memory, layout, "these", ChunkTable(size, folds))
     os.close(memory)
     weights = torch.empty(size, dtype=torch.uint8)
     device.start = weights.data_ptr()
-    made: Any = WeightUpload(device, torch.device("cpu"), host, weights, lambda size, seconds: None)  # type: ignore[arg-type]
+    unfolder = Unfolder(weights, size, device.unfold)
+    driver: Any = device
+    made: Any = WeightUpload(driver, torch.device("cpu"), host, weights, lambda size, seconds: None, unfolder)
     device.streams = {stream.cuda_stream: stream for stream in (made._copy_stream, made._unfold_stream)}
     device.unfolds_on = made._unfold_stream
     module = torch.nn.Module()

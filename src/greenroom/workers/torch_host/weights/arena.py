@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from ..failures import BadModel, OutOfMemory
-from .fold.fold import CHUNK_BYTES, FOLDED_BYTES_MAX, LANDING_CHUNKS, Fold
+from .fold import Chunk, ChunkTable
 
 # What the widest vector loads of a GPU like, and a multiple of every kind of number.
 ALIGN_BYTES: Final = 512
@@ -71,24 +71,15 @@ def view_of(flat: torch.Tensor, place: TensorPlace) -> torch.Tensor:
     return part.view(getattr(torch, place.dtype)).view(place.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A part of the data as it is brought to a device: where it begins, there as here, and what there is of it here."""
-
-    start: int
-    size: int
-    fold: Fold | None = None
-
-
 class HostArena:
     """A mapped memfd with a layout. The memfd is lent: whoever gave it closes it. `filled` is false until `seal`."""
 
-    def __init__(self, descriptor: int, layout: Layout, identity: str, folds: Mapping[int, Fold] | None) -> None:
-        """`folds` is None until it is filled: the numbers of folded chunks, and how they are folded."""
+    def __init__(self, descriptor: int, layout: Layout, identity: str, table: ChunkTable | None) -> None:
+        """`table` is None until it is filled."""
         self.layout = layout
         self.identity = identity
-        self.filled = folds is not None
-        self._folds = folds or {}
+        self.filled = table is not None
+        self._table = table or ChunkTable(layout.bytes)
         self._descriptor = descriptor
         self._map: mmap.mmap | None = mmap.mmap(descriptor, max(PAGE_BYTES, _page_up(layout.bytes)))
         with contextlib.suppress(OSError, ValueError):
@@ -130,23 +121,22 @@ class HostArena:
         try:
             places = {name: _place(entry) for name, entry in manifest["tensors"].items()}
             layout = Layout(places, int(manifest["bytes"]))
-            folds = {int(index): _fold(entry) for index, entry in manifest["folds"].items()}
+            table = ChunkTable.parse(layout.bytes, manifest["folds"])
         except (AttributeError, KeyError, TypeError, ValueError):
             return None
         if any(place.offset + place.size > layout.bytes for place in places.values()):
             return None
-        foldable = range(layout.bytes // CHUNK_BYTES - LANDING_CHUNKS if unfolds else 0)
-        if any(index not in foldable for index in folds):
+        if table.folds and not unfolds:
             return None
-        return cls(descriptor, layout, identity, folds)
+        return cls(descriptor, layout, identity, table)
 
-    def seal(self, folds: Mapping[int, Fold]) -> None:
-        """Write the manifest: from now on this arena can be adopted. `folds` are the chunks that were folded."""
-        self._folds = folds
+    def seal(self, table: ChunkTable) -> None:
+        """Write the manifest: from now on this arena can be adopted. `table` says which chunks are folded."""
+        self._table = table
         manifest = {
             "identity": self.identity,
             "bytes": self.layout.bytes,
-            "folds": folds,
+            "folds": table.folds,
             "tensors": {name: asdict(place) for name, place in self.layout.places.items()},
         }
         text = json.dumps(manifest, separators=(",", ":")).encode()
@@ -164,12 +154,7 @@ class HostArena:
     @property
     def chunks(self) -> list[Chunk]:
         """All of the data, once it is filled."""
-        found = []
-        for index, start in enumerate(range(0, self.layout.bytes, CHUNK_BYTES)):
-            fold = self._folds.get(index)
-            size = min(CHUNK_BYTES, self.layout.bytes - start) if fold is None else fold.size(CHUNK_BYTES // 2)
-            found.append(Chunk(start, size, fold))
-        return found
+        return self._table.chunks
 
     @property
     def buffer(self) -> memoryview:
@@ -235,15 +220,6 @@ def _place(entry: Mapping[str, object]) -> TensorPlace:
     if math.prod(shape) * getattr(torch, str(dtype)).itemsize != size:
         raise ValueError("shape and size differ")
     return TensorPlace(str(dtype), tuple(shape), offset, size)
-
-
-def _fold(entry: object) -> Fold:
-    if not (isinstance(entry, list) and len(entry) == 2 and all(type(number) is int for number in entry)):
-        raise ValueError("not a fold")
-    fold = Fold(*entry)
-    if not 0 <= fold.base <= 255 or fold.odd < 0 or fold.size(CHUNK_BYTES // 2) > FOLDED_BYTES_MAX:
-        raise ValueError("not a fold of a chunk")
-    return fold
 
 
 def _write(descriptor: int, text: bytes, start: int) -> None:

@@ -24,7 +24,7 @@ from ..failures import BadModel, Cancelled
 from . import building, reading
 from .arena import HostArena, lay_out, view_of
 from .building import ModelOptions
-from .fold.folding import Folding, FoldingFailed
+from .fold import ChunkTable, fill_folded
 from .read_plan import Unplanned, plan
 from .safetensors_files import StoredTensor, files_of, find_tensors
 
@@ -137,7 +137,7 @@ def _planned(
     transfers = plan(module, layout, tensors, dtype)
     arena = HostArena.create(descriptor, layout, identity, context.arena_max_bytes, context.host_free_bytes)
 
-    def bring(on_reading: Callable[[], None], on_filled: Callable[[int, int], None]) -> int:
+    def read(on_reading: Callable[[], None], on_filled: Callable[[int, int], None]) -> int:
         return reading.read_all(
             transfers,
             arena.tensor,
@@ -153,42 +153,52 @@ def _planned(
         context.on_reading()
         context.on_built(module, arena)
 
-    return LoadedModel(module, arena, _filled(arena, descriptor, context, bring, on_reading))
+    return LoadedModel(module, arena, _fill(arena, descriptor, context, read, on_reading))
 
 
-def _filled(
+def _fill(
     arena: HostArena,
     descriptor: int,
     context: LoadContext,
-    bring: Callable[[Callable[[], None], Callable[[int, int], None]], int],
+    read: Callable[[Callable[[], None], Callable[[int, int], None]], int],
     on_reading: Callable[[], None],
 ) -> int:
-    """Have it filled, folded and sealed, and say how many bytes were read. What fails leaves it empty."""
-    places = {place.offset: place.size for place in arena.layout.places.values() if place.size}
-    folding: Folding | None = None
+    """Fill, fold and seal the arena and return the bytes read. On failure the arena is left empty."""
     try:
-        folding = Folding(descriptor, arena.layout.bytes if context.folds else 0, places.items())
-        done = bring(on_reading, folding.filled)
+        if context.folds:
+            done, table = _fill_folded(arena, descriptor, context, read, on_reading)
+        else:
+            done, table = read(on_reading, _ignored), ChunkTable(arena.layout.bytes)
         context.raise_if_cancelled()
-        try:
-            folds = folding.finish(context.cancelled or threading.Event())
-        except FoldingFailed as reason:
-            context.raise_if_cancelled()
-            log.warning("weights are read again, and not folded: %s", reason)
-            done, folds = bring(_nothing, _ignored), {}
-        context.raise_if_cancelled()
-        arena.seal(folds)
+        arena.seal(table)
     except BaseException:
-        try:
-            if folding is not None:
-                folding.stop()
-        finally:
-            arena.discard()
+        arena.discard()
         raise
     return done
 
 
-def _copied(
+def _fill_folded(
+    arena: HostArena,
+    descriptor: int,
+    context: LoadContext,
+    read: Callable[[Callable[[], None], Callable[[int, int], None]], int],
+    on_reading: Callable[[], None],
+) -> tuple[int, ChunkTable]:
+    def fill(on_filled: Callable[[int, int], None]) -> int:
+        done = read(on_reading, on_filled)
+        context.raise_if_cancelled()
+        return done
+
+    def refill() -> int:
+        context.raise_if_cancelled()
+        return read(_nothing, _ignored)
+
+    places = {place.offset: place.size for place in arena.layout.places.values() if place.size}
+    cancelled = context.cancelled or threading.Event()
+    return fill_folded(descriptor, arena.layout.bytes, places.items(), fill=fill, refill=refill, cancelled=cancelled)
+
+
+def _copy(
     loaded: torch.nn.Module,
     arena: HostArena,
     context: LoadContext,
@@ -200,11 +210,11 @@ def _copied(
 
 
 def _nothing() -> None:
-    """Who wanted to know has been told."""
+    """`on_reading` has been called before."""
 
 
 def _ignored(start: int, size: int) -> None:
-    """Nobody folds."""
+    """Nothing is folded."""
 
 
 def _by_transformers(
@@ -222,7 +232,7 @@ def _by_transformers(
     context.raise_if_cancelled()
     layout = lay_out(building.state_of(loaded))
     arena = HostArena.create(descriptor, layout, identity, context.arena_max_bytes, context.host_free_bytes)
-    copied = _filled(arena, descriptor, context, partial(_copied, loaded, arena, context), _nothing)
+    copied = _fill(arena, descriptor, context, partial(_copy, loaded, arena, context), _nothing)
     if module is None or not building.fits(module, layout):
         module = loaded
     del loaded

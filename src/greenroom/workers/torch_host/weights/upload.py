@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from .arena import Chunk, HostArena
+from .arena import HostArena
 from .driver import Driver
-from .fold.fold import CHUNK_BYTES, LANDING_CHUNKS
-from .fold.unfolding import unfolder
+from .fold import CHUNK_BYTES, Chunk, Unfolder
 
 
 class WeightUpload:
@@ -32,11 +31,12 @@ class WeightUpload:
         host: HostArena,
         weights: torch.Tensor,
         on_complete: Callable[[int, float], None],
+        unfolder: Unfolder | None = None,
     ) -> None:
         """`on_complete` is told bytes and seconds of every copy, from a thread of its own."""
         self._driver, self._device, self._on_complete = driver, device, on_complete
         self._host, self._weights = host, weights
-        self._unfold = unfolder(device)
+        self._unfolder = unfolder or Unfolder(weights, host.layout.bytes)
         self._chunks: list[Chunk] = []
         # Copies are enqueued on the first; what unfolds them, and whoever computes, on and after the second.
         self._copy_stream, self._unfold_stream = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
@@ -86,19 +86,14 @@ class WeightUpload:
     def _enqueue(self, index: int) -> None:
         """Enqueue one chunk. What landed in the same place before has been unfolded by then."""
         chunk = self._chunks[index]
-        place = index if chunk.fold is None else landing(index, self._host.layout.bytes // CHUNK_BYTES)
-        if index >= LANDING_CHUNKS:
-            self._copy_stream.wait_event(self._ready[index - LANDING_CHUNKS])
-        target, source = self._at(place, chunk.size), self._host.tensor.data_ptr() + chunk.start
+        if index >= self._unfolder.reuse_distance:
+            self._copy_stream.wait_event(self._ready[index - self._unfolder.reuse_distance])
+        target, source = self._unfolder.landing(chunk), self._host.tensor.data_ptr() + chunk.start
         self._driver.copy_to_device(target.data_ptr(), source, chunk.size, self._copy_stream.cuda_stream)
         self._copied[index].record(self._copy_stream)
         self._unfold_stream.wait_event(self._copied[index])
-        if chunk.fold is not None:
-            self._unfold(target, self._at(index, CHUNK_BYTES).view(torch.int16), chunk.fold)
+        self._unfolder.unfold(chunk)
         self._ready[index].record(self._unfold_stream)
-
-    def _at(self, index: int, size: int) -> torch.Tensor:
-        return self._weights[index * CHUNK_BYTES : index * CHUNK_BYTES + size]
 
     def wait_for_weights(self) -> None:
         """Return when everything is on the device. To be called by the thread that computes: hooks are taken off."""
@@ -157,12 +152,6 @@ class WeightUpload:
         """Where a weight ends in the arena; None for what does not lie there."""
         end = tensor.data_ptr() - self._weights.data_ptr() + tensor.numel() * tensor.element_size()
         return end if 0 < end <= self._host.layout.bytes else None
-
-
-def landing(index: int, whole_chunks: int) -> int:
-    """Where a folded chunk lands: of the last whole chunks the one whose own turn comes a multiple of them later."""
-    first = whole_chunks - LANDING_CHUNKS
-    return first + (index - first) % LANDING_CHUNKS
 
 
 class HookedModule:

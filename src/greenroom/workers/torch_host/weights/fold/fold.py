@@ -28,6 +28,8 @@ import sys
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -62,6 +64,55 @@ class Fold(NamedTuple):
 
     def size(self, numbers: int) -> int:
         return numbers // 2 * 3 + ODD_BYTES * self.odd
+
+
+class Chunk(NamedTuple):
+    """A part of an arena's data: where it starts, here and on the device, and the bytes that are stored of it here."""
+
+    start: int
+    size: int
+    fold: Fold | None = None
+
+    @property
+    def number(self) -> int:
+        return self.start // CHUNK_BYTES
+
+
+class ChunkTable:
+    """How the data of one arena is cut into chunks, and which of them are folded."""
+
+    def __init__(self, data_bytes: int, folds: Mapping[int, Fold] | None = None) -> None:
+        self._data_bytes = data_bytes
+        self.folds: Mapping[int, Fold] = folds or {}
+        """By the index of the chunk. Written to the manifest as it is."""
+
+    @classmethod
+    def parse(cls, data_bytes: int, entries: Mapping[str, object]) -> ChunkTable:
+        """The table whose `folds` a manifest has. Raises ValueError, or AttributeError where they are no mapping."""
+        folds = {int(index): _parse_fold(entry) for index, entry in entries.items()}
+        foldable = range(data_bytes // CHUNK_BYTES - LANDING_CHUNKS)
+        if any(index not in foldable for index in folds):
+            raise ValueError("a chunk is folded that cannot be")
+        return cls(data_bytes, folds)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """All of the data, in order."""
+        found = []
+        for index, start in enumerate(range(0, self._data_bytes, CHUNK_BYTES)):
+            fold = self.folds.get(index)
+            size = min(CHUNK_BYTES, self._data_bytes - start) if fold is None else fold.size(CHUNK_BYTES // 2)
+            found.append(Chunk(start, size, fold))
+        return found
+
+
+def _parse_fold(entry: object) -> Fold:
+    if not (isinstance(entry, list) and len(entry) == 2 and all(type(number) is int for number in entry)):
+        raise ValueError("not a fold")
+    found = Fold(*entry)
+    if not 0 <= found.base <= 255 or found.odd < 0 or found.size(CHUNK_BYTES // 2) > FOLDED_BYTES_MAX:
+        raise ValueError("not a fold of a chunk")
+    return found
 
 
 def fold(numbers: NDArray[np.uint16], out: NDArray[np.uint8]) -> Fold | None:

@@ -15,12 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 from ...failures import Failure
-from .fold import CHUNK_BYTES, LANDING_CHUNKS, NO_NUMPY, ORDER, Fold
+from .fold import CHUNK_BYTES, LANDING_CHUNKS, NO_NUMPY, ORDER, ChunkTable, Fold
 
 # A gigabyte a second each, and a chunk of memory; half of the processors have enough to do with reading.
 PROCESSES_MAX: Final = 8
@@ -37,6 +37,35 @@ _PROGRAM: Final = Path(__file__).with_name("fold.py")
 _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1"}
 
 log = logging.getLogger(__name__)
+
+
+def fill_folded(
+    descriptor: int,
+    size: int,
+    ranges: Iterable[tuple[int, int]],
+    *,
+    fill: Callable[[Callable[[int, int], None]], int],
+    refill: Callable[[], int],
+    cancelled: threading.Event,
+) -> tuple[int, ChunkTable]:
+    """Have an arena of `size` bytes filled and its chunks folded. Returns the bytes read and what was folded.
+
+    `fill` fills all of `ranges` (start, bytes) and reports each part that is there. Where folding fails, `refill` fills
+    it again, and nothing is folded. Raises what these raise, and Failure; then no process is left.
+    """
+    folding = Folding(descriptor, size, ranges)
+    try:
+        done = fill(folding.filled)
+        try:
+            folds = folding.finish(cancelled)
+        except FoldingFailed as reason:
+            if not cancelled.is_set():
+                log.warning("weights are read again, and not folded: %s", reason)
+            done, folds = refill(), {}
+    except BaseException:
+        folding.stop()
+        raise
+    return done, ChunkTable(size, folds)
 
 
 class FoldingFailed(Failure):

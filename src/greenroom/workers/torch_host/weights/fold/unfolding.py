@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from .fold import ODD_CODE, Fold
+from .fold import CHUNK_BYTES, LANDING_CHUNKS, ODD_CODE, Chunk, Fold
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,39 @@ _TRY_BASE: Final = 100
 
 Unfold = Callable[[torch.Tensor, torch.Tensor, Fold], None]
 """Given what is folded (uint8) and how, write the numbers it stands for (as int16)."""
+
+
+class Unfolder:
+    """Restores the chunks of one arena in device memory: each is copied to its `landing`, then `unfold`ed.
+
+    Folded chunks land where the last chunks will be, which are never folded and come last.
+    """
+
+    # Two chunks this far apart may land in the same place: the later copy waits until the earlier chunk is unfolded.
+    reuse_distance: Final = LANDING_CHUNKS
+
+    def __init__(self, weights: torch.Tensor, data_bytes: int, unfold: Unfold | None = None) -> None:
+        """`weights`: flat device memory for all of the data. `unfold`: the fastest that works unless given."""
+        self._weights = weights
+        self._whole_chunks = data_bytes // CHUNK_BYTES
+        self._unfold = unfolder(weights.device) if unfold is None else unfold
+
+    def landing(self, chunk: Chunk) -> torch.Tensor:
+        """Where the stored bytes of this chunk are to be copied."""
+        index = chunk.number if chunk.fold is None else landing_index(chunk.number, self._whole_chunks)
+        return self._weights[index * CHUNK_BYTES : index * CHUNK_BYTES + chunk.size]
+
+    def unfold(self, chunk: Chunk) -> None:
+        """Restore it from its landing, on the current stream. Does nothing for a chunk that is not folded."""
+        if chunk.fold is not None:
+            target = self._weights[chunk.start : chunk.start + CHUNK_BYTES].view(torch.int16)
+            self._unfold(self.landing(chunk), target, chunk.fold)
+
+
+def landing_index(index: int, whole_chunks: int) -> int:
+    """The chunk whose place a folded chunk lands in: of the last whole ones, the one a multiple of them later."""
+    first = whole_chunks - LANDING_CHUNKS
+    return first + (index - first) % LANDING_CHUNKS
 
 
 def unfold_plainly(folded: torch.Tensor, target: torch.Tensor, fold: Fold) -> None:
