@@ -334,7 +334,7 @@ def main() -> None:
     cache_tokens = max(max(args.batches) * (args.prompt + args.steps + 64), 8192)
     model = build(args, device, dtype, cache_tokens)
     batch_max, context = max(args.batches), min(8192, cache_tokens)
-    plain_quicken = runner_module.fuse_modules
+    plain_fuse = runner_module.fuse_modules
     runner_module.fuse_modules = lambda model: None
 
     def made(kernels: AttentionKernels | None) -> ModelRunner:
@@ -360,7 +360,7 @@ def main() -> None:
         with section("Transformers' own generate"):
             rate = generated(model, count, args.prompt, min(args.steps, 64), args.vocabulary)
             figures.setdefault("generate_per_s", {})[count] = rate
-    runner_module.fuse_modules = plain_quicken
+    runner_module.fuse_modules = plain_fuse
     with section("as the worker runs it"):
         before = reserved(device)
         whole = made(None)
