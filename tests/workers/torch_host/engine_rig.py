@@ -70,11 +70,11 @@ def device_model_of(model: Any, cache_tokens: int, sentence: SentenceConfig | No
     else:
         attach_head(model, sentence, torch.float32, "cpu")
     kv = torch.zeros(kv_bytes(model.config, "float32", cache_tokens) if cache_tokens else 0, dtype=torch.uint8)
-    model = FakeDeviceModel(model, model.config, Flat(kv))
+    found = FakeDeviceModel(model, model.config, Flat(kv))
     model.register_forward_pre_hook(
-        lambda _module, _args, named: model.forwards.append(named["input_ids"].numel()), with_kwargs=True
+        lambda _module, _args, named: found.forwards.append(named["input_ids"].numel()), with_kwargs=True
     )
-    return model
+    return found
 
 
 @contextmanager
