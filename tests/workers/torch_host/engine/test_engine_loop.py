@@ -218,7 +218,7 @@ def test_those_submitted_together_all_have_their_places_before_one_of_them_speak
 def test_what_a_sequence_left_behind_itself_is_not_counted_as_reused() -> None:
     seats = BlockManager(cache_tokens=256, block_bytes=1)
     made, _ = ask(prompt(64))
-    speech = Sequence(made, on_over=lambda: None)
+    speech = Sequence(made, on_end=lambda: None)
     assert seats.sit(speech, spare=0)
     speech.computed = 48
     seats.leave(speech)
