@@ -1,8 +1,8 @@
-"""From a folder to a model that sleeps: the weights are read first and foremost, all else is made beside that.
+"""From a folder to a model that sleeps: weights are read first, and everything else happens meanwhile.
 
-Owns what runs beside what. The device's context comes up while the module is built; the tokenizer is parsed, kernels
-are tried and memory is laid out while the disk is busy, and never before it is. Whatever fails, nothing is left. Never
-reads a file itself. Read `prepare` first.
+Owns what runs in parallel. The device's context is created while the module is built; the tokenizer is parsed, kernels
+are tried and memory is laid out while the disk is busy, never before. On failure nothing is left. Never reads a file
+itself. Read `prepare` first.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ..weights.loading import LoadContext, load
 from ..weights.sentence_config import SentenceConfig, read_sentence_config
 from .orders import CACHE_CONTEXTS, Order
 
-# Where neither the configuration nor the model says how long a text may be.
+# The context where neither the configuration nor the model states one.
 CONTEXT_UNKNOWN: Final = 2048
-# The device's context, the tokenizer and the stage.
+# For the device's context, the tokenizer and the engine.
 THREADS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model that sleeps, and how its text is written. Whoever has it closes performer, stage and text."""
+    """A model that sleeps, and its text handling. The owner closes engine, weights and text, in this order."""
 
     text: Text
     weights: DeviceWeights
@@ -51,7 +51,7 @@ class PreparedModel:
 
 @dataclass(frozen=True, slots=True)
 class DeviceContext:
-    """Where a model is prepared: its device, how fast that is reached, and who is told when it is lost."""
+    """The device of a model, its copy rate, and what to call when the device is lost."""
 
     device: torch.device
     copy_rate: CopyRate
@@ -65,7 +65,7 @@ def prepare(
     progress: Callable[[float], None],
     cancelled: threading.Event,
 ) -> PreparedModel:
-    """Fill or adopt the arena behind this memfd and build what it takes to wake. Raises what its parts raise."""
+    """Fill or adopt the arena behind this memfd and build what a wake needs. Raises what its parts raise."""
     register()
     options = _options(order)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prepare") as threads:
@@ -73,7 +73,7 @@ def prepare(
         load_context = LoadContext(
             arena_max_bytes=order.arena_max_bytes,
             host_free_bytes=order.host_free_bytes,
-            # A CPU computes with the arena itself; elsewhere weights are brought, and then less is faster.
+            # A CPU computes with the arena itself; a GPU gets a copy, which is faster if it is smaller.
             folds=device_context.device.type == "cuda",
             on_progress=progress,
             cancelled=cancelled,
@@ -82,7 +82,7 @@ def prepare(
             on_built=background.on_built,
         )
         try:
-            # The module is not kept here: its weights look into the arena, and an error would hold on to both.
+            # No reference to the module: its weights view the arena, and a traceback would keep both alive.
             return background.joined(load(options, descriptor, order.filled, load_context).read_bytes)
         except BaseException:
             background.undo()
@@ -90,7 +90,7 @@ def prepare(
 
 
 class _Background:
-    """What is made of one model in threads of its own."""
+    """The parts of one model that are built in other threads."""
 
     def __init__(
         self, order: Order, options: ModelOptions, device_context: DeviceContext, threads: ThreadPoolExecutor
@@ -101,11 +101,11 @@ class _Background:
         self._engine: Future[tuple[DeviceWeights, EngineLoop]] | None = None
         self._context: Future[object] | None = None
         if device_context.device.type == "cuda":
-            # Half a second of the driver's own. Through this call, unlike torch's, other threads run meanwhile.
+            # Takes half a second. Unlike torch's call, this one releases the interpreter lock.
             self._context = threads.submit(driver, device_context.device.index or 0)
 
     def on_reading(self) -> None:
-        """The disk has its work: now the interpreter may be kept busy."""
+        """The disk is busy: from now on the interpreter may be."""
         if self._text is None:
             self._text = self._threads.submit(self._load_text)
 
@@ -115,7 +115,7 @@ class _Background:
         self._engine = self._threads.submit(self._build_engine, module, arena)
 
     def joined(self, read_bytes: int) -> PreparedModel:
-        """All of it, now that the arena is filled."""
+        """The prepared model, now that the arena is filled."""
         if self._text is None or self._engine is None or self._arena is None:
             raise RuntimeError("a model was loaded and nobody was told")
         text = self._text.result()
@@ -124,7 +124,7 @@ class _Background:
         return PreparedModel(text, weights, engine, self._options.sentence, self._arena.held_bytes, read_bytes)
 
     def undo(self) -> None:
-        """Wait for what has begun and undo it."""
+        """Wait for what has started and release it."""
         if self._text is not None and self._text.exception() is None:
             self._text.result().close()
         if self._engine is not None and self._engine.exception() is None:
@@ -133,7 +133,7 @@ class _Background:
             weights.close()
         if self._arena is not None:
             self._arena.close()
-        # An error keeps all it came through, this too; were it kept here as well, neither would ever go.
+        # A traceback keeps this object alive; references from here to an error would make a cycle.
         self._text = self._engine = self._context = self._arena = None
 
     def _load_text(self) -> Text:
@@ -154,7 +154,7 @@ class _Background:
 def _options(order: Order) -> ModelOptions:
     return ModelOptions(
         folder=order.folder,
-        # Embeddings are made with the attention and the masks that the model's own code brings.
+        # Embeddings use the attention and the masks of the model's own code.
         attention=None if order.embedding else IMPLEMENTATION,
         dtype=order.dtype,
         sentence=read_sentence_config(order.folder) if order.embedding else None,
@@ -197,7 +197,7 @@ def _weights_and_engine(
 
 
 def _check(order: Order, arena: HostArena, device: torch.device, context: int) -> ModelCheck | None:
-    """The comparison with plain Transformers, if it is due: once for each set of files and what computes with them."""
+    """The comparison with plain Transformers, if due: once per set of files, device, version and context."""
     if order.embedding or order.skip_check:
         return None
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -207,7 +207,7 @@ def _check(order: Order, arena: HostArena, device: torch.device, context: int) -
 
 
 def _context(order: Order, config: Any) -> int:
-    """What was asked for, but never more than the model has positions for."""
+    """The context that was asked for, at most the model's number of positions."""
     limit = getattr(text_config(config), "max_position_embeddings", None)
     known = limit if isinstance(limit, int) and limit > 0 else None
     return min(order.context or known or CONTEXT_UNKNOWN, known or order.context or CONTEXT_UNKNOWN)
@@ -222,14 +222,14 @@ NODES = Path("/sys/devices/system/node")
 
 
 def settle_near(device: torch.device) -> None:
-    """Let the calling thread, and those it starts, run near this device."""
+    """Run the calling thread, and those it starts, on processors near this device."""
     near = processors_near(device) & os.sched_getaffinity(0)
     if near:
         os.sched_setaffinity(0, near)
 
 
 def processors_near(device: torch.device) -> set[int]:
-    # Where all memory is equally near nobody has to wait for CUDA to say which device this is.
+    # With one NUMA node there is no need to wait for CUDA to identify the device.
     if device.type != "cuda" or len(list(NODES.glob("node[0-9]*"))) < 2:
         return set()
     seen = torch.cuda.get_device_properties(device)
@@ -241,7 +241,7 @@ def processors_near(device: torch.device) -> set[int]:
 
 
 def numbers_in(text: str) -> set[int]:
-    """What a list of the kernel's names: `0-3,8,10-11`."""
+    """The numbers in a list of the kernel, such as `0-3,8,10-11`."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -1,1 +1,1 @@
-"""The inference engine: sequences, KV blocks, the batch scheduler, the runner, sampling."""
+"""The inference engine: requests, sequences, KV blocks, the batch scheduler, the model runner, sampling."""

@@ -1,10 +1,10 @@
-"""All sequences of one model together: who waits, whose prompt is being computed, who decodes in the batch.
+"""Continuous batching: the waiting, prefilling and decoding sequences of one model.
 
-Owns the order of things within a step: the cancelled leave, the waiting sit down, a piece of prompts is computed, every
-running sequence gets one token. The device is kept busy: the next step is started before the tokens of the last one are
-looked at, so a sequence that ends has one token too many computed, which nobody hears. A step that fails, for lack of
-memory above all, is computed again in smaller parts: only a sequence that fails alone is ended. An error of the device
-is raised. Used by the model's thread only. Read `step` first.
+Owns the order within a step: drop cancelled sequences, admit waiting ones, compute a chunk of prompts, decode one token
+for every running sequence. The next step starts before the tokens of the last one are read, which keeps the device
+busy: a sequence that ends has computed one token too many, which is discarded. A step that fails, mostly for lack of
+memory, is repeated in smaller parts; only a sequence that fails alone is ended. Errors that lose the device are raised.
+Used by the model's thread only. Read `step` first.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .sequence import Sequence
 
 log = logging.getLogger(__name__)
 
-# Tokens of prompts computed in one step: enough to fill the device, few enough that those who decode hardly wait.
+# Prompt tokens computed in one step: enough to fill the device, few enough that decoding sequences hardly wait.
 PREFILL_TOKENS_MAX = 2048
-# Whoever leaves, and an order to sleep, waits for the end of a step. On a CPU, where all of these may take minutes, it
-# has as many as take about this long. Nothing is known of the first.
+# A cancelled request and an order to sleep wait for the end of a step. On a CPU a full step may take minutes, so its
+# size is chosen to take about this long. The first step has a fixed size.
 PREFILL_STEP_S = 2.0
 PREFILL_TOKENS_FIRST = 256
 PREFILL_TOKENS_MIN = 32
@@ -39,12 +39,12 @@ PREFILL_TOKENS_MIN = 32
 
 @dataclass(slots=True)
 class DecodeBatch:
-    """Those who decode, row by row, as the device sees them."""
+    """The decoding sequences, row by row, as the device sees them."""
 
     sequences: list[Sequence]
     sampler: BatchSampler
     positions: list[int]
-    """Where the token of the next step stands, in each row."""
+    """The position of the next step's token, for each row."""
     logprobs: list[int | None]
 
 
@@ -57,24 +57,24 @@ class BatchScheduler:
         on_end: Callable[[], None],
         on_fatal: OnFatal,
     ) -> None:
-        """`on_end` is called once for each sequence that ends, `on_fatal` with what the process cannot survive."""
+        """`on_end` is called once for each sequence that ends, `on_fatal` for errors the process cannot survive."""
         self._on_fatal = on_fatal
         self._runner = runner
         self._on_end = on_end
         self._block_manager = block_manager
         self._batch_max = batch_max
-        # Sequences computed together: fewer after a batch did not fit the device's memory.
+        # Sequences computed together: fewer after a batch did not fit into device memory.
         self._batch_limit = batch_max
         self._waiting: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []
         self._running: list[Sequence] = []
         self._batch: DecodeBatch | None = None
-        # The step whose tokens nobody has looked at yet.
+        # The step whose tokens have not been read yet.
         self._pending: PendingTokens | None = None
         self._last_step = 0.0
         self._is_slow = runner.model.device.type == "cpu"
         self._prefill_tokens = PREFILL_TOKENS_FIRST if self._is_slow else PREFILL_TOKENS_MAX
-        # What the device's memory holds: less after it did not, and then slowly more again.
+        # Prompt tokens that fit into device memory: halved after a failure, then slowly raised.
         self._prefill_fits = PREFILL_TOKENS_MAX
         self.computed_tokens = 0
         self.preempted = 0
@@ -87,7 +87,7 @@ class BatchScheduler:
         self._waiting.append(Sequence(request, self._on_end))
 
     def step(self) -> None:
-        """One step further for everybody. Raises only what the whole process cannot survive."""
+        """Compute one step for all sequences. Raises only errors the process cannot survive."""
         self.drop_cancelled()
         self._admit()
         if self._prefilling:
@@ -111,7 +111,7 @@ class BatchScheduler:
         return [*self._waiting, *self._prefilling, *self._running]
 
     def _try(self, work: Callable[[], None], concerned: list[Sequence]) -> Failure | None:
-        """Do this, and say what went wrong. Raises what the process cannot survive."""
+        """Run `work` and return its failure, if any. Raises errors the process cannot survive."""
         try:
             work()
             return None
@@ -121,7 +121,7 @@ class BatchScheduler:
             if is_fatal(error):
                 self._on_fatal(error, lambda: self._end_failed(concerned, failure))
                 raise
-            # Said anew: the error itself keeps all that was being computed with.
+            # A new exception: the caught one keeps the tensors of the failed step alive.
             failure = (OutOfMemory if isinstance(failure, OutOfMemory) else Failure)(str(failure))
         if isinstance(failure, OutOfMemory):
             self._free_memory()
@@ -140,7 +140,7 @@ class BatchScheduler:
         self._drop_ended()
 
     def _drop_ended(self) -> None:
-        """Those that have ended leave. What is still being computed for them is written before anybody sits there."""
+        """Remove ended sequences. Steps still in flight for them write before their blocks are used again."""
         for sequence in (*self._prefilling, *self._running):
             if sequence.is_ended:
                 self._block_manager.free(sequence)
@@ -149,18 +149,18 @@ class BatchScheduler:
         self._prefilling = [one for one in self._prefilling if not one.is_ended]
         self._running = [one for one in self._running if not one.is_ended]
 
-    # --- sitting down -----------------------------------------------------------------------------------------------
+    # --- admission and preemption -----------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         while self._waiting and len(self._prefilling) + len(self._running) < self._batch_limit:
-            # Those already seated will each want one block more before long.
+            # Each active sequence will soon need one more block.
             active = len(self._prefilling) + len(self._running)
             if not self._block_manager.allocate(self._waiting[0], spare=active):
                 return
             self._prefilling.append(self._waiting.popleft())
 
     def _preempt_youngest(self) -> None:
-        """The youngest stands up and waits again, first in line; its tokens are computed anew when it sits down."""
+        """Move the youngest sequence to the front of the queue. Its tokens are computed again when it is admitted."""
         self._preempt(max((*self._prefilling, *self._running), key=lambda sequence: sequence.created_at))
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -169,7 +169,7 @@ class BatchScheduler:
         self.preempted += 1
 
     def _requeue(self, sequence: Sequence) -> None:
-        """Give up its blocks and wait again, first in line."""
+        """Free its blocks and put it at the front of the queue."""
         self._block_manager.free(sequence)
         self._prefilling = [one for one in self._prefilling if one is not sequence]
         self._running = [one for one in self._running if one is not sequence]
@@ -178,7 +178,7 @@ class BatchScheduler:
     # --- prompts ----------------------------------------------------------------------------------------------------
 
     def _prefill_or_split(self, sequences: list[Sequence], most: int) -> None:
-        """The next pieces of these, of so many tokens at most; in halves where that fails."""
+        """Compute the next chunks of these prompts, at most `most` tokens. Repeats in halves what fails."""
         failure = self._try(lambda: self._prefill(sequences, most), sequences)
         if failure is None:
             return
@@ -210,7 +210,7 @@ class BatchScheduler:
         logits = self._runner.prefill(chunks)
         finished = [sequence for sequence, chunk in zip(sequences, chunks, strict=True) if chunk.is_last]
         chosen = self._sample_first(finished, logits) if finished else None
-        # From here on nothing is asked of the device that could fail, so that nothing counts twice.
+        # From here on nothing can fail on the device, so nothing is counted twice.
         for sequence, chunk in zip(sequences, chunks, strict=True):
             sequence.computed += len(chunk.tokens)
             self.computed_tokens += len(chunk.tokens)
@@ -240,10 +240,10 @@ class BatchScheduler:
     # --- decoding ---------------------------------------------------------------------------------------------------
 
     def _decode_or_split(self) -> None:
-        """A token for each that runs. Where that fails the younger half waits; one that fails alone is ended."""
+        """Decode one token for each running sequence. On failure the younger half waits; one that fails alone ends."""
         failure = self._try_decode()
         if failure is not None and len(self._running) == 1:
-            # Memory was freed since: once more before it is given up.
+            # Memory was freed: try once more before ending it.
             failure = self._try_decode()
         by_age = sorted(self._running, key=lambda sequence: sequence.created_at)
         if failure is None or not by_age:
@@ -259,7 +259,7 @@ class BatchScheduler:
     def _try_decode(self) -> Failure | None:
         failure = self._try(self._decode, list(self._running))
         if failure is not None:
-            # What was chosen before counts. All else is computed again, from what the host knows.
+            # Tokens sampled before the failure count. The rest is computed again from what the host knows.
             self._collect()
             self._batch = None
         return failure
@@ -285,7 +285,7 @@ class BatchScheduler:
         batch.sampler.record(chosen.tokens)
 
     def _build_batch(self) -> bool:
-        """Put those who run into rows, as far as the host knows them. False if nobody runs any more."""
+        """Assign running sequences to rows, from their tokens on the host. False if none is running."""
         self._batch = None
         if not self._running:
             return False
@@ -302,7 +302,7 @@ class BatchScheduler:
         return True
 
     def _requeue_outgrown(self, batch: DecodeBatch) -> bool:
-        """Sequences that would pass one of `rope_switches` wait to be computed again with other factors.
+        """Requeue sequences that would pass one of `rope_switches`: they are computed again with other factors.
 
         True if there were any: then the batch has changed.
         """
@@ -323,9 +323,9 @@ class BatchScheduler:
         return True
 
     def _grow(self, batch: DecodeBatch) -> bool:
-        """Every row has a block for its next token. False if room had to be made: then the batch has changed."""
+        """Give every row a block for its next token. False if a sequence was preempted: then the batch has changed."""
         for row, sequence in enumerate(batch.sequences):
-            # A token beyond the last one allowed is never heard; it goes to the scratch block.
+            # A token beyond the last one allowed is discarded; it is written to the scratch block.
             tokens = min(batch.positions[row] + 1, sequence.prompt_tokens + sequence.request.max_tokens)
             have = len(sequence.blocks)
             if tokens <= have * BLOCK_TOKENS:
@@ -340,13 +340,13 @@ class BatchScheduler:
     def _make_room(self) -> None:
         active = len(self._running)
         self._collect()
-        # Somebody may have ended just now: that is room enough to try again.
+        # If a sequence has just ended, its blocks are enough to try again.
         if len(self._running) == active:
             self._preempt_youngest()
         self._batch = None
 
     def _collect(self) -> None:
-        """Look at the tokens of the last step, and tell those concerned."""
+        """Read the tokens of the last step and hand them to their sequences."""
         batch, pending, self._pending = self._batch, self._pending, None
         if batch is None or pending is None:
             return

@@ -1,6 +1,7 @@
-"""Which blocks of KV memory each sequence has.
+"""Gives blocks of KV memory to sequences and takes them back.
 
-Owns giving blocks to sequences and taking them back, cached ones first. Safe to call from any thread.
+Owns the block tables of sequences and the choice of cached blocks over new ones. Never touches the memory itself. A
+sequence is changed by the model's thread only; `flush` and `available` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ class BlockManager:
 
     @property
     def available(self) -> int:
-        """Blocks that can be had now."""
+        """Blocks that can be allocated now, including cached ones that are not in use."""
         with self._lock:
             return self._cache.available
 
     def clear(self) -> None:
-        """KV memory was dropped; nobody has a seat any more."""
+        """KV memory was dropped: all blocks are free and nothing is cached."""
         with self._lock:
             self._pool.clear()
             self._cache.clear()
@@ -42,7 +43,7 @@ class BlockManager:
             return self._cache.flush(tenant, tag)
 
     def allocate(self, sequence: Sequence, spare: int) -> bool:
-        """Give it blocks for all its tokens, cached ones first, if `spare` stay available; else nothing happens."""
+        """Give it blocks for all its tokens, cached ones first. False and no change unless `spare` blocks remain."""
         sequence.rope_band = bisect_left(self._rope_switches, len(sequence.tokens))
         with self._lock:
             cached = self._cache.match(sequence.owner, sequence.tokens) if sequence.request.uses_cache else []
@@ -53,13 +54,13 @@ class BlockManager:
             sequence.cached = cached
             sequence.blocks = [node.block for node in cached] + self._cache.take(needed)
             sequence.computed = len(cached) * BLOCK_TOKENS
-            # A sequence that sits down again finds what it left behind itself; only the first time counts as reuse.
+            # A preempted sequence finds its own blocks again; only the first allocation counts as reuse.
             if sequence.request.cached_tokens is None:
                 sequence.request.cached_tokens = sequence.computed
             return True
 
     def grow(self, sequence: Sequence, tokens: int) -> list[int] | None:
-        """The blocks it needs in addition to hold this many tokens. None if they cannot be had."""
+        """Add the blocks it needs to hold this many tokens, and return them. None if there are too few."""
         with self._lock:
             needed = blocks_for(tokens) - len(sequence.blocks)
             if needed > self._cache.available:
@@ -69,7 +70,7 @@ class BlockManager:
             return added
 
     def cache(self, sequence: Sequence) -> None:
-        """Put what is computed into the cache, by whole blocks, for others that begin alike."""
+        """Put its computed whole blocks into the cache, for prompts with the same beginning."""
         if not sequence.request.uses_cache:
             return
         with self._lock:
@@ -78,7 +79,7 @@ class BlockManager:
             sequence.cached.extend(self._cache.keep(sequence.owner, sequence.tokens, sequence.cached, own))
 
     def free(self, sequence: Sequence) -> None:
-        """Give up the seat. What was shared stays cached until somebody needs the room."""
+        """Take back all its blocks. Cached ones stay in the cache until they are needed."""
         self.cache(sequence)
         with self._lock:
             self._pool.give(sequence.blocks[len(sequence.cached) :])

@@ -1,7 +1,7 @@
-"""Inputs as vectors: hidden states pooled and projected as the model's folder says.
+"""Makes embeddings: hidden states pooled and projected as the model's folder says.
 
-Owns how inputs are batched by length and how they are pooled. The model computes with its own attention and the mask it
-is given. Computes on the model's thread; keeps nothing. Read `Embedder.vectors` first.
+Owns how inputs are grouped by length and how they are pooled. The model uses its own attention and is given a mask.
+Computes on the model's thread; keeps nothing. Read `Embedder.vectors` first.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .model_shape import text_config, token_limits
 from .requests import Vectors
 from .runner import DeviceModel
 
-# Tokens computed at once, fill included.
+# Tokens computed at once, padding included.
 TOKENS_MAX = 8192
-# In these no token sees what fills up an input; a test compares each of them. Not every model obeys its mask: some look
-# at the neighbours of a token by other ways than attention. Inputs of models that are not here are never padded.
+# Models in which padding affects no token; a test checks each. Not every model obeys its mask: some mix tokens in other
+# ways than attention. Inputs of models that are not listed are never padded.
 # fmt: off
 PADDED_MODELS: Final = frozenset({
     "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "eurobert", "gemma3_text",
@@ -33,15 +33,15 @@ PADDED_MODELS: Final = frozenset({
 
 
 def can_pad(module: Any) -> bool:
-    """Inputs of several lengths may be computed together: none of them sees what the others are filled up with."""
-    # By which factors longrope turns positions follows from the longest input of a batch.
+    """True if inputs of different lengths may be computed together: padding affects none of them."""
+    # Longrope chooses its factors by the longest input of a batch.
     return module.config.model_type in PADDED_MODELS and LONGROPE not in rope_kinds(module.config)
 
 
 def group_by_length(inputs: Sequence[Sequence[int]], pads: bool = True) -> list[list[int]]:
-    """Inputs by number, those of like length together, as many as are computed at once."""
+    """The inputs' indices in groups of similar length, each computed at once."""
     groups: list[list[int]] = []
-    # Longest first: the first of a group says how wide it is.
+    # Longest first: the first of a group sets its width.
     for number in sorted(range(len(inputs)), key=lambda one: -len(inputs[one])):
         width = len(inputs[groups[-1][0]]) if groups else 0
         fits = groups and width * (len(groups[-1]) + 1) <= TOKENS_MAX
@@ -64,12 +64,12 @@ class Embedder:
         self._options = {"use_cache": False} if "use_cache" in known else {}
 
     def vectors(self, inputs: Sequence[Sequence[int]], skipped: Sequence[int]) -> Vectors:
-        """A vector for each input, none of which may be empty; its first `skipped` tokens are not pooled."""
+        """One vector per input. No input may be empty; its first `skipped` tokens are not pooled."""
         width = max(len(one) for one in inputs)
         device = self._model.device
         ids = torch.tensor([[*one, *[self._fill] * (width - len(one))] for one in inputs]).to(device)
         lengths = torch.tensor([len(one) for one in inputs]).to(device)
-        # A prompt may run together with a text into fewer tokens than it has alone: something must be left to pool.
+        # Prompt and text together may have fewer tokens than the prompt alone: at least one token is pooled.
         kept = [min(skip, len(one) - 1) for skip, one in zip(skipped, inputs, strict=True)]
         first = torch.tensor(kept).to(device)
         at = torch.arange(width, device=device)[None, :]
@@ -85,7 +85,7 @@ class Embedder:
 
 
 def _pooled(hidden: torch.Tensor, mask: torch.Tensor, modes: Sequence[PoolingMode]) -> Iterator[torch.Tensor]:
-    """One vector of each input for each mode. Sums are made in full precision."""
+    """One vector per input for each mode. Sums are computed in full precision."""
     rows, at = torch.arange(mask.shape[0], device=mask.device), torch.arange(mask.shape[1], device=mask.device)
     last = mask.shape[1] - 1 - mask.flip(1).int().argmax(dim=1)
     numbers = hidden.float()
@@ -100,6 +100,6 @@ def _pooled(hidden: torch.Tensor, mask: torch.Tensor, modes: Sequence[PoolingMod
             weights = mask * (at + 1) if mode == "weightedmean" else mask
             total = weights.sum(dim=1, keepdim=True).clamp(min=1e-9)
             share = total.sqrt() if mode == "mean_sqrt_len_tokens" else total
-            # What fills up may be no number at all, and no weight makes nothing of that.
+            # Padding may hold NaN, which a weight of zero would not remove.
             real = numbers.masked_fill(~mask[:, :, None], 0.0)
             yield ((real * weights[:, :, None]).sum(dim=1) / share).to(hidden.dtype)

@@ -1,9 +1,9 @@
-"""A model on stage as the API sees it: a thread of its own that performs whatever was submitted.
+"""The thread of one model: it computes whatever was submitted.
 
-Owns the thread, the door between it and everybody else, and what happens at wake and sleep. Everything about sequences
-is the ensemble's. An error of the device is told to `on_fatal` and ends the thread: nothing works any more in this
-process. Who was being computed for is told, if it may have been their doing; the others hear nothing, and are asked for
-again by the gateway when the process has ended. Read `EngineLoop` first.
+Owns the thread, the queues between it and other threads, and what happens at wake and sleep. The batch scheduler owns
+everything about sequences. An error that loses the device is passed to `on_fatal` and ends the thread: nothing works in
+this process any more. Requests in the failed step are told, since one of them may be the cause; the others are not
+answered, and the gateway sends them again after the process has ended. Read `EngineLoop` first.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from .runner import DeviceModel, ModelRunner
 
 log = logging.getLogger(__name__)
 
-# How often somebody who waits for a model that sleeps is looked after: has it been cancelled?
+# How often requests that wait for a sleeping model are checked for cancellation.
 POLL_S = 0.05
-# How long wake and sleep wait for the thread: a step on a slow CPU may take long, a device never does. A thread that
-# needs longer is stuck, and the process ends: to say only that it failed would leave memory mapped that counts as free.
+# How long wake and sleep wait for the thread. A step on a slow CPU may take long. A thread that needs longer is stuck,
+# and the process must end: a mere failure would leave memory mapped that the gateway counts as free.
 SWITCH_TIMEOUT_S = 120.0
 
 
 @dataclass(slots=True, eq=False)
 class EmbeddingJob:
-    """Inputs to be embedded, a group at a time, so that those who decode go on in between."""
+    """Inputs to be embedded, one group at a time."""
 
     inputs: Sequence[Sequence[int]]
     skipped: Sequence[int]
@@ -48,7 +48,7 @@ class EmbeddingJob:
 
 
 class EngineLoop:
-    """Implements `requests.InferenceEngine`. Built asleep; `on_wake` and `on_sleep` follow the stage."""
+    """Implements `requests.InferenceEngine`. Built asleep; `on_wake` and `on_sleep` follow the device weights."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class EngineLoop:
     ) -> None:
         """Raises BadModel for a model that cannot be decoded from paged KV memory.
 
-        With `sentence` it makes embeddings, and writes no text. The first wake runs `check`, and fails if that does.
+        With `sentence` it makes embeddings and generates no text. The first wake runs `check`, and fails if that fails.
         `on_fatal` ends the process soon.
         """
         self._model = model
@@ -120,7 +120,7 @@ class EngineLoop:
         self._check_known(request.sampling.logit_bias, self.limits.choices)
 
     def _check_known(self, tokens: Collection[int], count: int) -> None:
-        """The last look before the device, for which an index beyond a table is the end of the process."""
+        """The last check before the device: there, an index beyond a table would end the process."""
         if not 0 <= min(tokens, default=0) <= max(tokens, default=0) < count:
             raise UnknownToken(
                 f"Tokens {min(tokens)} to {max(tokens)} were asked for; the model's weights have 0 to {count - 1}."
@@ -163,21 +163,21 @@ class EngineLoop:
         with self._condition:
             return self._in_flight
 
-    # --- what the host of the model calls ---------------------------------------------------------------------------
+    # --- what the hosted slot calls ---------------------------------------------------------------------------------
 
     def on_wake(self) -> None:
-        """Weights are on their way and KV memory is there: perform. Returns when the thread has begun.
+        """Start computing: KV memory is mapped and weights are being copied. Returns when the thread has started.
 
         Raises BadModel if the first wake's check does, and OutOfMemory; then nothing touches the device any more.
         """
         self._set_awake(awake=True)
 
     def on_sleep(self) -> None:
-        """Stop computing. Returns when nothing touches the device any more; whoever was unfinished is ended."""
+        """Stop computing and end unfinished requests. Returns when nothing touches the device any more."""
         self._set_awake(awake=False)
 
     def close(self) -> None:
-        """Stop for good. Whoever still waits is ended."""
+        """End waiting requests and the thread."""
         self._set_awake(awake=False)
         with self._condition:
             self._should_close = True
@@ -228,7 +228,7 @@ class EngineLoop:
         return stream
 
     def _iterate(self) -> bool:
-        """One round of the loop. False when it is over."""
+        """One round of the loop. False when the loop is to end."""
         with self._condition:
             if not self._has_work():
                 self._condition.wait(POLL_S if self._inbox else None)
@@ -264,7 +264,7 @@ class EngineLoop:
             self._embed_group(self._embedder, self._jobs[0])
 
     def _embed_group(self, embedder: Embedder, job: EmbeddingJob) -> None:
-        """The next group of this job; the job is done with its last, or with its first failure."""
+        """Compute the next group of this job. The job is done after its last group or its first failure."""
         result: Vectors | Exception | None = None
         group = job.groups.pop(0)
         try:
@@ -314,7 +314,7 @@ class EngineLoop:
             self._condition.notify_all()
 
     def _passes_check(self, runner: ModelRunner) -> bool:
-        """Run the check if it is due. A model that fails it sleeps on, and whoever woke it is told why."""
+        """Run the check if it is due. On failure the model stays asleep and `on_wake` raises the reason."""
         if self._check is None:
             return True
         try:
@@ -333,7 +333,7 @@ class EngineLoop:
         return True
 
     def _end_all(self, why: str) -> None:
-        """Everybody is told that nothing more comes."""
+        """End all requests and jobs with an error."""
         self._admit_inbox()
         if self._scheduler is not None:
             self._scheduler.end_all("error", why)
@@ -345,7 +345,7 @@ class EngineLoop:
             self._in_flight -= 1
 
     def _drop_cancelled_while_asleep(self) -> None:
-        """Asks that were called off while the model sleeps."""
+        """End requests that were cancelled while the model is asleep."""
         if self._scheduler is None or not any(request.cancelled for request in self._inbox):
             return
         for request in self._inbox:
@@ -362,7 +362,7 @@ class EngineLoop:
             if error is None:
                 self._end_all("The model is not served any more.")
         finally:
-            # Whatever is broken: who waits for this thread hears that it has ended, and so does the process.
+            # In any case, threads that wait for this one learn that it has ended, and so does the process.
             with self._condition:
                 self._condition.notify_all()
             if error is not None:

@@ -1,11 +1,11 @@
-"""One short comparison of a model with plain Transformers, before it first answers anybody.
+"""One short comparison of a model with plain Transformers, before its first answer.
 
-The same module computes the same few tokens twice: from paged KV memory as it will be served (prompts in pieces, then
+The same module computes the same few tokens twice: from paged KV memory as it will be served (prompts in chunks, then
 decoding, in a batch of unequal lengths), and as a whole with Transformers' own attention and none of our kernels. Owns
-what is compared, the bound, and where it is remembered that a set of files has passed. Read `ModelCheck.run` first.
+what is compared, the tolerance, and the record that a set of files has passed. Read `ModelCheck.run` first.
 
-The bound is measured, not chosen: beside the plain answer a second one is computed whose layers are shaken by one unit
-of rounding each. Two right ways to compute the same differ by about as much, in every dtype and at every depth.
+The tolerance is measured, not chosen: next to the reference, a second one is computed with the output of every layer
+perturbed by one rounding unit. Two correct computations differ by about as much, in every dtype and at every depth.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from .runner import DecodeRow, ModelRunner, PrefillChunk
 
 log = logging.getLogger(__name__)
 
-# Tokens of each sequence's two pieces. The first outgrows a block, and all end with as many decoded tokens.
+# Tokens of each sequence's two chunks. The first sequence exceeds a block. All decode the same number of tokens.
 CHUNKS: Final = ((14, 3), (7, 3), (3, 4))
 DECODED: Final = 2
 LENGTH: Final = sum(CHUNKS[0]) + DECODED
-# How many times what one rounding a layer does is still taken for rounding. Right models were seen at up to 1.0 times
-# in half precision, where a sum is rounded once; in float32, where each addition is, at up to 3 times on a GPU.
+# A difference of up to this many times the effect of one rounding per layer counts as rounding. Correct models were
+# measured at up to 1.0 in half precision, where a sum is rounded once, and up to 3 in float32 on a GPU.
 NOISE_MAX_HALF: Final = 4.0
 NOISE_MAX_SINGLE: Final = 64.0
-# A window that these few tokens outgrow, and how much of the logits it must change to be one.
+# A window that these few tokens exceed, and the share of the logits it must change to count as applied.
 WINDOW_TRIED: Final = 4
 WINDOW_SHARE: Final = 0.1
-# A model for which a CPU would need longer than this, by its first piece, is served without: a wake must end in time.
+# On a CPU, a model whose check would take longer than this, judged by its first chunk, is not checked.
 SECONDS_MAX: Final = 40.0
 FORWARDS: Final = 8
 REMEMBERED_MAX: Final = 1000
 
 
 class ModelCheck:
-    """To be run once, by the thread that computes, when the weights are on the device for the first time."""
+    """Run once, by the model's thread, when the weights are on the device for the first time."""
 
     def __init__(self, passed: Path | None) -> None:
-        """`passed` is an empty file that is there once these files have passed; None: that is not remembered."""
+        """`passed` is an empty file that exists once these files have passed; None: not remembered."""
         self._passed = passed
 
     @property
@@ -60,7 +60,7 @@ class ModelCheck:
         return self._passed is None or not self._passed.exists()
 
     def run(self, runner: ModelRunner) -> None:
-        """Raises BadModel where the answers differ by more than rounding, and what a step can raise."""
+        """Raises BadModel if the logits differ by more than rounding, and whatever a step raises."""
         began = time.monotonic()
         try:
             agrees = _compare(runner)
@@ -83,7 +83,7 @@ class ModelCheck:
 
 
 def fingerprint(*parts: str) -> str:
-    """A name for what was compared: these, and the code that computes here."""
+    """A hash of these parts and of the worker's own code."""
     found = hashlib.sha256(_own_code())
     for part in parts:
         found.update(part.encode() + b"\0")
@@ -97,7 +97,7 @@ def _own_code() -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _CheckedLogits:
-    """What may come after one token of one sequence, and how that was computed."""
+    """The logits after one token of one sequence, and the phase that computed them."""
 
     phase: str
     row: int
@@ -106,7 +106,7 @@ class _CheckedLogits:
 
 
 def _compare(runner: ModelRunner) -> bool:
-    """True if the answers agree; False if that could not be found out. Raises BadModel if they do not."""
+    """True if the logits agree, False if they could not be compared. Raises BadModel if they differ."""
     limits = token_limits(runner.model.module)
     if limits.positions is not None and limits.positions < LENGTH:
         log.warning("the model is not checked: it has %d places, and %d are needed", limits.positions, LENGTH)
@@ -135,7 +135,7 @@ def _compare(runner: ModelRunner) -> bool:
 
 
 def _paged(runner: ModelRunner, tokens: Sequence[Sequence[int]]) -> list[_CheckedLogits]:
-    """The answers as they will be given; none where all this would take too long."""
+    """The logits as they will be served; empty if the check would take too long."""
     width = blocks_for(LENGTH)
     tables = [range(1 + width * row, 1 + width * (row + 1)) for row in range(len(CHUNKS))]
     checked, done, began = list[_CheckedLogits](), [0] * len(CHUNKS), time.monotonic()
@@ -164,7 +164,7 @@ def _paged(runner: ModelRunner, tokens: Sequence[Sequence[int]]) -> list[_Checke
 
 
 def _reference(runner: ModelRunner, tokens: Sequence[Sequence[int]], attention: str) -> torch.Tensor:
-    """Logits of whole sequences by Transformers' own attention: first as they are, then the same again, shaken."""
+    """Logits by Transformers' own attention: first of the sequences, then of the same sequences, perturbed."""
     module: Any = runner.model.module
     ids = torch.tensor([*tokens, *tokens]).to(runner.model.device)
     runner.model.wait_for_weights()
@@ -181,7 +181,7 @@ def _reference(runner: ModelRunner, tokens: Sequence[Sequence[int]], attention: 
 
 @contextmanager
 def _perturbed(module: Any, first: int, dtype: torch.dtype) -> Iterator[None]:
-    """What layers give for rows from `first` on is changed by one unit of rounding up or down, number by number."""
+    """Inside, layers' outputs for rows from `first` on are changed by one rounding unit, up or down at random."""
     unit = torch.finfo(dtype).eps
     random = torch.Generator().manual_seed(11)
 
@@ -208,7 +208,7 @@ def _noise_max(dtype: torch.dtype) -> float:
 
 
 def _check_window(runner: ModelRunner, tokens: Sequence[Sequence[int]], plain: torch.Tensor, attention: str) -> None:
-    """Raises BadModel where the model masks by a window that its layers never speak of: short texts do not show it."""
+    """Raises BadModel if the model applies a window that its layers do not pass on: short texts do not show it."""
     text = text_config(runner.model.config)
     window = getattr(text, "sliding_window", None)
     if runner.windows != {None} or not isinstance(window, int) or window >= runner.context:
@@ -227,7 +227,7 @@ def _check_window(runner: ModelRunner, tokens: Sequence[Sequence[int]], plain: t
 
 
 def _difference(checked: Sequence[_CheckedLogits], plain: torch.Tensor, noise_max: float) -> str | None:
-    """In which phase the answers differ and by how much; None if rounding explains it."""
+    """The phase whose logits differ and by how much; None if rounding explains it."""
     rows = plain.shape[0] // 2
     apart: dict[str, list[float]] = {}
     noise: list[float] = []
@@ -241,7 +241,7 @@ def _difference(checked: Sequence[_CheckedLogits], plain: torch.Tensor, noise_ma
         noise.append(float((perturbed - right).norm()) / spread)
     if not noise:
         return None
-    # Of several tokens the middle one: where experts are chosen, rounding sends a few of them elsewhere.
+    # The median: with mixtures of experts, rounding routes a few tokens to other experts.
     bound = noise_max * _median(noise)
     for phase, found in apart.items():
         if not _median(found) <= bound:

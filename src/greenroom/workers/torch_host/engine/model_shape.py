@@ -1,7 +1,8 @@
-"""The pages of a model's KV memory: how large they are, which are free, which a sequence holds.
+"""What a model's configuration and tables say about sizes: bytes of KV memory, known token ids, the longest sequence.
 
-Owns the arithmetic of KV memory and the list of free blocks. Never touches the memory itself (attention does) and never
-imports torch, so that the size can be known before anything is allocated. Read `kv_bytes` first, then `BlockPool`.
+Owns the arithmetic of paged KV memory, and the limits read from the module's tables, whatever its configuration and its
+tokenizer say: on CUDA an index beyond a table costs the process and all models in it. Never touches memory and never
+imports torch, so sizes are known before anything is allocated. Read `kv_bytes` and `token_limits` first.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from typing import Any
 
 from ..failures import BadModel
 
-# Tokens a block holds: small enough to waste little at a sequence's end, large enough to keep tables short.
+# Tokens per block: small enough to waste little at a sequence's end, large enough to keep tables short.
 BLOCK_TOKENS = 16
-# The first block belongs to nobody. Rows that only fill up a batch write there, and nobody reads it.
+# The first block is never given to a sequence. Unused rows of a batch write there; it is never read.
 SCRATCH_BLOCK = 0
-# What each store is aligned to, so that any kernel may load it in its widest pieces.
+# Alignment of each layer's keys and values, so kernels can use their widest loads.
 STORE_ALIGN = 512
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-# Kinds of layer that keep keys and values of every token and nothing else.
+# Kinds of layer whose only state is the keys and values of every token.
 PAGED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
-# What says how much a token leaves behind in a layer.
+# Attributes that determine the bytes per token of a layer.
 _WIDTHS = frozenset({"head_dim", "num_attention_heads", "num_key_value_heads", "hidden_size"})
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one token leaves behind in one layer."""
+    """Keys and values of one token in one layer."""
 
     kv_heads: int
     key_dim: int
@@ -47,7 +48,7 @@ def text_config(config: Any) -> Any:
 
 
 def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
-    """One shape per layer. Raises BadModel for a model that keeps something else than keys and values."""
+    """One shape per layer. Raises BadModel for a model with other state than keys and values."""
     text = text_config(config)
     _refuse_what_does_not_page(text)
     if getattr(text, "kv_lora_rank", None) and getattr(text, "qk_nope_head_dim", None):
@@ -85,7 +86,7 @@ def _plain_shape(text: Any) -> LayerShape:
 
 
 def _latent_shape(text: Any) -> LayerShape:
-    """Latent attention as Transformers computes it: keys and values are kept unfolded, one per query head."""
+    """Latent attention as Transformers computes it: expanded keys and values, one per query head."""
     return LayerShape(
         int(text.num_attention_heads),
         int(text.qk_nope_head_dim) + int(text.qk_rope_head_dim),
@@ -104,7 +105,7 @@ def blocks_for(tokens: int) -> int:
 
 
 def slots_for(cache_tokens: int) -> int:
-    """Places for tokens in each store, the scratch block included."""
+    """Slots for tokens in each layer, the scratch block included."""
     return (blocks_for(cache_tokens) + 1) * BLOCK_TOKENS
 
 
@@ -123,9 +124,9 @@ def kv_bytes(config: Any, dtype: Any, cache_tokens: int) -> int:
     )
 
 
-# Where nothing says how many there are: what an index can be.
+# The limit where nothing states one: the largest index.
 UNKNOWN = 2**63 - 1
-# Tables beside that of the tokens: one of positions, and one that is read with the tokens again.
+# Names of other tables: positions, and embeddings that are looked up by token id in every layer.
 _POSITIONS = re.compile(r"(embed_)?pos|wpe$")
 _PER_LAYER = "per_layer"
 
@@ -133,20 +134,20 @@ _PER_LAYER = "per_layer"
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
     tokens: int = UNKNOWN
-    """Ids below this have a row in every table that is read with them."""
+    """Ids below this have a row in every table they are looked up in."""
     choices: int = UNKNOWN
-    """Ids below this can be chosen: they have a score, and can be read again afterwards."""
+    """Ids below this can be sampled: they have a score, and can be an input afterwards."""
     positions: int | None = None
-    """Tokens of the longest sequence. None: no table says so."""
+    """Tokens of the longest sequence. None: no table limits it."""
 
     def unknown(self, tokens: Iterable[int]) -> int | None:
-        """The largest of these, if it has no row."""
+        """The largest of these ids if it has no row, else None."""
         largest = max(tokens, default=0)
         return largest if largest >= self.tokens else None
 
 
 def token_limits(module: Any) -> TokenLimits:
-    """The limits of a model, by the tables it has."""
+    """The limits of a model, read from its tables."""
     vocabulary = getattr(text_config(module.config), "vocab_size", None) if hasattr(module, "config") else None
     vocabulary_size = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else UNKNOWN
     table = _part_by(module, "get_input_embeddings")
@@ -159,7 +160,7 @@ def token_limits(module: Any) -> TokenLimits:
 
 
 def _part_by(module: Any, method: str) -> Any:
-    """A part of the model by the method that knows it; code that comes with a model may have none."""
+    """The result of this method; None where the model's own code does not have it."""
     try:
         return getattr(module, method)()
     except (AttributeError, NotImplementedError):
@@ -167,7 +168,7 @@ def _part_by(module: Any, method: str) -> Any:
 
 
 def _tables_beside(module: Any, table: Any) -> dict[str, Any]:
-    """The tables that lie where that of the tokens does: those of the text, and not of pictures or sounds."""
+    """The tables in the same module as the token embedding: those of text, not of images or audio."""
     for owner in module.modules():
         parts = dict(owner.named_children())
         if table is not None and any(part is table for part in parts.values()):
@@ -176,7 +177,7 @@ def _tables_beside(module: Any, table: Any) -> dict[str, Any]:
 
 
 def _is_table(part: Any) -> bool:
-    """It has rows that are looked up. A projection has as many rows as it gives numbers."""
+    """True for a lookup table, false for a projection, which also has a two-dimensional weight."""
     return _rows(part) is not None and not hasattr(part, "out_features")
 
 
@@ -184,12 +185,12 @@ def _rows(table: Any) -> int | None:
     weight = getattr(table, "weight", None)
     if weight is not None and weight.is_floating_point() and weight.dim() == 2:
         return int(weight.shape[0])
-    # Weights that are packed have another shape than what they stand for.
+    # Packed weights have another shape than the table they represent.
     return getattr(table, "num_embeddings", None) or getattr(table, "out_features", None)
 
 
 def _positions_of(table: Any) -> int:
-    """Positions of a table: some begin after a fixed number of rows, or after the row of the padding."""
+    """Usable positions of a table: some begin after an offset, or after the padding row."""
     padding = getattr(table, "padding_idx", None)
     before = getattr(table, "offset", None) or (0 if padding is None else padding + 1)
     return (_rows(table) or UNKNOWN) - int(before)

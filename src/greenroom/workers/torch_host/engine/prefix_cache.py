@@ -1,8 +1,8 @@
-"""Prompts seen before, kept by the block, so that a prompt that begins alike need not be computed again.
+"""Cached prompt blocks: a prompt with a known beginning is computed from where it differs.
 
-Owns the tree of cached blocks, who uses them and which may go. A block is found by its owner and the whole chain of
-tokens before it, so that nobody ever reads what another tenant computed. Never touches the memory and never imports
-torch. Used by the model's thread only. Read `match` and `keep` first.
+Owns the free blocks, the tree of cached blocks, their use counts and the order of eviction. A block is found by its
+owner and all tokens before it, so a tenant never reads what another tenant computed. Never touches the memory and never
+imports torch. Not thread-safe: the block manager holds a lock. Read `PrefixCache.match` and `keep` first.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 from .model_shape import BLOCK_TOKENS, SCRATCH_BLOCK, blocks_for
 
-# Tenant, tag, and a number for what else must be equal: keys of another kind are never mixed.
+# Tenant, tag and rope band: blocks are shared only where all three are equal.
 Owner = tuple[str, str, int]
 BlockKey = tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """One cached block. Whoever uses it uses all of its ancestors too."""
+    """One cached block. A sequence that uses it also uses all its ancestors."""
 
     owner: Owner
     block: int
@@ -28,34 +28,34 @@ class CachedBlock:
     key: BlockKey
     users: int = 0
     is_reachable: bool = True
-    """False once flushed: nobody finds it any more, and its block goes when the last user lets go."""
+    """False once flushed: no match finds it, and its block is freed with its last user."""
     children: dict[BlockKey, CachedBlock] = field(default_factory=dict)
 
 
 class PrefixCache:
-    """Cached blocks as trees, one per owner, and those nobody uses in the order they may go."""
+    """Cached blocks as trees, one per owner, and the unused ones in order of eviction."""
 
     def __init__(self, blocks: BlockPool, block_bytes: int) -> None:
         self._pool = blocks
         self._block_bytes = block_bytes
         self._roots: dict[Owner, dict[BlockKey, CachedBlock]] = {}
-        # Oldest first. A parent is always let go after its children, so the oldest is always a leaf.
+        # Oldest first. A parent is always released after its children, so the oldest is always a leaf.
         self._unused: OrderedDict[int, CachedBlock] = OrderedDict()
         self.entries = 0
 
     def clear(self) -> None:
-        """The memory was dropped, and with it all that was cached; nobody uses anything any more."""
+        """The memory was dropped: nothing is cached or in use."""
         self._roots.clear()
         self._unused.clear()
         self.entries = 0
 
     @property
     def available(self) -> int:
-        """Blocks that can be had: the free ones and those cached that nobody uses."""
+        """Blocks that can be taken: the free ones and the cached ones that are not in use."""
         return self._pool.free + len(self._unused)
 
     def take(self, count: int) -> list[int]:
-        """This many blocks, the least recently used cached ones dropped for them. The caller looked at `available`."""
+        """Take this many blocks, evicting least recently used cached ones. The caller has checked `available`."""
         while self._pool.free < count:
             _, oldest = self._unused.popitem(last=False)
             self._evict(oldest)
@@ -63,7 +63,7 @@ class PrefixCache:
         return self._pool.take(count)
 
     def match(self, owner: Owner, tokens: Sequence[int]) -> list[CachedBlock]:
-        """The longest cached beginning of these tokens, less the last one, which must be computed. In use from now."""
+        """Use the longest cached beginning of these tokens. The last token is left out: it must be computed."""
         found: list[CachedBlock] = []
         children = self._roots.get(owner, {})
         for start in range(0, (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
@@ -78,10 +78,10 @@ class PrefixCache:
     def keep(
         self, owner: Owner, tokens: Sequence[int], held: Sequence[CachedBlock], blocks: Sequence[int]
     ) -> list[CachedBlock]:
-        """Put full blocks of these tokens into the tree, after those already held. The new nodes are in use.
+        """Cache full blocks of these tokens after those in `held`, and return the new ones, which are in use.
 
-        `blocks` are the sequence's own ones after `held`. Where somebody else kept the same tokens first, keeping
-        stops: the sequence goes on with its own copy.
+        `blocks` are the sequence's own blocks after `held`. Stops where the same tokens are cached already: the
+        sequence goes on with its own copy.
         """
         added: list[CachedBlock] = []
         parent = held[-1] if held else None
@@ -100,7 +100,7 @@ class PrefixCache:
         return added
 
     def release(self, nodes: Sequence[CachedBlock]) -> None:
-        """These are no longer used by this sequence: leaf first, so that leaves are the first to go."""
+        """This sequence no longer uses these. Leaves are released first, so they are evicted first."""
         for node in reversed(nodes):
             node.users -= 1
             if node.users == 0 and node.is_reachable:
@@ -109,7 +109,7 @@ class PrefixCache:
                 self._pool.give([node.block])
 
     def flush(self, tenant: str | None, tag: str | None) -> tuple[int, int]:
-        """Forget all of this tenant and this tag; None means any. Returns entries and their bytes."""
+        """Remove all blocks of this tenant and tag; None means any. Returns the number removed and their bytes."""
         gone = 0
         for owner in [o for o in self._roots if tenant in (None, o[0]) and tag in (None, o[1])]:
             waiting = list(self._roots.pop(owner).values())
@@ -143,7 +143,7 @@ class PrefixCache:
 
 
 class BlockPool:
-    """The free blocks of one KV memory. Taken and given back by number; the number is all there is to a block."""
+    """The free blocks of one KV memory, by number."""
 
     def __init__(self, cache_tokens: int) -> None:
         self.total = blocks_for(cache_tokens)
@@ -151,8 +151,8 @@ class BlockPool:
         self.clear()
 
     def clear(self) -> None:
-        """Everything is free again: the memory was dropped."""
-        # Low numbers come first, so that a lone sequence lies in order in memory.
+        """The memory was dropped: all blocks are free."""
+        # Low numbers are taken first, so a single sequence lies in order in memory.
         self._free = list(range(self.total, SCRATCH_BLOCK, -1))
 
     @property
@@ -160,7 +160,7 @@ class BlockPool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """This many blocks. The caller has looked at `free`."""
+        """Take this many blocks. The caller has checked `free`."""
         if count > len(self._free):
             raise AssertionError(f"{count} blocks were asked for, {len(self._free)} are free")
         return [self._free.pop() for _ in range(count)]

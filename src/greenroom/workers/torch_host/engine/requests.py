@@ -1,6 +1,7 @@
-"""What is asked of a model on stage, and how its answer comes back: the seam between the API and the batch.
+"""Generation requests and their results: the seam between the API and the engine.
 
-Owns the records and promises both sides keep. Never imports torch: the API side of the worker is tested without it.
+Owns the records and protocols that both sides use. Never imports torch: the API side of the worker is tested without
+it. Read `InferenceEngine` first.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ EndReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class PromptTooLong(ValueError):
-    """A prompt that can never fit, however long it waits. The message says what, which and what to do."""
+    """A prompt that can never fit. The message says what, which and what to do."""
 
 
 class UnknownToken(ValueError):
-    """A token that the loaded weights have no row for. The message says which, and which there are."""
+    """A token id that the loaded weights have no row for. The message says which, and which exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. Zero temperature takes the likeliest; zero `top_k` looks at all."""
+    """How the next token is sampled. Temperature zero takes the likeliest token; `top_k` zero means all tokens."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -42,24 +43,24 @@ class Sampling:
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
-    """None: nobody asks. n: the chosen token's, and those of the n likeliest."""
+    """None: not wanted. n: log probabilities of the sampled token and of the n likeliest."""
 
 
 class Constraint(Protocol):
-    """What may come next in one sequence. It has state, belongs to one ask, and is used by the model's thread only."""
+    """Which tokens may come next in one sequence. Has state; used by the model's thread only."""
 
     def fill(self, row: torch.Tensor) -> None:
-        """Set one bit per token that may come next; bit `i % 32` of word `i // 32` is token `i`.
+        """Write one bit per token, set if it may come next: bit `i % 32` of word `i // 32` is token `i`.
 
-        `row` is one-dimensional int32 in CPU memory, contiguous, ceil(vocabulary / 32) long; all of it is written.
+        `row` is one-dimensional int32 in CPU memory, contiguous, ceil(vocabulary / 32) long. All of it is written.
         """
 
     def accept(self, token: int) -> None:
-        """This token was chosen. To be called once for each, stop tokens included."""
+        """This token was sampled. Call once for each token, stop tokens included."""
 
     @property
     def is_done(self) -> bool:
-        """Nothing more may come: the sequence ends with "stop"."""
+        """No more tokens may come: the sequence ends with "stop"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +78,11 @@ class End:
     error: str | None = None
     compute_s: float = 0.0
     is_memory: bool = False
-    """The error is that the device has too little memory for it, even alone."""
+    """True if the device has too little memory for this sequence even alone."""
 
 
 class Listener(Protocol):
-    """Called from the model's thread; each call returns at once."""
+    """Called from the model's thread. Each call must return at once."""
 
     def on_token(self, token: Token) -> None: ...
 
@@ -91,7 +92,7 @@ class Listener(Protocol):
 
 @dataclass(slots=True, eq=False)
 class GenerationRequest:
-    """One sequence to be continued."""
+    """One prompt to be continued."""
 
     id: str
     tokens: list[int]
@@ -104,26 +105,26 @@ class GenerationRequest:
     uses_cache: bool = True
     constraint: Constraint | None = None
     cancelled: bool = False
-    """Set by the API from any thread; the model ends the sequence within one step."""
+    """Set by the API from any thread; the engine ends the sequence within one step."""
     cached_tokens: int | None = None
-    """Tokens of the prompt that were found in the prefix cache. Set by the model, once, before the first token."""
+    """Tokens of the prompt that were found in the prefix cache. Set by the engine, once, before the first token."""
 
 
 Vectors = list[list[float]]
 
 
 class InferenceEngine(Protocol):
-    """A model on stage, as the API sees it. Every method may be called from any thread and returns at once."""
+    """A loaded model, as the API sees it. Every method may be called from any thread and returns at once."""
 
     context: int
     """Tokens of the longest prompt and answer together."""
     limits: TokenLimits
-    """Which tokens the model has."""
+    """Which token ids and positions the model has."""
 
     def submit(self, *requests: GenerationRequest) -> None:
-        """Take places in the batch, as far as there are, before any of them speaks; the others wait inside, in order.
+        """Queue these requests. As many as fit join the batch before any of them generates; the rest wait in order.
 
-        Raises PromptTooLong if one can never fit, and UnknownToken; none is taken then.
+        Raises PromptTooLong if one can never fit, and UnknownToken; then none is queued.
         """
 
     def embed(
@@ -134,11 +135,11 @@ class InferenceEngine(Protocol):
     ) -> None:
         """One vector per input. `done` is called exactly once, from any thread.
 
-        `skipped`: how many tokens at the beginning of each input are read, but left out of its pooling.
+        `skipped`: how many tokens at the beginning of each input are computed but not pooled.
         """
 
     def flush(self, tenant: str | None, tag: str | None) -> tuple[int, int]:
-        """Forget cached prefixes of this tenant and tag; None means any. Returns entries removed and bytes freed."""
+        """Drop cached prefixes of this tenant and tag; None means any. Returns entries removed and bytes freed."""
 
     @property
     def in_flight(self) -> int: ...
@@ -148,7 +149,7 @@ _log = logging.getLogger(__name__)
 
 
 class CallbackQueue:
-    """Waking the loop costs a system call; a batch of sequences that speak in one step needs only one."""
+    """Calls back on an event loop from other threads. Many calls posted together cost one wake-up of the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -156,7 +157,7 @@ class CallbackQueue:
         self._is_scheduled = False
 
     def post(self, callback: Callable[[Any], None], value: object) -> None:
-        """From any thread: the loop will call `receive(letter)`, in the order of posting."""
+        """From any thread: have the loop call `callback(value)`. Calls keep the order of posting."""
         self._calls.append((callback, value))
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -166,16 +167,16 @@ class CallbackQueue:
         try:
             self._loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
-            # The loop has closed: nobody is left to hear.
+            # The loop is closed: there is nothing left to call.
             self._calls.clear()
 
     def _deliver(self) -> None:
-        # Lowered before the first letter is taken: one that is posted from here on calls again, so none is left lying.
+        # Cleared before the first call is taken: a call posted from here on schedules again, so none is left behind.
         self._is_scheduled = False
         while self._calls:
             callback, value = self._calls.popleft()
             try:
                 callback(value)
             except Exception:
-                # One receiver's mistake keeps nobody else from their letters.
+                # A failing callback must not keep the others from being called.
                 _log.exception("a letter could not be received")

@@ -1,8 +1,8 @@
-"""A model's steps on its device: pieces of prompts, one token for each of a batch.
+"""Runs a model's forward passes on its device: chunks of prompts, and one decode token for each row of a batch.
 
-Owns the stores in KV memory, the static inputs of decoding and the graphs made of it. Never decides who is computed
-next and never chooses a token (the ensemble and sampling do). Used by the model's thread only. Read `prefill` and
-`decode` first.
+Owns the KV views of the layers, the static inputs of decoding and the graphs captured of it. Never decides what is
+computed next and never samples (the batch scheduler and `sampling` do). Used by the model's thread only. Read
+`ModelRunner.prefill` and `decode` first.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ..kernels.rope import fuse_rope, rope_by_length
 from .model_shape import BLOCK_TOKENS, SCRATCH_BLOCK, blocks_for, kv_bytes, layer_shapes, text_config, token_limits
 from .steps import DecodeStep, PrefillStep, Span, slots_of
 
-# Where keys are gathered first, a captured step keeps room for all of them: beyond so many, steps are not captured.
+# Without paged attention a captured step keeps memory for all gathered keys: larger steps are not captured.
 GATHERED_TOKENS_MAX = 65536
-# Models whose rotary embedding asks the host in the middle of a step.
+# Models whose rotary embedding synchronizes with the host in the middle of a step.
 UNCAPTURABLE = frozenset({"phimoe"})
 
 
 class KVMemory(Protocol):
-    """KV memory: flat bytes on the device, there only while the model is ready."""
+    """KV memory: flat bytes on the device, mapped only while the model is awake."""
 
     @property
     def tensor(self) -> torch.Tensor: ...
 
 
 class DeviceModel(Protocol):
-    """What the runner needs of a model: its module, and memory on its device."""
+    """A model on a device, as the runner needs it: its module and its KV memory."""
 
     module: torch.nn.Module
     config: Any
@@ -53,20 +53,20 @@ class DeviceModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Some tokens of one sequence to be computed together."""
+    """Consecutive tokens of one sequence, computed in one step."""
 
     tokens: Sequence[int]
     past: int
     blocks: Sequence[int]
-    """The sequence's table, long enough for past and tokens."""
+    """The sequence's block table, long enough for `past` and `tokens`."""
     is_last: bool
-    """Whether the next token is wanted."""
+    """True if the logits after its last token are wanted."""
     length: int = 0
-    """Tokens of the whole sequence, if more come after these."""
+    """Tokens of the whole sequence, if more follow these."""
 
 
 class ModelRunner:
-    """Built once per model; its graphs outlive sleep."""
+    """Built once per model. Captured graphs stay valid over sleep and wake."""
 
     def __init__(self, model: DeviceModel, cache_tokens: int, batch_max: int, context: int) -> None:
         self.model = model
@@ -76,18 +76,18 @@ class ModelRunner:
         self.heads = int(text_config(model.config).num_attention_heads)
         _check(model)
         self.rope_switches = rope_by_length(model.module, model.config)
-        """Lengths beyond which a sequence must be computed anew, because its keys are turned with other factors."""
+        """Lengths beyond which a sequence must be computed again, because its keys need other rotary factors."""
         self.kernels = AttentionKernels.probe(self.shapes[0], self.heads, model.dtype, model.device)
         self.inputs = DecodeInputs(batch_max, blocks_for(self.context) + 1, model.device)
         self._stores: tuple[LayerKV, ...] = ()
         self.windows: set[int | None] = set()
-        """How far layers looked back in the last pieces; None: to the beginning."""
+        """The attention windows that layers used in the last prefill; None: no window."""
         self._vocabulary = token_limits(model.module).choices
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.module.forward).parameters
         self._batches = batch_sizes(batch_max)
-        # One block more than the context: a step may have been started before the end of a sequence was known.
+        # One block more than the context: a step may start before the end of a sequence is known.
         longest = (blocks_for(self.context) + 1) * BLOCK_TOKENS
-        # Where attention reads pages itself a wide table costs nothing: one width is captured for all lengths.
+        # With paged attention a wide block table costs nothing: one width is captured for all lengths.
         self._lengths = (longest,) if self.kernels.pages else token_sizes(longest)
         self._graphs: Graphs | None = None
         if model.device.type == "cuda":
@@ -102,7 +102,7 @@ class ModelRunner:
         return kv_bytes(config, dtype, cache_tokens)
 
     def on_wake(self) -> None:
-        """KV memory is there again. It is emptied, because masked-out numbers must still be numbers."""
+        """KV memory is mapped again. It is zeroed: masked positions must hold finite numbers."""
         memory = self.model.kv.tensor
         memory.zero_()
         self._stores = stores_in(memory, self.shapes, self.model.dtype, self.cache_tokens)
@@ -112,7 +112,7 @@ class ModelRunner:
 
     @contextmanager
     def scratch_memory(self, rows: int, tokens: int) -> Iterator[None]:
-        """Steps in here have rows and KV memory of their own, which are gone afterwards. None of them is captured."""
+        """Inside, steps use temporary inputs and KV memory, and are not captured."""
         model, kept = self.model, (self.inputs, self._stores, self._graphs)
         memory = torch.zeros(kv_bytes(model.config, model.dtype, tokens), dtype=torch.uint8, device=model.device)
         self.inputs = DecodeInputs(rows, blocks_for(tokens) + 1, model.device)
@@ -123,7 +123,7 @@ class ModelRunner:
             self.inputs, self._stores, self._graphs = kept
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
-        """Compute these pieces at once. Returns what may come next for each that is a last one, in order."""
+        """Compute these chunks in one step. Returns the logits after each chunk that `is_last`, in order."""
         spans: list[Span] = []
         tokens, positions, write, read, wanted = list[int](), list[int](), list[int](), list[int](), list[int]()
         for chunk in chunks:
@@ -138,14 +138,14 @@ class ModelRunner:
         ids, places, write_at = self._upload([tokens, positions, write])
         (read_at,) = self._upload([read])
         step = PrefillStep(self._stores, self.kernels, spans, write_at, read_at)
-        # Something must be kept even where nothing is wanted.
+        # At least one position must be kept even if no logits are wanted.
         (kept,) = self._upload([wanted or [0]])
         logits = self._forward(step, ids[None], places[None], kept)
         self.windows = step.windows
         return logits[0, : len(wanted)]
 
     def decode(self, count: int, longest: int) -> torch.Tensor:
-        """One token further for the first `count` of `rows`, the longest of which now has `longest` tokens."""
+        """Decode one token for the first `count` rows of `inputs`, the longest of which now has `longest` tokens."""
         self.model.wait_for_weights()
         size, length = bucket(count, self._batches), bucket(longest, self._lengths)
         is_small = self.kernels.pages or size * length <= GATHERED_TOKENS_MAX
@@ -166,7 +166,7 @@ class ModelRunner:
         keeps = {"logits_to_keep": kept} if kept is not None and self._takes_logits_to_keep else {}
         with torch.no_grad(), as_current_step(step):
             out = self.model.module(input_ids=ids, position_ids=positions, use_cache=False, **keeps)
-        # What is chosen is read again in the next step: nothing that has no row may be.
+        # A sampled token is an input of the next step: ids without an embedding row are cut off.
         logits: torch.Tensor = out.logits[..., : self._vocabulary]
         return logits if kept is None or self._takes_logits_to_keep else logits[:, kept]
 
@@ -198,13 +198,16 @@ class DecodeRow:
 
 
 class DecodeInputs:
-    """Room for a whole batch. Rows beyond those placed stand still and write to the scratch block."""
+    """The inputs of a decode step: each row's token, position and block table, as tensors that never move.
+
+    Captured graphs read them at fixed addresses. Unused rows keep position zero and write to the scratch block.
+    """
 
     def __init__(self, batch_max: int, width_max: int, device: torch.device) -> None:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self.width_max = width_max
-        # Token, position and how far the position goes on with each step, one under the other: one upload for all.
+        # Token, position and increment of the position, in one tensor: one upload for all three.
         self._state = torch.zeros((3, batch_max), dtype=torch.long, device=device)
         self._table = torch.full((batch_max, width_max), SCRATCH_BLOCK, dtype=torch.int32, device=device)
         self._placed = 0
@@ -214,11 +217,11 @@ class DecodeInputs:
         return self._state[0, :count], self._state[1, :count], self._table[:count, :width]
 
     def advance(self, count: int) -> None:
-        """One place further for each of the first `count` rows that is somebody's."""
+        """Advance the position of the first `count` rows that are in use."""
         self._state[1, :count].add_(self._state[2, :count])
 
     def set_rows(self, rows: Sequence[DecodeRow]) -> None:
-        """These are the rows from now on."""
+        """Replace all rows by these."""
         cleared = max(self._placed, len(rows))
         idle = [0] * (cleared - len(rows))
         state = [[row.token for row in rows], [row.position for row in rows], [1] * len(rows)]
@@ -230,16 +233,16 @@ class DecodeInputs:
         self._placed = len(rows)
 
     def grow(self, row: int, first: int, blocks: Sequence[int]) -> None:
-        """This row's table goes on with these blocks, from place `first` on."""
+        """Append these blocks to the row's table, from index `first` on."""
         self._table[row, first : first + len(blocks)].copy_(self._host(blocks, torch.int32), non_blocking=True)
 
     def set_tokens(self, tokens: torch.Tensor) -> None:
-        """These tokens come next, in the order of rows."""
+        """Set the next token of each row, in order."""
         self._state[0, : tokens.shape[0]].copy_(tokens)
 
     def _padded(self, blocks: Sequence[int], width: int) -> list[int]:
         return [*blocks, *[SCRATCH_BLOCK] * (width - len(blocks))]
 
     def _host(self, numbers: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype) -> torch.Tensor:
-        # Pinned memory is torch's own to reuse once the copy is done, so a new piece each time is safe.
+        # Torch reuses pinned memory only after the copy is done, so a new tensor each time is safe.
         return torch.tensor(numbers, dtype=dtype, pin_memory=self._is_cuda)

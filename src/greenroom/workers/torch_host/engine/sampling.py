@@ -1,8 +1,8 @@
-"""Choosing the next token of every row of a batch, on the device.
+"""Samples the next token of every row of a batch, on the device.
 
-Owns what each wish of a sequence does to the scores and in which order: bias, penalties and constraint first, then
-temperature, then top-k, top-p and min-p, then chance. Never asks the device anything: what it chose is read later.
-The same seed gives the same choice whatever else is in the batch. Read `BatchSampler.choose` first.
+Owns the order in which sampling parameters apply: bias, penalties and constraint, then temperature, then top-k, top-p
+and min-p, then the random draw. Never waits for the device: `PendingTokens` reads the result later. The same seed gives
+the same token whatever else is in the batch. Read `BatchSampler.choose` first.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 from .requests import Constraint, Sampling, Token
 
-# Colder than this, everything but the likeliest token vanishes in rounding.
+# Below this temperature rounding leaves only the likeliest token.
 TEMPERATURE_MIN = 1e-4
 SEED_BITS = 62
 WORD_BITS = 32
 
 
 class SequenceSampler:
-    """How one sequence chooses, and what it must remember for that. Outlives any batch it is part of."""
+    """The sampling parameters and state of one sequence. Outlives the batches it is part of."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], constraint: Constraint | None) -> None:
         self.sampling = sampling
@@ -39,7 +39,7 @@ class SequenceSampler:
 
     @property
     def is_plain(self) -> bool:
-        """Nothing changes the scores before the choice."""
+        """True if nothing changes the scores before the temperature."""
         return not (self.penalises or self.sampling.logit_bias or self.constraint is not None)
 
     @property
@@ -48,16 +48,16 @@ class SequenceSampler:
         return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
 
     def adjust(self, scores: torch.Tensor) -> None:
-        """Bias and penalties, in place on this sequence's row."""
+        """Apply penalties and bias in place to this sequence's row."""
         if self.penalises:
             self._penalise(scores)
         if self.sampling.logit_bias:
             scores.index_add_(0, *self._bias_on(scores))
 
     def record(self, token: torch.Tensor) -> None:
-        """This one was chosen; still on the device, nobody has looked at it."""
+        """Count this sampled token, which is still on the device."""
         if self._counts is not None and self._one is not None:
-            # Takes no memory: it could run out after some rows of a batch, and those would be noted again.
+            # Allocates nothing: a failure after some rows of a batch would count those rows twice.
             self._counts.index_add_(0, token.view(1), self._one)
 
     def _bias_on(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,12 +70,12 @@ class SequenceSampler:
     def _penalise(self, scores: torch.Tensor) -> None:
         sampling = self.sampling
         if self._counts is None or self._seen is None:
-            # A head may be narrower than the embedding: what it has no score for needs no penalty.
+            # The head may have fewer rows than the embedding: tokens without a score need no penalty.
             prompt = [token for token in self._prompt if token < scores.shape[-1]]
             seen = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
             seen[torch.tensor(prompt, dtype=torch.long, device=scores.device)] = True
             counts = torch.zeros(scores.shape, dtype=torch.int32, device=scores.device)
-            # Kept when whole: memory may have run out on the way, and then this is done again.
+            # Assigned together at the end: if an allocation above fails, all of it is done again.
             self._seen, self._counts, self._one = seen, counts, torch.ones_like(counts[:1])
         generated = self._counts > 0
         if sampling.repetition_penalty != 1.0:
@@ -88,7 +88,7 @@ class SequenceSampler:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """One token a row, and what was asked to be known about it. On the device."""
+    """One token per row, with log probabilities where wanted. On the device."""
 
     tokens: torch.Tensor
     logprobs: torch.Tensor | None = None
@@ -101,7 +101,7 @@ class SamplerOutput:
 
 
 class BatchSampler:
-    """The choosers of a batch, row by row. Made anew when the batch changes."""
+    """The samplers of a batch, row by row. Built again when the batch changes."""
 
     def __init__(self, samplers: Sequence[SequenceSampler], device: torch.device) -> None:
         self._samplers = samplers
@@ -118,13 +118,13 @@ class BatchSampler:
 
     @property
     def needs_host(self) -> bool:
-        """Whether the tokens so far must be known on the host before the next can be chosen."""
+        """True if the tokens so far must be on the host before the next can be sampled."""
         return any(one.constraint is not None for one in self._samplers)
 
     def choose(self, logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor | None = None) -> SamplerOutput:
-        """The next token of each row; the same again until it is noted.
+        """Sample the next token of each row. Gives the same result again until `record` is called.
 
-        `places`: where it will stand; `masks`: a bitmask a row of what may come.
+        `places`: the position of the token; `masks`: one bitmask of allowed tokens per row.
         """
         if self._is_simple:
             return SamplerOutput(logits.argmax(dim=-1))
@@ -139,7 +139,7 @@ class BatchSampler:
         return self._with_logprobs(self._pick(scores, places), known)
 
     def record(self, tokens: torch.Tensor) -> None:
-        """These were chosen, a token a row. To be called once for each step, when nothing of it can fail any more."""
+        """Count these tokens, one per row. Call once per step, when nothing in the step can fail any more."""
         for row in self._adjusted:
             self._samplers[row].record(tokens[row])
 
@@ -156,12 +156,12 @@ class BatchSampler:
 
     @staticmethod
     def _sample_filtered(scores: torch.Tensor, uniform: torch.Tensor, params: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Among the likeliest only, from the likeliest down."""
+        """Draw among the tokens that top-k, top-p and min-p leave."""
         ordered, ids = scores.sort(dim=-1, descending=True)
         rank = torch.arange(ordered.shape[-1], device=ordered.device)[None, :]
         ordered = ordered.masked_fill(rank >= params["top_k"][:, None], float("-inf"))
         shares = ordered.double().softmax(dim=-1)
-        # A token stays while those before it have not yet filled the wanted share: the first always stays.
+        # A token stays while the tokens before it have less than `top_p` together: the first always stays.
         before = shares.cumsum(dim=-1) - shares
         stays = (before < params["top_p"][:, None]) & (shares >= params["min_p"][:, None] * shares[:, :1])
         place = _draw(shares * (stays | (rank == 0)), uniform)
@@ -171,7 +171,7 @@ class BatchSampler:
         if known is None or self._top is None:
             return SamplerOutput(tokens)
         own = known.gather(1, tokens[:, None])[:, 0]
-        # At least one, so that there is a shape; listeners are told as many as they asked for.
+        # At least one, to have a shape; each row later takes as many as it wants.
         best = known.topk(max(1, min(self._top, known.shape[-1])), dim=-1)
         return SamplerOutput(tokens, own, best.indices, best.values)
 
@@ -198,14 +198,14 @@ def _sample_all(scores: torch.Tensor, uniform: torch.Tensor, params: dict[str, t
 
 
 def _draw(shares: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first place at which the summed shares exceed this part of the whole. A share of nothing is never drawn."""
+    """The first index whose cumulative share exceeds this part of the total. A share of zero is never drawn."""
     summed = shares.cumsum(dim=-1)
     wanted = uniform[:, None] * summed[:, -1:]
     return torch.searchsorted(summed, wanted, right=True)[:, 0].clamp_(max=shares.shape[-1] - 1)
 
 
 def allowed_by(masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Bits as truth values: bit `i % 32` of word `i // 32` is token `i`."""
+    """The bits as booleans: bit `i % 32` of word `i // 32` is token `i`."""
     bits = torch.arange(WORD_BITS, device=masks.device, dtype=torch.int32)
     return ((masks[:, :, None] >> bits) & 1).bool().view(masks.shape[0], -1)[:, :vocabulary]
 
@@ -213,7 +213,7 @@ def allowed_by(masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
 def filled_masks(
     samplers: Sequence[SequenceSampler], vocabulary: int, fill: Callable[[int, torch.Tensor], None], is_pinned: bool
 ) -> torch.Tensor:
-    """A bitmask for each row: all ones where nobody constrains, what `fill(row, mask)` says elsewhere. On the host."""
+    """One bitmask per row, on the host: all ones without a constraint, else written by `fill(row, mask)`."""
     words = -(-vocabulary // WORD_BITS)
     masks = torch.full((len(samplers), words), -1, dtype=torch.int32, pin_memory=is_pinned)
     for row, one in enumerate(samplers):
@@ -223,15 +223,15 @@ def filled_masks(
 
 
 def _signed(seed: int) -> int:
-    """Any whole number as 64 signed bits."""
+    """Any integer as a signed 64-bit number."""
     return ((seed + (1 << 63)) % (1 << 64)) - (1 << 63)
 
 
-# The odd constants of a well-known mixer of 64 bits, as the signed numbers torch has; products wrap around.
+# The constants of splitmix64 as signed numbers, which torch has; products wrap around.
 _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
-# One bit less than a double holds, so that no product with a total ever rounds up to the total.
+# One bit less than a double holds, so no product with a total rounds up to the total.
 _BITS = 52
 
 
@@ -248,7 +248,7 @@ def _mixed(number: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(number: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, with zeros coming in from the left as for unsigned numbers."""
+    """Logical shift to the right."""
     return (number >> by) & ((1 << (64 - by)) - 1)
 
 
@@ -261,7 +261,7 @@ class PendingTokens:
             self._event.record()
 
     def tokens(self, logprobs: Sequence[int | None]) -> list[Token]:
-        """A token a row. `logprobs`: how many of the likeliest each row wants to know, None for nothing at all."""
+        """Wait for the copy and return one token per row. `logprobs`: per row, as in `Sampling.logprobs`."""
         if self._event is not None:
             self._event.synchronize()
         lists: list[Any] = [part if part is None else part.tolist() for part in self._parts]
@@ -280,5 +280,5 @@ class PendingTokens:
 def _to_host(part: torch.Tensor | None) -> torch.Tensor | None:
     if part is None or not part.is_cuda:
         return part
-    # Pinned, or the copy would wait for the device.
+    # Without pinned memory the copy would block.
     return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)

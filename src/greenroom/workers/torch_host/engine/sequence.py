@@ -1,7 +1,7 @@
-"""One ask while it is being performed: its tokens so far, what of them is computed, and how it ends.
+"""One request while it is generated: its tokens so far, how many of them are computed, and how it ends.
 
-Owns the words to its listener: every token once, one end, and nothing after it. Never computes and never takes memory
-by itself: its blocks are given and taken by the seats.
+Owns what the listener is told: every token once, then one end, and nothing after it. Never computes and never takes
+memory: the block manager gives it blocks and takes them back.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class Sequence:
-    """An ask from the moment it is submitted until its end. Used by the model's thread only."""
+    """A request from its submission until its end. Used by the model's thread only."""
 
     def __init__(self, request: GenerationRequest, on_end: Callable[[], None]) -> None:
-        """`on_end` is called once, just before the listener hears the end."""
+        """`on_end` is called once, just before the listener is told the end."""
         self.request = request
         self._on_end = on_end
         self.tokens = list(request.tokens)
@@ -31,11 +31,11 @@ class Sequence:
         self.computed = 0
         """Tokens whose keys and values are in KV memory."""
         self.cached: list[CachedBlock] = []
-        """Cached blocks in use, the first ones of the table."""
+        """The cached blocks in use: the first ones of `blocks`."""
         self.blocks: list[int] = []
-        """The whole table: blocks of the nodes, then blocks of its own."""
+        """The whole block table: the cached blocks, then its own."""
         self.rope_band = 0
-        """How many of the model's `rope_switches` it was longer than when it sat down: so its keys are turned."""
+        """How many of the model's `rope_switches` it exceeded when it got its blocks. Selects its rotary factors."""
         self.compute_s = 0.0
         self.is_ended = False
         self.created_at = time.monotonic()
@@ -49,7 +49,7 @@ class Sequence:
         return len(self.tokens) - self.prompt_tokens
 
     def add_token(self, token: Token) -> None:
-        """This token was chosen. Ends the speech where it must end."""
+        """Take the sampled token, tell the listener, and end the sequence if this was its last token."""
         if self.is_ended:
             return
         if not self._accepts(token.id):
@@ -85,7 +85,7 @@ class Sequence:
             self.end("cancelled")
 
     def end(self, reason: EndReason, error: str | None = None, *, is_memory: bool = False) -> None:
-        """The last word. Said once; whoever comes later is not heard."""
+        """End the sequence and tell the listener. Only the first call counts."""
         if self.is_ended:
             return
         self.is_ended = True

@@ -1,7 +1,7 @@
-"""The two kinds of step a model computes: a piece of some prompts, or one token for each of a batch.
+"""The two kinds of step a model computes: chunks of prompts, or one token for each row of a batch.
 
-Owns who sees whom in each, and where new keys and values are written. Never decides what is computed next (the ensemble
-does) and keeps nothing after the step. Read `PrefillStep.attend` first.
+Owns which keys each token sees, and where new keys and values are written. Never decides what is computed next (the
+batch scheduler does) and keeps nothing after the step. Read `PrefillStep.attend` first.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from .model_shape import BLOCK_TOKENS
 
 
 def slots_of(blocks: Sequence[int], first: int, last: int) -> list[int]:
-    """Where the tokens from `first` up to `last` lie, by a sequence's table."""
+    """The slots of the tokens from `first` up to `last`, by a sequence's block table."""
     return [blocks[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS for at in range(first, last)]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One sequence's piece among the packed tokens: where it starts, how many, and how many came before."""
+    """One sequence's chunk among the packed tokens: its start, its length and the tokens before it."""
 
     start: int
     count: int
     past: int
     length: int = 0
-    """Tokens of the whole sequence, if more come after this piece."""
+    """Tokens of the whole sequence, if more follow this chunk."""
 
     @property
     def seen(self) -> int:
@@ -47,14 +47,14 @@ class Span:
 
 
 class _Paged:
-    """A step whose keys and values are kept, once for each layer."""
+    """A step that stores keys and values, once per layer."""
 
     def __init__(self, stores: Sequence[LayerKV]) -> None:
         self._stores = stores
         self._attended: set[int | None] = set()
 
     def _store(self, layer: int | None, key: torch.Tensor, value: torch.Tensor) -> LayerKV:
-        """Raises BadModel where a layer attends again: its second keys would take the place of the first."""
+        """Raises BadModel if a layer attends twice: its second keys would overwrite the first."""
         if layer in self._attended:
             raise BadModel(f"layer {layer} attends twice for each token; paged KV memory keeps its keys once.")
         self._attended.add(layer)
@@ -62,7 +62,7 @@ class _Paged:
 
 
 class PrefillStep(_Paged):
-    """Pieces of several prompts, one after the other in a batch of one: `[1, heads, tokens, dim]`."""
+    """Chunks of several prompts, packed into a batch of one: `[1, heads, tokens, dim]`."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class PrefillStep(_Paged):
         write: torch.Tensor,
         read: torch.Tensor,
     ) -> None:
-        """`write`: the slot of each new token; `read`: those of all tokens each span sees, span after span."""
+        """`write`: the slot of each new token; `read`: the slots of all tokens each span sees, span after span."""
         super().__init__(stores)
         self._kernels = kernels
         self._spans = spans
@@ -151,7 +151,7 @@ class DecodeStep(_Paged):
     def __init__(
         self, stores: Sequence[LayerKV], kernels: AttentionKernels, positions: torch.Tensor, table: torch.Tensor
     ) -> None:
-        """`positions`: where each row's new token stands; `table`: its blocks, as wide as the longest row needs."""
+        """`positions`: of each row's new token; `table`: the rows' blocks, as wide as the longest row needs."""
         super().__init__(stores)
         self._kernels = kernels
         self.positions = positions

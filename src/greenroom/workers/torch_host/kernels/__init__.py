@@ -1,1 +1,1 @@
-"""Faster ways to compute the same: attention, rope, fused modules, captured graphs."""
+"""Faster ways to compute the same: attention, rotary embedding, fused modules, captured graphs."""

@@ -1,9 +1,11 @@
-"""Attention over paged KV memory, as a function any Transformers model can call.
+"""Attention over paged KV memory, as a function that any Transformers model can call, and its faster kernels.
 
-Owns the name under which Transformers finds it, the stores of keys and values, and plain attention in torch operations.
-What a step attends to is told by a step object (`steps.py`) that is current in this thread while the model runs: how
-models hand keyword arguments down differs between models and versions, a thread's own variable does not. No mask is
-made: Transformers makes none for an implementation missing in its table of masks, and the step knows who sees whom.
+Owns the name under which Transformers finds it, the KV views of layers, plain attention in torch operations, and the
+choice of kernels: torch's flash attention for prompts and a Triton kernel for decoding. Both are tried once against
+plain attention; a kernel that fails, is missing or differs is not used. A step object (`steps.py`), which is current in
+this thread while the model runs, knows what to attend to: keyword arguments would not do, because models pass them on
+in different ways. No mask is made: Transformers makes none for an attention it has no mask function for, and
+the step knows what each token sees.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ _thread = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What a layer wants of its attention beyond the usual."""
+    """The options a layer passes to its attention."""
 
     scale: float
     window: int | None = None
-    """Tokens a query sees, itself included; None sees all before it."""
+    """Tokens a query sees, itself included; None: all before it."""
     softcap: float | None = None
     sinks: torch.Tensor | None = None
-    """One learned score per head that takes its share of the softmax and gives nothing."""
+    """One learned score per head that takes part in the softmax and contributes no value."""
 
     @property
     def is_plain(self) -> bool:
@@ -51,20 +53,20 @@ class LayerKV:
 
 
 class ModelStep(Protocol):
-    """What is being computed now. It is asked with `[batch, heads, tokens, dim]`, once per layer."""
+    """What is being computed now. Called with `[batch, heads, tokens, dim]`, once per layer."""
 
     def attend(
         self, layer: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """Write the new keys and values down and attend. The answer is `[batch, tokens, heads, dim]`."""
+        """Store the new keys and values, then attend. Returns `[batch, tokens, heads, dim]`."""
 
     def sequence_lengths(self) -> torch.Tensor:
-        """How many tokens the whole sequence of each token has; `[batch, tokens]`, or what expands to it."""
+        """The length of each token's whole sequence: `[batch, tokens]`, or a shape that expands to it."""
 
 
 @contextmanager
 def as_current_step(step: ModelStep) -> Iterator[None]:
-    """This step is what the model computes in this thread."""
+    """Inside, this thread computes this step."""
     _thread.step = step
     try:
         yield
@@ -73,7 +75,7 @@ def as_current_step(step: ModelStep) -> Iterator[None]:
 
 
 def current_step() -> ModelStep | None:
-    """The step that this thread computes; None outside of any."""
+    """The step this thread computes; None outside of a step."""
     step: ModelStep | None = getattr(_thread, "step", None)
     return step
 
@@ -81,7 +83,7 @@ def current_step() -> ModelStep | None:
 def stores_in(
     memory: torch.Tensor, shapes: Sequence[LayerShape], dtype: torch.dtype, cache_tokens: int
 ) -> tuple[LayerKV, ...]:
-    """One store per layer, one after the other in this flat memory of bytes."""
+    """The KV views of all layers, one after the other in this flat byte memory."""
     slots, offset, stores = slots_for(cache_tokens), 0, []
     for shape in shapes:
         views = []
@@ -94,7 +96,7 @@ def stores_in(
 
 
 def store_of(stores: Sequence[LayerKV], layer: int | None, key: torch.Tensor, value: torch.Tensor) -> LayerKV:
-    """Where this layer keeps its keys and values. Raises BadModel where the model does otherwise than it said."""
+    """The KV view of this layer. Raises BadModel if the shapes differ from the configuration."""
     if layer is None or not 0 <= layer < len(stores):
         raise BadModel(f"a layer with number {layer} attends, but the configuration speaks of {len(stores)} layers.")
     store = stores[layer]
@@ -116,7 +118,7 @@ def paged_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What Transformers calls once per layer."""
+    """The attention function that Transformers calls once per layer."""
     step = current_step()
     if step is None:
         raise RuntimeError("paged attention was called outside of a step")
@@ -131,12 +133,12 @@ def paged_attention(
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
     )
-    # Transformers' own attention gives memory that lies in order, and some models view it in another shape.
+    # Contiguous like Transformers' own attention: some models view the result in another shape.
     return step.attend(getattr(module, "layer_idx", None), query, key, value, options).contiguous(), None
 
 
 def _refuse_own_mask(module: torch.nn.Module, mask: torch.Tensor | None, is_causal: bool) -> None:
-    """Raises BadModel where tokens are to see something else than all tokens before them."""
+    """Raises BadModel if tokens should see anything else than all tokens before them."""
     name = type(module).__name__
     if mask is not None:
         raise BadModel(f"{name} makes an attention mask of its own, which paged attention would not apply.")
@@ -149,7 +151,7 @@ def attend_plain(
 ) -> torch.Tensor:
     """`[batch, heads, tokens, dim]` against keys with fewer heads; scores get `bias`, `[batch, 1, tokens, keys]`.
 
-    Heads that share keys are seen as further tokens of one head, so that keys are never repeated in memory.
+    Query heads that share keys are treated as further tokens of one head, so keys are not repeated in memory.
     """
     batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
@@ -186,7 +188,7 @@ def _attend_in_steps(
 
 
 def register() -> None:
-    """Make the name known to Transformers. May be called again."""
+    """Register the name with Transformers. May be called again."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
@@ -198,17 +200,17 @@ assert STORE_ALIGN % 16 == 0, "stores are viewed as numbers of up to sixteen byt
 log = logging.getLogger(__name__)
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
-# Flash attention's own bounds.
+# Limits of flash attention.
 FLASH_DIM_MAX = 256
 FLASH_DIM_STEP = 8
-# How far two ways of summing the same half-precision numbers may lie apart, of values around one.
+# Tolerance between two orders of summing half-precision numbers around one.
 TOLERANCE = 0.03
 TRY_TOKENS = 5 * BLOCK_TOKENS + 3
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLengths:
-    """How many tokens each packed sequence asks with and sees, as flash attention wants them: summed up."""
+    """Queries and keys of each packed sequence, as the cumulative sums flash attention takes."""
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -227,14 +229,14 @@ class PackedLengths:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernels:
-    """What this device can do for this model beyond plain attention."""
+    """The kernels this device can use for this model instead of plain attention."""
 
     packs: bool = False
     pages: bool = False
 
     @classmethod
     def probe(cls, shape: LayerShape, heads: int, dtype: torch.dtype, device: torch.device) -> AttentionKernels:
-        """Try both on the device."""
+        """Try both kernels on the device."""
         if device.type != "cuda" or dtype not in HALF_TYPES:
             return cls()
         with torch.cuda.device(device):
@@ -249,7 +251,7 @@ class AttentionKernels:
         return self.pages and options.sinks is None
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, store: LayerKV) -> None:
-        """New keys and values, `[tokens, heads, dim]`, to their slots."""
+        """Write new keys and values, `[tokens, heads, dim]`, to their slots."""
         if self.pages and key.stride(-1) == value.stride(-1) == 1:
             from .triton_kernels import write
 
@@ -262,7 +264,7 @@ class AttentionKernels:
 def attend_packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: PackedLengths, options: AttentionOptions
 ) -> torch.Tensor:
-    """`[tokens, heads, dim]` of several sequences, each seeing its own keys up to its own place, aligned at the end."""
+    """Causal attention of several packed sequences, `[tokens, heads, dim]`, each aligned at the end of its keys."""
     left = None if options.window is None else options.window - 1
     out: torch.Tensor = torch.ops.aten._flash_attention_forward(
         query, key, value, lengths.queries, lengths.keys, lengths.queries_max, lengths.keys_max,
@@ -275,7 +277,7 @@ def attend_packed(
 def attend_paged(
     query: torch.Tensor, store: LayerKV, table: torch.Tensor, lengths: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
-    """`[rows, heads, dim]`, one token a row, straight from the pages. To be asked only where `can_page` is true."""
+    """Attention of one token per row, `[rows, heads, dim]`, straight from the blocks. Call only if `can_page`."""
     from .triton_kernels import attend
 
     return attend(query, store.key, store.value, table, lengths, options.scale, options.window, options.softcap)
@@ -284,7 +286,7 @@ def attend_paged(
 def _agrees(what: str, measure: Callable[[], float]) -> bool:
     try:
         difference = measure()
-    except Exception as error:  # Whatever it is, plain attention still works.
+    except Exception as error:  # Whatever the error, plain attention still works.
         log.warning("attention goes without %s: %s", what, str(error).splitlines()[0] if str(error) else repr(error))
         return False
     if not difference <= TOLERANCE:
@@ -294,7 +296,7 @@ def _agrees(what: str, measure: Callable[[], float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """Numbers made up to try kernels on: one short sequence in pages that do not lie in order."""
+    """Random data to try kernels on: one short sequence in blocks that are not in order."""
 
     query: torch.Tensor
     store: LayerKV
@@ -332,7 +334,7 @@ class _Example:
         return difference
 
     def _rewrite(self) -> None:
-        """Move the first block to where the second was, by the kernel for it and by hand; both must agree."""
+        """Copy the first block over the third with the write kernel. Raises RuntimeError if the result is wrong."""
         slots = torch.arange(2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS, device=self.table.device)
         key, value = self.store.key[:BLOCK_TOKENS].clone(), self.store.value[:BLOCK_TOKENS].clone()
         AttentionKernels(pages=True).write(key, value, slots, self.store)

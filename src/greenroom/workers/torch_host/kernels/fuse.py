@@ -1,8 +1,7 @@
-"""The same model in fewer kernels: leaf modules whose work one call of torch can do are given that call.
+"""The same model in fewer kernels: leaf modules get a forward that does their work in one call of torch.
 
-Owns which modules are changed and the proof that the change is right: a norm is tried on made-up numbers first, and
-projections are joined only where their weights already lie one after the other in memory. Never copies a weight: all
-stay views of the arena.
+Owns which modules are changed and the proof that the result is the same: a norm is tried on random numbers first, and
+projections are joined only if their weights are adjacent in memory. Never copies a weight: all stay views of the arena.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ NORM_TOLERANCE = 1e-5
 
 
 def fuse_modules(model: torch.nn.Module) -> None:
-    """Change what can be changed. The model computes the same as before, but for the order of rounding."""
+    """Fuse norms and projections where possible. Results are the same up to the order of rounding."""
     norms = projections = 0
     for module in model.modules():
         norms += _fuse_norm(module)
         for names in SIBLINGS:
             projections += _fuse_projections(module, names)
-    log.info("modules quickened norms=%d projections=%d", norms, projections)
+    log.info("modules fused norms=%d projections=%d", norms, projections)
 
 
 @contextmanager
 def without_fused_modules(model: torch.nn.Module) -> Iterator[None]:
-    """In here the model computes as its own code says."""
+    """Inside, the model runs its own code."""
     fused = [part for part in model.modules() if getattr(vars(part).get("forward"), "is_quick", False)]
     taken = [(part, vars(part).pop("forward")) for part in fused]
     try:
@@ -64,10 +63,10 @@ def _fuse_norm(module: torch.nn.Module) -> bool:
 
 
 def _is_plain_norm(module: torch.nn.Module, eps: float) -> bool:
-    """Whether this class multiplies by its weight and does nothing else: tried on a twin with a weight of its own."""
+    """True if this class only multiplies by its weight: tried on a copy with a weight of its own."""
     size = int(module._parameters["weight"].shape[0])
     random = torch.Generator().manual_seed(size)
-    # Said outright: whoever builds a model may have changed what torch makes by default.
+    # Explicit: torch's default dtype and device may have been changed while building a model.
     weight = torch.rand(size, generator=random, dtype=torch.float32, device="cpu") + 0.5
     hidden = torch.randn((2, size), generator=random, dtype=torch.float32, device="cpu") * 0.01
     twin = copy.copy(module)
@@ -105,7 +104,7 @@ def _are_adjacent(weights: Sequence[torch.Tensor]) -> bool:
 
 
 class _FusedProjections:
-    """Several projections of one input as one product. The first computes for all; the others pick up their part."""
+    """Several projections of one input as one product. The first computes all; the others return their part."""
 
     def __init__(self, parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> None:
         self._rows = [int(weight.shape[0]) for weight in weights]

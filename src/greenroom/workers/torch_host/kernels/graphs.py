@@ -1,8 +1,8 @@
-"""Decode steps captured once and replayed: the host says one word and the device does the whole step.
+"""Decode steps captured once as CUDA graphs and replayed with one launch.
 
-Owns the captured graphs of one model, by rows and width, and the memory pool they share. Never knows what a step
-computes. A graph remembers addresses: weights, KV memory and the static inputs never move, so graphs outlive sleep. A
-step that cannot be captured (it asks the host something in the middle) is computed as it stands, from then on.
+Owns the captured graphs of one model, by rows and width, and their memory pool. Never knows what a step computes.
+Graphs hold addresses: weights, KV memory and the static inputs never move, so graphs stay valid over sleep and wake. If
+a step cannot be captured (it synchronizes with the host), all later steps run without graphs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOKENS_MIN = 256
 
 
 def bucket(count: int, sizes: Sequence[int]) -> int:
-    """The smallest size that holds this many; the largest where none does."""
+    """The smallest size that holds this many, else the largest."""
     return next((size for size in sizes if size >= count), sizes[-1])
 
 
@@ -31,7 +31,7 @@ def batch_sizes(batch_max: int) -> tuple[int, ...]:
 
 
 def token_sizes(context: int) -> tuple[int, ...]:
-    """Lengths a step is captured for: doubled until the whole context is in."""
+    """Lengths a step is captured for: doubled up to the whole context."""
     sizes, size = [], TOKENS_MIN
     while size < context:
         sizes.append(size)
@@ -46,7 +46,7 @@ class Captured:
 
 
 class Graphs:
-    """`compute(rows, width)` and then `advance(rows)`, what goes on from step to step, as graphs on a CUDA device."""
+    """`compute(rows, width)` followed by `advance(rows)`, as graphs on a CUDA device."""
 
     def __init__(self, compute: Callable[[int, int], torch.Tensor], advance: Callable[[int], None]) -> None:
         self._compute = compute
@@ -57,7 +57,7 @@ class Graphs:
         self.is_able = True
 
     def run(self, rows: int, width: int) -> torch.Tensor:
-        """What `compute` gives. It stands until the next run, in the order of the stream."""
+        """The result of `compute`. Valid until the next run, in stream order."""
         found = self._captured.get((rows, width))
         if found is None and self.is_able:
             found = self._capture(rows, width)
@@ -91,9 +91,9 @@ class Graphs:
         return self._captured[rows, width]
 
     def _capturing_stream(self) -> Any:
-        """The stream in use, or one beside it where that is the default one, which cannot capture.
+        """The current stream, or a side stream if that is the default one, which cannot capture.
 
-        Always the same: libraries keep room to work for every stream they have seen, and never give it back.
+        Always the same side stream: libraries keep a workspace for every stream they have seen.
         """
         current = torch.cuda.current_stream()
         if current != torch.cuda.default_stream():
@@ -103,11 +103,11 @@ class Graphs:
         return self._side
 
     def _record(self, graph: Any, rows: int, width: int) -> torch.Tensor:
-        # The first time through, libraries allocate and kernels are compiled, which no graph may contain. The step
-        # itself may be computed twice: it writes the same keys and values again, as long as nothing advances.
+        # The first run lets libraries allocate and kernels compile, which a graph must not contain. Computing the step
+        # twice is safe: it writes the same keys and values again, as long as positions do not advance.
         self._compute(rows, width)
         torch.cuda.current_stream().synchronize()
-        # Only this thread's calls are held to a capture's rules: other models go on allocating meanwhile.
+        # Only this thread is bound by the rules of capture: other models may allocate meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             out = self._step(rows, width)

@@ -1,13 +1,12 @@
-"""The rotary embedding of a model's own code: made right for many sequences at once, and fast.
+"""The rotary embedding of a model's own code: made correct for mixed batches, and fast.
 
 `rope_by_length` gives each sequence the factors of its own length. Transformers chooses those of `longrope` by the
-longest position of a whole step, so that one caller's long prompt would change another's answer. The model's own code
-is asked twice, once for short and once for long sequences, and each token takes the angles of its own sequence.
+longest position of a whole step, so one caller's long prompt would change another's answer. The model's own code is
+called twice, for short and for long sequences, and each token takes the angles of its own sequence.
 
-`fuse_rope` replaces the function that applies the angles by one kernel where that computes the same: it is asked
-with made-up numbers, and only one that turns halves against each other, as nearly all do, is replaced. A call that does
-not look like the usual one goes to the function that was there. The replacement stands for all models of that kind in
-this process, and is made once.
+`fuse_rope` replaces the function that applies the angles by one kernel if that computes the same: both are compared on
+random numbers, so only the usual form, which rotates halves against each other, is replaced. Unusual calls go to the
+original function. The replacement is made once and holds for all models of that kind in this process.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ log = logging.getLogger(__name__)
 
 NAME = "apply_rotary_pos_emb"
 HALF_TYPES = (torch.float16, torch.bfloat16)
-# Two roundings of half precision, of numbers around one.
+# Two roundings of half-precision numbers around one.
 TOLERANCE = 0.05
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 
 
 def rope_by_length(model: torch.nn.Module, config: Any) -> tuple[int, ...]:
-    """Choose factors for each sequence of a step by its own length. Outside of steps the model is as it was.
+    """Choose rotary factors for each sequence by its own length. Outside of steps the model is unchanged.
 
-    Returns the lengths beyond which a sequence takes other factors, so that what was computed of it is void. Raises
-    BadModel where factors depend on the length in code that is not Transformers' own.
+    Returns the lengths beyond which a sequence takes other factors, so its computed keys are void. Raises BadModel if
+    factors depend on the length in code that is not Transformers' own.
     """
     embeddings = [module for module in model.modules() if hasattr(module, "rope_type")]
     if not embeddings and (kinds := rope_kinds(config) & {LONGROPE, DYNAMIC}):
@@ -54,7 +53,7 @@ def rope_kinds(config: Any) -> set[Any]:
 
 
 def _install(embedding: Any) -> Mapping[str | None, int]:
-    """The lengths at which this one changes its factors, by kind of layer where there are several."""
+    """Install `_RopeByLength` if needed. Returns the lengths at which factors change, by kind of layer."""
     if isinstance(embedding.forward, _RopeByLength):
         return embedding.forward.switches
     switches: dict[str | None, int] = {}
@@ -66,7 +65,7 @@ def _install(embedding: Any) -> Mapping[str | None, int]:
                 (parameters if layer is None else parameters[layer])["original_max_position_embeddings"]
             )
         elif DYNAMIC in str(kind):
-            # Its factors change beyond `max_position_embeddings`, and no context is longer: here they never do.
+            # Its factors change beyond `max_position_embeddings`, and no context is longer: they never change here.
             embedding.rope_type = "default" if layer is None else {**embedding.rope_type, layer: "default"}
     if switches:
         embedding.forward = _RopeByLength(embedding.forward, switches)
@@ -74,7 +73,7 @@ def _install(embedding: Any) -> Mapping[str | None, int]:
 
 
 class _RopeByLength:
-    """The forward pass of a rotary embedding, with the factors of each token's own sequence. Only tensor operations."""
+    """A rotary embedding's forward with the factors of each token's own sequence. Only tensor operations."""
 
     def __init__(self, plain: Any, switches: Mapping[str | None, int]) -> None:
         self._plain = plain
@@ -85,7 +84,7 @@ class _RopeByLength:
         named = {} if layer_type is None else {"layer_type": layer_type}
         if step is None or switch is None:
             return self._plain(x, position_ids, **named)
-        # The model looks at the largest position: it is shown none beyond the switch, and then one more that is.
+        # The model chooses by the largest position: first all are clamped below the switch, then one at it is added.
         beyond = torch.full_like(position_ids[..., :1], switch)
         short = self._plain(x, position_ids.clamp(max=switch - 1), **named)
         long = self._plain(x, torch.cat((position_ids, beyond), dim=-1), **named)
@@ -96,14 +95,14 @@ class _RopeByLength:
 
 
 def fuse_rope(model: torch.nn.Module, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Replace the function in the module that the model's attention is written in. Says whether it is replaced."""
+    """Replace the function in the Python modules of the model's attention. True if it is replaced."""
     modules = _modules_with_rope(model)
     return bool(modules) and all(_replace(module, head_dim, dtype, device) for module in modules)
 
 
 @contextmanager
 def without_fused_rope(model: torch.nn.Module) -> Iterator[None]:
-    """In here the functions are those of the models' own code, which is right for all models of that kind."""
+    """Inside, the original functions are in place, for all models of that kind."""
     taken = [
         (module, fused)
         for module in _modules_with_rope(model)
@@ -119,7 +118,7 @@ def without_fused_rope(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _modules_with_rope(model: torch.nn.Module) -> list[Any]:
-    """Where the model's attention is written, if the function is there."""
+    """The Python modules that define the model's attention and have the function."""
     names = {type(module).__module__ for module in model.modules() if hasattr(module, "layer_idx")}
     return [sys.modules[name] for name in sorted(names) if callable(getattr(sys.modules.get(name), NAME, None))]
 
@@ -132,7 +131,7 @@ def _replace(module: Any, head_dim: int, dtype: torch.dtype, device: torch.devic
         fused = _fused_by_kernel(plain)
         with torch.cuda.device(device):
             difference = _difference(plain, fused, head_dim, dtype, device)
-    except Exception as error:  # Whatever it is, the function that is there still works.
+    except Exception as error:  # Whatever the error, the original function still works.
         log.warning("positions go without their kernel: %s", (str(error) or repr(error)).splitlines()[0])
         return False
     if not difference <= TOLERANCE:
@@ -177,7 +176,7 @@ def _difference(plain: Any, fused: Any, head_dim: int, dtype: torch.dtype, devic
     def randn(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=random, device=device, dtype=torch.float32).to(dtype)
 
-    # Halves are the same in real angles too; queries and keys come as views of what projections gave.
+    # As in a model: both halves of the angles are equal, and queries and keys are transposed views.
     angles = randn(2, 3, head_dim // 2).repeat(1, 1, 2)
     query, key = randn(2, 3, 4, head_dim).transpose(1, 2), randn(2, 3, 2, head_dim).transpose(1, 2)
     wanted = plain(query, key, angles.cos(), angles.sin())

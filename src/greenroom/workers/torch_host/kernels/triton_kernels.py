@@ -1,11 +1,11 @@
-"""Decode attention straight from pages, in Triton: one new token a row, each row as long as it is.
+"""The Triton kernels: decode attention straight from KV blocks, writing keys and values, and applying rotary angles.
 
-Owns three kernels: one writes new keys and values to their slots, one reads a part of a row's through its table, one
-joins the parts. A row is cut into parts so that one long sequence keeps the whole device busy. Imported only where
-there is a CUDA device and Triton.
+Owns the kernels and their launches. Decode attention cuts each row into parts, so one long sequence keeps the whole
+device busy; a second kernel joins the parts. Imported only where there is a CUDA device and Triton; `attention.py` and
+`rope.py` decide where they are used.
 """
 
-# What a kernel is given is a pointer or a number on the device: no type of Python's says that.
+# Arguments of kernels are pointers and numbers on the device, which Python's types cannot express.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import triton.language as tl
 
 from ..engine.model_shape import BLOCK_TOKENS
 
-# Keys looked at together.
+# Keys per tile.
 TILE = 64
 # Programs per multiprocessor that keep its memory pipes full.
 PROGRAMS_PER_PROCESSOR = 4
 PARTS_MAX = 64
-# The least rows a matrix unit multiplies at once.
+# The fewest rows a tensor core multiplies.
 GROUP_MIN = 16
 WARPS = 4
 STAGES = 3
@@ -86,7 +86,7 @@ def _part(
         total = total * shrink + tl.sum(share, 1)
         best = better
 
-    # An empty part weighs nothing: its weight is minus infinity and its sum is never used.
+    # An empty part has the weight minus infinity, so its sum is not used.
     filled = total > 0.0
     safe = tl.where(filled, total, 1.0)
     index = ((row * tl.num_programs(1) + head) * count + part) * group + one
@@ -134,7 +134,7 @@ def _write(
     tl.store(value_store + slot * value_slot + head * value_slot_head + value_at, values, mask=value_at < value_dim)
 
 
-# One compiled kernel serves any number of parts and any window: compiling takes a second, in which somebody waits.
+# One compiled kernel serves any number of parts and any window: compiling takes a second while a request waits.
 _part_kernel: Any = triton.jit(do_not_specialize=("count", "window", "table_row"))(_part)
 _join_kernel: Any = triton.jit(do_not_specialize=("count",))(_join)
 _write_kernel: Any = triton.jit(do_not_specialize=("key_token", "value_token"))(_write)
@@ -146,7 +146,7 @@ def _processors(device: int) -> int:
 
 
 def parts_for(pairs: int, tokens_max: int, processors: int) -> int:
-    """Into how many parts a row is cut: a power of two that fills the device and leaves each part a tile."""
+    """The number of parts per row: a power of two that fills the device and leaves each part at least a tile."""
     wanted = max(1, min(PROGRAMS_PER_PROCESSOR * processors // pairs, -(-tokens_max // TILE), PARTS_MAX))
     return 1 << (wanted.bit_length() - 1)
 
@@ -161,7 +161,7 @@ def attend(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """`[rows, heads, dim]` against `[slots, kv heads, dim]` through `[rows, blocks]`."""
+    """Attention of `[rows, heads, dim]` over `[slots, kv heads, dim]`, through the block table `[rows, blocks]`."""
     rows, heads, key_dim = query.shape
     kv_heads, value_dim = key.shape[1], value.shape[2]
     group = heads // kv_heads
@@ -191,7 +191,7 @@ def attend(
 def write(
     key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, key_store: torch.Tensor, value_store: torch.Tensor
 ) -> None:
-    """`[tokens, kv heads, dim]` each, to these slots of the stores. The last dimensions lie in order."""
+    """Write keys and values, `[tokens, kv heads, dim]` each, to these slots. The last dimension is contiguous."""
     tokens, kv_heads, key_dim = key.shape
     value_dim = value.shape[2]
     _write_kernel[(tokens, kv_heads)](
@@ -225,7 +225,7 @@ def _turn(
         target = key_out + (token.to(tl.int64) * kv_heads + own) * dim
     at = tl.arange(0, pad)
     half = turned // 2
-    # The other half of the pair: what comes from above is taken negative.
+    # The other half of the pair; the upper half is negated.
     other = tl.where(at < half, at + half, at - half)
     is_turned = at < turned
     straight = tl.load(source + at, mask=at < dim, other=0.0).to(tl.float32)
@@ -246,12 +246,12 @@ _turn_kernel: Any = triton.jit(
 def apply_rope(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[batch, heads, tokens, dim]` by `[batch, tokens, turned]`; the last dimensions beyond stay as they are."""
+    """Rotate `[batch, heads, tokens, dim]` by `[batch, tokens, turned]`. Dimensions beyond `turned` are unchanged."""
     batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
     query_out = torch.empty((batch, tokens, heads, dim), dtype=query.dtype, device=query.device)
     key_out = torch.empty((batch, tokens, kv_heads, dim), dtype=query.dtype, device=query.device)
-    # One row of angles may stand for the whole batch.
+    # One row of angles may serve the whole batch.
     cos_batch = 0 if cos.shape[0] == 1 else cos.stride(0)
     _turn_kernel[(batch * tokens, heads + kv_heads)](
         query, key, cos, sin, query_out, key_out, heads, kv_heads, tokens,

@@ -1,1 +1,1 @@
-"""Weights: read from files into the host arena, and from there to the device."""
+"""Weights: read from files into a host arena, copied to the device at wake, kept folded where that is smaller."""

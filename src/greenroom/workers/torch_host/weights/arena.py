@@ -1,9 +1,9 @@
-"""The host arena: all weights of one model in one flat piece of shared memory, with a table of what lies where.
+"""The host arena: all weights of one model in one flat piece of shared memory, with a table of where each tensor is.
 
-Owns the layout (execution order, each tensor once, aligned), the mapping of the memfd the gateway holds, and the
-manifest at its end, by which another worker adopts a filled arena after this one is gone. Never reads model files and
-never touches a device. The data comes first, then the manifest as JSON, then a footer that says how long that is.
-Chunks of the data may be folded (`fold.py`): then they are smaller, and behind each is a hole up to the next.
+Owns the layout (execution order, each tensor once, aligned), the mapping of the memfd that the gateway holds, and the
+manifest at its end, by which another worker adopts a filled arena. Never reads model files and never touches a device.
+The data comes first, then the manifest as JSON, then a footer with the manifest's length. Chunks of the data may be
+folded (`fold`): then they are smaller, and a hole follows each.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ import torch
 from ..failures import BadModel, OutOfMemory
 from .fold import Chunk, ChunkTable
 
-# What the widest vector loads of a GPU like, and a multiple of every kind of number.
+# Suits the widest vector loads of a GPU, and is a multiple of every item size.
 ALIGN_BYTES: Final = 512
 PAGE_BYTES: Final = 4096
 MANIFEST_MAX_BYTES: Final = 256 * 2**20
 _MAGIC: Final = b"grmarena"
-# What the system counts a file's memory in.
+# The unit of `st_blocks`.
 _BLOCK_BYTES: Final = 512
 _FOOTER: Final = struct.Struct("<8sQQ")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where one tensor lies. Tied names share a place."""
+    """Where one tensor is. Tied names share a place."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,11 +50,11 @@ class Layout:
 
 
 def lay_out(tensors: Iterable[tuple[str, torch.Tensor]]) -> Layout:
-    """Places for these tensors in the order they come, which is the order in which they will be computed with."""
+    """Places for these tensors in the given order, which is the order of computation."""
     places: dict[str, TensorPlace] = {}
     seen: dict[object, TensorPlace] = {}
     end = 0
-    # A list: a tensor that died on the way would lend its identity to the next.
+    # A list keeps all tensors alive: the id of a freed one could be given to the next.
     for name, tensor in list(tensors):
         key = _identity(tensor)
         if key not in seen:
@@ -72,7 +72,7 @@ def view_of(flat: torch.Tensor, place: TensorPlace) -> torch.Tensor:
 
 
 class HostArena:
-    """A mapped memfd with a layout. The memfd is lent: whoever gave it closes it. `filled` is false until `seal`."""
+    """A mapped memfd with a layout. The caller closes the memfd. `filled` is false until `seal`."""
 
     def __init__(self, descriptor: int, layout: Layout, identity: str, table: ChunkTable | None) -> None:
         """`table` is None until it is filled."""
@@ -83,7 +83,7 @@ class HostArena:
         self._descriptor = descriptor
         self._map: mmap.mmap | None = mmap.mmap(descriptor, max(PAGE_BYTES, _page_up(layout.bytes)))
         with contextlib.suppress(OSError, ValueError):
-            # Larger pages are faster to fault in and to register. Where the system does not want it, small ones do.
+            # Larger pages are faster to fault in and to register. Without them, small ones work.
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.tensor: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)[: layout.bytes]
 
@@ -91,9 +91,9 @@ class HostArena:
     def create(
         cls, descriptor: int, layout: Layout, identity: str, max_bytes: int | None, free_bytes: int | None = None
     ) -> HostArena:
-        """An empty arena for this layout. Raises OutOfMemory where it is larger than allowed or than memory.
+        """An empty arena for this layout. Raises OutOfMemory if it is larger than allowed or than free memory.
 
-        `free_bytes` is what the gateway found free, which knows the limits of cgroups; None: the machine is asked.
+        `free_bytes`: as measured by the gateway, which knows cgroup limits; None: read from the system.
         """
         if max_bytes is not None and layout.bytes > max_bytes:
             raise OutOfMemory(
@@ -111,9 +111,9 @@ class HostArena:
 
     @classmethod
     def adopt(cls, descriptor: int, identity: str, *, unfolds: bool) -> HostArena | None:
-        """The arena another worker has filled, or None where it is not the one of these files.
+        """The arena that another worker filled from the same files, else None.
 
-        Nor is one that is folded, where nothing `unfolds` it: a CPU computes with the arena itself.
+        None as well if it is folded and nothing `unfolds` it: a CPU computes with the arena itself.
         """
         manifest = _manifest(descriptor)
         if manifest is None or manifest.get("identity") != identity:
@@ -131,7 +131,7 @@ class HostArena:
         return cls(descriptor, layout, identity, table)
 
     def seal(self, table: ChunkTable) -> None:
-        """Write the manifest: from now on this arena can be adopted. `table` says which chunks are folded."""
+        """Write the manifest, so that the arena can be adopted. `table` says which chunks are folded."""
         self._table = table
         manifest = {
             "identity": self.identity,
@@ -148,12 +148,12 @@ class HostArena:
 
     @property
     def held_bytes(self) -> int:
-        """What the arena takes of host memory, its manifest included and its holes not."""
+        """Bytes of host memory in use, with the manifest and without the holes."""
         return os.fstat(self._descriptor).st_blocks * _BLOCK_BYTES
 
     @property
     def chunks(self) -> list[Chunk]:
-        """All of the data, once it is filled."""
+        """All of the data in chunks. Valid once the arena is filled."""
         return self._table.chunks
 
     @property
@@ -164,20 +164,20 @@ class HostArena:
         return memoryview(self._map)[: self.layout.bytes]
 
     def close(self) -> None:
-        """Let go of the mapping; the memory lives on where the gateway still holds it. Views must be gone by then."""
+        """Unmap. The memory lives on while the gateway holds the memfd. No view may be left."""
         if self._map is not None:
             self.tensor = torch.empty(0, dtype=torch.uint8)
             self._map = None
 
     def discard(self) -> None:
-        """Give the memory back as well: nothing is left for anyone to adopt."""
+        """Free the memory as well: nothing can be adopted."""
         if self._map is not None:
             os.ftruncate(self._descriptor, 0)
         self.close()
 
 
 def available_bytes() -> int:
-    """Host memory that could be had now."""
+    """Host memory that is available now."""
     with open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
@@ -186,7 +186,7 @@ def available_bytes() -> int:
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    # Tensors without memory are told apart as objects, the others by the memory they look at.
+    # Tensors without memory are identified as objects, the others by the memory they view.
     if tensor.device.type == "meta" or tensor.numel() == 0:
         return id(tensor)
     storage = tensor.untyped_storage().data_ptr()

@@ -1,8 +1,8 @@
-"""A model without its weights: the module as Transformers builds it, to be bound to memory that comes and goes.
+"""Builds modules with Transformers: without weights, to be bound to an arena, or whole where that cannot be done.
 
-Owns the configuration, the building on torch's meta device, the small buffers that no file holds (they are computed
-once and stay on the device), and the binding of parameters to places of an arena. Never reads weights. A model that
-cannot be built so is `None` here and goes through `fallback`.
+Owns the configuration, building on torch's meta device, the small buffers that no file holds, binding parameters to
+places of an arena, and the head of embedding models. Quantised models, GGUF, pickles and files that fit no plan are
+loaded whole into ordinary memory, which takes twice the memory and longer. Never loads a pickle that was not allowed.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from .safetensors_files import StoredTensor
 from .sentence_config import HEAD, PICKLE_NAME, SentenceConfig
 
 DTYPES: Final = ("auto", "bfloat16", "float16", "float32")
-# Two values a buffer is filled with before it is computed: what differs afterwards was not computed at all.
+# A buffer is filled with each of these before it is computed: if the results differ, it was not computed.
 _FILLS: Final = (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model is wanted, and how."""
+    """Which model to load, and how."""
 
     folder: Path
     attention: str | None
-    """The name of an implementation; None: what Transformers takes by itself."""
+    """The name of an attention implementation; None: Transformers' default."""
     dtype: str = "auto"
     sentence: SentenceConfig | None = None
-    """How its embeddings are made; None: it writes text."""
+    """How it makes embeddings; None: it generates text."""
     trust_remote_code: bool = False
     allow_pickle: bool = False
     gguf_file: str | None = None
 
     @property
     def loading(self) -> dict[str, Any]:
-        """What every loader of Transformers is told: this folder only, and whose code may run."""
+        """Arguments of every Transformers loader: only local files, and whether the model's own code may run."""
         how: dict[str, Any] = {"trust_remote_code": self.trust_remote_code, "local_files_only": True}
         return how | ({"gguf_file": self.gguf_file} if self.gguf_file else {})
 
 
 def read_config(options: ModelOptions) -> Any:
-    """The model's configuration with the wanted dtype in it. Raises BadModel."""
+    """The model's configuration, with the wanted dtype. Raises BadModel."""
     if options.dtype not in DTYPES:
         raise BadModel(f"dtype {options.dtype!r} is not known; choose one of {', '.join(DTYPES)}.")
     if not options.folder.is_dir():
@@ -67,7 +67,7 @@ def read_config(options: ModelOptions) -> Any:
 
 
 def auto_class_for(options: ModelOptions, config: Any) -> tuple[Any, dict[str, Any]]:
-    """The class of Transformers that makes it, and what that is told beyond the usual. Raises BadModel."""
+    """The auto class that builds the model, and extra arguments for it. Raises BadModel."""
     how: dict[str, Any] = {"attn_implementation": options.attention} if options.attention is not None else {}
     if options.sentence is None:
         return AutoModelForCausalLM, how
@@ -76,7 +76,7 @@ def auto_class_for(options: ModelOptions, config: Any) -> tuple[Any, dict[str, A
         return AutoModelForTextEncoding, how
     if getattr(config, "is_encoder_decoder", False):
         raise BadModel(f"{config.model_type} has an encoder and a decoder, and its encoder alone cannot be served.")
-    # The pooler of older encoders takes no part in hidden states, and many files lack its weights.
+    # Hidden states do not depend on the pooler of older encoders, and many files lack its weights.
     whole = _class_in(AutoModel, config)
     if whole is not None and "add_pooling_layer" in inspect.signature(whole.__init__).parameters:
         how["add_pooling_layer"] = False
@@ -84,13 +84,13 @@ def auto_class_for(options: ModelOptions, config: Any) -> tuple[Any, dict[str, A
 
 
 def _class_in(maker: Any, config: Any) -> Any:
-    """The class by which a maker of Transformers makes models of this kind; None where it has none, or several."""
+    """The class an auto class builds for this configuration; None if it has none or several."""
     found = maker._model_mapping.get(type(config), None)
     return found if inspect.isclass(found) else None
 
 
 def build(options: ModelOptions, config: Any, dtype: torch.dtype) -> torch.nn.Module | None:
-    """The module on the meta device, its own buffers real and on the CPU; None where that cannot be done."""
+    """The module on the meta device, with its computed buffers on the CPU; None if that cannot be done."""
     if getattr(config, "quantization_config", None) is not None or options.gguf_file is not None:
         return None
     made = call_transformers(options.folder, lambda: _on_meta(options, config, dtype))
@@ -108,19 +108,19 @@ def _on_meta(options: ModelOptions, config: Any, dtype: torch.dtype) -> Any:
         with torch.device("meta"):
             return maker.from_config(config, dtype=dtype, trust_remote_code=options.trust_remote_code, **how)
     except (RuntimeError, NotImplementedError) as reason:
-        # Code that looks at numbers while it builds; there are none here.
+        # The model's code reads values while it builds, and meta tensors have none.
         if "meta" in str(reason):
             return None
         raise
 
 
 def state_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Everything of a module that lives in an arena, tied names included, in the order of computation."""
+    """All tensors of a module that belong into an arena, tied names included, in the order of computation."""
     yield from module.state_dict(keep_vars=True).items()
 
 
 def fits(module: torch.nn.Module, layout: Layout) -> bool:
-    """The layout has everything this module needs, in its shape and kind."""
+    """True if the layout has every tensor of this module, with its shape and dtype."""
     for name, tensor in state_of(module):
         place = layout.places.get(name)
         if place is None or place.shape != tuple(tensor.shape) or f"torch.{place.dtype}" != str(tensor.dtype):
@@ -129,7 +129,7 @@ def fits(module: torch.nn.Module, layout: Layout) -> bool:
 
 
 def bind(module: torch.nn.Module, flat: torch.Tensor, layout: Layout) -> None:
-    """Let parameters and persistent buffers look at their places in `flat`; the other buffers move to its device."""
+    """Make parameters and persistent buffers views of their places in `flat`; move other buffers to its device."""
     views: dict[tuple[object, int, int], torch.Tensor] = {}
     for path, owner in module.named_modules():
         for table, make in ((owner._parameters, _parameter), (owner._buffers, _same)):
@@ -140,7 +140,7 @@ def bind(module: torch.nn.Module, flat: torch.Tensor, layout: Layout) -> None:
                 if place is None or name in owner._non_persistent_buffers_set:
                     table[name] = make(old.to(flat.device))
                     continue
-                # Tied names get one and the same object, by which Transformers and torch know that they are tied.
+                # Tied names get the same object: Transformers and torch recognize ties by it.
                 key = make, place.offset, place.size
                 if key not in views:
                     views[key] = make(view_of(flat, place))
@@ -148,7 +148,7 @@ def bind(module: torch.nn.Module, flat: torch.Tensor, layout: Layout) -> None:
 
 
 def call_transformers(folder: Path, call: Callable[[], Any]) -> Any:
-    """What Transformers answers; of its many errors, all but missing memory and a lost device are BadModel."""
+    """The result of `call`. Its errors become BadModel, except lack of memory and a lost device."""
     try:
         return call()
     except BadModel:
@@ -176,12 +176,12 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _restore_buffers(module: torch.nn.Module) -> bool:
-    """Compute the buffers that no file holds, as Transformers itself does. False where one of them stayed unknown."""
+    """Compute the buffers that no file holds, as Transformers does. False if one could not be computed."""
     return all(_restore(keeper, owner) for keeper, owner in _owners(module, module))
 
 
 def _owners(keeper: torch.nn.Module, module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Modules with such buffers, each with the model around it that knows how to compute them."""
+    """Modules with such buffers, each with the model around it that can compute them."""
     keeper = module if hasattr(module, "_init_weights") else keeper
     if any(module._buffers.get(name) is not None for name in module._non_persistent_buffers_set):
         yield keeper, module
@@ -204,7 +204,7 @@ def _restore(keeper: Any, owner: torch.nn.Module) -> bool:
 
 
 def _has_meta_tensor(module: torch.nn.Module) -> bool:
-    """A tensor without memory hides where no table knows it."""
+    """True if a plain attribute of a module is a meta tensor: it would stay without a value."""
     return any(
         isinstance(value, torch.Tensor) and value.device.type == "meta"
         for part in module.modules()
@@ -217,7 +217,7 @@ NAMED_MAX: Final = 4
 
 
 def gguf_in(folder: Path) -> str | None:
-    """The GGUF file that is this model, where there is exactly one and nothing else."""
+    """The name of the folder's only GGUF file; None if there are several or a config.json."""
     if not folder.is_dir() or (folder / "config.json").exists():
         return None
     found = sorted(path.name for path in folder.glob("*.gguf"))
@@ -225,7 +225,7 @@ def gguf_in(folder: Path) -> str | None:
 
 
 def refuse_pickle(options: ModelOptions) -> None:
-    """Raises BadModel where the weights are pickles, which can run code, and that was not allowed."""
+    """Raises BadModel if there are no safetensors: pickles can run code and must be allowed."""
     if options.allow_pickle:
         return
     found = [name for name in PICKLES if (options.folder / name).exists()]
@@ -239,7 +239,7 @@ def refuse_pickle(options: ModelOptions) -> None:
 
 
 def load_whole(options: ModelOptions, config: Any, dtype: torch.dtype) -> Any:
-    """The model in ordinary memory, as Transformers makes it. Raises BadModel, also where weights would be made up."""
+    """The model in ordinary memory, loaded by Transformers. Raises BadModel, also if weights are missing."""
     maker, told = auto_class_for(options, config)
     how = options.loading | told | ({} if options.allow_pickle or options.gguf_file else {"use_safetensors": True})
     module, report = call_transformers(
@@ -269,12 +269,12 @@ def _refuse_odd(module: torch.nn.Module) -> None:
 
 
 def attach_head(module: Any, sentence: SentenceConfig, dtype: torch.dtype, device: str) -> None:
-    """Give the module its head, without weights on the meta device. Raises BadModel where widths do not fit."""
+    """Add the embedding head to the module; on the meta device it has no weights. Raises BadModel if widths differ."""
     width = int(text_config(module.config).hidden_size) * len(sentence.pooling)
     steps: list[torch.nn.Module] = []
     for step in sentence.steps:
         if step == "normalize":
-            # It has no weights; this keeps its place.
+            # No weights; keeps the numbering of the steps.
             steps.append(torch.nn.Identity())
             continue
         if step.inside != width:
@@ -283,14 +283,14 @@ def attach_head(module: Any, sentence: SentenceConfig, dtype: torch.dtype, devic
         activation = getattr(torch.nn, step.activation)()
         steps.append(torch.nn.Sequential(OrderedDict(linear=linear, activation=activation)))
         width = step.outside
-    # The elements of a list wait for their own weights only, as layers do.
+    # Elements of a module list wait for their own weights only, as layers do.
     module.add_module(HEAD, torch.nn.ModuleList(steps).eval().requires_grad_(False))
 
 
 def stored_head_weights(sentence: SentenceConfig, allow_pickle: bool) -> dict[str, StoredTensor]:
-    """Where its weights lie in files, by the names they have in the module. Pickles are left out.
+    """The head's tensors in its files, by their names in the module. Pickles are left out.
 
-    Raises BadModel for files with others than the configuration says, and for pickles that were not allowed.
+    Raises BadModel for files that differ from the configuration, and for pickles that were not allowed.
     """
     found: dict[str, StoredTensor] = {}
     for number, projection in sentence.projections.items():
@@ -305,7 +305,7 @@ def stored_head_weights(sentence: SentenceConfig, allow_pickle: bool) -> dict[st
 
 
 def fill_head(module: Any, sentence: SentenceConfig) -> None:
-    """Read all weights into ordinary memory, pickles too. Raises BadModel."""
+    """Load the head's weights into ordinary memory, also from pickles. Raises BadModel."""
     from safetensors.torch import load_file
 
     for number, projection in sentence.projections.items():

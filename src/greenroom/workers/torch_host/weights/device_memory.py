@@ -1,7 +1,7 @@
-"""Device memory whose address stays while the memory comes and goes, so that captured graphs stay valid.
+"""Device memory with a fixed address: the memory behind it comes and goes, so captured graphs stay valid.
 
 Owns the three kinds of device arena: reserved addresses on a GPU, reserved addresses of this process (KV on the CPU),
-and the host arena itself where the CPU is the device. Never copies anything and never knows what lies where.
+and the host arena itself where the CPU is the device. Never copies anything and never knows what is stored where.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ PAGE_BYTES: Final = 4096
 
 
 class DeviceArena(Protocol):
-    """Flat memory at a fixed address. After `map` its content is undefined; unmapped it must not be touched."""
+    """Flat memory at a fixed address. After `map` its content is undefined; while unmapped it must not be touched."""
 
     tensor: torch.Tensor
     size: int
     is_mapped: bool
 
     def map(self) -> None:
-        """Put memory behind the address. Raises OutOfMemory; then nothing has changed."""
+        """Map memory at the address. Raises OutOfMemory; then nothing has changed."""
 
     def unmap(self) -> None:
-        """Give the memory back to the device. Nothing may be using it any more."""
+        """Free the memory. Nothing may be using it any more."""
 
     def close(self) -> None:
-        """Give the address back as well. No view of `tensor` may be used afterwards."""
+        """Free the address as well. No view of `tensor` may be used afterwards."""
 
 
 class CudaArena:
@@ -55,7 +55,7 @@ class CudaArena:
         try:
             self._handle = self._driver.map(self.address, self.size)
         except OutOfMemory:
-            # What torch keeps for later is ours to take.
+            # Torch's cache may hold enough.
             torch.cuda.empty_cache()
             self._handle = self._map_or_explain()
         self.is_mapped = True
@@ -82,7 +82,7 @@ class CudaArena:
             ) from None
 
     def _tensor(self) -> torch.Tensor:
-        """A tensor over all addresses. Torch asks the driver whose the first one is: that moment there is memory."""
+        """A tensor over all addresses. Torch asks the driver about the first one, so it is mapped for the moment."""
         granule = self._driver.granularity
         handle = self._driver.map(self.address, granule)
         try:
@@ -92,7 +92,7 @@ class CudaArena:
 
 
 class PrivateArena:
-    """Memory of this process. Unmapping gives its pages back and keeps the addresses."""
+    """Memory of this process. Unmapping frees the pages and keeps the addresses."""
 
     def __init__(self, size: int) -> None:
         self.size = _rounded(size, PAGE_BYTES)
@@ -114,7 +114,7 @@ class PrivateArena:
 
 
 class BorrowedArena:
-    """Somebody else's memory that is always there: weights computed with where they are kept."""
+    """Memory owned elsewhere and always mapped: the CPU computes with the host arena itself."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -132,7 +132,7 @@ class BorrowedArena:
 
 
 class _Described:
-    """Memory as torch and others describe it to each other."""
+    """Memory described by the CUDA array interface."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {

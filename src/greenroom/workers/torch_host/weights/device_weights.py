@@ -1,7 +1,7 @@
-"""A model and its memory: asleep in the host arena, or on stage with its weights on the device.
+"""A model and its memory: asleep in the host arena, or awake with its weights on the device.
 
-Owns the device arenas of one model, the registration of its host arena, and the order of things at wake and sleep.
-Knows nothing of requests: whoever computes with the module has stopped before `sleep` is called. Read `DeviceWeights`.
+Owns the device arenas of one model, the registration of its host arena, and the order of steps at wake and sleep. Knows
+nothing of requests: the engine has stopped before `sleep` is called. Read `DeviceWeights` first.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .device_memory import BorrowedArena, CudaArena, DeviceArena, PrivateArena
 from .driver import Driver, driver
 from .upload import WeightUpload
 
-# Until the first wake has been timed: what a wire of the last but one generation does.
+# Bytes per second assumed until the first wake is timed: PCIe 4.0 in practice.
 RATE_UNKNOWN: Final = 20e9
 
 
 class CopyRate:
-    """How fast weights have been seen to arrive in this process. One model's wake tells the next what to expect."""
+    """The rate of the last upload in this process. Predicts the next one."""
 
     def __init__(self) -> None:
         self._rate = RATE_UNKNOWN
@@ -42,7 +42,7 @@ class CopyRate:
 
 @dataclass(frozen=True, slots=True)
 class WakeResult:
-    """What a wake brings: bytes to be copied, bytes of the device in use, and how long until all has arrived."""
+    """Bytes to be copied, bytes of the device in use, and the expected seconds until all weights have arrived."""
 
     bytes: int
     device_bytes: int
@@ -50,9 +50,9 @@ class WakeResult:
 
 
 class DeviceWeights:
-    """One model. `module` is bound to `weights` for good; both are usable only between `wake` and `sleep`.
+    """One model. `module` is bound to `weights`; both are usable only between `wake` and `sleep`.
 
-    May be made before the host arena is filled. Whoever does so calls `on_filled` afterwards, and only then `wake`.
+    May be created before the host arena is filled: then call `on_filled` before `wake`.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class DeviceWeights:
             self.on_filled()
 
     def on_filled(self) -> None:
-        """The host arena has all its weights: have them registered, in the background. May be called again."""
+        """The host arena is filled: register its memory in the background. May be called again."""
         if self._upload is not None and self._registration is None:
             start = self._host.tensor.data_ptr()
             pieces = [(start + chunk.start, chunk.size) for chunk in self._host.chunks]
             self._registration = Registration(driver(self.device.index or 0), pieces)
 
     def wake(self) -> WakeResult:
-        """Bring the weights. Returns as soon as computing may begin. Raises OutOfMemory; then it sleeps as before."""
+        """Map memory and start the upload; computing may begin at once. Raises OutOfMemory; then it stays asleep."""
         if self.is_awake:
             return WakeResult(0, self.device_bytes, 0.0)
         if self._registration is not None:
@@ -101,12 +101,12 @@ class DeviceWeights:
         return WakeResult(size, self.device_bytes, self._copy_rate.expected_s(size))
 
     def wait_for_weights(self) -> None:
-        """Return when all weights are on the device. Called by the thread that computes; costs nothing afterwards."""
+        """Return when all weights are on the device. Call from the computing thread; free once they are."""
         if self._upload is not None:
             self._upload.wait_for_weights()
 
     def sleep(self) -> float:
-        """Give the device its memory back, and say how many seconds that took. Nothing may be computing any more."""
+        """Free the device memory and return the seconds it took. Nothing may be computing any more."""
         began = time.monotonic()
         if not self.is_awake:
             return 0.0
@@ -116,16 +116,16 @@ class DeviceWeights:
         self.kv.unmap()
         self.weights.unmap()
         if self.device.type == "cuda":
-            # What torch kept of finished computations goes back as well.
+            # Also free what torch keeps cached from finished computations.
             torch.cuda.empty_cache()
         return time.monotonic() - began
 
     def close(self) -> None:
-        """Let go of everything. The module is unusable afterwards."""
+        """Release everything. The module is unusable afterwards."""
         self.sleep()
         if self._registration is not None:
             self._registration.undo()
-        # Parameters look into the arenas: they go first.
+        # Parameters are views of the arenas: drop them first.
         self.module = torch.nn.Module()
         self._upload = None
         gc.collect()
@@ -135,12 +135,12 @@ class DeviceWeights:
 
     @property
     def device_bytes(self) -> int:
-        """What this model has on the device now."""
+        """Bytes this model has on the device now."""
         return sum(arena.size for arena in (self.weights, self.kv) if arena.is_mapped and arena is not self._borrowed)
 
     @property
     def last_wake_s(self) -> float:
-        """How long the last copy took, once it has arrived."""
+        """Seconds the last upload took, once it is done."""
         return self._upload.seconds if self._upload is not None else 0.0
 
     @property
@@ -166,12 +166,12 @@ def _arenas(host: HostArena, device: torch.device, kv_bytes: int) -> tuple[Devic
 
 
 def _dtype_of(module: torch.nn.Module) -> torch.dtype:
-    """What the model computes in: the kind its floating-point weights have."""
+    """The dtype of the model's floating-point weights."""
     return next((tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()), torch.float32)
 
 
 class Registration:
-    """Pieces of memory (address, bytes), registered as far as the system allows. No copy may be of two."""
+    """Registers pieces of host memory (address, bytes) in the background. A copy must not span two pieces."""
 
     def __init__(self, driver: Driver, pieces: Sequence[tuple[int, int]]) -> None:
         self._driver, self._pieces = driver, pieces
@@ -182,7 +182,7 @@ class Registration:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when all is registered, or as much as can be."""
+        """Return when all pieces are registered, or one has failed."""
         self._thread.join()
 
     @property
@@ -190,7 +190,7 @@ class Registration:
         return not self._thread.is_alive()
 
     def undo(self) -> None:
-        """Stop, and take back what was done. Nothing may be copying from the memory any more."""
+        """Stop and unregister. Nothing may be copying from the memory any more."""
         self._stop.set()
         self._thread.join()
         while self._registered:
@@ -203,7 +203,7 @@ class Registration:
             try:
                 self._driver.register(pointer, size)
             except Failure as reason:
-                # Copies from the rest still work, slowly. Whoever looks at this worker is told.
+                # Copies from the rest still work, slowly. The slot's status reports the problem.
                 self.problem = str(reason)
                 return
             self._registered.append(pointer)

@@ -1,7 +1,7 @@
-"""The few calls of the CUDA driver that torch does not offer: memory that keeps its address while it comes and goes.
+"""The CUDA driver calls that torch does not offer: virtual memory, host registration, copies on a stream.
 
-Owns the C structures, the calls and the text of their errors. Holds no memory and decides nothing. All of it works on
-the primary context of one device, which is the one torch uses, and makes it current in the calling thread first.
+Owns the C structures, the calls and the text of their errors. Holds no memory and decides nothing. Every call works on
+the primary context of one device, which torch uses too, and makes it current in the calling thread first.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ..failures import DriverError, OutOfMemory
 
 _OUT_OF_MEMORY: Final = 2
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
-# The page size that is best for speed, not the smallest one that works.
+# The granularity that is recommended for speed, not the minimum.
 _RECOMMENDED: Final = 1
-# Known to every context of the process.
+# Registered for all contexts of the process.
 _PORTABLE: Final = 1
 
 
@@ -71,7 +71,7 @@ _CALLS: Final[dict[str, Sequence[Any]]] = {
 
 
 class Driver:
-    """The driver as one device of it. Every method may be called from any thread; other threads run meanwhile."""
+    """The driver for one device. Every method may be called from any thread and releases the interpreter lock."""
 
     def __init__(self, index: int) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
@@ -91,14 +91,14 @@ class Driver:
         self.granularity = size.value
 
     def memory(self) -> tuple[int, int]:
-        """Free bytes of the device and all of them."""
+        """Free and total bytes of the device."""
         self._use()
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
 
     def reserve(self, size: int) -> int:
-        """Addresses nobody else gets; there is no memory behind them yet."""
+        """Reserve an address range, without memory."""
         self._use()
         address = ctypes.c_uint64()
         self._call("cuMemAddressReserve", ctypes.byref(address), size, 0, 0, 0)
@@ -109,7 +109,7 @@ class Driver:
         self._call("cuMemAddressFree", address, size)
 
     def map(self, address: int, size: int) -> int:
-        """Put memory behind reserved addresses. Returns its handle. Raises OutOfMemory; then nothing is left."""
+        """Map new memory at reserved addresses and return its handle. Raises OutOfMemory; then nothing is left."""
         self._use()
         handle = ctypes.c_uint64()
         self._call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), 0)
@@ -127,13 +127,13 @@ class Driver:
         return handle.value
 
     def unmap(self, address: int, size: int, handle: int) -> None:
-        """Take the memory away again. Nothing may be using it."""
+        """Unmap and free the memory. Nothing may be using it."""
         self._use()
         self._call("cuMemUnmap", address, size)
         self._call("cuMemRelease", handle)
 
     def register(self, pointer: int, size: int) -> None:
-        """Pin host memory, so that the device copies from it by itself and at the speed of the wire."""
+        """Pin host memory, so that the device copies from it at full bus speed."""
         self._use()
         self._call("cuMemHostRegister_v2", pointer, size, _PORTABLE)
 
@@ -161,5 +161,5 @@ class Driver:
 
 @functools.cache
 def driver(index: int) -> Driver:
-    """The one driver of a device. The first call creates the device's context."""
+    """The shared driver of a device. The first call creates the device's context."""
     return Driver(index)

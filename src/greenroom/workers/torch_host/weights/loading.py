@@ -1,7 +1,7 @@
 """From a folder to a filled arena and a module that fits it.
 
-Owns the order of attempts: adopt what another worker left, else fill by a plan straight from the files, else let
-Transformers load it. Whatever fails, the arena is left empty. Read `load` first.
+Owns the order of attempts: adopt what another worker left, else fill the arena straight from the files by a plan, else
+let Transformers load the model and copy it. On any failure the arena is left empty. Read `load` first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .fold import ChunkTable, fill_folded
 from .read_plan import Unplanned, plan
 from .safetensors_files import StoredTensor, files_of, find_tensors
 
-# Few models have a hundred. Some share the tensors of one layer among all, so that fewer tensors alone mean nothing.
+# Few models have a hundred layers. Some share the tensors of one layer, so having fewer tensors than layers is legal.
 LAYERS_PLAUSIBLE: Final = 1_000
 
 log = logging.getLogger(__name__)
@@ -43,10 +43,10 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadContext:
-    """What surrounds one load: how large it may get, whether it may be folded, who listens, who may stop it.
+    """Limits, callbacks and cancellation of one load, and whether it may be folded.
 
-    `on_reading` is called at most once, when weights begin to come; `on_built` at most once, with the module and the
-    arena it will be bound to, whose content may come later still. Both return at once.
+    `on_reading` is called at most once, when reading starts; `on_built` at most once, with the module and the arena it
+    will be bound to, which may not be filled yet. Both must return at once.
     """
 
     arena_max_bytes: int | None = None
@@ -59,7 +59,7 @@ class LoadContext:
     on_built: Callable[[torch.nn.Module, HostArena], None] = lambda module, arena: None
 
     def raise_if_cancelled(self) -> None:
-        """Raises Cancelled where nobody wants the model any more. Asked between steps that cannot be interrupted."""
+        """Raises Cancelled if the load was cancelled. Called between steps that cannot be interrupted."""
         if self.cancelled is not None and self.cancelled.is_set():
             raise Cancelled("loading was stopped: nobody waits for the model any more.")
 
@@ -87,12 +87,12 @@ def load(options: ModelOptions, descriptor: int, filled: bool, context: LoadCont
     try:
         return _by_transformers(options, config, module, dtype, descriptor, identity, context)
     except BadModel as error:
-        # What Transformers says seldom names a tensor; what kept us from reading the files ourselves does.
+        # Transformers' messages seldom name a tensor; the reason why there was no plan does.
         raise BadModel(f"{error} ({unplanned})") from error
 
 
 def _tensors(options: ModelOptions) -> dict[str, StoredTensor]:
-    """What the files hold; nothing where they are not safetensors, which must have been allowed."""
+    """The tensors of the files; empty for other formats than safetensors. Raises BadModel if those are not allowed."""
     head = building.stored_head_weights(options.sentence, options.allow_pickle) if options.sentence is not None else {}
     if options.gguf_file is not None:
         return {}
@@ -104,7 +104,7 @@ def _tensors(options: ModelOptions) -> dict[str, StoredTensor]:
 
 
 def _check_layers(options: ModelOptions, config: Any, tensors: dict[str, StoredTensor]) -> None:
-    """Raises BadModel for layers that no file has: to build them could take longer, and more memory, than there is."""
+    """Raises BadModel for an implausible number of layers: building them could exhaust time and memory."""
     layers = getattr(text_config(config), "num_hidden_layers", None)
     if tensors and isinstance(layers, int) and layers > max(len(tensors), LAYERS_PLAUSIBLE):
         raise BadModel(
@@ -114,7 +114,7 @@ def _check_layers(options: ModelOptions, config: Any, tensors: dict[str, StoredT
 
 
 def _dtype(config: Any, tensors: dict[str, StoredTensor]) -> torch.dtype:
-    """The configuration's, else that of the first weights with one we compute in."""
+    """The configuration's dtype, else that of the first weights in a dtype we compute in."""
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
     kinds = (reading.TORCH_DTYPES.get(tensor.dtype) for tensor in tensors.values())
@@ -236,14 +236,14 @@ def _by_transformers(
     if module is None or not building.fits(module, layout):
         module = loaded
     del loaded
-    # The first copy of the weights must be gone before anyone counts on the memory.
+    # The first copy of the weights must be freed before memory is measured.
     gc.collect()
     context.on_built(module, arena)
     return LoadedModel(module, arena, copied)
 
 
 def _identity(options: ModelOptions, dtype: torch.dtype) -> str:
-    """What an arena is filled with: the files as they are now, how they are used, and who laid them out."""
+    """A hash of an arena's content: the files as they are now, the options, and the version of Transformers."""
     found = hashlib.sha256()
     for part in (str(dtype), str(options.sentence), transformers.__version__):
         found.update(part.encode() + b"\0")

@@ -1,8 +1,8 @@
-"""Which bytes of which files make up an arena, where that can be said without loading the model.
+"""Which bytes of which files fill an arena, where that is known without loading the model.
 
-Owns the match between the tensors in the files and the places of the module. The names are Transformers' to translate;
-experts that are stored one by one lie one after the other where they are used, so that each has a place of its own.
-Whatever else would have to be computed is `Unplanned`, and `fallback` lets Transformers do it. Never reads weights.
+Owns the match between tensors in files and places of the module. Transformers translates the names. Experts that are
+stored one by one follow each other in the arena, so each has a place of its own. Whatever would have to be computed is
+`Unplanned`, and Transformers loads the model instead. Never reads weights. Read `plan` first.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .safetensors_files import StoredTensor
 
 
 class Unplanned(Exception):
-    """The files do not fit the module as they are. The message says why."""
+    """The files do not match the module as they are. The message says why."""
 
 
 @dataclass(slots=True)
 class StoredParts:
-    """What the files have for one name of the module: a tensor, or many that are to be joined."""
+    """The stored tensors for one name of the module: one, or several to be joined."""
 
     converter: Any = None
     by_pattern: dict[str, list[StoredTensor]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ def plan(module: Any, layout: Layout, tensors: Mapping[str, StoredTensor], dtype
 
 
 def _translated(module: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredParts]:
-    """The files' tensors under the names of the module, as Transformers of this version translates them."""
+    """The files' tensors by the module's names, as this version of Transformers translates them."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -66,7 +66,7 @@ def _translated(module: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, S
 def _by_place(layout: Layout) -> list[tuple[TensorPlace, list[str]]]:
     found: dict[int, tuple[TensorPlace, list[str]]] = {}
     for name, place in layout.places.items():
-        # Places without bytes lie where another begins; there is nothing to bring to them.
+        # Empty places share an offset with the next place; there is nothing to read for them.
         if place.size:
             found.setdefault(place.offset, (place, []))[1].append(name)
     return list(found.values())
@@ -77,7 +77,7 @@ def _transfers(place: TensorPlace, names: list[str], found: Mapping[str, StoredP
     if not stored:
         raise Unplanned(f"no file has {names[0]}")
     if len(stored) > 1:
-        # The configuration says they are one; whether they really are equal takes a look at all of them.
+        # The configuration says they are tied; whether they are equal is known only after reading both.
         raise Unplanned(f"{names[0]} and {names[1]} are one in the model and two in the files")
     if stored[0].converter is not None:
         yield from _joined(place, names[0], stored[0])
@@ -89,7 +89,7 @@ def _transfers(place: TensorPlace, names: list[str], found: Mapping[str, StoredP
 
 
 def _joined(place: TensorPlace, name: str, parts: StoredParts) -> Iterator[Transfer]:
-    """Experts stored one by one: `[expert, rows, columns]`, where the rows of several projections follow each other."""
+    """Experts stored one by one: `[expert, rows, columns]`, with the rows of several projections in sequence."""
     sources = [parts.by_pattern.get(pattern, []) for pattern in parts.converter.source_patterns]
     if not _only_joins(parts.converter, len(sources)) or len(place.shape) != 3:
         raise Unplanned(f"{name} is stored in another form than it is used in")
@@ -110,7 +110,7 @@ def _joined(place: TensorPlace, name: str, parts: StoredParts) -> Iterator[Trans
 
 
 def _only_joins(converter: Any, count: int) -> bool:
-    """Nothing is computed: experts are put one after the other, and before that the rows of their projections."""
+    """True if the converter only concatenates: rows of projections, then experts."""
     steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
     wanted = [("MergeModulelist", 0), ("Concatenate", 1)]
     return len(converter.target_patterns) == 1 and steps == wanted[: 1 if count == 1 else 2]

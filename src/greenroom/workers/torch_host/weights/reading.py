@@ -1,8 +1,8 @@
-"""Weights from files into the host arena, as fast as the disk or the page cache gives them.
+"""Reads weights from files into the host arena, as fast as the disk or the page cache allows.
 
-Owns the threads that read, their buffers, and the conversion of numbers on the way. Files are read in long pieces from
-their beginning to their end, however small the tensors in them are. How a file gives its bytes is `source_files`' to
-know. Never parses files and never decides what goes where: it is handed `Transfer`s. Read `read_all` first.
+Owns the reading threads, their buffers, and the conversion of dtypes on the way. Files are read in long pieces from
+beginning to end, however small their tensors are. `source_files` knows how a file is read fastest. Never parses files
+and never decides what goes where: it is given `Transfer`s. Read `read_all` first.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .arena import TensorPlace
 from .safetensors_files import StoredTensor
 from .source_files import SourceFile, bounce_for
 
-# Large enough that a disk has work for the quarter of a second for which others may hold the interpreter (a tokenizer
-# being parsed), small enough that threads finish together.
+# Large enough to keep a disk busy for the quarter of a second in which another thread may hold the interpreter lock (to
+# parse a tokenizer), small enough that threads finish together.
 PIECE_BYTES: Final = 32 * 2**20
-# Tensors that one piece may bring: the kernel takes no more places for one read.
+# Tensors per piece: the kernel accepts a limited number of buffers per read.
 PARTS_MAX: Final = 512
-# Where a tensor may be cut: a multiple of every kind of number.
+# Tensors are cut at multiples of this: a multiple of every item size.
 CUT_BYTES: Final = 16
-# Disks answer many at once faster than one after the other; beyond this it was not seen to matter. A processor has
-# enough to do with two threads, one that copies while the other waits.
+# Disks serve parallel reads faster than sequential ones; more threads than this did not help. Two threads keep a
+# processor busy: one copies while the other waits.
 THREADS_MAX: Final = 16
 THREADS_MIN: Final = 4
 THREADS_PER_PROCESSOR: Final = 2
-# What a thread says after each piece is handed on at most this often: a hundredth of the whole.
+# Progress is reported at most this often: every hundredth.
 PROGRESS_STEPS: Final = 100
-# Kinds of numbers in files that torch has as well. One that is not here can be neither read nor converted.
+# Dtypes in files that torch has too. Others can be neither read nor converted.
 TORCH_DTYPES: Final = {
     "F64": "float64",
     "F32": "float32",
@@ -52,13 +52,13 @@ TORCH_DTYPES: Final = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-# Between these we convert. Other kinds stand for something else than their own value (codes of a quantisation).
+# Dtypes that are converted into each other. Others may be codes of a quantisation rather than values.
 CONVERTED: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One tensor's way from a file to its place."""
+    """One tensor in a file and its place in the arena."""
 
     source: StoredTensor
     place: TensorPlace
@@ -80,7 +80,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class _TensorPart:
-    """Some bytes of a tensor: which ones, counted from its own start."""
+    """A range of a tensor's bytes, counted from the tensor's start."""
 
     transfer: Transfer
     start: int
@@ -88,7 +88,7 @@ class _TensorPart:
 
     @property
     def filled(self) -> tuple[int, int]:
-        """Where it goes in the arena, and how many bytes it takes there."""
+        """Its offset and size in the arena."""
         if not self.transfer.converts:
             return self.transfer.place.offset + self.start, self.size
         stored, wanted = self.transfer.stored.itemsize, self.transfer.wanted.itemsize
@@ -97,7 +97,7 @@ class _TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class _FilePiece:
-    """Bytes of one file that follow each other, and the tensors they belong to."""
+    """Consecutive bytes of one file, and the parts of tensors they hold."""
 
     file: Path
     offset: int
@@ -116,11 +116,11 @@ def read_all(
     on_reading: Callable[[], None] = lambda: None,
     on_filled: Callable[[int, int], None] = lambda start, size: None,
 ) -> int:
-    """Fill the arena and say how many bytes were read. Raises BadModel, Cancelled or Failure; no thread is left then.
+    """Fill the arena and return the bytes read. Raises BadModel, Cancelled or Failure; then no thread is left.
 
-    `on_thread` is called once in each reading thread, before its first read; `on_reading` once, when all of them read:
-    what is begun there does not keep the disk waiting. `on_filled` is told of every piece of the arena that is there,
-    by the thread that brought it.
+    `on_thread` is called once in each reading thread, before its first read; `on_reading` once, when all threads read:
+    work that starts there does not keep the disk waiting. `on_filled` gets the start and size of every part of the
+    arena that is filled, from the thread that filled it.
     """
     job = _ReadJob(transfers, arena, buffer, on_progress, cancelled or threading.Event(), on_thread, on_filled)
     begun = [threading.Event() for _ in range(job.threads)]
@@ -140,7 +140,7 @@ def read_all(
 
 
 class _ReadJob:
-    """The pieces still to be read, shared by the threads."""
+    """The pieces that are left to read, shared by the threads."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class _ReadJob:
         self._lock = threading.Lock()
 
     def run(self, begun: threading.Event) -> None:
-        """Read pieces until there are none, somebody failed, or nobody wants them any more."""
+        """Read pieces until none is left, a thread has failed, or reading is cancelled."""
         try:
             self._on_thread()
             buffers = _Buffers()
@@ -192,7 +192,7 @@ class _ReadJob:
             if error is not None:
                 raise error
         finally:
-            # An error holds on to all it came through, the arena too; were it among that itself, neither would go.
+            # A traceback holds this frame, and with it the arena; a local reference to the error would make a cycle.
             del error
         if self._done < self._total:
             raise Cancelled("reading was stopped: nobody waits for the model any more.")
@@ -210,7 +210,7 @@ class _ReadJob:
             step = self._done * PROGRESS_STEPS // self._total
             if step > self._steps:
                 self._steps = step
-                # Said here and not outside the lock, so that it only ever grows.
+                # Under the lock, so that reported progress never decreases.
                 self._on_progress(step / PROGRESS_STEPS)
 
     def _read(self, piece: _FilePiece, buffers: _Buffers) -> None:
@@ -238,14 +238,14 @@ class _ReadJob:
 
 
 class _Buffers:
-    """What one reading thread has of its own. Made once: fresh memory costs more than the bytes that go through it."""
+    """The buffers of one reading thread. Allocated once: fresh memory costs more than the copy through it."""
 
     def __init__(self) -> None:
         self.bounce: mmap.mmap = bounce_for(PIECE_BYTES)
         self._raw: torch.Tensor | None = None
 
     def raws_for(self, parts: Sequence[_TensorPart]) -> list[torch.Tensor | None]:
-        """Room for each part that is converted, as it is in the file; None for the others. Good until the next call."""
+        """A buffer for each part that is converted, None for the others. Valid until the next call."""
         found: list[torch.Tensor | None] = []
         end = 0
         for part in parts:
@@ -265,7 +265,7 @@ def _threads_max() -> int:
 
 
 def _name_at(piece: _FilePiece, place: int) -> str:
-    """The tensor that the byte at this place of the piece belongs to."""
+    """The name of the tensor at this offset of the piece."""
     for part in piece.parts:
         if place < part.size:
             break
@@ -274,7 +274,7 @@ def _name_at(piece: _FilePiece, place: int) -> str:
 
 
 def _pieces(transfers: Sequence[Transfer]) -> Iterator[_FilePiece]:
-    """The files from their beginning to their end, in pieces that tensors share."""
+    """The files from beginning to end, cut into pieces that may span several tensors."""
     parts: list[_TensorPart] = []
     size = 0
     for transfer in _in_file_order(transfers):
@@ -292,7 +292,7 @@ def _pieces(transfers: Sequence[Transfer]) -> Iterator[_FilePiece]:
 
 
 def _goes_on(last: _TensorPart, transfer: Transfer, start: int) -> bool:
-    """Whether this tensor, from `start` on, is what the file has behind the last part."""
+    """True if this tensor, from `start` on, directly follows the last part in the file."""
     before, source = last.transfer.source, transfer.source
     return before.file == source.file and before.offset + last.start + last.size == source.offset + start
 

@@ -1,8 +1,8 @@
-"""Where each tensor of a model lies in its safetensors files.
+"""Where each tensor of a model is in its safetensors files.
 
-Owns the reading of headers and of the index that names the files. Both come from strangers: every length is bounded,
-every range must lie inside its file, be as long as shape and kind say, and overlap no other; names in the index stay
-inside the folder. Never reads weights. Everything wrong is `BadModel`. Read `find_tensors` first.
+Owns the reading of headers and of the index that names the files. Both are untrusted: every length is bounded, every
+range must be inside its file, match shape and dtype, and overlap no other; names in the index stay inside the folder.
+Never reads weights. Every error is `BadModel`. Read `find_tensors` first.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any, Final
 
 from ..failures import BadModel
 
-# The format's own limit is 100 MB; the longest in use, with every expert by name, have 10.
+# The format's own limit is 100 MB; the longest in use, which name every expert, have 10.
 HEADER_MAX_BYTES: Final = 32 * 2**20
 INDEX_MAX_BYTES: Final = 64 * 2**20
 FILES_MAX: Final = 1_000
 DIMENSIONS_MAX: Final = 16
 INDEX_NAME: Final = "model.safetensors.index.json"
 WHOLE_NAME: Final = "model.safetensors"
-# Bits per number. Whoever wants to compute with one of these must know it too; see `reading`.
+# Bits per number. `reading` lists those that can be computed with.
 DTYPE_BITS: Final[Mapping[str, int]] = {
     "F64": 64,
     "F32": 32,
@@ -77,16 +77,16 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The weight files of the model, without looking into them. Raises BadModel for an index that cannot be read."""
+    """The weight files of the model, without opening them. Raises BadModel for an index that cannot be read."""
     if (folder / INDEX_NAME).exists():
         return [_inside(folder, name) for name in sorted(set(_index(folder / INDEX_NAME).values()))]
     return [folder / WHOLE_NAME] if (folder / WHOLE_NAME).exists() else []
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """All tensors of one file, in the order of their places. Raises BadModel. Blocks."""
+    """All tensors of one file, by offset. Raises BadModel. Blocks."""
     try:
-        # Opened without being held up: a FIFO in a model's place must not hang the worker.
+        # Non-blocking: a FIFO in place of a file must not hang the worker.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as reason:
         raise BadModel(f"{path} cannot be opened: {reason.strerror}. Is the model complete?") from reason
@@ -166,7 +166,7 @@ def _tensor(path: Path, name: str, entry: Any, base: int, file_bytes: int) -> St
 
 
 def _is_count(number: Any) -> bool:
-    # True is an int in Python and is none here.
+    # In Python, True is an int; it is not a count.
     return type(number) is int and 0 <= number < 2**63
 
 
@@ -193,7 +193,7 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The file, which may be a link (a hub's cache is made of them) but whose name must not lead out of the folder."""
+    """The path of a file whose name must stay inside the folder. It may be a link, as in a hub's cache."""
     parts = list(_parts(name))
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
         raise BadModel(f"{folder / INDEX_NAME} names {name[:120]!r}, which is not inside the model's folder.")

@@ -1,6 +1,6 @@
-"""What a model's folder says of its embeddings, in the files that sentence-transformers writes.
+"""How a model's folder says to make embeddings, in the files that sentence-transformers writes.
 
-Owns which modules, ways of pooling and settings can be served; everything else is refused by name when the model is
+Owns which modules, pooling modes and settings can be served; everything else is refused by name when the model is
 loaded. Never imports torch, nor anything that a file names. Read `read_sentence_config` first.
 """
 
@@ -19,7 +19,7 @@ from .safetensors_files import StoredTensor, read_header
 
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 POOLING_MODES: Final[tuple[PoolingMode, ...]] = get_args(PoolingMode)
-# How older versions wrote the same, in the order in which several are joined.
+# The keys of older versions, in the order in which several modes are concatenated.
 LEGACY_POOLING: Final[Mapping[str, PoolingMode]] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -28,7 +28,7 @@ LEGACY_POOLING: Final[Mapping[str, PoolingMode]] = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# Classes of torch.nn that a projection may name. They are looked up in torch.nn by this name; no path is imported.
+# Classes of torch.nn that a projection may name. They are looked up in torch.nn; no path is imported.
 # fmt: off
 ACTIVATIONS: Final = frozenset({
     "Identity", "Tanh", "ReLU", "ReLU6", "LeakyReLU", "ELU", "SELU", "CELU", "GELU", "SiLU", "Mish", "Sigmoid",
@@ -36,15 +36,15 @@ ACTIVATIONS: Final = frozenset({
 })
 # fmt: on
 ACTIVATION_HOMES: Final = ("torch.nn", "torch.nn.modules.activation", "torch.nn.modules.linear")
-# Modules may lie anywhere in the package: their homes have changed between versions.
+# Modules may be anywhere in the package: their paths have changed between versions.
 PACKAGE: Final = "sentence_transformers."
 SETTINGS_FILES: Final = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-# Only files in such folders are known to the gateway, which asks whether they may be read.
+# The gateway only knows files in folders of this form, and checks whether they may be read.
 MODULE_PATH: Final = re.compile(r"[0-9]{1,3}_[A-Za-z0-9]{1,64}")
-# Arguments for Transformers that change nothing of a vector but its rounding.
+# Arguments for Transformers that change only the rounding of a vector.
 # fmt: off
 HARMLESS_ARGUMENTS: Final = frozenset({
     "trust_remote_code", "torch_dtype", "dtype", "attn_implementation", "padding_side", "use_fast", "use_cache",
@@ -53,7 +53,7 @@ HARMLESS_ARGUMENTS: Final = frozenset({
 # fmt: on
 WEIGHTS_NAME: Final = "model.safetensors"
 PICKLE_NAME: Final = "pytorch_model.bin"
-# The name of the part of a module that does the steps. No model of Transformers has one of this name.
+# The submodule that holds the steps. No Transformers model has one of this name.
 HEAD: Final = "sentence_head"
 CONFIG_BYTES_MAX: Final = 4 * 2**20
 MODULES_MAX: Final = 32
@@ -62,7 +62,7 @@ NUMBER_MAX: Final = 2**31
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear layer and an activation, a class of torch.nn, behind the pooling. `folder` holds its weights."""
+    """A linear layer and an activation (a class of torch.nn) after the pooling. `folder` holds its weights."""
 
     folder: Path
     inside: int
@@ -72,12 +72,12 @@ class Projection:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Its weights by name."""
+        """The shapes of its weights, by name."""
         bias = {"linear.bias": (self.outside,)} if self.has_bias else {}
         return {"linear.weight": (self.outside, self.inside), **bias}
 
     def stored(self) -> dict[str, StoredTensor]:
-        """Where its weights lie in its safetensors, by name. Raises BadModel for others than it should have."""
+        """Its tensors in the safetensors file, by name. Raises BadModel if they differ from `shapes`."""
         found = {tensor.name: tensor for tensor in read_header(self.folder / WEIGHTS_NAME)}
         if {name: tensor.shape for name, tensor in found.items()} != self.shapes:
             has = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in list(found.items())[:4])
@@ -87,7 +87,7 @@ class Projection:
 
     @property
     def weights_file(self) -> Path:
-        """Raises BadModel where there is none."""
+        """Raises BadModel if there is none."""
         for name in (WEIGHTS_NAME, PICKLE_NAME):
             if (self.folder / name).exists():
                 return self.folder / name
@@ -99,32 +99,32 @@ Step = Projection | Literal["normalize"]
 
 @dataclass(frozen=True, slots=True)
 class SentenceConfig:
-    """How the hidden states of a text become its vector."""
+    """How the hidden states of a text become a vector."""
 
     pooling: tuple[PoolingMode, ...] = ("mean",)
     includes_prompt: bool = True
-    """False: tokens of the prompt are left out of the pooling."""
+    """False: tokens of the prompt are not pooled."""
     steps: tuple[Step, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
     tokens_max: int | None = None
     lowers_case: bool = False
     dimensions: int | None = None
-    """Vectors are cut to so many numbers."""
+    """Vectors are cut to this length."""
 
     @property
     def normalizes(self) -> bool:
-        """Its vectors have length one."""
+        """True if vectors have norm one."""
         return bool(self.steps) and self.steps[-1] == "normalize"
 
     @property
     def projections(self) -> dict[int, Projection]:
-        """By their place among the steps."""
+        """The projections by their index among the steps."""
         return {number: step for number, step in enumerate(self.steps) if isinstance(step, Projection)}
 
 
 def read_sentence_config(folder: Path) -> SentenceConfig:
-    """Raises BadModel for what cannot be served as sentence-transformers would, and for files that make no sense."""
+    """Raises BadModel for invalid files, and for settings that cannot be served as sentence-transformers would."""
     modules = _read(folder / "modules.json")
     limit = _read_object(folder / "tokenizer_config.json").get("model_max_length")
     tokens_max = limit if isinstance(limit, int) and 0 < limit < NUMBER_MAX else None
@@ -150,7 +150,7 @@ def read_sentence_config(folder: Path) -> SentenceConfig:
 
 
 def _pooling_of_plain(folder: Path) -> tuple[PoolingMode, ...]:
-    """Of a folder without modules: what its pooling says, else the last token of a decoder and the mean of others."""
+    """For a folder without modules: its pooling config, else the last token for decoders and the mean for others."""
     if (folder / "1_Pooling" / "config.json").exists():
         return _pooling(folder / "1_Pooling")[0]
     config = _read_object(folder / "config.json")
@@ -160,7 +160,7 @@ def _pooling_of_plain(folder: Path) -> tuple[PoolingMode, ...]:
 
 
 def _module_paths(folder: Path, modules: Any) -> list[tuple[str, Path]]:
-    """Each module's kind and folder: a Transformer, a Pooling, and what may follow."""
+    """Each module's kind and folder: a Transformer, a Pooling, then the steps."""
     file = folder / "modules.json"
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules) or len(modules) > MODULES_MAX:
         raise BadModel(f"{file} is not a list of modules.")
@@ -186,7 +186,7 @@ def _module_paths(folder: Path, modules: Any) -> list[tuple[str, Path]]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """What is said of the Transformer. Raises BadModel for a way of reading texts that is not ours."""
+    """The settings of the Transformer module. Raises BadModel for those that are not supported."""
     file = next((folder / name for name in SETTINGS_FILES if (folder / name).exists()), folder / SETTINGS_FILES[0])
     said = _read_object(file)
     if (task := said.get("transformer_task", "feature-extraction")) != "feature-extraction":
@@ -210,12 +210,12 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _prompts(folder: Path, said: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    """The prompts by name, and the one that stands before a text where none is chosen."""
+    """The prompts by name, and the default one, which precedes a text if none is chosen."""
     file = folder / "config_sentence_transformers.json"
     found = said.get("prompts") or {}
     if not isinstance(found, dict) or not all(isinstance(text, str | None) for text in found.values()):
         raise BadModel(f"{file}: its prompts are not texts.")
-    # These two are always known; where the model has none of its own they are empty.
+    # These two always exist; they are empty unless the model defines them.
     prompts = {"query": "", "document": ""} | {name: text or "" for name, text in found.items()}
     default = said.get("default_prompt_name")
     if default is None:
@@ -272,7 +272,7 @@ def _count(folder: Path, said: Mapping[str, Any], name: str) -> int | None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file. Raises BadModel for anything else."""
+    """The JSON object in this file; empty if there is no such file. Raises BadModel for anything else."""
     said = _read(path)
     if said is not None and not isinstance(said, dict):
         raise BadModel(f"{path} is not a JSON object.")

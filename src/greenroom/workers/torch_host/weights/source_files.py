@@ -1,9 +1,8 @@
-"""Bytes of a model's files, from wherever they are had fastest.
+"""Reads bytes of a model's files from wherever they can be had fastest.
 
-Owns the descriptors of one file and the ways of reading it: what is in the page cache is copied from it straight to
-where it belongs; the rest is read past the cache, so that a model does not push everything else out, through an aligned
-buffer of the reading thread's own. Where a file system refuses that, the ordinary way is taken. Nothing here holds the
-interpreter while bytes move.
+Owns the descriptors of one file and the ways to read it. What is in the page cache is copied straight to its target.
+The rest is read past the cache, through an aligned buffer of the reading thread, so a model does not evict everything
+else; file systems that refuse direct reads are read normally. Nothing here holds the interpreter lock while bytes move.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-# Direct reads begin and end at multiples of this: a page, which is a multiple of every disk's block.
+# Direct reads start and end at multiples of this: a page, which is a multiple of every disk's block size.
 BLOCK_BYTES: Final = 4096
-# So many bytes of a range, drawn by lot, must be in the page cache before all of it is asked for there.
+# The number of random bytes of a range that must be in the page cache before all of it is read from there.
 PROBES: Final = 2
-# What a kernel says that cannot tell what is in its page cache, or that has it not.
+# Errors of a non-blocking read: not in the page cache, or not supported.
 _NOT_CACHED: Final = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-# Brings pages to a mapping as if each had been written to (Linux 5.14).
+# Populates a mapping as if each page had been written (Linux 5.14).
 _MADV_POPULATE_WRITE: Final = 23
-# Called through this, unlike through `mmap.madvise`, the other threads run meanwhile.
+# Unlike `mmap.madvise`, this call releases the interpreter lock.
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes, _madvise.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
 
 
 def bounce_for(size: int) -> mmap.mmap:
-    """A thread's own buffer for direct reads of up to `size` bytes, wherever they begin."""
+    """A buffer for one thread's direct reads of up to `size` bytes at any offset."""
     return mmap.mmap(-1, size + 2 * BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
@@ -48,7 +47,7 @@ class SourceFile:
         self._refuses_direct = False
 
     def fill(self, targets: Sequence[memoryview], offset: int, bounce: mmap.mmap) -> int:
-        """Bring `targets`, one after the other, the bytes from `offset` on. Says how many the file still had."""
+        """Fill `targets` in order with the bytes from `offset` on. Returns fewer bytes only at the end of the file."""
         size = sum(map(len, targets))
         cached = self._cached_descriptor()
         done = _from_cache(cached, targets, offset) if _seems_cached(cached, offset, size) else 0
@@ -61,7 +60,7 @@ class SourceFile:
             return self._cached
 
     def _direct_descriptor(self) -> int | None:
-        """A descriptor that reads past the page cache, or None where the file system does not have that."""
+        """A descriptor that reads past the page cache; None if the file system does not support it."""
         with self._lock:
             if self._direct is None and not self._refuses_direct:
                 try:
@@ -94,7 +93,7 @@ class SourceFile:
             except OSError as reason:
                 if reason.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
-                # Not closed yet: another thread may be reading from it, and its number would be given to somebody else.
+                # Closed later: another thread may be reading from it, and its number could be reused.
                 self._refuses_direct = True
         done = 0
         while (rest := _after(targets, done)) and (got := os.preadv(self._cached_descriptor(), rest, offset + done)):
@@ -103,11 +102,11 @@ class SourceFile:
 
 
 def _seems_cached(descriptor: int, offset: int, size: int) -> bool:
-    """Whether the page cache has a few bytes of the range. Never waits for the disk.
+    """True if a few random bytes of the range are in the page cache. Never waits for the disk.
 
-    A byte that is not there makes the kernel fetch its page; a whole range that is not there would make it read
-    megabytes ahead, which are then read past the cache as well. By lot, so that the pages of one time do not mislead
-    the next.
+    Probing a missing byte makes the kernel fetch its page; probing a whole missing range would make it read megabytes
+    ahead, which are then also read past the cache. Offsets are random, so pages fetched by an earlier probe do not
+    mislead.
     """
     byte = bytearray(1)
     try:
@@ -119,7 +118,7 @@ def _seems_cached(descriptor: int, offset: int, size: int) -> bool:
 
 
 def _from_cache(descriptor: int, targets: Sequence[memoryview], offset: int) -> int:
-    """Copy what is in the page cache from the start on, and say how much that was. Never waits for the disk."""
+    """Copy the leading bytes that are in the page cache and return their number. Never waits for the disk."""
     try:
         return os.preadv(descriptor, targets, offset, os.RWF_NOWAIT)
     except OSError as reason:
@@ -129,14 +128,14 @@ def _from_cache(descriptor: int, targets: Sequence[memoryview], offset: int) -> 
 
 
 def _past_cache(descriptor: int, targets: Sequence[memoryview], offset: int, bounce: mmap.mmap) -> int:
-    """One direct read of whole blocks around the range, then a copy of the range. Says how much of it there was."""
+    """Read whole blocks around the range directly, then copy the range. Returns the bytes of it that exist."""
     size = sum(map(len, targets))
     first = offset // BLOCK_BYTES * BLOCK_BYTES
     whole = -(-(offset + size - first) // BLOCK_BYTES) * BLOCK_BYTES
     got = 0
     with memoryview(bounce) as blocks:
         while got < offset - first + size:
-            # A read that stops short of a block has come to the end of the file.
+            # A read that ends within a block has reached the end of the file.
             step = os.preadv(descriptor, [blocks[got:whole]], first + got)
             got += step
             if step == 0 or step % BLOCK_BYTES:
@@ -151,23 +150,23 @@ def _scatter(source: int, targets: Sequence[memoryview], size: int) -> None:
         part = min(len(target), size)
         if part:
             _populate(_address(target), part)
-            # Unlike an assignment of slices this lets the other threads run.
+            # Unlike a slice assignment, this releases the interpreter lock.
             ctypes.memmove(_address(target), source, part)
         source, size = source + part, size - part
 
 
 def _populate(address: int, size: int) -> None:
-    """Have all pages of a range made at once, which is cheaper than one at a time as they are written to.
+    """Populate all pages of a range at once, which is cheaper than one page fault each.
 
-    A kernel that does not know how leaves them as they are; whatever else it complains of, writing meets again. What
-    the kernel itself copies to fresh pages gains nothing by it.
+    Errors are ignored: an older kernel leaves the pages as they are, and any other problem shows when they are written.
+    Not used where the kernel itself copies to fresh pages: it gains nothing there.
     """
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     _madvise(start, address + size - start, _MADV_POPULATE_WRITE)
 
 
 def _after(targets: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of the targets when the first `done` bytes are there."""
+    """The rest of the targets after the first `done` bytes."""
     rest: list[memoryview] = []
     for target in targets:
         if done < len(target):

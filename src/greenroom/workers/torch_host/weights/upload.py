@@ -1,7 +1,7 @@
-"""Weights on their way to the GPU: copied in the order of computation, which may begin before the last has arrived.
+"""Copies weights to the GPU in the order of computation, which may begin before the last chunk has arrived.
 
-Owns the streams and events of the copies, where folded chunks land, and the hooks that let a layer wait for its own.
-Never maps memory and never computes. Read `WeightUpload.begin` first.
+Owns the streams and events of the copies, and the hooks by which a layer waits for its own weights. Never maps memory
+and never computes. Read `WeightUpload.begin` first.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from .fold import CHUNK_BYTES, Chunk, Unfolder
 
 
 class WeightUpload:
-    """The copies of one model's weights. Begun at every wake; `finish` before the memory is taken away.
-
-    Folded chunks land where the last chunks will be, which are never folded and come last, and are unfolded from there.
-    """
+    """The copies of one model's weights. Call `begin` at every wake, and `finish` before the memory is unmapped."""
 
     def __init__(
         self,
@@ -33,12 +30,12 @@ class WeightUpload:
         on_complete: Callable[[int, float], None],
         unfolder: Unfolder | None = None,
     ) -> None:
-        """`on_complete` is told bytes and seconds of every copy, from a thread of its own."""
+        """`on_complete` gets the bytes and seconds of every upload, from a thread of its own."""
         self._driver, self._device, self._on_complete = driver, device, on_complete
         self._host, self._weights = host, weights
         self._unfolder = unfolder or Unfolder(weights, host.layout.bytes)
         self._chunks: list[Chunk] = []
-        # Copies are enqueued on the first; what unfolds them, and whoever computes, on and after the second.
+        # Copies run on the first. Unfolding runs on the second, and computation waits for it.
         self._copy_stream, self._unfold_stream = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
         self._copied: list[torch.cuda.Event] = []
         self._ready: list[torch.cuda.Event] = []
@@ -52,13 +49,13 @@ class WeightUpload:
 
     @property
     def bytes(self) -> int:
-        """What goes over the wire."""
+        """Bytes that are copied."""
         return sum(chunk.size for chunk in self._chunks)
 
     def begin(self, module: torch.nn.Module) -> None:
-        """Enqueue all copies and let the module's parts wait for theirs. Returns before they have arrived.
+        """Enqueue all copies, and hook the module's parts to wait for theirs. Returns before the copies are done.
 
-        Where it fails, nothing is under way any more: the memory may be taken away.
+        If it raises, no copy is in flight: the memory may be unmapped.
         """
         self.finish()
         if not self._chunks:
@@ -84,7 +81,7 @@ class WeightUpload:
         self._waiter = waiter
 
     def _enqueue(self, index: int) -> None:
-        """Enqueue one chunk. What landed in the same place before has been unfolded by then."""
+        """Enqueue one chunk. The copy waits until an earlier chunk in the same landing place is unfolded."""
         chunk = self._chunks[index]
         if index >= self._unfolder.reuse_distance:
             self._copy_stream.wait_event(self._ready[index - self._unfolder.reuse_distance])
@@ -96,7 +93,7 @@ class WeightUpload:
         self._ready[index].record(self._unfold_stream)
 
     def wait_for_weights(self) -> None:
-        """Return when everything is on the device. To be called by the thread that computes: hooks are taken off."""
+        """Return when all weights are on the device. Call from the computing thread: it removes the hooks."""
         if self._hooks:
             self._complete.wait()
             self._unhook()
@@ -106,7 +103,7 @@ class WeightUpload:
         return self._complete.is_set()
 
     def finish(self) -> None:
-        """Return when no copy is under way. The model must not be computing."""
+        """Return when no copy is in flight. The model must not be computing."""
         if self._waiter is not None:
             self._waiter.join()
             self._waiter = None
@@ -125,7 +122,7 @@ class WeightUpload:
                 self.seconds = self._begun.elapsed_time(self._last) / 1000
             self._on_complete(self.bytes, self.seconds)
         except RuntimeError:
-            # The device is lost: whoever computes next is told so, and here nobody must wait for ever.
+            # The device is lost. The next computation fails with that; here, waiting threads must be released.
             self.seconds = time.monotonic() - started
         finally:
             self._complete.set()
@@ -134,14 +131,14 @@ class WeightUpload:
         event = self._ready[index]
 
         def wait(module: torch.nn.Module, inputs: Any) -> None:
-            # A stream that captures must not wait for what happened outside; by then all is here.
+            # A capturing stream must not wait for an outside event; by then all weights have arrived.
             if not self._complete.is_set():
                 torch.cuda.current_stream(self._device).wait_event(event)
 
         return wait
 
     def _parts(self, module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, int]]:
-        """Blocks, and the modules outside of them that own weights; each with the last chunk it needs."""
+        """Blocks, and modules outside of blocks that own weights, each with the last chunk it needs."""
         for part in hooked_modules(module):
             ends = [self._end(tensor) for tensor in _tensors(part.module, part.owns_all)]
             needed = max((end for end in ends if end is not None), default=None)
@@ -149,7 +146,7 @@ class WeightUpload:
                 yield part.module, (needed - 1) // CHUNK_BYTES
 
     def _end(self, tensor: torch.Tensor) -> int | None:
-        """Where a weight ends in the arena; None for what does not lie there."""
+        """The offset at which a weight ends in the arena; None if it is not there."""
         end = tensor.data_ptr() - self._weights.data_ptr() + tensor.numel() * tensor.element_size()
         return end if 0 < end <= self._host.layout.bytes else None
 
@@ -164,7 +161,7 @@ class HookedModule:
 
 
 def hooked_modules(module: torch.nn.Module) -> Iterator[HookedModule]:
-    """The elements of every outermost list of modules are blocks; around them each module stands for itself."""
+    """The elements of every outermost module list, as blocks, and each module around them on its own."""
     yield HookedModule(module, owns_all=False)
     for child in module.children():
         if isinstance(child, torch.nn.ModuleList):

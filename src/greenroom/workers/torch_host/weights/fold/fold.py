@@ -1,19 +1,20 @@
-"""The folder: weights of two bytes written in one and a half, bit for bit, and a small program that does it in place.
+"""The folded format, and a small program that folds chunks of an arena in place.
 
-Owns the form. The exponents of a model's bfloat16 numbers lie close together, so that four bits say which one it is;
-sign and fraction keep the eight they have. The few numbers with another exponent are kept whole beside them. Less to
-keep in host memory, and less to bring to the device, where `unfolding.py` undoes it. Never imports torch or anything of
-ours: it runs in a process of its own, because its many short steps would each wait for the worker's interpreter.
+The exponents of a model's bfloat16 numbers are close together, so four bits are enough for most of them; sign and
+fraction keep their eight bits. The few numbers with another exponent, the odd ones, are kept whole as well. This saves
+host memory, and less is copied to the device, where `unfolding.py` restores the numbers bit for bit. Owns the format and
+the table of chunks. Never imports torch or anything of ours: the program runs in a process of its own, because its many
+short steps would each wait for the worker's interpreter lock.
 
     python -I -S fold.py WORKER_PID NUMPY_FOLDER DESCRIPTOR BYTES
 
-Reads numbers of chunks from stdin, four bytes each, so that several may read from one pipe. Folds them in the file
-behind the descriptor, and says on stdout, a line each, its number, and behind it the two numbers of its `Fold` if it
-could be folded. Ends with its stdin, and at once with the worker: what it writes then would be written into what the
-next one fills. Exit code 12: NumPy cannot be imported; then nothing was touched.
+Reads chunk numbers from stdin, four bytes each, so that several processes may read from one pipe. Folds each chunk in
+the file behind the descriptor, and writes one line to stdout: the chunk's number, and the two numbers of its `Fold` if
+it was folded. Ends with its stdin, and at once with the worker: a later write would hit what the next worker fills.
+Exit code 12: NumPy cannot be imported; then nothing was changed.
 
-A folded chunk of n numbers: n bytes of sign and fraction; n / 2 bytes of codes, in each the code of a number of the
-first half (low bits) and of the one as far into the second half; positions of the odd ones (int32); their values.
+A folded chunk of n numbers: n bytes of sign and fraction; n / 2 bytes of codes, each with the code of a number in the
+first half (low bits) and of the number as far into the second half; positions of the odd numbers (int32); their values.
 """
 
 from __future__ import annotations
@@ -33,31 +34,31 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# A copy to the device: long enough to keep the wire busy. Only whole chunks are folded.
+# One copy to the device: large enough to keep the bus busy. Only whole chunks are folded.
 CHUNK_BYTES: Final = 64 * 2**20
-# The last chunks stay as they are: until they arrive on the device, their place there is where the folded ones land.
+# The last chunks are never folded: until they arrive on the device, folded chunks land in their place there.
 LANDING_CHUNKS: Final = 2
-# What an odd number takes beside the others, and how many of them may be odd before it is not worth while.
+# Extra bytes per odd number, and the largest share of odd numbers for which folding pays.
 ODD_BYTES: Final = 6
 ODD_SHARE_MAX: Final = 1 / 192
 FOLDED_BYTES_MAX: Final = CHUNK_BYTES // 4 * 3 + int(CHUNK_BYTES // 2 * ODD_SHARE_MAX) * ODD_BYTES
-# Codes: 0 is the exponent 0, which zeros have; 1 to 14 are those above `base`; 15 is an odd number.
+# Codes: 0 is the exponent 0, of zeros; 1 to 14 are the exponents above `base`; 15 is an odd number.
 CODES: Final = 14
 ODD_CODE: Final = 15
-# Exponents are looked for in every so manieth number. A prime, or it might be always the same column.
+# Exponents are sampled from every 1021st number. A prime, so that samples are not always from the same column.
 SAMPLED: Final = 1021
-# Numbers at a time: what a processor keeps near, and enough that the interpreter is seldom asked.
+# Numbers per step: fits into the processor's cache, and keeps the interpreter's share small.
 STEP: Final = 2**17
 ORDER: Final = struct.Struct("<I")
 NO_NUMPY: Final = 12
 _PR_SET_PDEATHSIG: Final = 1
-# The kernel ends this process before any other when memory runs out.
+# The kernel kills this process first when memory runs out.
 _FIRST_TO_GO: Final = "1000"
 _SIGN, _FRACTION = 0x0080008000800080, 0x007F007F007F007F
 
 
 class Fold(NamedTuple):
-    """What it takes to undo it: the exponent before the first that has a code, and how many numbers are odd."""
+    """What unfolding needs: the exponent below the first one with a code, and the number of odd numbers."""
 
     base: int
     odd: int
@@ -88,7 +89,7 @@ class ChunkTable:
 
     @classmethod
     def parse(cls, data_bytes: int, entries: Mapping[str, object]) -> ChunkTable:
-        """The table whose `folds` a manifest has. Raises ValueError, or AttributeError where they are no mapping."""
+        """The table of a manifest, from its `folds`. Raises ValueError, or AttributeError if they are no mapping."""
         folds = {int(index): _parse_fold(entry) for index, entry in entries.items()}
         foldable = range(data_bytes // CHUNK_BYTES - LANDING_CHUNKS)
         if any(index not in foldable for index in folds):
@@ -116,7 +117,7 @@ def _parse_fold(entry: object) -> Fold:
 
 
 def fold(numbers: NDArray[np.uint16], out: NDArray[np.uint8]) -> Fold | None:
-    """Write these numbers folded, and say how; None where too many would be odd. A multiple of 2 * STEP of them."""
+    """Write these numbers folded to `out`; None if too many are odd. Their count is a multiple of 2 * STEP."""
     import numpy as np
 
     base = _base(numbers)
@@ -128,7 +129,7 @@ def fold(numbers: NDArray[np.uint16], out: NDArray[np.uint8]) -> Fold | None:
         codes = room.codes
         for first, code in ((start, codes[0]), (half + start, codes[1])):
             odd.append(room.take(numbers[first : first + STEP], out[first : first + STEP], code, base) + first)
-        # No code is larger than its four bits: none moves into its neighbour.
+        # Codes have four bits, so none is shifted into its neighbour.
         pairs = codes[1].view(np.uint64)
         np.left_shift(pairs, 4, out=pairs)
         np.bitwise_or(codes[0], codes[1], out=out[count + start : count + start + STEP])
@@ -142,7 +143,7 @@ def fold(numbers: NDArray[np.uint16], out: NDArray[np.uint8]) -> Fold | None:
 
 
 def _base(numbers: NDArray[np.uint16]) -> int | None:
-    """The exponent below the CODES that have most of the numbers; None where a look says that they have too few."""
+    """The exponent below the CODES most frequent adjacent ones; None if a sample shows that they cover too few."""
     import numpy as np
 
     seen = np.bincount((numbers[::SAMPLED] >> 7) & 0xFF, minlength=256)
@@ -154,7 +155,7 @@ def _base(numbers: NDArray[np.uint16]) -> int | None:
 
 
 class _Room:
-    """Memory for the steps of one chunk."""
+    """Scratch memory for the steps of one chunk."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -166,7 +167,7 @@ class _Room:
     def take(
         self, numbers: NDArray[np.uint16], rest: NDArray[np.uint8], codes: NDArray[np.uint8], base: int
     ) -> NDArray[np.int64]:
-        """Split numbers into codes and the rest, and say which are odd. Four numbers at a time where that is faster."""
+        """Split numbers into codes and the rest; returns the indices of odd ones. Works on four numbers at a time."""
         import numpy as np
 
         fours, wide, other = (one.view(np.uint64) for one in (numbers, self._wide, self._other))
@@ -176,12 +177,12 @@ class _Room:
         np.bitwise_or(wide, other, out=wide)
         np.copyto(rest, self._wide, casting="unsafe")
         np.right_shift(fours, 7, out=wide)
-        # What is cut off here came from the sign and from the number above.
+        # The bits cut off here are the sign and the neighbour's.
         np.copyto(self._exponents, self._wide, casting="unsafe")
         np.subtract(self._exponents, np.uint8(base), out=codes)
         np.subtract(self._exponents, np.uint8(base + 1), out=self._marks)
         np.greater(self._marks, np.uint8(CODES - 1), out=self._marks.view(np.bool_))
-        # Few are marked: eights of them are looked through first.
+        # Few are marked: look for marked groups of eight first.
         hits = np.flatnonzero(self._marks.view(np.uint64))
         outside = (hits[:, None] * 8 + np.arange(8)).ravel()
         outside = outside[self._marks[outside] != 0]
@@ -195,7 +196,7 @@ class _Room:
 
 
 def fold_in(whole: mmap.mmap, index: int, scratch: NDArray[np.uint8]) -> Fold | None:
-    """Fold one chunk where it lies, and give back what it no longer takes: a hole in the file."""
+    """Fold one chunk in place and punch a hole where memory is no longer needed."""
     import numpy as np
 
     chunk = np.frombuffer(whole, dtype=np.uint8, count=CHUNK_BYTES, offset=index * CHUNK_BYTES)
@@ -209,7 +210,7 @@ def fold_in(whole: mmap.mmap, index: int, scratch: NDArray[np.uint8]) -> Fold | 
 
 
 def main(worker: int, folder: str, descriptor: int, size: int) -> int:
-    # With the thread that started it, which waits for it.
+    # Die with the thread that started this process; it waits for it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != worker:
         return 1
@@ -219,7 +220,7 @@ def main(worker: int, folder: str, descriptor: int, size: int) -> int:
     try:
         import numpy
     except Exception:
-        # Also one that is there and does not run on this processor.
+        # Any error: an installed NumPy may not run on this processor.
         return NO_NUMPY
     whole, scratch = mmap.mmap(descriptor, size), numpy.empty(FOLDED_BYTES_MAX, dtype=numpy.uint8)
     while order := os.read(0, ORDER.size):

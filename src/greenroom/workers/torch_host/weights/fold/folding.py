@@ -1,7 +1,8 @@
-"""Weights folded while they are read: as soon as all of a chunk has come, it is written smaller where it lies.
+"""Folds weights while they are read: a chunk is folded in place as soon as all of it is filled.
 
-Owns the processes of `fold.py`, and what has not come yet of which chunk. One that fails may have left a chunk half
-written, so that all must be filled again; from then on this worker folds nothing. Never reads weights itself.
+Owns the processes that run `fold.py`, and how much of each chunk is still missing. A process that fails may leave a
+chunk half written, so the arena must be filled again; after that this worker folds nothing. Never reads weights itself.
+Read `fill_folded` first.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from typing import Final
 from ...failures import Failure
 from .fold import CHUNK_BYTES, LANDING_CHUNKS, NO_NUMPY, ORDER, ChunkTable, Fold
 
-# A gigabyte a second each, and a chunk of memory; half of the processors have enough to do with reading.
+# Each folds a gigabyte a second and takes a chunk of memory. Half of the processors are left to reading.
 PROCESSES_MAX: Final = 8
-# Somebody may be waiting for the model: when all is read, folding may take so much longer. What it has not begun by
-# then stays as it is. The least is what its processes need to start.
+# A request may be waiting: after reading, folding may take this share of the reading time longer. Chunks that are not
+# begun by then stay unfolded. The minimum is what the processes need to start.
 PATIENCE_SHARE: Final = 0.25
 PATIENCE_MIN_S: Final = 1.0
 LOOK_S: Final = 0.01
-# A chunk that was begun takes a tenth of a second; one that takes this long will never be done.
+# A chunk takes a tenth of a second; one that takes this long will never be done.
 CHUNK_S: Final = 30.0
 KILL_S: Final = 5.0
 _PROGRAM: Final = Path(__file__).with_name("fold.py")
-# NumPy would start threads for arithmetic that is not done here.
+# Keeps NumPy from starting threads that are not needed here.
 _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1"}
 
 log = logging.getLogger(__name__)
@@ -48,10 +49,10 @@ def fill_folded(
     refill: Callable[[], int],
     cancelled: threading.Event,
 ) -> tuple[int, ChunkTable]:
-    """Have an arena of `size` bytes filled and its chunks folded. Returns the bytes read and what was folded.
+    """Fill an arena of `size` bytes and fold its chunks meanwhile. Returns the bytes read and the table of chunks.
 
-    `fill` fills all of `ranges` (start, bytes) and reports each part that is there. Where folding fails, `refill` fills
-    it again, and nothing is folded. Raises what these raise, and Failure; then no process is left.
+    `fill` fills all of `ranges` (start, bytes) and reports each part that is filled. If folding fails, `refill` fills
+    all of it again and nothing is folded. Raises what these raise, and Failure if a process cannot be stopped.
     """
     folding = Folding(descriptor, size, ranges)
     try:
@@ -69,17 +70,17 @@ def fill_folded(
 
 
 class FoldingFailed(Failure):
-    """Folding has failed, and some of the arena may be half written: it must be filled again, and not folded."""
+    """Folding failed and may have left a chunk half written: the arena must be filled again."""
 
 
 class Folding:
-    """The chunks of one arena. `filled` may be called from any thread; in the end `finish`, or `stop`."""
+    """Folds the chunks of one arena. `filled` may be called from any thread; at the end, call `finish` or `stop`."""
 
-    # False once it has failed: what is wrong with this machine would fail every load.
+    # False after a failure: its cause on this machine would fail every load.
     is_able = True
 
     def __init__(self, descriptor: int, size: int, ranges: Iterable[tuple[int, int]]) -> None:
-        """Of an arena of `size` bytes, each of `ranges` (start, bytes) will be filled."""
+        """For an arena of `size` bytes of which `ranges` (start, bytes) will be filled."""
         self._lock = threading.Lock()
         self._missing = [0] * max(0, size // CHUNK_BYTES - LANDING_CHUNKS)
         self._crew: _Crew | None = None
@@ -92,7 +93,7 @@ class Folding:
             self._crew = _crew(descriptor, size, len(self._missing))
 
     def filled(self, start: int, length: int) -> None:
-        """These bytes have come and will not be touched again."""
+        """These bytes are filled and will not be touched again."""
         with self._lock:
             for index, part in _shares(start, length):
                 if index < len(self._missing):
@@ -101,7 +102,7 @@ class Folding:
                         self._crew.order(index)
 
     def finish(self, cancelled: threading.Event) -> dict[int, Fold]:
-        """All is filled: how each chunk was folded that was. Raises Unfolded or Failure: it must be filled again."""
+        """All is filled: wait and return the folded chunks. Raises FoldingFailed or Failure: fill the arena again."""
         crew, self._crew = self._crew, None
         if crew is None:
             return {}
@@ -109,19 +110,19 @@ class Folding:
         try:
             return crew.dismiss(patience_s, cancelled)
         except Failure:
-            # Who was called off was ended by us.
+            # After a cancellation, the processes were killed by us.
             Folding.is_able = cancelled.is_set()
             raise
 
     def stop(self) -> None:
-        """Nobody wants them any more. May be called again. Raises Failure as `finish` does."""
+        """Kill the processes. May be called again. Raises Failure if one cannot be killed."""
         crew, self._crew = self._crew, None
         if crew is not None:
             crew.call_off()
 
 
 class _Crew:
-    """The processes that fold one arena, and the pipe from which whoever is free takes the next order."""
+    """The processes that fold one arena, and the pipe from which they take chunk numbers."""
 
     def __init__(self) -> None:
         """Raises OSError."""
@@ -133,8 +134,8 @@ class _Crew:
             self._closing = undo.enter_context(contextlib.ExitStack())
             self._closing.callback(os.close, self._orders)
             os.set_blocking(self._orders, False)
-            # What they say goes to memory: nobody has to listen meanwhile. Each line is put behind the last: they share
-            # one place to write at, and of two that write at once one would be lost.
+            # They write to a memory file, which is read at the end. Append mode: they share one file offset, and of
+            # two lines written at once one would be lost.
             self._said = undo.enter_context(os.fdopen(os.memfd_create("folds"), "rb"))
             fcntl.fcntl(self._said, fcntl.F_SETFL, fcntl.fcntl(self._said, fcntl.F_GETFL) | os.O_APPEND)
             self._open = undo.pop_all()
@@ -149,26 +150,26 @@ class _Crew:
             )
 
     def order(self, index: int) -> None:
-        # Nobody takes orders any more where the pipe is full: thousands of chunks wait.
+        # The pipe is full: thousands of chunks are waiting, and this one stays unfolded.
         with contextlib.suppress(BlockingIOError):
             os.write(self._orders, ORDER.pack(index))
             self._ordered.add(index)
 
     def dismiss(self, patience_s: float, cancelled: threading.Event) -> dict[int, Fold]:
-        """What came of the orders. After this time they do no more than they have begun. Raises Unfolded or Failure."""
+        """Return the folded chunks. After `patience_s` no further chunk is begun. Raises FoldingFailed or Failure."""
         self._closing.close()
         ends_at = time.monotonic() + patience_s
         while self._are_busy() and time.monotonic() < ends_at and not cancelled.wait(LOOK_S):
             pass
-        # Orders that nobody has taken are taken back. Nobody writes any more, so that this comes to an end.
+        # Take back the numbers that no process has taken. The write end is closed, so this ends.
         while found := os.read(self._unread, ORDER.size * 1024):
             self._ordered.difference_update(index for (index,) in ORDER.iter_unpack(found))
         with self._open:
-            # Whoever does not want them any more does not wait for a chunk that was begun either.
+            # A cancelled load does not wait for chunks in progress.
             return self._heard(self._codes(0.0 if cancelled.is_set() else CHUNK_S))
 
     def call_off(self) -> None:
-        """Stop at once, whatever becomes of the chunks. Raises Failure where one cannot even be stopped."""
+        """Kill all at once, whatever the state of their chunks. Raises Failure if one cannot be killed."""
         for process in self._processes:
             process.kill()
         self._closing.close()
@@ -179,7 +180,7 @@ class _Crew:
         return any(process.poll() is None for process in self._processes)
 
     def _codes(self, within_s: float) -> list[int]:
-        """How each ended, or was ended. Raises Failure where one still lives, and may write to the arena one day."""
+        """Their exit codes, killing those that take too long. Raises Failure if one still lives and could write."""
         ends_at = time.monotonic() + within_s
         for process in self._processes:
             try:
@@ -203,7 +204,7 @@ class _Crew:
 
 
 def _crew(descriptor: int, size: int, chunks: int) -> _Crew | None:
-    """Processes for these chunks; None where there can be none."""
+    """Processes for these chunks; None if none can be started."""
     found = importlib.util.find_spec("numpy")
     if found is None or found.origin is None:
         return None
@@ -222,7 +223,7 @@ def _crew(descriptor: int, size: int, chunks: int) -> _Crew | None:
 
 
 def _shares(start: int, length: int) -> Iterable[tuple[int, int]]:
-    """How many bytes of a range lie in which chunk."""
+    """The chunks a range covers, each with the bytes in it."""
     end = start + length
     while start < end:
         stop = min(end, (start // CHUNK_BYTES + 1) * CHUNK_BYTES)

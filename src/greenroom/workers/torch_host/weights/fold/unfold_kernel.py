@@ -1,9 +1,9 @@
-"""Unfolding weights in a Triton kernel: each byte is read once, and written once where it belongs.
+"""Triton kernels that unfold weights: each byte is read once and written once.
 
-Owns the kernels. Imported only where there is a CUDA device and Triton; `unfolding.py` says where they may be used.
+Imported only where there is a CUDA device and Triton; `unfolding.py` decides where they are used.
 """
 
-# What a kernel is given is a pointer or a number on the device: no type of Python's says that.
+# Arguments of kernels are pointers and numbers on the device, which Python's types cannot express.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _odd_kernel: Any = triton.jit(do_not_specialize=("odd",), do_not_specialize_on_a
 
 
 def unfold(folded: torch.Tensor, target: torch.Tensor, fold: Fold) -> None:
-    """Write to `target`, numbers as int16, what `folded` stands for. On the current stream."""
+    """Unfold `folded` to `target` (int16), on the current stream."""
     numbers = target.numel()
     _unfold_kernel[(triton.cdiv(numbers // 2, BLOCK),)](folded, target, numbers, fold.base, block=BLOCK)
     if fold.odd:

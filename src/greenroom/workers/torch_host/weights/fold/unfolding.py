@@ -1,7 +1,7 @@
-"""Folded weights made whole on the device, as they arrive.
+"""Restores folded weights on the device, as they arrive.
 
-Owns the two ways of doing it: a Triton kernel, tried once against the other, which is made of torch's own operations
-and takes five times as long. The form is `fold.py`'s.
+Owns where folded chunks land, and the two ways to unfold: a Triton kernel, tried once against the other, which uses
+torch operations and takes five times as long. `fold.py` defines the format. Read `Unfolder` first.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .fold import CHUNK_BYTES, LANDING_CHUNKS, ODD_CODE, Chunk, Fold
 
 log = logging.getLogger(__name__)
 
-# Numbers tried with: each exponent and sign there is, and odd ones among them.
+# Numbers in the trial: every exponent and sign, and odd ones among them.
 TRY_NUMBERS: Final = 2**16
 _TRY_BASE: Final = 100
 
 Unfold = Callable[[torch.Tensor, torch.Tensor, Fold], None]
-"""Given what is folded (uint8) and how, write the numbers it stands for (as int16)."""
+"""Called with folded bytes, the target (int16) and the fold: writes the numbers to the target."""
 
 
 class Unfolder:
@@ -31,29 +31,29 @@ class Unfolder:
     Folded chunks land where the last chunks will be, which are never folded and come last.
     """
 
-    # Two chunks this far apart may land in the same place: the later copy waits until the earlier chunk is unfolded.
+    # Chunks this far apart land in the same place: the copy of the later waits until the earlier is unfolded.
     reuse_distance: Final = LANDING_CHUNKS
 
     def __init__(self, weights: torch.Tensor, data_bytes: int, unfold: Unfold | None = None) -> None:
-        """`weights`: flat device memory for all of the data. `unfold`: the fastest that works unless given."""
+        """`weights`: flat device memory for all data. `unfold`: by default the fastest that works."""
         self._weights = weights
         self._whole_chunks = data_bytes // CHUNK_BYTES
         self._unfold = unfolder(weights.device) if unfold is None else unfold
 
     def landing(self, chunk: Chunk) -> torch.Tensor:
-        """Where the stored bytes of this chunk are to be copied."""
+        """Where to copy the stored bytes of this chunk."""
         index = chunk.number if chunk.fold is None else landing_index(chunk.number, self._whole_chunks)
         return self._weights[index * CHUNK_BYTES : index * CHUNK_BYTES + chunk.size]
 
     def unfold(self, chunk: Chunk) -> None:
-        """Restore it from its landing, on the current stream. Does nothing for a chunk that is not folded."""
+        """Restore the chunk from its landing, on the current stream. Does nothing if it is not folded."""
         if chunk.fold is not None:
             target = self._weights[chunk.start : chunk.start + CHUNK_BYTES].view(torch.int16)
             self._unfold(self.landing(chunk), target, chunk.fold)
 
 
 def landing_index(index: int, whole_chunks: int) -> int:
-    """The chunk whose place a folded chunk lands in: of the last whole ones, the one a multiple of them later."""
+    """The chunk in whose place a folded one lands: of the last whole chunks, the one a multiple of them later."""
     first = whole_chunks - LANDING_CHUNKS
     return first + (index - first) % LANDING_CHUNKS
 
@@ -65,7 +65,7 @@ def unfold_plainly(folded: torch.Tensor, target: torch.Tensor, fold: Fold) -> No
     for start, codes in ((0, pairs & ODD_CODE), (half, pairs >> 4)):
         rest = folded[start : start + half].to(torch.int16)
         exponents = torch.where(codes == 0, 0, codes.to(torch.int16) + fold.base) & 0xFF
-        # The sign is put where 16 bits have it by a product that may run over, as a shift might not.
+        # The sign is moved to bit 15 by a product, which may overflow; a shift might not.
         target[start : start + half] = ((rest & 0x80) * 256) | (exponents << 7) | (rest & 0x7F)
     middle = end + 4 * fold.odd
     places = folded[end:middle].view(torch.int32)
@@ -74,7 +74,7 @@ def unfold_plainly(folded: torch.Tensor, target: torch.Tensor, fold: Fold) -> No
 
 @functools.cache
 def unfolder(device: torch.device) -> Unfold:
-    """The fastest that works on this device."""
+    """The fastest function that works on this device."""
     try:
         from .unfold_kernel import unfold
 
@@ -91,7 +91,7 @@ def unfolder(device: torch.device) -> Unfold:
 
 
 def _sample(device: torch.device) -> tuple[torch.Tensor, Fold]:
-    """Something folded: every byte and every pair of codes."""
+    """A folded sample with every byte and every pair of codes."""
     fold = Fold(_TRY_BASE, 3)
     parts = [
         (torch.arange(TRY_NUMBERS, device=device) % 256).to(torch.uint8),
