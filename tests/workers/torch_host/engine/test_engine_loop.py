@@ -216,14 +216,14 @@ def test_those_submitted_together_all_have_their_places_before_one_of_them_speak
 
 
 def test_what_a_sequence_left_behind_itself_is_not_counted_as_reused() -> None:
-    seats = BlockManager(cache_tokens=256, block_bytes=1)
+    blocks = BlockManager(cache_tokens=256, block_bytes=1)
     made, _ = ask(prompt(64))
-    speech = Sequence(made, on_end=lambda: None)
-    assert seats.sit(speech, spare=0)
-    speech.computed = 48
-    seats.leave(speech)
-    assert seats.sit(speech, spare=0)
-    assert speech.computed == 48, "it finds what it had computed"
+    sequence = Sequence(made, on_end=lambda: None)
+    assert blocks.allocate(sequence, spare=0)
+    sequence.computed = 48
+    blocks.free(sequence)
+    assert blocks.allocate(sequence, spare=0)
+    assert sequence.computed == 48, "it finds what it had computed"
     assert made.cached_tokens == 0
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -38,6 +38,7 @@ from greenroom.workers.torch_host.weights.loading import LoadContext
 from greenroom.workers.torch_host.weights.read_plan import Unplanned
 from greenroom.workers.torch_host.weights.reading import Transfer
 from tests.workers.torch_host import tiny
+from tests.workers.torch_host.waiting import until
 
 NUMBERS = 4 * STEP
 NEVER = threading.Event()
@@ -49,11 +50,6 @@ def able(monkeypatch: pytest.MonkeyPatch) -> None:
     # A busy machine takes its time, and so that what is folded is known.
     monkeypatch.setattr(folding, "PATIENCE_MIN_S", 60.0)
     monkeypatch.setattr(folding, "KILL_S", 60.0)
-
-
-def crew_of(at_work: Folding) -> list[subprocess.Popen[bytes]]:
-    assert at_work._crew is not None
-    return at_work._crew._processes
 
 
 def weights(count: int = NUMBERS, seed: int = 0) -> torch.Tensor:
@@ -246,7 +242,7 @@ def test_chunks_are_folded_where_they_lie_and_the_rest_is_given_back(descriptor:
 
 def test_a_small_arena_starts_no_process(descriptor: int) -> None:
     at_work = Folding(descriptor, LANDING_CHUNKS * CHUNK_BYTES, [(0, CHUNK_BYTES)])
-    assert at_work._crew is None
+    assert not at_work.processes
     at_work.filled(0, CHUNK_BYTES)
     assert at_work.finish(NEVER) == {}
     at_work.stop()
@@ -257,7 +253,7 @@ def test_without_numpy_nothing_is_folded(descriptor: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(folding.importlib.util, "find_spec", lambda name: spec)
     arena = arena_of(descriptor, LANDING_CHUNKS + 1)
     at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
-    (process,) = crew_of(at_work)
+    (process,) = at_work.processes
     process.wait()
     at_work.filled(0, CHUNK_BYTES)
     assert at_work.finish(NEVER) == {}
@@ -268,7 +264,7 @@ def test_without_numpy_nothing_is_folded(descriptor: int, monkeypatch: pytest.Mo
 def test_a_process_that_was_killed_costs_the_arena_and_no_other(descriptor: int) -> None:
     arena = arena_of(descriptor, LANDING_CHUNKS + 1)
     at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
-    (process,) = crew_of(at_work)
+    (process,) = at_work.processes
     process.kill()
     process.wait()
     at_work.filled(0, CHUNK_BYTES)
@@ -286,7 +282,7 @@ def test_who_waits_for_a_model_does_not_wait_for_all_of_it_to_be_folded(
     chunks = 12
     arena = arena_of(descriptor, LANDING_CHUNKS + chunks)
     at_work = Folding(descriptor, arena.layout.bytes, [(0, arena.layout.bytes)])
-    (process,) = crew_of(at_work)[:1]
+    (process,) = at_work.processes[:1]
     at_work.filled(0, arena.layout.bytes)
     # None of it is read any more by the time that it is finished.
     monkeypatch.setattr(folding, "PATIENCE_MIN_S", 0.0)
@@ -318,7 +314,7 @@ def test_of_many_who_speak_at_once_each_is_heard(descriptor: int, fast_crew: Non
     chunks = 4_000
     for _ in range(5):
         at_work = Folding(descriptor, (chunks + LANDING_CHUNKS) * CHUNK_BYTES, [(0, chunks * CHUNK_BYTES)])
-        assert len(crew_of(at_work)) == folding.PROCESSES_MAX
+        assert len(at_work.processes) == folding.PROCESSES_MAX
         at_work.filled(0, chunks * CHUNK_BYTES)
         assert at_work.finish(NEVER) == {}
 
@@ -336,7 +332,7 @@ def test_nobody_waits_where_nobody_takes_orders(descriptor: int, fast_crew: None
     chunks = 40_000
     at_work = Folding(descriptor, (chunks + LANDING_CHUNKS) * CHUNK_BYTES, [(0, chunks * CHUNK_BYTES)])
     at_work.filled(0, chunks * CHUNK_BYTES)
-    processes = crew_of(at_work)
+    processes = at_work.processes
     at_work.stop()
     assert all(process.returncode == -9 for process in processes)
 
@@ -354,15 +350,16 @@ def test_a_load_that_is_called_off_in_the_middle_of_a_chunk_keeps_nobody_from_fo
     assert Folding.is_able
 
 
-def test_a_process_that_never_ends_is_ended(descriptor: int, fast_crew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_never_ends_is_ended(
+    descriptor: int, fast_crew: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(folding, "CHUNK_S", 0.1)
-    folding._PROGRAM.write_text("import os, time\nos.read(0, 4)\ntime.sleep(600)\n")
+    taken = tmp_path / "taken"
+    program = f"import os, time\nos.read(0, 4)\nopen({str(taken)!r}, 'w').close()\ntime.sleep(600)\n"
+    folding._PROGRAM.write_text(program)
     at_work = Folding(descriptor, (1 + LANDING_CHUNKS) * CHUNK_BYTES, [(0, CHUNK_BYTES)])
     at_work.filled(0, CHUNK_BYTES)
-    assert at_work._crew is not None
-    while select.select([at_work._crew._unread], [], [], 0)[0]:
-        # Nobody has taken the order yet.
-        time.sleep(0.01)
+    asyncio.run(until(taken.exists))
     monkeypatch.setattr(folding, "PATIENCE_MIN_S", 0.0)
     with pytest.raises(FoldingFailed, match="ended with -9"):
         at_work.finish(NEVER)
@@ -371,8 +368,8 @@ def test_a_process_that_never_ends_is_ended(descriptor: int, fast_crew: None, mo
 def test_a_chunk_that_is_not_there_ends_the_process_with_an_error(descriptor: int) -> None:
     arena = arena_of(descriptor, LANDING_CHUNKS + 1)
     at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
-    assert at_work._crew is not None
-    at_work._crew.order(99)
+    assert at_work._processes is not None
+    at_work._processes.submit(99)
     with pytest.raises(FoldingFailed, match="ended with 1"):
         at_work.finish(NEVER)
 
@@ -384,7 +381,7 @@ def test_it_ends_with_its_worker_in_the_middle_of_a_chunk(descriptor: int) -> No
         "import os, sys, time; from greenroom.workers.torch_host.weights.fold.folding import Folding\n"
         "fd, size = map(int, sys.argv[1:])\n"
         "at_work = Folding(fd, size, [(0, size)]); at_work.filled(0, size)\n"
-        "print(*(process.pid for process in at_work._crew._processes), flush=True); time.sleep(60)\n"
+        "print(*(process.pid for process in at_work.processes), flush=True); time.sleep(60)\n"
     )
     size = os.fstat(descriptor).st_size
     argv = [sys.executable, "-c", program, str(descriptor), str(size)]
@@ -413,7 +410,7 @@ def test_stopped_it_leaves_nothing(descriptor: int) -> None:
     arena = arena_of(descriptor, LANDING_CHUNKS + 1)
     before = len(os.listdir("/proc/self/fd"))
     at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
-    (process,) = crew_of(at_work)
+    (process,) = at_work.processes
     at_work.stop()
     assert process.poll() is not None
     at_work.stop()

@@ -29,7 +29,7 @@ PROCESSES_MAX: Final = 8
 # begun by then stay unfolded. The minimum is what the processes need to start.
 PATIENCE_SHARE: Final = 0.25
 PATIENCE_MIN_S: Final = 1.0
-LOOK_S: Final = 0.01
+POLL_S: Final = 0.01
 # A chunk takes a tenth of a second; one that takes this long will never be done.
 CHUNK_S: Final = 30.0
 KILL_S: Final = 5.0
@@ -83,32 +83,37 @@ class Folding:
         """For an arena of `size` bytes of which `ranges` (start, bytes) will be filled."""
         self._lock = threading.Lock()
         self._missing = [0] * max(0, size // CHUNK_BYTES - LANDING_CHUNKS)
-        self._crew: _Crew | None = None
+        self._processes: _FoldProcesses | None = None
         self._began = time.monotonic()
         for start, length in ranges:
-            for index, part in _shares(start, length):
+            for index, part in _bytes_by_chunk(start, length):
                 if index < len(self._missing):
                     self._missing[index] += part
         if self._missing and Folding.is_able:
-            self._crew = _crew(descriptor, size, len(self._missing))
+            self._processes = _start_processes(descriptor, size, len(self._missing))
+
+    @property
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        """The processes that fold; none if nothing is to be folded, or folding is over."""
+        return [] if self._processes is None else self._processes.running
 
     def filled(self, start: int, length: int) -> None:
         """These bytes are filled and will not be touched again."""
         with self._lock:
-            for index, part in _shares(start, length):
+            for index, part in _bytes_by_chunk(start, length):
                 if index < len(self._missing):
                     self._missing[index] -= part
-                    if self._missing[index] == 0 and self._crew is not None:
-                        self._crew.order(index)
+                    if self._missing[index] == 0 and self._processes is not None:
+                        self._processes.submit(index)
 
     def finish(self, cancelled: threading.Event) -> dict[int, Fold]:
         """All is filled: wait and return the folded chunks. Raises FoldingFailed or Failure: fill the arena again."""
-        crew, self._crew = self._crew, None
-        if crew is None:
+        processes, self._processes = self._processes, None
+        if processes is None:
             return {}
         patience_s = max(PATIENCE_MIN_S, PATIENCE_SHARE * (time.monotonic() - self._began))
         try:
-            return crew.dismiss(patience_s, cancelled)
+            return processes.finish(patience_s, cancelled)
         except Failure:
             # After a cancellation, the processes were killed by us.
             Folding.is_able = cancelled.is_set()
@@ -116,113 +121,117 @@ class Folding:
 
     def stop(self) -> None:
         """Kill the processes. May be called again. Raises Failure if one cannot be killed."""
-        crew, self._crew = self._crew, None
-        if crew is not None:
-            crew.call_off()
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.kill()
 
 
-class _Crew:
+class _FoldProcesses:
     """The processes that fold one arena, and the pipe from which they take chunk numbers."""
 
     def __init__(self) -> None:
         """Raises OSError."""
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._ordered: set[int] = set()
+        self.running: list[subprocess.Popen[bytes]] = []
+        self._submitted: set[int] = set()
         with contextlib.ExitStack() as undo:
-            self._unread, self._orders = os.pipe()
-            undo.callback(os.close, self._unread)
+            self._numbers_out, self._numbers_in = os.pipe()
+            undo.callback(os.close, self._numbers_out)
             self._closing = undo.enter_context(contextlib.ExitStack())
-            self._closing.callback(os.close, self._orders)
-            os.set_blocking(self._orders, False)
+            self._closing.callback(os.close, self._numbers_in)
+            os.set_blocking(self._numbers_in, False)
             # They write to a memory file, which is read at the end. Append mode: they share one file offset, and of
             # two lines written at once one would be lost.
-            self._said = undo.enter_context(os.fdopen(os.memfd_create("folds"), "rb"))
-            fcntl.fcntl(self._said, fcntl.F_SETFL, fcntl.fcntl(self._said, fcntl.F_GETFL) | os.O_APPEND)
+            self._output = undo.enter_context(os.fdopen(os.memfd_create("folds"), "rb"))
+            fcntl.fcntl(self._output, fcntl.F_SETFL, fcntl.fcntl(self._output, fcntl.F_GETFL) | os.O_APPEND)
             self._open = undo.pop_all()
 
-    def hire(self, count: int, *arguments: str, passing: int) -> None:
+    def start(self, count: int, *arguments: str, passing: int) -> None:
         """Raises OSError."""
         env = _ENVIRONMENT | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         argv = (sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid()), *arguments)
         for _ in range(count):
-            self._processes.append(
-                subprocess.Popen(argv, stdin=self._unread, stdout=self._said, pass_fds=(passing,), env=env, cwd="/")
+            self.running.append(
+                subprocess.Popen(
+                    argv, stdin=self._numbers_out, stdout=self._output, pass_fds=(passing,), env=env, cwd="/"
+                )
             )
 
-    def order(self, index: int) -> None:
+    def submit(self, index: int) -> None:
         # The pipe is full: thousands of chunks are waiting, and this one stays unfolded.
         with contextlib.suppress(BlockingIOError):
-            os.write(self._orders, ORDER.pack(index))
-            self._ordered.add(index)
+            os.write(self._numbers_in, ORDER.pack(index))
+            self._submitted.add(index)
 
-    def dismiss(self, patience_s: float, cancelled: threading.Event) -> dict[int, Fold]:
+    def finish(self, patience_s: float, cancelled: threading.Event) -> dict[int, Fold]:
         """Return the folded chunks. After `patience_s` no further chunk is begun. Raises FoldingFailed or Failure."""
         self._closing.close()
         ends_at = time.monotonic() + patience_s
-        while self._are_busy() and time.monotonic() < ends_at and not cancelled.wait(LOOK_S):
+        while self._is_any_alive() and time.monotonic() < ends_at and not cancelled.wait(POLL_S):
             pass
         # Take back the numbers that no process has taken. The write end is closed, so this ends.
-        while found := os.read(self._unread, ORDER.size * 1024):
-            self._ordered.difference_update(index for (index,) in ORDER.iter_unpack(found))
+        while found := os.read(self._numbers_out, ORDER.size * 1024):
+            self._submitted.difference_update(index for (index,) in ORDER.iter_unpack(found))
         with self._open:
             # A cancelled load does not wait for chunks in progress.
-            return self._heard(self._codes(0.0 if cancelled.is_set() else CHUNK_S))
+            return self._results(self._exit_codes(0.0 if cancelled.is_set() else CHUNK_S))
 
-    def call_off(self) -> None:
+    def kill(self) -> None:
         """Kill all at once, whatever the state of their chunks. Raises Failure if one cannot be killed."""
-        for process in self._processes:
+        for process in self.running:
             process.kill()
         self._closing.close()
         with self._open:
-            self._codes(0.0)
+            self._exit_codes(0.0)
 
-    def _are_busy(self) -> bool:
-        return any(process.poll() is None for process in self._processes)
+    def _is_any_alive(self) -> bool:
+        return any(process.poll() is None for process in self.running)
 
-    def _codes(self, within_s: float) -> list[int]:
+    def _exit_codes(self, within_s: float) -> list[int]:
         """Their exit codes, killing those that take too long. Raises Failure if one still lives and could write."""
         ends_at = time.monotonic() + within_s
-        for process in self._processes:
+        for process in self.running:
             try:
                 process.wait(max(0.0, ends_at - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
         try:
-            return [process.wait(KILL_S) for process in self._processes]
+            return [process.wait(KILL_S) for process in self.running]
         except subprocess.TimeoutExpired as stuck:
             raise Failure(f"a process that folds weights could not be ended within {KILL_S:g} s.") from stuck
 
-    def _heard(self, codes: Sequence[int]) -> dict[int, Fold]:
+    def _results(self, codes: Sequence[int]) -> dict[int, Fold]:
         wrong = [code for code in codes if code not in (0, NO_NUMPY)]
         if wrong:
             raise FoldingFailed(f"a process that folds weights ended with {wrong[0]}.")
-        self._said.seek(0)
-        said = {index: numbers for index, *numbers in (map(int, line.split()) for line in self._said)}
-        if said.keys() != self._ordered:
-            raise FoldingFailed(f"of {len(self._ordered)} chunks that were to be folded {len(said)} were told of.")
-        return {index: Fold(*numbers) for index, numbers in said.items() if numbers}
+        self._output.seek(0)
+        reported = {index: numbers for index, *numbers in (map(int, line.split()) for line in self._output)}
+        if reported.keys() != self._submitted:
+            raise FoldingFailed(
+                f"of {len(self._submitted)} chunks that were to be folded {len(reported)} were told of."
+            )
+        return {index: Fold(*numbers) for index, numbers in reported.items() if numbers}
 
 
-def _crew(descriptor: int, size: int, chunks: int) -> _Crew | None:
+def _start_processes(descriptor: int, size: int, chunks: int) -> _FoldProcesses | None:
     """Processes for these chunks; None if none can be started."""
     found = importlib.util.find_spec("numpy")
     if found is None or found.origin is None:
         return None
     folder = str(Path(found.origin).parent.parent)
     count = min(chunks, PROCESSES_MAX, max(1, len(os.sched_getaffinity(0)) // 2))
-    crew: _Crew | None = None
+    processes: _FoldProcesses | None = None
     try:
-        crew = _Crew()
-        crew.hire(count, folder, str(descriptor), str(size), passing=descriptor)
+        processes = _FoldProcesses()
+        processes.start(count, folder, str(descriptor), str(size), passing=descriptor)
     except OSError as reason:
         log.warning("weights are not folded: %s", reason)
-        if crew is not None:
-            crew.call_off()
+        if processes is not None:
+            processes.kill()
         return None
-    return crew
+    return processes
 
 
-def _shares(start: int, length: int) -> Iterable[tuple[int, int]]:
+def _bytes_by_chunk(start: int, length: int) -> Iterable[tuple[int, int]]:
     """The chunks a range covers, each with the bytes in it."""
     end = start + length
     while start < end:
