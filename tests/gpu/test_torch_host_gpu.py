@@ -82,12 +82,12 @@ def dirty(size: int) -> None:
 def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceWeights]:
     torch.zeros(1, device=GPU)
     folder = tiny.make_model(tmp_path_factory.mktemp("model"), "llama")
-    wish = ModelOptions(folder, attention="sdpa", dtype="bfloat16")
-    config = building.read_config(wish)
+    options = ModelOptions(folder, attention="sdpa", dtype="bfloat16")
+    config = building.read_config(options)
     config.update(SIZES)
     # Derived from the tiny sizes when the file was read.
     config.head_dim = SIZES["hidden_size"] // SIZES["num_attention_heads"]
-    module = building.build(wish, config, torch.bfloat16)
+    module = building.build(options, config, torch.bfloat16)
     assert module is not None
     layout = lay_out(building.state_of(module))
     memory = os.memfd_create("arena")

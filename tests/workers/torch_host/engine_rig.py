@@ -1,4 +1,4 @@
-"""A tiny model ready to perform, without files, arenas or a server, and asks whose answers are collected."""
+"""A tiny model in an engine, without files, arenas or a server, and requests with collected answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Flat:
 
 @dataclass
 class FakeDeviceModel:
-    """What a runner needs of a model on stage, on the CPU, always awake."""
+    """What a runner needs of a model on a device: on the CPU, always awake."""
 
     module: torch.nn.Module
     config: Any
@@ -47,7 +47,7 @@ class FakeDeviceModel:
     """How many tokens each forward pass was given."""
 
     def wait_for_weights(self) -> None:
-        """They were made here."""
+        """Nothing to wait for: the weights were made here."""
 
 
 def random_model(kind: str, seed: int = 1, **changes: Any) -> Any:
@@ -88,10 +88,9 @@ def running(
     sentence: SentenceConfig | None = None,
     **options: Any,
 ) -> Iterator[EngineLoop]:
-    """The model on stage, until the end of the block."""
-    model = device_model_of(model, cache_tokens, sentence)
+    """An engine that is awake, until the end of the block."""
     engine = EngineLoop(
-        model,
+        device_model_of(model, cache_tokens, sentence),
         cache_tokens=cache_tokens,
         batch_max=batch_max,
         context=context,
@@ -107,7 +106,7 @@ def running(
 
 
 class Answer:
-    """Hears one ask. Counts ends, so that a second one is noticed."""
+    """The listener of one request. Counts ends, so that a second one is noticed."""
 
     def __init__(self) -> None:
         self.tokens: list[Token] = []

@@ -1,4 +1,4 @@
-"""A performer that says what a test tells it to, from a thread of its own for each ask, as a model would."""
+"""An engine that generates what a test tells it to, from a thread of its own for each request."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ WAIT_S = 30.0
 
 
 class FakeEngine:
-    """`script` gives the tokens of an ask. With `holds_after`, each token after the first so many waits for `go`.
+    """`script` gives the tokens of a request. With `holds_after`, each token after the first so many waits for `go`.
 
-    With `places`, only so many asks find one; the others wait for `go` before they are seated.
+    With `places`, only so many requests are admitted at once; the others wait for `go`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class FakeEngine:
             self._start(ask)
 
     def _start(self, ask: GenerationRequest) -> None:
-        threading.Thread(target=self._perform, args=(ask,), name=f"fake {ask.id}", daemon=True).start()
+        threading.Thread(target=self._answer, args=(ask,), name=f"fake {ask.id}", daemon=True).start()
 
     def embed(
         self,
@@ -75,12 +75,12 @@ class FakeEngine:
         return 0, 0
 
     def wait_for_ends(self, count: int) -> list[End]:
-        """The ends of so many asks; fails if they do not come."""
+        """The ends of so many requests; fails if they do not come."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.ends) >= count, WAIT_S), f"{len(self.ends)} ended"
         return self.ends
 
-    def _perform(self, ask: GenerationRequest) -> None:
+    def _answer(self, ask: GenerationRequest) -> None:
         if ask.cached_tokens is None:
             self._held(ask)
             ask.cached_tokens = self.cached_tokens

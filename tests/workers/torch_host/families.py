@@ -252,8 +252,8 @@ def cached_apart(model: Any) -> float:
     """How far log probabilities are off in an answer whose prompt was in part found in the prefix cache."""
     likeliest = Sampling(temperature=0.0, logprobs=5)
     prompts = [SEQUENCES[0][:38], [*SEQUENCES[0][:33], *SEQUENCES[2][:4]]]
-    with running(model, cache_tokens=CACHE_TOKENS, batch_max=2, context=64) as batching:
-        answers = [said(batching, prompt, 4, likeliest) for prompt in prompts]
+    with running(model, cache_tokens=CACHE_TOKENS, batch_max=2, context=64) as engine:
+        answers = [said(engine, prompt, 4, likeliest) for prompt in prompts]
     assert answers[1].cached_tokens == 32, "the prefix cache was not used"
     plain = plain_logits(model, [[*prompt, *answer.ids] for prompt, answer in zip(prompts, answers, strict=True)])
     worst = 0.0

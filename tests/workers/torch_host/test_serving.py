@@ -29,8 +29,8 @@ HI: Any = [{"role": "user", "content": "one two three"}]
 class House:
     """A served model, the same weights as Transformers runs them, and clients."""
 
-    def __init__(self, batching: EngineLoop, text: Text, socket: Path) -> None:
-        self.batching = batching
+    def __init__(self, engine: EngineLoop, text: Text, socket: Path) -> None:
+        self.engine = engine
         self.text = text
         self.reference = random_model("llama")
         http = httpx2.AsyncClient(transport=httpx2.AsyncHTTPTransport(uds=str(socket)), timeout=90)
@@ -49,10 +49,10 @@ class House:
 async def house(tmp_path: Path, socket_folder: Path, templates: SandboxPool) -> AsyncIterator[House]:
     save_tokenizer(tmp_path / "tiny")
     text = Text.load(tmp_path / "tiny")
-    with running(random_model("llama")) as batching:
+    with running(random_model("llama")) as engine:
         trials = SchemaTrials(SandboxPool(SCHEMAS))
-        served = await serve_text(socket_folder / "s", batching, text, "tiny", templates=templates, trials=trials)
-        made = House(batching, text, socket_folder / "s")
+        served = await serve_text(socket_folder / "s", engine, text, "tiny", templates=templates, trials=trials)
+        made = House(engine, text, socket_folder / "s")
         yield made
         await made.client.close()
         await served.close()
@@ -142,6 +142,6 @@ async def test_a_client_that_leaves_frees_its_place(house: House) -> None:
         model="tiny", prompt=PROMPT, stream=True, extra_body={"ignore_eos": True}
     )
     await anext(stream)
-    assert house.batching.in_flight == 1
+    assert house.engine.in_flight == 1
     await stream.close()
-    await until(lambda: house.batching.in_flight == 0)
+    await until(lambda: house.engine.in_flight == 0)

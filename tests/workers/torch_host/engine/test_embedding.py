@@ -14,7 +14,7 @@ MEAN = SentenceConfig()
 INPUTS = [prompt(length) for length in (9, 3, 30, 9, 17)]
 
 
-def embedded(batching: EngineLoop, inputs: list[list[int]], skipped: list[int] | None = None) -> Vectors | Exception:
+def embedded(engine: EngineLoop, inputs: list[list[int]], skipped: list[int] | None = None) -> Vectors | Exception:
     results: list[Vectors | Exception] = []
     done = threading.Event()
 
@@ -22,40 +22,40 @@ def embedded(batching: EngineLoop, inputs: list[list[int]], skipped: list[int] |
         results.append(result)
         done.set()
 
-    batching.embed(inputs, on_done, skipped)
+    engine.embed(inputs, on_done, skipped)
     assert done.wait(WAIT_S)
     assert len(results) == 1
     return results[0]
 
 
 def test_a_model_embeds_or_writes_text_and_says_which() -> None:
-    with running(random_model("bert"), cache_tokens=0, sentence=MEAN) as batching, pytest.raises(PromptTooLong):
-        batching.submit(ask(prompt(3))[0])
-    with running(random_model("llama")) as batching:
-        assert isinstance(embedded(batching, INPUTS), PromptTooLong)
+    with running(random_model("bert"), cache_tokens=0, sentence=MEAN) as engine, pytest.raises(PromptTooLong):
+        engine.submit(ask(prompt(3))[0])
+    with running(random_model("llama")) as engine:
+        assert isinstance(embedded(engine, INPUTS), PromptTooLong)
 
 
 def test_an_input_too_long_or_empty_is_said_and_not_computed() -> None:
-    with running(random_model("bert"), cache_tokens=0, context=64, sentence=MEAN) as batching:
-        assert isinstance(embedded(batching, [prompt(65)]), PromptTooLong)
-        assert isinstance(embedded(batching, [prompt(5), []]), PromptTooLong)
-        assert isinstance(embedded(batching, []), PromptTooLong)
+    with running(random_model("bert"), cache_tokens=0, context=64, sentence=MEAN) as engine:
+        assert isinstance(embedded(engine, [prompt(65)]), PromptTooLong)
+        assert isinstance(embedded(engine, [prompt(5), []]), PromptTooLong)
+        assert isinstance(embedded(engine, []), PromptTooLong)
 
 
 def test_a_failure_reaches_whoever_asked_and_the_next_is_served() -> None:
     model = random_model("bert")
-    with running(model, cache_tokens=0, sentence=MEAN) as batching:
+    with running(model, cache_tokens=0, sentence=MEAN) as engine:
         broken = model.register_forward_pre_hook(lambda *_: 1 / 0)
-        assert isinstance(embedded(batching, INPUTS), Exception)
+        assert isinstance(embedded(engine, INPUTS), Exception)
         broken.remove()
-        assert isinstance(embedded(batching, INPUTS), list)
-        assert batching.in_flight == 0
+        assert isinstance(embedded(engine, INPUTS), list)
+        assert engine.in_flight == 0
 
 
 def test_a_prompt_that_is_all_of_an_input_leaves_its_last_token() -> None:
-    with running(random_model("bert"), cache_tokens=0, sentence=SentenceConfig(pooling=("max",))) as batching:
-        vectors = embedded(batching, [prompt(5), prompt(3)], [9, 0])
-        last = embedded(batching, [prompt(5)], [4])
+    with running(random_model("bert"), cache_tokens=0, sentence=SentenceConfig(pooling=("max",))) as engine:
+        vectors = embedded(engine, [prompt(5), prompt(3)], [9, 0])
+        last = embedded(engine, [prompt(5)], [4])
     assert isinstance(vectors, list) and isinstance(last, list)
     assert vectors[0] == pytest.approx(last[0], abs=1e-4)
 

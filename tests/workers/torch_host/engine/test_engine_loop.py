@@ -31,8 +31,7 @@ def engine(llama: Any) -> Iterator[EngineLoop]:
 
 
 def computed(engine: EngineLoop) -> int:
-    assert engine._scheduler is not None
-    return engine._scheduler.computed_tokens
+    return engine.stats.computed_tokens
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -161,9 +160,8 @@ def test_kv_memory_that_is_full_makes_sequences_wait_and_not_fail(llama: Any) ->
             engine.submit(one)
         assert [answer.end.reason for _, answer in asked] == ["length"] * 6
         assert [answer.ids for _, answer in asked] == alone
-        assert engine._scheduler is not None
-        assert engine._scheduler.preempted > 0
-        assert engine._block_manager.available == 256 // 16
+        assert engine.stats.preempted > 0
+        assert engine.stats.available_blocks == 256 // 16
 
 
 def test_a_sequence_that_fills_all_memory_alone_is_answered(llama: Any) -> None:
@@ -264,7 +262,7 @@ def test_flush_in_the_middle_of_an_answer_changes_nothing_for_it(engine: EngineL
     assert answer.end.reason == "length"
     assert answer.ids == alone
     engine.flush(None, None)
-    assert engine._block_manager.available == 4096 // 16
+    assert engine.stats.available_blocks == 4096 // 16
 
 
 def test_the_same_seed_says_the_same_whatever_is_around(engine: EngineLoop) -> None:
@@ -369,7 +367,7 @@ def test_an_error_in_a_step_ends_those_concerned_and_the_model_serves_on(
 def test_of_a_lost_device_only_those_hear_who_may_have_done_it(
     is_first: bool, llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process ends: whoever hears nothing is asked for again by the gateway, in another."""
+    """The process ends: requests that were told nothing are sent again by the gateway, to another one."""
     told: list[BaseException] = []
     ended = threading.Event()
 
@@ -459,7 +457,7 @@ def test_sleep_ends_who_is_unfinished_and_forgets_the_cache(engine: EngineLoop) 
     engine.on_wake()
     again = said(engine, prompt(60), 2)
     assert again.cached_tokens == 0
-    assert engine._block_manager.available == 4096 // 16
+    assert engine.stats.available_blocks == 4096 // 16
 
 
 def test_a_thread_that_does_not_obey_is_stuck_and_the_process_with_it(

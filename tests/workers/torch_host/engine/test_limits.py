@@ -225,9 +225,9 @@ def test_a_head_wider_than_the_embedding_never_says_what_cannot_be_read(sampling
     model.lm_head.weight.data.normal_(0, 0.3)
     model.lm_head.weight.data[ROWS:] *= 30
     assert token_limits(model).choices == ROWS
-    with running(model) as batching:
+    with running(model) as engine:
         for length in (1, 7):
-            tokens = said(batching, [token % ROWS for token in prompt(length)], 24, sampling).ids
+            tokens = said(engine, [token % ROWS for token in prompt(length)], 24, sampling).ids
             assert len(tokens) == 24
             assert max(tokens) < ROWS
 
@@ -235,33 +235,33 @@ def test_a_head_wider_than_the_embedding_never_says_what_cannot_be_read(sampling
 def test_a_head_narrower_than_the_embedding_penalises_what_it_can() -> None:
     model = random_model("llama", vocab_size=ROWS)
     model.lm_head = torch.nn.Linear(model.config.hidden_size, ROWS - 8, bias=False)
-    with running(model) as batching:
-        assert (batching.limits.tokens, batching.limits.choices) == (ROWS, ROWS - 8)
+    with running(model) as engine:
+        assert (engine.limits.tokens, engine.limits.choices) == (ROWS, ROWS - 8)
         sampling = Sampling(temperature=0.0, repetition_penalty=1.5, presence_penalty=0.5)
-        answer = said(batching, [5, ROWS - 1, ROWS - 8], 12, sampling)
+        answer = said(engine, [5, ROWS - 1, ROWS - 8], 12, sampling)
         assert answer.end.reason == "length"
 
 
 def test_nothing_unknown_is_taken_into_a_batch() -> None:
     model = random_model("llama", vocab_size=ROWS)
     alone = generated(model, [5, 6, 7], 12)
-    with running(model) as batching:
+    with running(model) as engine:
         good, answer = ask([5, 6, 7], 12)
         bad, _ = ask([5, ROWS], 12)
         with pytest.raises(UnknownToken, match=r"300.*299"):
-            batching.submit(bad)
+            engine.submit(bad)
         biased, _ = ask([5], 12, Sampling(logit_bias={ROWS: 1.0}))
         with pytest.raises(UnknownToken, match=r"300.*299"):
-            batching.submit(biased)
-        batching.submit(good)
+            engine.submit(biased)
+        engine.submit(good)
         assert answer.end.reason == "length"
         assert answer.ids == alone
-        assert batching.in_flight == 0
+        assert engine.in_flight == 0
 
 
 def test_a_context_is_no_longer_than_the_table() -> None:
-    with running(random_model("gpt2", n_positions=40), context=512) as batching:
-        assert batching.context == 40
+    with running(random_model("gpt2", n_positions=40), context=512) as engine:
+        assert engine.context == 40
         with pytest.raises(PromptTooLong):
-            batching.submit(ask([5] * 30, 11)[0])
-        assert said(batching, [5] * 30, 10).end.reason == "length"
+            engine.submit(ask([5] * 30, 11)[0])
+        assert said(engine, [5] * 30, 10).end.reason == "length"

@@ -49,8 +49,8 @@ def test_attention_that_is_not_the_models_own_is_refused_with_both_numbers() -> 
 
 
 def test_without_the_check_it_is_served() -> None:
-    with running(own_model()) as batching:
-        assert len(said(batching, prompt(20), 4).ids) == 4
+    with running(own_model()) as engine:
+        assert len(said(engine, prompt(20), 4).ids) == 4
 
 
 def test_a_mask_of_the_models_own_is_refused_before_anybody_asks() -> None:
@@ -67,8 +67,8 @@ def test_a_window_that_no_layer_speaks_of_is_refused_where_texts_can_be_longer()
     model.config.sliding_window = 40
     with pytest.raises(BadModel, match="ctx_size to at most 40"), running(model, check=ModelCheck(None), context=64):
         pass
-    with running(model, check=ModelCheck(None), context=40) as batching:
-        assert said(batching, SEQUENCES[1], 4)
+    with running(model, check=ModelCheck(None), context=40) as engine:
+        assert said(engine, SEQUENCES[1], 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -90,9 +90,9 @@ def awake(model: Any, dtype: torch.dtype) -> Iterator[EngineLoop]:
     register()
     model.set_attn_implementation(IMPLEMENTATION)
     kv = torch.zeros(kv_bytes(model.config, dtype, CONTEXT), dtype=torch.uint8)
-    stage = FakeDeviceModel(model, model.config, Flat(kv), dtype=dtype)
+    on_device = FakeDeviceModel(model, model.config, Flat(kv), dtype=dtype)
     made = EngineLoop(
-        stage,
+        on_device,
         cache_tokens=CONTEXT,
         batch_max=1,
         context=CONTEXT,
@@ -107,8 +107,8 @@ def awake(model: Any, dtype: torch.dtype) -> Iterator[EngineLoop]:
 
 
 def test_a_model_with_fewer_places_than_the_check_needs_is_served_without() -> None:
-    with running(random_model("gpt2", n_positions=16), context=16, check=ModelCheck(None)) as batching:
-        assert len(said(batching, prompt(8), 4).ids) == 4
+    with running(random_model("gpt2", n_positions=16), context=16, check=ModelCheck(None)) as engine:
+        assert len(said(engine, prompt(8), 4).ids) == 4
 
 
 # --- what happens around it -----------------------------------------------------------------------------------------
@@ -125,19 +125,19 @@ def test_memory_that_is_short_is_no_difference_and_the_next_wake_tries_again() -
             raise failures.pop()
 
     model.register_forward_pre_hook(fail_first)
-    with pytest.raises(OutOfMemory), running(model, check=ModelCheck(None)) as batching:
+    with pytest.raises(OutOfMemory), running(model, check=ModelCheck(None)) as engine:
         pass
-    with running(model, check=ModelCheck(None)) as batching:
-        assert said(batching, prompt(20), 4)
+    with running(model, check=ModelCheck(None)) as engine:
+        assert said(engine, prompt(20), 4)
 
 
 def test_a_model_that_was_refused_can_be_woken_again_and_is_refused_again() -> None:
     model = own_model()
-    stage_kv = kv_bytes(model.config, "float32", CONTEXT)
+    kv_size = kv_bytes(model.config, "float32", CONTEXT)
     register()
     model.set_attn_implementation(IMPLEMENTATION)
     made = EngineLoop(
-        FakeDeviceModel(model, model.config, Flat(torch.zeros(stage_kv, dtype=torch.uint8))),
+        FakeDeviceModel(model, model.config, Flat(torch.zeros(kv_size, dtype=torch.uint8))),
         cache_tokens=CONTEXT,
         batch_max=2,
         context=CONTEXT,

@@ -53,7 +53,7 @@ def test_what_does_not_fit_pages_is_refused_by_name(changes: dict[str, Any], why
 
 
 def test_kv_bytes_count_tokens_layers_and_the_scratch_block() -> None:
-    # 4 layers, keys and values, 8 heads of 32 numbers of 2 bytes; 100 tokens are 7 blocks, and one is nobody's.
+    # 4 layers, keys and values, 8 heads of 32 numbers of 2 bytes; 100 tokens are 7 blocks, plus the scratch block.
     assert kv_bytes(config(), "bfloat16", 100) == 4 * 2 * 8 * 32 * 2 * (7 + 1) * BLOCK_TOKENS
     assert kv_bytes(config(), "torch.float32", 100) == 2 * kv_bytes(config(), "bfloat16", 100)
 

@@ -40,18 +40,16 @@ def failing(model: Any, fails: Callable[[torch.Tensor, torch.Tensor], bool], err
 
 
 def alone(model: Any, prompts: list[list[int]], sampling: Sampling = WARM, tokens: int = 20) -> list[list[int]]:
-    with running(model) as batching:
-        return [said(batching, one, tokens, sampling, uses_cache=False).ids for one in prompts]
+    with running(model) as engine:
+        return [said(engine, one, tokens, sampling, uses_cache=False).ids for one in prompts]
 
 
-def together(
-    batching: EngineLoop, prompts: list[list[int]], sampling: Sampling = WARM, tokens: int = 20
-) -> list[Answer]:
+def together(engine: EngineLoop, prompts: list[list[int]], sampling: Sampling = WARM, tokens: int = 20) -> list[Answer]:
     """The answers, of asks that come at once."""
-    batching.on_sleep()
+    engine.on_sleep()
     asked = [ask(one, tokens, sampling, uses_cache=False) for one in prompts]
-    batching.submit(*(one for one, _ in asked))
-    batching.on_wake()
+    engine.submit(*(one for one, _ in asked))
+    engine.on_wake()
     answers = [answer for _, answer in asked]
     assert all(answer.end for answer in answers)
     return answers
@@ -64,18 +62,18 @@ def is_prefill(ids: torch.Tensor) -> bool:
 def test_prompts_that_do_not_fit_together_are_computed_apart(llama: Any) -> None:
     prompts = [prompt(length) for length in (5, 20, 11, 17, 8)]
     wanted = alone(llama, prompts)
-    with running(llama) as batching, failing(llama, lambda ids, _: ids.numel() > 24):
-        answers = together(batching, prompts)
+    with running(llama) as engine, failing(llama, lambda ids, _: ids.numel() > 24):
+        answers = together(engine, prompts)
         assert [answer.end.reason for answer in answers] == ["length"] * 5
         assert [answer.ids for answer in answers] == wanted
-        assert batching.in_flight == 0
+        assert engine.in_flight == 0
 
 
 def test_a_prompt_that_does_not_fit_is_computed_in_smaller_pieces(llama: Any) -> None:
     prompts = [prompt(200)]
     wanted = alone(llama, prompts)
-    with running(llama) as batching, failing(llama, lambda ids, _: ids.numel() > 24):
-        answers = together(batching, prompts)
+    with running(llama) as engine, failing(llama, lambda ids, _: ids.numel() > 24):
+        answers = together(engine, prompts)
         assert [answer.ids for answer in answers] == wanted
 
 
@@ -87,9 +85,9 @@ def test_steps_do_not_run_out_of_memory_again_and_again(llama: Any) -> None:
         failures += ids.numel() > 64
         return ids.numel() > 64
 
-    with running(llama) as batching, failing(llama, fails):
+    with running(llama) as engine, failing(llama, fails):
         # Known to be quick, so that pieces would be as long as they may be.
-        together(batching, [prompt(500)], tokens=1)
+        together(engine, [prompt(500)], tokens=1)
         assert failures < 6
 
 
@@ -102,43 +100,43 @@ def test_only_the_prompt_at_fault_is_ended(llama: Any, error: Exception) -> None
     def fails(ids: torch.Tensor, at: torch.Tensor) -> bool:
         return bool(((ids == 390) & (at == 1)).any())
 
-    with running(llama) as batching, failing(llama, fails, error):
-        answers = together(batching, [*prompts[:2], bad, *prompts[2:]])
+    with running(llama) as engine, failing(llama, fails, error):
+        answers = together(engine, [*prompts[:2], bad, *prompts[2:]])
         ended = answers.pop(2)
         assert ended.end.reason == "error"
         # What foreign code says of it may name files and other processes: that is for the log.
         assert ended.end.error and str(error) not in ended.end.error
         assert ended.end.is_memory is (error is FULL)
         assert [answer.ids for answer in answers] == wanted
-        assert said(batching, prompts[0], 20, WARM).ids == wanted[0]
-        assert batching.in_flight == 0
+        assert said(engine, prompts[0], 20, WARM).ids == wanted[0]
+        assert engine.in_flight == 0
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_a_batch_that_does_not_fit_is_decoded_in_parts(llama: Any, rows: int) -> None:
     prompts = [prompt(length) for length in (5, 20, 11, 17, 8, 6)]
     wanted = alone(llama, prompts)
-    with running(llama) as batching, failing(llama, lambda ids, _: ids.shape[0] > rows):
-        answers = together(batching, prompts)
+    with running(llama) as engine, failing(llama, lambda ids, _: ids.shape[0] > rows):
+        answers = together(engine, prompts)
         assert [answer.end.reason for answer in answers] == ["length"] * 6
         assert [answer.ids for answer in answers] == wanted
-    assert batching.in_flight == 0
+    assert engine.in_flight == 0
 
 
 def test_only_the_answer_at_fault_is_ended(llama: Any) -> None:
     prompts = [prompt(length) for length in (5, 20, 11, 17, 8)]
     wanted = alone(llama, prompts)
     long = prompt(300)
-    with running(llama) as batching:
+    with running(llama) as engine:
         with failing(llama, lambda ids, at: not is_prefill(ids) and bool((at >= 300).any())):
-            answers = together(batching, [*prompts[:2], long, *prompts[2:]])
+            answers = together(engine, [*prompts[:2], long, *prompts[2:]])
             ended = answers.pop(2)
             assert ended.end.reason == "error"
             assert ended.end.is_memory
             assert [answer.ids for answer in answers] == wanted
         # Nothing is left of it: as many as before are computed together.
-        assert [answer.ids for answer in together(batching, prompts)] == wanted
-        assert max(batching._model.forwards[-10:]) == len(prompts)  # type: ignore[attr-defined]
+        assert [answer.ids for answer in together(engine, prompts)] == wanted
+        assert max(engine._model.forwards[-10:]) == len(prompts)  # type: ignore[attr-defined]
 
 
 def test_an_answer_goes_on_where_choosing_failed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +151,9 @@ def test_an_answer_goes_on_where_choosing_failed(llama: Any, monkeypatch: pytest
             raise FULL
         return plain(self, *args, **more)
 
-    with running(llama) as batching:
+    with running(llama) as engine:
         monkeypatch.setattr(torch.Tensor, "topk", topk)
-        answers = together(batching, prompts, sampling)
+        answers = together(engine, prompts, sampling)
         assert [answer.end.reason for answer in answers] == ["length"] * 3
         assert [answer.ids for answer in answers] == wanted
 
@@ -163,18 +161,18 @@ def test_an_answer_goes_on_where_choosing_failed(llama: Any, monkeypatch: pytest
 def test_inputs_that_do_not_fit_together_are_embedded_apart() -> None:
     bert = random_model("bert")
     inputs = [prompt(length) for length in (5, 20, 11, 17, 8)]
-    with running(bert, cache_tokens=0, sentence=SentenceConfig()) as batching:
-        wanted = embedded(batching, inputs)
+    with running(bert, cache_tokens=0, sentence=SentenceConfig()) as engine:
+        wanted = embedded(engine, inputs)
         with failing(bert, lambda ids, _: ids.shape[0] > 1):
-            found = embedded(batching, inputs)
+            found = embedded(engine, inputs)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), atol=1e-5, rtol=1e-4)
 
 
-def embedded(batching: EngineLoop, inputs: list[list[int]]) -> Any:
+def embedded(engine: EngineLoop, inputs: list[list[int]]) -> Any:
     import threading
 
     done, found = threading.Event(), []
-    batching.embed(inputs, lambda result: (found.append(result), done.set()))  # type: ignore[func-returns-value]
+    engine.embed(inputs, lambda result: (found.append(result), done.set()))  # type: ignore[func-returns-value]
     assert done.wait(WAIT_S)
     assert not isinstance(found[0], Exception), found[0]
     return found[0]
@@ -183,5 +181,5 @@ def embedded(batching: EngineLoop, inputs: list[list[int]]) -> Any:
 def test_what_greedy_answers_say_does_not_change(llama: Any) -> None:
     prompts = [prompt(length) for length in (30, 31, 32)]
     wanted = alone(llama, prompts, GREEDY)
-    with running(llama) as batching, failing(llama, lambda ids, _: ids.numel() > 40):
-        assert [answer.ids for answer in together(batching, prompts, GREEDY)] == wanted
+    with running(llama) as engine, failing(llama, lambda ids, _: ids.numel() > 40):
+        assert [answer.ids for answer in together(engine, prompts, GREEDY)] == wanted

@@ -78,7 +78,7 @@ def test_a_flushed_block_in_use_is_found_by_nobody_and_freed_by_its_last_user() 
     assert cache.match(A, run(0, 33)) == []
     assert free.free == 2
     own = cache.take(1)
-    # What follows a flushed block is not kept: nobody could find it.
+    # What follows a flushed block is not kept: it could not be found.
     assert cache.keep(A, run(0, 48), held, own) == []
     cache.release(held)
     assert free.free == 3

@@ -34,17 +34,17 @@ def config_of(**said: Any) -> Any:
 )
 def test_a_model_whose_state_is_no_flat_kv_is_refused_by_name(config: dict[str, Any], why: str) -> None:
     model = AutoModelForCausalLM.from_config(config_of(**config))
-    stage = SimpleNamespace(module=model, config=model.config, device=CPU, dtype=torch.float32, kv=None)
+    on_device = SimpleNamespace(module=model, config=model.config, device=CPU, dtype=torch.float32, kv=None)
     with pytest.raises(BadModel, match=why):
-        ModelRunner(stage, 64, 1, 64)  # type: ignore[arg-type]
+        ModelRunner(on_device, 64, 1, 64)  # type: ignore[arg-type]
 
 
 def test_a_model_built_with_another_attention_is_refused() -> None:
     model = random_model("llama")
-    stage = device_model_of(model, 64)
+    on_device = device_model_of(model, 64)
     model.set_attn_implementation("sdpa")
     with pytest.raises(BadModel, match="sdpa"):
-        ModelRunner(stage, 64, 1, 64)
+        ModelRunner(on_device, 64, 1, 64)
 
 
 @pytest.mark.parametrize(

@@ -46,26 +46,26 @@ LONGROPE = {
 }
 
 
-def cuda_stage(kind: str = "llama", cache_tokens: int = TOKENS, **changes: Any) -> FakeDeviceModel:
+def cuda_model(kind: str = "llama", cache_tokens: int = TOKENS, **changes: Any) -> FakeDeviceModel:
     model: Any = random_model(kind, **WIDE, **changes)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.mul_(0.3)
-    stage = replace(device_model_of(model, 0), device=torch.device("cuda", 0), dtype=torch.bfloat16)
-    stage.module = model.to(stage.device, stage.dtype)
-    size = kv_bytes(model.config, stage.dtype, cache_tokens)
-    stage.kv = Flat(torch.empty(size, dtype=torch.uint8, device=stage.device))
-    return stage
+    on_device = replace(device_model_of(model, 0), device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    on_device.module = model.to(on_device.device, on_device.dtype)
+    size = kv_bytes(model.config, on_device.dtype, cache_tokens)
+    on_device.kv = Flat(torch.empty(size, dtype=torch.uint8, device=on_device.device))
+    return on_device
 
 
 @pytest.mark.parametrize("shape", [LayerShape(2, 64, 64), LayerShape(8, 128, 128), LayerShape(3, 80, 80)], ids=str)
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [AttentionOptions(scale=0.1), AttentionOptions(scale=0.1, window=37), AttentionOptions(scale=0.2, softcap=3.0)],
     ids=str,
 )
-def test_the_paged_kernel_gives_what_plain_attention_gives(shape: LayerShape, how: AttentionOptions) -> None:
+def test_the_paged_kernel_gives_what_plain_attention_gives(shape: LayerShape, options: AttentionOptions) -> None:
     device, dtype = torch.device("cuda", 0), torch.bfloat16
     assert AttentionKernels.probe(shape, shape.kv_heads * 4, dtype, device) == AttentionKernels(packs=True, pages=True)
     memory = torch.randn(shape.numbers * (TOKENS + 16) + 4096, device=device, dtype=dtype).view(torch.uint8)
@@ -77,29 +77,29 @@ def test_the_paged_kernel_gives_what_plain_attention_gives(shape: LayerShape, ho
     outs = []
     for kernels in (AttentionKernels(), AttentionKernels(pages=True)):
         step = DecodeStep([store], kernels, lengths - 1, table)
-        outs.append(step.attend(0, query, key, key, how).float())
+        outs.append(step.attend(0, query, key, key, options).float())
     assert torch.allclose(outs[0], outs[1], atol=0.03)
 
 
 @pytest.mark.parametrize("changes", [{}, LONGROPE], ids=["plain", "longrope"])
 def test_captured_steps_choose_as_computed_ones_before_and_after_sleep(changes: dict[str, Any]) -> None:
-    stage = cuda_stage("phi3" if changes else "llama", **copy.deepcopy(changes))
+    on_device = cuda_model("phi3" if changes else "llama", **copy.deepcopy(changes))
     prompts = [prompt(length) for length in (5, 40, 130)]
     told = []
     for is_able in (False, True, True):
-        batching = _awake(stage)
-        assert batching._runner is not None
-        assert batching._runner._graphs is not None
-        batching._runner._graphs.is_able = is_able
+        engine = _awake(on_device)
+        assert engine._runner is not None
+        assert engine._runner._graphs is not None
+        engine._runner._graphs.is_able = is_able
         for _ in range(2):
             asked = [ask(one, 60) for one in prompts]
             for one, _ in asked:
-                batching.submit(one)
+                engine.submit(one)
             told.append([answer.ids for _, answer in asked if answer.end.reason == "length"])
-            batching.on_sleep()
-            stage.kv.tensor.fill_(255)
-            batching.on_wake()
-        batching.close()
+            engine.on_sleep()
+            on_device.kv.tensor.fill_(255)
+            engine.on_wake()
+        engine.close()
     assert all(len(one) == 3 for one in told)
     assert told[2] == told[3] == told[4] == told[5]
     # Other kernels may be taken for other shapes, so a close choice may fall otherwise; most do not.
@@ -108,19 +108,19 @@ def test_captured_steps_choose_as_computed_ones_before_and_after_sleep(changes: 
 
 
 def test_sampling_penalties_and_logprobs_work_on_the_device() -> None:
-    batching = _awake(cuda_stage())
+    engine = _awake(cuda_model())
     wish = Sampling(temperature=0.9, top_p=0.9, seed=3, frequency_penalty=0.4, logit_bias={5: 2.0}, logprobs=2)
-    first, again = (said(batching, prompt(20), 30, wish, uses_cache=False) for _ in range(2))
+    first, again = (said(engine, prompt(20), 30, wish, uses_cache=False) for _ in range(2))
     assert first.ids == again.ids
     assert all(token.logprob is not None and len(token.top) == 2 for token in first.tokens)
-    batching.close()
+    engine.close()
 
 
 @pytest.mark.parametrize("turned", [64, 32])
 def test_positions_are_turned_by_the_kernel_as_by_hand(turned: int) -> None:
     from greenroom.workers.torch_host.kernels.triton_kernels import apply_rope
 
-    assert fuse_rope(cuda_stage().module, 64, torch.bfloat16, torch.device("cuda", 0))
+    assert fuse_rope(cuda_model().module, 64, torch.bfloat16, torch.device("cuda", 0))
     joined = torch.randn(3, 5, 6 * 64, device="cuda", dtype=torch.bfloat16).view(3, 5, 6, 64).transpose(1, 2)
     query, key = joined[:, :4], joined[:, 4:]
     angles = torch.randn(3, 5, turned // 2, device="cuda").repeat(1, 1, 2)
@@ -138,21 +138,21 @@ def test_captured_steps_turn_each_sequence_by_its_own_length(name: str) -> None:
         pytest.skip("this Transformers fails at it by itself")
     model = built(name)
     plain, kv = copy.deepcopy(model), torch.empty(kv_bytes(model.config, "float32", TOKENS), dtype=torch.uint8)
-    stage = replace(device_model_of(model, 0), device=torch.device("cuda", 0), kv=Flat(kv.cuda()))
-    stage.module = model.to(stage.device)
-    batching = EngineLoop(stage, cache_tokens=TOKENS, batch_max=8, context=LONGEST, on_fatal=lambda error, say: say())
-    batching.on_wake()
+    on_device = replace(device_model_of(model, 0), device=torch.device("cuda", 0), kv=Flat(kv.cuda()))
+    on_device.module = model.to(on_device.device)
+    engine = EngineLoop(on_device, cache_tokens=TOKENS, batch_max=8, context=LONGEST, on_fatal=lambda error, say: say())
+    engine.on_wake()
     prompts = [prompt(20), prompt(100), prompt(ORIGINAL - 5), prompt(ORIGINAL - 2, 1), prompt(68)]
     for _ in range(2):
-        for one, answer in zip(prompts, told(batching, prompts, 12), strict=True):
+        for one, answer in zip(prompts, told(engine, prompts, 12), strict=True):
             check(plain, one, answer, 1e-3)
-    assert batching._runner is not None
-    assert batching._runner._graphs is not None
-    assert batching._runner._graphs.is_able or ASKS_HOST
-    batching.close()
+    assert engine._runner is not None
+    assert engine._runner._graphs is not None
+    assert engine._runner._graphs.is_able or ASKS_HOST
+    engine.close()
 
 
-def _awake(stage: FakeDeviceModel) -> EngineLoop:
-    batching = EngineLoop(stage, cache_tokens=TOKENS, batch_max=4, context=512, on_fatal=lambda error, say: say())
-    batching.on_wake()
-    return batching
+def _awake(on_device: FakeDeviceModel) -> EngineLoop:
+    engine = EngineLoop(on_device, cache_tokens=TOKENS, batch_max=4, context=512, on_fatal=lambda error, say: say())
+    engine.on_wake()
+    return engine

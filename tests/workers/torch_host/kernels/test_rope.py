@@ -133,10 +133,10 @@ def check(plain: Any, tokens: Sequence[int], answer: Answer, apart: float = TOLE
         assert token.logprob == pytest.approx(float(want.max()), abs=apart), at
 
 
-def told(batching: EngineLoop, prompts: Sequence[list[int]], count: int, **more: Any) -> list[Answer]:
+def told(engine: EngineLoop, prompts: Sequence[list[int]], count: int, **more: Any) -> list[Answer]:
     """All of them in one batch."""
     asked = [ask(one, count, TOLD, **more) for one in prompts]
-    batching.submit(*(one for one, _ in asked))
+    engine.submit(*(one for one, _ in asked))
     assert all(answer.end for _, answer in asked)
     return [answer for _, answer in asked]
 
@@ -147,25 +147,25 @@ SHORT, LONG = prompt(20), prompt(100)
 def test_a_sequence_alone_is_turned_as_its_length_asks(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_scheduler, "PREFILL_TOKENS_MAX", 32)
     plain = copy.deepcopy(model)
-    with running(model, context=CONTEXT) as batching:
+    with running(model, context=CONTEXT) as engine:
         for one in (SHORT, LONG, SHORT):
-            check(plain, one, *told(batching, [one], 4, uses_cache=False))
+            check(plain, one, *told(engine, [one], 4, uses_cache=False))
 
 
 def test_a_neighbour_of_another_length_changes_nothing(model: Any) -> None:
     plain = copy.deepcopy(model)
     prompts = [SHORT, LONG, prompt(ORIGINAL - 9), prompt(ORIGINAL), prompt(ORIGINAL + 1)]
-    with running(model, context=CONTEXT) as batching:
-        for one, answer in zip(prompts, told(batching, prompts, 6, uses_cache=False), strict=True):
+    with running(model, context=CONTEXT) as engine:
+        for one, answer in zip(prompts, told(engine, prompts, 6, uses_cache=False), strict=True):
             check(plain, one, answer)
 
 
 def test_an_answer_that_outgrows_the_original_length_goes_on_as_a_long_one(model: Any) -> None:
     plain = copy.deepcopy(model)
     prompts = [prompt(ORIGINAL - 5), prompt(ORIGINAL - 2, 1), SHORT, LONG, prompt(68)]
-    with running(model, context=CONTEXT, batch_max=4) as batching:
+    with running(model, context=CONTEXT, batch_max=4) as engine:
         for _ in range(2):
-            for one, answer in zip(prompts, told(batching, prompts, 12), strict=True):
+            for one, answer in zip(prompts, told(engine, prompts, 12), strict=True):
                 check(plain, one, answer)
 
 
@@ -174,20 +174,20 @@ def test_cached_blocks_are_shared_by_sequences_of_one_kind_only(model: Any) -> N
     long, others = prompt(100, 2), [prompt(20, seed) for seed in (3, 4)]
     short = long[: ORIGINAL - 4]
     for first, second in ((short, long), (long, short)):
-        with running(model, context=CONTEXT) as batching:
-            told(batching, [first], 1)
+        with running(model, context=CONTEXT) as engine:
+            told(engine, [first], 1)
             for one in (second, first + others[0][:3], second + others[1][:1]):
-                check(plain, one, *told(batching, [one], 3))
+                check(plain, one, *told(engine, [one], 3))
 
 
 @pytest.mark.parametrize("name", ["phi3", "phimoe", "gemma3"])
 def test_a_prompt_finds_its_own_kind_in_the_cache(name: str) -> None:
     long = prompt(100)
     short = long[:36]
-    with running(built(name), context=CONTEXT) as batching:
-        found = [told(batching, [one], 1)[0].cached_tokens for one in (short, long, short, long)]
+    with running(built(name), context=CONTEXT) as engine:
+        found = [told(engine, [one], 1)[0].cached_tokens for one in (short, long, short, long)]
     assert found == [0, 0, 32, 96]
-    flushed = batching.flush(None, None)
+    flushed = engine.flush(None, None)
     assert flushed[0] == 2 + 6
 
 
@@ -198,8 +198,8 @@ def test_inputs_of_any_length_are_embedded_as_each_alone(name: str) -> None:
     with torch.no_grad():
         alone = [copy.deepcopy(model)(torch.tensor([one])).last_hidden_state[0, -1] for one in inputs]
     sentence = SentenceConfig(pooling=("lasttoken",))
-    with running(model, cache_tokens=0, sentence=sentence, context=CONTEXT) as batching:
-        vectors = embedded(batching, inputs)
+    with running(model, cache_tokens=0, sentence=sentence, context=CONTEXT) as engine:
+        vectors = embedded(engine, inputs)
     assert isinstance(vectors, list)
     for vector, one in zip(vectors, alone, strict=True):
         assert (torch.tensor(vector) - one).norm() < TOLERANCE * one.norm()
@@ -208,12 +208,12 @@ def test_inputs_of_any_length_are_embedded_as_each_alone(name: str) -> None:
 def test_a_sampled_answer_that_outgrows_the_original_length_is_the_same_in_any_company() -> None:
     model = built("phi3")
     sampling = Sampling(temperature=0.8, seed=11)
-    with running(model, context=CONTEXT) as batching:
+    with running(model, context=CONTEXT) as engine:
         alone, answer = ask(prompt(ORIGINAL - 6), 20, sampling)
-        batching.submit(alone)
+        engine.submit(alone)
         assert answer.end.reason == "length"
         asked = [ask(prompt(ORIGINAL - 6), 20, sampling), ask(LONG, 20), ask(SHORT, 30)]
-        batching.submit(*(one for one, _ in asked))
+        engine.submit(*(one for one, _ in asked))
         assert [one.end.reason for _, one in asked] == ["length"] * 3
     assert asked[0][1].ids == answer.ids
 
@@ -222,7 +222,7 @@ def test_a_sampled_answer_that_outgrows_the_original_length_is_the_same_in_any_c
 def test_turning_asks_nothing_of_the_host_in_the_middle_of_a_step(name: str) -> None:
     model = built(name)
     ModelRunner(device_model_of(model, 64), 64, 2, CONTEXT)
-    # Tensors without numbers: whoever looks at one fails, as it would while a step is captured.
+    # Meta tensors: reading a value fails, as it would while a step is captured.
     embedding = model.model.rotary_emb.to("meta")
     positions, table = torch.zeros(2, dtype=torch.long, device="meta"), torch.zeros(2, 4, device="meta")
     hidden_states = torch.zeros(2, 1, 64, device="meta")

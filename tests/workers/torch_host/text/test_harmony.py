@@ -228,8 +228,8 @@ def test_gpt_oss_says_what_transformers_itself_would_say() -> None:
     model = random_model("llama", **sizes, rope_parameters=rope)
     prompts = [prompt(length) for length in (1, 16, 50)]
     wanted = [generated(model, one, 12) for one in prompts]
-    with running(model) as batching:
-        assert [said(batching, one).ids for one in prompts] == wanted
+    with running(model) as engine:
+        assert [said(engine, one).ids for one in prompts] == wanted
 
 
 async def test_a_template_without_the_marks_is_read_as_before(open_api: Opener, tmp_path: Path) -> None:

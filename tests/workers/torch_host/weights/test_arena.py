@@ -1,4 +1,4 @@
-"""The host arena: what lies where, who may adopt it, and that its memory comes back."""
+"""The host arena: its layout, when it can be adopted, and that its memory is freed."""
 
 from __future__ import annotations
 

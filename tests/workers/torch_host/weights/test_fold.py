@@ -144,10 +144,10 @@ def test_a_model_is_folded_as_it_is_read(
 ) -> None:
     sizes = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 16_384, "num_hidden_layers": 3}
     folder = tiny.make_model(tmp_path / "wide", "llama", dtype=torch.bfloat16, **sizes)
-    wish = ModelOptions(folder, attention="sdpa")
+    options = ModelOptions(folder, attention="sdpa")
     if by == "transformers":
         monkeypatch.setattr(loading, "plan", _unplanned)
-    loaded = loading.load(wish, descriptor, False, LoadContext(folds=True))
+    loaded = loading.load(options, descriptor, False, LoadContext(folds=True))
     arena, size = loaded.arena, loaded.arena.layout.bytes
     chunks = arena.chunks
     assert [chunk.fold is not None for chunk in chunks] == [
@@ -184,8 +184,8 @@ def test_what_could_not_be_folded_is_read_again(
     )
     monkeypatch.setattr(folding, "_PROGRAM", program)
     built: list[HostArena] = []
-    around = LoadContext(folds=True, on_built=lambda module, arena: built.append(arena))
-    loaded = loading.load(ModelOptions(folder, attention="sdpa"), descriptor, False, around)
+    context = LoadContext(folds=True, on_built=lambda module, arena: built.append(arena))
+    loaded = loading.load(ModelOptions(folder, attention="sdpa"), descriptor, False, context)
     assert built == [loaded.arena]
     assert not any(chunk.fold for chunk in loaded.arena.chunks)
     for name, tensor in load_file(folder / "model.safetensors").items():

@@ -41,12 +41,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def wish(folder: Path, **changes: Any) -> ModelOptions:
+def options(folder: Path, **changes: Any) -> ModelOptions:
     return ModelOptions(folder, attention="eager", **changes)
 
 
 def loaded(folder: Path, descriptor: int, filled: bool = False, **changes: Any) -> LoadedModel:
-    return load(wish(folder, **changes), descriptor, filled, LoadContext())
+    return load(options(folder, **changes), descriptor, filled, LoadContext())
 
 
 def answer(found: LoadedModel) -> torch.Tensor:
@@ -352,7 +352,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path, descriptor: int) 
 
 def test_a_model_larger_than_its_arena_may_be_is_refused(llama: Path, descriptor: int) -> None:
     with pytest.raises(OutOfMemory, match="100,000 are allowed"):
-        load(wish(llama), descriptor, False, LoadContext(arena_max_bytes=100_000))
+        load(options(llama), descriptor, False, LoadContext(arena_max_bytes=100_000))
     assert os.fstat(descriptor).st_size == 0
 
 
@@ -360,7 +360,7 @@ def test_a_cancelled_load_leaves_nothing(llama: Path, descriptor: int) -> None:
     cancelled = threading.Event()
     cancelled.set()
     with pytest.raises(Cancelled):
-        load(wish(llama), descriptor, False, LoadContext(cancelled=cancelled))
+        load(options(llama), descriptor, False, LoadContext(cancelled=cancelled))
     assert os.fstat(descriptor).st_size == 0
 
 
@@ -384,11 +384,15 @@ def test_a_load_is_called_off_between_its_steps_and_within_its_own(
     monkeypatch.setattr(loading, "plan", unplanned)
     during(building, "read_config", "before it is built")
     during(building, "build", "after it was built")
-    during(building, "load", "after Transformers had it")
-    during(building, "view_of", "poured")
+    during(building, "load_whole", "after Transformers had it")
+    during(loading, "view_of", "poured")
     with pytest.raises(Cancelled, match="nobody waits"):
-        load(wish(llama), descriptor, False, LoadContext(cancelled=cancelled))
-    last = {"before it is built": "read_config", "after it was built": "build", "after Transformers had it": "load"}
+        load(options(llama), descriptor, False, LoadContext(cancelled=cancelled))
+    last = {
+        "before it is built": "read_config",
+        "after it was built": "build",
+        "after Transformers had it": "load_whole",
+    }
     assert done[-1] == last.get(step, "view_of")
     assert done.count("view_of") == (step == "poured")
     assert os.fstat(descriptor).st_size == 0
@@ -399,7 +403,7 @@ def unplanned(*_: object) -> None:
 
 
 def test_the_identity_of_an_arena_follows_files_dtype_and_kind(llama: Path) -> None:
-    base = loading._identity(wish(llama), torch.float32)
-    assert base == loading._identity(wish(llama), torch.float32)
-    assert base != loading._identity(wish(llama), torch.float16)
-    assert base != loading._identity(wish(llama, sentence=SentenceConfig()), torch.float32)
+    base = loading._identity(options(llama), torch.float32)
+    assert base == loading._identity(options(llama), torch.float32)
+    assert base != loading._identity(options(llama), torch.float16)
+    assert base != loading._identity(options(llama, sentence=SentenceConfig()), torch.float32)

@@ -87,7 +87,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     yield device
 
 
-def arrival_of(device: Device, chunks: int, folds: Mapping[int, Fold]) -> tuple[WeightUpload, torch.nn.Module]:
+def upload_of(device: Device, chunks: int, folds: Mapping[int, Fold]) -> tuple[WeightUpload, torch.nn.Module]:
     size = chunks * CHUNK_BYTES + 512
     memory = os.memfd_create("arena")
     os.ftruncate(memory, size + 4096)
@@ -110,11 +110,11 @@ def arrival_of(device: Device, chunks: int, folds: Mapping[int, Fold]) -> tuple[
 @pytest.mark.parametrize("left_out", [None, 0, 1, 2])
 def test_nothing_is_overwritten_or_read_too_early(chunks: int, left_out: int | None, cuda: Device) -> None:
     folds = {index: Fold(100, 9) for index in range(chunks - LANDING_CHUNKS) if index != left_out}
-    arrival, module = arrival_of(cuda, chunks, folds)
+    upload, module = upload_of(cuda, chunks, folds)
     for _ in range(2):
         cuda.done.clear()
-        arrival.begin(module)
-        arrival.wait_for_weights()
+        upload.begin(module)
+        upload.wait_for_weights()
         touched = cuda.done
         for number, (what, start, end, clock, _) in enumerate(touched):
             for before, other_start, other_end, other, stream in touched[:number]:
@@ -123,15 +123,15 @@ def test_nothing_is_overwritten_or_read_too_early(chunks: int, left_out: int | N
                 assert other[stream] <= clock[stream], f"{what} of {start} does not wait for the {before} before it"
         written = {start for what, start, _, _, _ in touched if what == "write" or start // CHUNK_BYTES not in folds}
         assert {index * CHUNK_BYTES for index in range(chunks + 1)} <= written
-        # Who waits for the last knows that all is there.
-        assert all(arrival._last.after[stream] >= clock[stream] for *_, clock, stream in touched)
-        assert arrival.bytes == sum(chunk.size for chunk in arrival._host.chunks)
+        # The last event means that all weights are there.
+        assert all(upload._last.after[stream] >= clock[stream] for *_, clock, stream in touched)
+        assert upload.bytes == sum(chunk.size for chunk in upload._host.chunks)
 
 
 def test_a_wake_that_cannot_begin_leaves_nothing_under_way_and_the_next_one_works(
     cuda: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arrival, module = arrival_of(cuda, LANDING_CHUNKS + 1, {})
+    upload, module = upload_of(cuda, LANDING_CHUNKS + 1, {})
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -139,10 +139,10 @@ def test_a_wake_that_cannot_begin_leaves_nothing_under_way_and_the_next_one_work
     with monkeypatch.context() as scarce:
         scarce.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
-            arrival.begin(module)
+            upload.begin(module)
     assert all(stream.synchronized for stream in cuda.streams.values())
-    assert arrival.is_complete
+    assert upload.is_complete
     assert not module._forward_pre_hooks
-    arrival.begin(module)
-    arrival.wait_for_weights()
-    arrival.finish()
+    upload.begin(module)
+    upload.wait_for_weights()
+    upload.finish()

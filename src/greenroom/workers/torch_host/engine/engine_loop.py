@@ -47,6 +47,15 @@ class EmbeddingJob:
     found: dict[int, list[float]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters of one engine since it was built, and the blocks that can be allocated now."""
+
+    computed_tokens: int
+    preempted: int
+    available_blocks: int
+
+
 class EngineLoop:
     """Implements `requests.InferenceEngine`. Built asleep; `on_wake` and `on_sleep` follow the device weights."""
 
@@ -162,6 +171,13 @@ class EngineLoop:
     def in_flight(self) -> int:
         with self._condition:
             return self._in_flight
+
+    @property
+    def stats(self) -> EngineStats:
+        computed, preempted = (0, 0)
+        if self._scheduler is not None:
+            computed, preempted = self._scheduler.computed_tokens, self._scheduler.preempted
+        return EngineStats(computed, preempted, self._block_manager.available)
 
     # --- what the hosted slot calls ---------------------------------------------------------------------------------
 
