@@ -1,7 +1,7 @@
-"""What the gateway must know of an engine: what it needs, how it starts, how usage is learned, what it can do.
+"""The protocol of an engine: what it needs, how it starts, how usage is learned, what it can do.
 
-An engine describes; it never starts anything itself. `runtime/` carries its launches out through `process/`. Most have
-a process for each slot (`ProcessEngine`); some have workers that host many (`HostedEngine`, docs/adr/0009).
+An engine describes; it starts nothing itself. `runtime/` carries its launches out through `process/`. Most have a
+process for each slot (`ProcessEngine`); some have workers that host many slots (`HostedEngine`, docs/adr/0009).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.usage import Usage
 from greenroom.process.spawn import Command
 
-# What an engine may see of the gateway's environment. Keys, tokens and anything unknown stay behind.
+# What an engine inherits of the gateway's environment. Keys, tokens and unknown variables are not passed on.
 INHERITED = frozenset(
     (
         *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"),
@@ -32,14 +32,14 @@ INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "ROCR_", "HIP_", "HSA_", "GGML_
 
 
 class Listens(Enum):
-    """How the gateway reaches the engine. A socket in our private directory cannot be taken by a stranger."""
+    """How the gateway reaches the engine. No other process can take a socket in our private directory."""
 
     PORT = "port"
     SOCKET = "socket"
 
 
 class UsageSource(Enum):
-    """How tokens are counted: from what the engine says anyway, or by asking it to say."""
+    """How tokens are counted: from figures the engine always sends, or by asking for them."""
 
     TIMINGS = "timings"
     ASK = "ask"
@@ -54,9 +54,9 @@ class Ability(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlace:
-    """Where an engine shall listen, and what it may use where.
+    """Where an engine listens, and the devices it may use.
 
-    `gpus` are those it may see, in the order in which it shall count them; None: this machine has none to plan with.
+    `gpus` are those it may see, in the order it counts them; None: this machine has none to plan with.
     """
 
     claim: Claim
@@ -66,13 +66,13 @@ class LaunchPlace:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How much of it shall lie on each of its GPUs, in their order; equal parts where nothing was claimed."""
+        """MiB on each of its GPUs, in their order; equal shares where nothing was claimed."""
         return tuple(self.claim.get(gpu, 1) for gpu in self.gpus or ())
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start it, and the path that answers 200 once it is ready (None: being up is enough)."""
+    """How to start it, and the path that answers 200 once it is ready (None: a running process is ready)."""
 
     command: Command
     check_path: str | None
@@ -80,7 +80,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class HostKey:
-    """Which worker hosts a slot: those with the same key share one. `alone` is empty, or the slot that has its own.
+    """The worker that hosts a slot: slots with equal keys share one. `alone` is empty, or the slot with its own worker.
 
     `gpus` are those the worker uses; None: this machine has none to plan with.
     """
@@ -93,17 +93,17 @@ class HostKey:
 
     @property
     def may_take_spare(self) -> bool:
-        """A worker that was started before anybody knew for whom has no environment of anyone's."""
+        """True if a spare worker can serve this key: a spare is started without `env` and `cwd`."""
         return not self.env and self.cwd is None
 
     @property
     def visible(self) -> str | None:
-        """The GPUs as CUDA's variable names them, to be told to one that was started before they were known."""
+        """The value of CUDA_VISIBLE_DEVICES, for a worker that was started before its GPUs were known."""
         return gpus_shown(self.gpus).get(GPUS_VARIABLE)
 
 
 class Describing(Protocol):
-    """What every engine says of itself and of its models."""
+    """What every engine says about itself and its models."""
 
     name: str
     usage_source: UsageSource
@@ -113,45 +113,45 @@ class Describing(Protocol):
         ...
 
     def can_split(self, model: Model) -> bool:
-        """Whether it can be spread over several GPUs."""
+        """True if it can be spread over several GPUs."""
         ...
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
-        """What it will take when ready on so many GPUs, 0 for the host; None when it has nothing to go by.
+        """Memory it will take when ready on `gpus` GPUs, 0 for the host; None if nothing indicates it.
 
-        Reads headers of files, and never raises: a file that is missing or bad fails its own load.
+        Reads file headers and never raises: a missing or bad file fails its own load.
         """
         ...
 
     def identity(self, model: Model) -> tuple[str, str]:
-        """Which files it would serve, and which program of which version would; each a short text."""
+        """A short text for the files it would serve, and one for the program and its version."""
         ...
 
     def concurrency(self, model: Model) -> int:
-        """How many requests it answers at once."""
+        """Requests it answers at once."""
         ...
 
     def files(self, model: Model) -> list[Path]:
-        """The files a load reads, as far as they can be told. Looks at folders, and never raises."""
+        """The files a load reads, as far as known. Lists folders and never raises."""
         ...
 
     def abilities(self, model: Model) -> frozenset[Ability] | None:
-        """What it can do; None when only the engine knows."""
+        """What it can do; None if only the running engine knows."""
         ...
 
     def usage(self, tail: bytes, *, stream: bool) -> Usage | None:
-        """Tokens of an answer, read once from its last bytes; None when they do not say."""
+        """Tokens of an answer, from its last bytes; None if they do not tell."""
         ...
 
 
 class ProcessEngine(Describing, Protocol):
-    """A program of its own for each slot. It cannot sleep."""
+    """A process for each slot. It cannot sleep."""
 
     hosted: Literal[False]
     listens: Listens
 
     def launch(self, model_id: str, model: Model, place: LaunchPlace) -> Launch:
-        """How to start it there. Raises LoadFailed when something is missing, saying what to do."""
+        """How to start it there. Raises LoadFailed, which says what to do, if something is missing."""
         ...
 
 
@@ -161,19 +161,19 @@ class HostedEngine(Describing, Protocol):
     hosted: Literal[True]
 
     def host_key(self, slot: str, model: Model, gpus: tuple[DeviceId, ...] | None) -> HostKey:
-        """Which worker this slot belongs into."""
+        """The worker that this slot belongs to."""
         ...
 
     def launch_worker(self, key: HostKey, socket: str) -> Command:
-        """How to start a worker that is controlled through this socket. One that is to be a spare has a bare key."""
+        """How to start a worker that is controlled through this socket. The key of a spare has only `python`."""
         ...
 
     def options(self, model: Model, gpus: tuple[DeviceId, ...] | None) -> Mapping[str, object]:
-        """What the worker is told of how to run this model."""
+        """Options that the worker runs this model with."""
         ...
 
     def estimate_asleep(self, model: Model) -> Estimate | None:
-        """What it will take when asleep; None when it has nothing to go by. Never raises."""
+        """Memory it will take when asleep; None if nothing indicates it. Never raises."""
         ...
 
 
@@ -181,17 +181,17 @@ Engine = ProcessEngine | HostedEngine
 
 
 def environment(model: Model, place: LaunchPlace) -> dict[str, str]:
-    """The engine's whole environment: the harmless part of ours, the GPUs it may see, then what the operator gave."""
+    """The engine's whole environment: the safe part of ours, the GPUs it may see, then the operator's `env`."""
     return _inherited() | gpus_shown(() if model.device == "cpu" else place.gpus) | model.env
 
 
 def worker_environment(key: HostKey, own: Mapping[str, str]) -> dict[str, str]:
-    """The same for a worker; `own` is what its program wants unless the operator says otherwise."""
+    """The same for a worker; `own` are the defaults of its program, which the operator's `env` overrides."""
     return _inherited() | gpus_shown(key.gpus) | dict(own) | dict(key.env)
 
 
 def gpus_shown(gpus: tuple[DeviceId, ...] | None) -> dict[str, str]:
-    """By id: programs number GPUs in more than one order. Empty, not absent, where it shall see none."""
+    """CUDA_VISIBLE_DEVICES by UUID, since programs number GPUs in different orders. Empty, not absent, for none."""
     return {} if gpus is None else {GPUS_VARIABLE: ",".join(cuda_name(gpu) for gpu in gpus)}
 
 

@@ -1,4 +1,8 @@
-"""Any program that listens on a port. How it is started is `cmd`; what it needs is declared, measured, or guessed."""
+"""Any program that listens on a port. `cmd` says how it starts; its memory is declared, measured, or guessed.
+
+Owns the words of a command line that tell of memory: a GGUF file or a model folder, the context length, servers that
+take all free memory. The guess counts for the first load; later loads use the measured figure.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,11 @@ from greenroom.engines.identity import file_identity, program_identity
 from greenroom.engines.usage import Usage, from_usage
 from greenroom.process.spawn import Command
 
-# A program we know nothing about is asked at most this many things at once.
+# Requests at once for a program of which nothing is known.
 CONCURRENCY = 8
 
-# Servers that size their KV cache by the GPU memory they find free, as they are started: `vllm serve`, alone,
-# `python -m vllm.entrypoints…`, or from an image.
+# Servers that size their KV cache by the free GPU memory, in the forms they are started: `vllm serve`, a program of its
+# own, `python -m vllm.entrypoints…`, or an image.
 _WITH_SERVE = frozenset(("vllm", "sglang", "lmdeploy"))
 _ALONE = frozenset(("trtllm-serve", "text-generation-launcher"))
 _MODULES = frozenset(("vllm", "sglang", "lmdeploy", "tensorrt_llm"))
@@ -39,11 +43,11 @@ class CommandEngine:
     usage_source = UsageSource.ASK
 
     def sizes_itself(self, model: Model) -> bool:
-        """What the operator says; otherwise true for programs that are known to take all free memory."""
+        """The operator's key if given; otherwise true for programs that are known to take all free memory."""
         return takes_free_memory(words(model.cmd or ())) if model.sizes_itself is None else model.sizes_itself
 
     def can_split(self, model: Model) -> bool:
-        """A program that does not ask which GPUs it gets could not be told to use several."""
+        """True if `cmd` or `env` has a GPU placeholder: otherwise the program cannot be told to use several."""
         assert model.cmd is not None
         texts = (*words(model.cmd), *model.env.values())
         return any(f"${{{hole}}}" in text for hole in GPU_HOLES for text in texts)
@@ -78,7 +82,7 @@ class CommandEngine:
 
 
 def _said(place: LaunchPlace) -> dict[str, str]:
-    """What each placeholder stands for at this start."""
+    """The value of each placeholder at this start."""
     gpus = place.gpus or ()
     return {
         "PORT": str(place.port),
@@ -111,7 +115,7 @@ def takes_free_memory(command: Sequence[str]) -> bool:
 WORDS_MAX: Final = 256
 # Longer numbers are slips.
 DIGITS_MAX: Final = 9
-# How servers of Transformers models spell what changes their memory.
+# Options of servers for Transformers models that change their memory.
 _CONTEXT: Final = frozenset(
     ("--max-model-len", "--ctx", "--ctx-size", "--context", "--context-length", "--max-length", "--max-seq-len", "-c")
 )
@@ -120,18 +124,18 @@ _DTYPE: Final = frozenset(("--dtype", "--torch-dtype"))
 
 
 def estimate_command(words: Sequence[str], gpus: int) -> Estimate | None:
-    """From the first file or folder of a model among the words; None when there is none."""
+    """From the first model file or folder among the words; None if there is none."""
     words = words[:WORDS_MAX]
     if (file := _file(words)) is not None:
         said = llama_options.read(words, llama_options.LlamaOptions(model=file))
-        # Of a binary nobody knows the version, so room for the logits of a whole batch is counted.
+        # The version is unknown, so room for the logits of a whole batch is counted.
         return estimate_gguf(said, gpus, logits_all=True)
     folder = _folder(words)
     return None if folder is None else estimate_folder(folder, folder_options(words), gpus)
 
 
 def files_of_command(words: Sequence[str]) -> list[Path]:
-    """The files it would read, as far as its words say."""
+    """The files it would read, as far as its words tell."""
     words = words[:WORDS_MAX]
     if (file := _file(words)) is not None:
         return files_of(llama_options.read(words, llama_options.LlamaOptions(model=file)))
@@ -140,7 +144,7 @@ def files_of_command(words: Sequence[str]) -> list[Path]:
 
 
 def folder_options(words: Sequence[str]) -> FolderOptions:
-    """The last word on each counts."""
+    """The last occurrence of each option wins."""
     context, sequences, dtype = None, 1, None
     for name, value in _pairs(words):
         if name in _CONTEXT:
@@ -161,7 +165,7 @@ def _folder(words: Sequence[str]) -> Path | None:
 
 
 def _values(words: Sequence[str]) -> list[str]:
-    """The words, and what stands behind the sign in `--x=y`."""
+    """The words; of `--x=y` only y."""
     return [word.partition("=")[2] if word.startswith("-") else word for word in words]
 
 

@@ -1,8 +1,8 @@
-"""Who a process would be: the file, the program and the arguments by which a measured figure is recognised.
+"""The identity of a process: the files, the program and the arguments that a measured figure belongs to.
 
-Owns three short texts, hashes all of them: secrets in arguments and environments do not come through. Never starts
-anything: a program is recognised by its file, which another version replaces. What cannot be looked at counts as not
-there, because its own load will say so.
+Owns three short texts, all of them hashes, so that no secret of an argument or environment leaks. Starts nothing: a
+program is identified by its file, which an upgrade replaces. A file that cannot be read counts as missing; its own
+load will report it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Final
 from greenroom.config.diff import NEW_SLOT_KEYS
 from greenroom.config.schema import Model
 
-# Enough of a model's file to tell one header from another of the same size and time.
+# Enough bytes to tell two headers of files with the same size and time apart.
 HEAD_BYTES: Final = 64 * 1024
-# Files of a folder, and words of a command, that are looked at. The largest models have some hundred files.
+# Bounds on files of a folder and words of a command. The largest models have some hundred files.
 FILES_MAX: Final = 2_000
 WORDS_MAX: Final = 256
-# The same file is asked for by every model that uses it, and again at every reload.
+# Every model that uses a file asks for it, and again at every reload.
 CACHE_MAX: Final = 1_024
-# Keys that change where it runs, how it is reached or what was said about it, but not what it takes.
+# Keys that do not change the memory it takes.
 _BESIDE: Final = frozenset(
     (
         *("path", "memory_mib", "host_memory_mib", "gpu_memory_budget_mib", "devices", "concurrency"),
@@ -41,20 +41,20 @@ _PACKAGES: Final = Path(sysconfig.get_path("platlib"))
 
 
 def file_identity(paths: Iterable[Path]) -> str:
-    """The same for the same contents, wherever they lie: sizes, times and first bytes. Empty when none is there."""
+    """A hash of sizes, times and first bytes, independent of the path. Empty if no file exists."""
     seen = [part for path in paths for part in _looked_at(path)]
     return _hash(seen) if seen else ""
 
 
 def program_identity(words: Sequence[str]) -> str:
-    """The program, and the scripts and libraries named with it: another version is another file."""
+    """A hash of the program and of the scripts and libraries among its words. An upgrade changes the files."""
     found = [shutil.which(word) or word for word in words[:1]]
     named = (word for word in words[1:WORDS_MAX] if _is_program(word))
     return _hash([_stamp(Path(word)) for word in (*found, *named) if os.path.isfile(word)])
 
 
 def _is_program(word: str) -> bool:
-    """Not every file that is named: logs and such change all the time and say nothing about memory."""
+    """False for other files among the words: logs change all the time and say nothing about memory."""
     return word.endswith(_PROGRAM_ENDINGS) or os.access(word, os.X_OK)
 
 
@@ -64,7 +64,7 @@ def embedded_identity(python: str | None) -> str:
 
 
 def packages_identity(python: str | None, names: Sequence[str]) -> str:
-    """Packages of an interpreter, by the names of the folders they were installed with, which have their versions."""
+    """Packages of an interpreter, by the names of their dist-info folders, which contain the versions."""
     if python is None:
         homes = [_PACKAGES]
     else:
@@ -80,7 +80,7 @@ def arguments_identity(model: Model) -> str:
 
 
 def _looked_at(path: Path) -> list[str]:
-    """A folder is what lies in it."""
+    """Stamps of a file, or of the files in a folder."""
     try:
         if not stat.S_ISDIR(path.stat().st_mode):
             return [_stamp(path), _head(str(path), path.stat().st_mtime_ns)]
@@ -100,7 +100,7 @@ def _stamp(path: Path) -> str:
 
 @functools.lru_cache(maxsize=CACHE_MAX)
 def _head(path: str, changed_ns: int) -> str:
-    """A hash of the first bytes. A FIFO in a model's place must not hang the gateway."""
+    """A hash of the first bytes. Opens without blocking: a FIFO must not hang the gateway."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)

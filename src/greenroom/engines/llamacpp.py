@@ -1,7 +1,7 @@
 """llama.cpp: the `llama-server` binary when there is one, otherwise the embedded build from PyPI. GGUF files.
 
-Owns the argument list, which is the same for both. The embedded build runs in a child process as well: a model file is
-hostile input, and its crash must stay its own.
+Owns the argument list, which is the same for both. The embedded build runs in a child process too: a model file is
+hostile input, and a crash must not reach the gateway.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command
 
 WORKER = Path(__file__).parent.parent / "workers" / "llamacpp_server.py"
-# Prompt caches in host memory beyond the slots' own would be memory nobody planned with.
+# No prompt cache in host memory: it is not part of the plan.
 CACHE_RAM_MIB = 0
-# A batch for inputs that must fit one, when the model's own context length is used.
+# Batch size for inputs that must fit one batch, if the context length is the model's own.
 BATCH = 8192
 
 
@@ -43,7 +43,7 @@ class LlamaCppEngine:
         return True
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
-        # The embedded build keeps room for what is sampled; of a binary we do not know, so for a whole batch.
+        # The embedded build keeps logits of sampled tokens only; a binary of unknown version may keep a whole batch.
         return estimate_gguf(of_model(model), gpus, logits_all=_binary(model) is not None)
 
     def identity(self, model: Model) -> tuple[str, str]:
@@ -58,7 +58,7 @@ class LlamaCppEngine:
         return list(files_of(of_model(model)))
 
     def launch(self, model_id: str, model: Model, place: LaunchPlace) -> Launch:
-        # Unlike the method of a path, this answers also where the file may not be looked at, or cannot be one.
+        # Unlike Path.is_file, this never raises.
         if not os.path.isfile(model.path or ""):
             raise LoadFailed(f"{model_id}: there is no file {model.path}. Correct `path` in the configuration.")
         argv = (*_program(model), *_arguments(model_id, model, place))
@@ -84,7 +84,7 @@ def _binary(model: Model) -> str | None:
 
 
 def _program(model: Model) -> tuple[str, ...]:
-    """What to run: the operator's binary, the one on PATH, or the embedded build."""
+    """The program to run: the operator's binary, the one on PATH, or the embedded build. Raises LoadFailed."""
     if (binary := _binary(model)) is not None:
         return (binary,)
     if model.program is not None:
@@ -104,7 +104,7 @@ def _arguments(model_id: str, model: Model, place: LaunchPlace) -> list[str]:
     if model.threads is not None:
         argv += ["--threads", str(model.threads)]
     if model.embedding or model.reranking:
-        # These take a whole input in one batch, so a batch must hold as much as the context.
+        # These take a whole input in one batch, so a batch must be as large as the context.
         argv += ["--embedding" if model.embedding else "--reranking"]
         argv += ["--batch-size", str(model.ctx_size or BATCH), "--ubatch-size", str(model.ctx_size or BATCH)]
     return [*argv, *model.args]
@@ -113,10 +113,10 @@ def _arguments(model_id: str, model: Model, place: LaunchPlace) -> list[str]:
 def _on_devices(model: Model, place: LaunchPlace) -> list[str]:
     """Which devices it uses, and how much of it lies on each."""
     if model.device == "cpu" or place.gpus == ():
-        # Even without layers on it a GPU would be used for large batches.
+        # Even without layers on it, llama.cpp would use a GPU for large batches.
         return ["--n-gpu-layers", "0", "--no-op-offload"]
     argv = ["--n-gpu-layers", str(model.n_gpu_layers)] if model.n_gpu_layers >= 0 else []
-    # What was claimed nowhere is llama.cpp's own to spread, by what it finds free.
+    # Without a claim llama.cpp splits the model itself, by free memory.
     if len(place.gpus or ()) > 1 and place.claim:
         argv += ["--split-mode", "layer", "--tensor-split", ",".join(map(str, place.shares))]
     return argv

@@ -1,4 +1,4 @@
-"""Engines by name. The one place that knows which there are."""
+"""Engines by name. The only file that lists them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in _ALL}
 
 
 def engine_for(model: Model) -> Engine:
-    """The engine of a model, which the configuration has named where the operator has not."""
+    """The engine of a model. The configuration has inferred its name if the operator gave none."""
     assert model.engine is not None, "a model whose engine is in doubt is refused"
     return ENGINES[model.engine]

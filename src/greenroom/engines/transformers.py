@@ -1,7 +1,7 @@
-"""Transformers: our own workers host many models each, which sleep in host memory and wake at the speed of the bus.
+"""Transformers: our workers host many models each, which sleep in host memory and wake at PCIe speed.
 
-Owns how such a worker is started, which one a model belongs into, and what it is told of the model. Folders with
-config.json and safetensors. Nothing of torch is imported here: a worker has a Python of its own.
+Owns how a worker is started, which worker a model belongs to, and the options of the model. Serves folders with
+config.json and safetensors. Imports nothing of torch: a worker has a Python of its own.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from greenroom.errors import BadModel, LoadFailed
 from greenroom.process.spawn import Command
 
 WORKER: Final = Path(__file__).parent.parent / "workers" / "torch_worker.py"
-# Files of a folder are what is served: nothing is looked for elsewhere. Whether there is a GPU is asked of the driver
-# without settling which are seen: a spare is told that only when it gets its first model. And its lines come at once.
+# Serve the files of the folder and fetch nothing. Ask NVML whether there is a GPU: CUDA would fix the visible GPUs, and
+# a spare learns its GPUs only with its first model. Write log lines at once.
 _OWN_ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -60,7 +60,7 @@ class TransformersEngine:
         return model.concurrency or BATCH_DEFAULT
 
     def files(self, model: Model) -> list[Path]:
-        """Those of its folder; of an embedding model those of its modules too, such as `1_Pooling`."""
+        """The files of its folder; for an embedding model also those of its modules, such as `1_Pooling`."""
         folder = Path(model.path or "")
         try:
             below = folder.glob(MODULE_FILES) if model.embedding else ()

@@ -1,6 +1,6 @@
-"""Tokens of an answer, read once from its last bytes. Bodies are never decoded as a whole.
+"""Reads the token counts of an answer from its last bytes. Long bodies are never decoded as a whole.
 
-llama.cpp says `timings` in every answer; others say `usage` when asked to. The tail may begin anywhere.
+llama.cpp sends `timings` in every answer; others send `usage` when asked to. The tail may begin anywhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Timings(msgspec.Struct):
 
 
 class _WholeAnswer(msgspec.Struct):
-    """A whole answer; everything else in it is skipped."""
+    """A whole answer; all other fields are skipped."""
 
     usage: _OpenAi | None = None
     timings: _Timings | None = None
@@ -63,19 +63,19 @@ def from_usage(tail: bytes) -> Usage | None:
 
 
 def from_timings(tail: bytes) -> Usage | None:
-    """llama.cpp's `timings`: it counts tokens read from the cache apart from those computed."""
+    """From llama.cpp's `timings`, which count cached tokens apart from computed ones."""
     whole = _whole(tail)
     said = whole.timings if whole is not None else _last(tail, b'"timings"', _timings)
     return None if said is None else Usage(said.prompt_n + said.cache_n, said.predicted_n, said.cache_n)
 
 
 def estimated(events: int) -> Usage:
-    """Nothing was said: one event is about one token."""
+    """A guess where the engine sent no count: one event is about one token."""
     return Usage(0, events, estimated=True)
 
 
 def _whole(tail: bytes) -> _WholeAnswer | None:
-    """A short answer that is no stream, read in one go."""
+    """A short answer that is not a stream, decoded at once; None otherwise."""
     if not tail.startswith(b"{"):
         return None
     try:
@@ -85,7 +85,7 @@ def _whole(tail: bytes) -> _WholeAnswer | None:
 
 
 def _last(tail: bytes, key: bytes, decoder: msgspec.json.Decoder[_Said]) -> _Said | None:
-    """The JSON object after the last occurrence of this key, if the tail holds all of it."""
+    """The JSON object after the last occurrence of this key, if the tail contains all of it."""
     at = tail.rfind(key)
     while at >= 0:
         start = tail.find(b"{", at)
@@ -96,7 +96,7 @@ def _last(tail: bytes, key: bytes, decoder: msgspec.json.Decoder[_Said]) -> _Sai
 
 
 def _object(tail: bytes, start: int, decoder: msgspec.json.Decoder[_Said]) -> _Said | None:
-    """The object that begins here. It is tried at each closing brace: it has few, and none in its strings."""
+    """The object that begins here. Tries each closing brace: there are few, and none inside strings."""
     end = start
     for _ in range(NESTED_MAX):
         end = tail.find(b"}", end) + 1

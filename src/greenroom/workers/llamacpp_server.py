@@ -1,8 +1,8 @@
-"""llama.cpp's own HTTP server, out of the xllamacpp wheel, as a program with llama-server's options.
+"""llama.cpp's own HTTP server from the xllamacpp wheel, as a program with llama-server's options.
 
 Owns the table that turns a `llama-server` command line into xllamacpp's parameters, so that engines build one argument
 list for the binary and for this. Run by path in a child process: imports the standard library and xllamacpp only. Never
-handles a request itself, and never touches signals beyond giving them back their default meaning.
+handles a request itself, and only resets signals to their defaults.
 
 Exit codes: 1 the model could not be loaded or the address not taken, 2 an option was not understood, 3 no xllamacpp.
 Read `OPTIONS` first, then `main`.
@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 
 LOAD_FAILED, BAD_OPTION, NOT_INSTALLED = 1, 2, 3
 
-# llama.cpp keeps prompts it has seen in up to 8 GiB of RAM by default, which nobody budgeted for. Small unless asked.
+# By default llama.cpp caches prompts in up to 8 GiB of RAM, which no plan accounts for.
 CACHE_RAM_MIB = 64
 # The number llama.cpp itself takes for `--parallel -1`.
 PARALLEL_AUTO = 4
-# llama.cpp logs from a thread of its own: time for what it knows about a failure to come out before the last line.
+# llama.cpp logs from its own thread: time for its lines about a failure to appear before ours.
 LOG_DRAIN_S = 0.1
 # llama.cpp's own: tokens computed at once.
 UBATCH = 512
@@ -35,7 +35,7 @@ GPU_LAYERS = {"auto": -1, "all": -2}
 
 # Where the library's defaults differ from the program's, or from what a gateway wants.
 DEFAULTS: dict[str, Any] = {
-    # Memory was planned by the gateway: the engine must not change its own mind about it.
+    # The gateway has planned the memory: the engine must not change its size.
     "fit_params": False,
     "cache_ram_mib": CACHE_RAM_MIB,
     # Slots share the whole context instead of dividing it.
@@ -51,9 +51,9 @@ Read = Callable[[str], Any]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of llama-server: its spellings, the parameters it sets, and how its text is read.
+    """One option of llama-server: its spellings, the parameters it sets, and how its value is read.
 
-    A switch takes no text: `always` is what it says.
+    A switch takes no value: it has `always`.
     """
 
     names: tuple[str, ...]
@@ -105,7 +105,7 @@ def parts(text: str) -> list[str]:
 
 
 def fractions(text: str) -> list[float]:
-    """A share for each GPU. The library wants one for as many as there could be."""
+    """A share for each GPU, padded with zeros to the length the library expects."""
     import xllamacpp
 
     shares, room = [float(part) for part in text.split(",")], len(xllamacpp.CommonParams().tensor_split)

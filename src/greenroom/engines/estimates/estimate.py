@@ -1,7 +1,7 @@
-"""What a model is expected to need, part by part, before it was ever measured.
+"""The memory a model is expected to need, part by part, before it was measured.
 
-Owns the words in which engines answer. Never reads a file: `estimate_gguf.py` and `estimate_hf.py` do. A figure is made
-of parts so that a person can see where it comes from, and so that it can be compared with what an engine says it took.
+Owns the records of an estimate. Reads no files: `gguf.py`, `hf_folder.py` and `hosted.py` do. A figure consists of
+parts, so that a person can see where it comes from and compare it with what the engine reports.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EstimatePart:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The parts together, and what they were made from."""
+    """All parts, and what they were read from."""
 
     parts: tuple[EstimatePart, ...]
     source: str
@@ -43,7 +43,7 @@ class Estimate:
 
 
 def mib(size_bytes: float) -> int:
-    """So many bytes in MiB, rounded up: what is begun is needed."""
+    """Bytes in MiB, rounded up."""
     return -int(-size_bytes // MIB)
 
 
@@ -52,5 +52,5 @@ def part(what: str, gpu_bytes: float = 0, host_bytes: float = 0) -> EstimatePart
 
 
 def known(parts: Iterable[EstimatePart]) -> tuple[EstimatePart, ...]:
-    """Only those that need anything."""
+    """The parts that need any memory."""
     return tuple(one for one in parts if one.gpu_mib or one.host_mib)

@@ -1,8 +1,8 @@
-"""What llama.cpp will take for a GGUF file with these options, from the file's headers.
+"""The memory llama.cpp will take for a GGUF file with given options, from the file's headers.
 
 Owns where each part lies: layers are put on the GPU from the last one back, the output first; the table of embeddings
 stays on the host; the cache goes with its layer. Weights and cache are exact, buffers are bounded from above, and what
-a process takes besides is a constant. Headers are kept for as long as their file does not change.
+a process takes besides is a constant. Headers are cached until their file changes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MASK_BYTES, MASK_BYTES_PLAIN = 2, 4
 _F32: Final = 4
 # Headers kept; each is some kilobytes.
 HEADERS_MAX: Final = 512
-# A model whose own context is taken but not stated.
+# The context length of a model that does not state its own.
 CONTEXT_DEFAULT: Final = 4_096
 # A projector computes an image at once, in buffers of its own: an allowance, not a measurement.
 PROJECTOR_FACTOR: Final = 1.3
@@ -56,10 +56,9 @@ SPLIT_MAX: Final = 1_000
 
 
 def estimate_gguf(options: LlamaOptions, gpus: int, *, logits_all: bool) -> Estimate | None:
-    """The parts; by the file's size where its headers are not readable; None where there is no file.
+    """The parts; by the file's size if its headers are not readable; None if there is no file.
 
-    `logits_all`: whether room for the logits of a whole batch is kept (as llama-server did for long), or only for as
-    many as are sampled.
+    `logits_all`: room is kept for the logits of a whole batch (as older llama-servers do), not only of sampled tokens.
     """
     path = Path(options.model or "")
     try:
@@ -69,7 +68,7 @@ def estimate_gguf(options: LlamaOptions, gpus: int, *, logits_all: bool) -> Esti
 
 
 def files_of(options: LlamaOptions) -> list[Path]:
-    """All files that are read for it, whether they are there or not."""
+    """All files that a load reads, whether they exist or not."""
     first = Path(options.model or "")
     try:
         parts = list(shards(first, _header(*_stamp(first))))
@@ -135,7 +134,7 @@ def _parts(options: LlamaOptions, model: _Model, gpus: int, logits_all: bool) ->
 
 
 def _layers_on_gpu(gpu_layers: int, count: int) -> range:
-    """Numbers of the layers there; the output is the one after the last, and goes first."""
+    """Numbers of the layers on the GPU. The output counts as the layer after the last and goes there first."""
     most = count + 1
     return range(max(0, most - (most if gpu_layers < 0 else gpu_layers)), most)
 
@@ -153,7 +152,7 @@ def _weights_part(options: LlamaOptions, weights: WeightBytes, on_gpu: range, co
         stay = experts if number < options.cpu_experts else 0
         gpu += dense + experts - stay if is_there else 0
         host += stay if is_there else dense + experts
-    # A table that is the head as well lies on the host for the input and once more on the GPU for the output.
+    # An embedding table that is also the head is on the host for the input and once more on the GPU for the output.
     head = weights.output_bytes + (0 if weights.has_head else weights.embedding_bytes)
     if count in on_gpu:
         return part("weights", gpu + head + weights.other_bytes, host + weights.input_bytes)
@@ -189,12 +188,12 @@ def _compute_part(
     total = masks + scores + widest
     if not on_gpu:
         return part("compute buffers", 0, total)
-    # Inputs are put together on the host: masks and one row a token.
+    # Inputs are assembled on the host: masks and one row for each token.
     return part("compute buffers", total, masks + tokens * width * _F32 + cells.sequences * logits)
 
 
 def _looked_at(header: GgufHeader, cache: Sequence[LayerCache], cells: Cells) -> list[int]:
-    """How many tokens one token looks at, once for each length of window: each has a mask of its own."""
+    """Tokens that one token attends to, for each length of window: each has a mask of its own."""
     if ENCODERS.search(header.architecture):
         return [cells.batch]
     streams = 1 if cells.unified else cells.sequences
@@ -202,7 +201,7 @@ def _looked_at(header: GgufHeader, cache: Sequence[LayerCache], cells: Cells) ->
 
 
 def _feed_forward(header: GgufHeader) -> int:
-    """Numbers of the feed-forward part of one token: of all experts that work at once, where there are experts."""
+    """Width of the feed-forward part of one token; with experts, of all that are active at once."""
     experts = header.number("expert_used_count") * header.number("expert_feed_forward_length")
     return max(header.number("feed_forward_length"), experts + header.number("expert_shared_feed_forward_length"))
 
@@ -217,7 +216,7 @@ def _adapters(options: LlamaOptions, on_gpu: bool) -> list[EstimatePart]:
 
 
 def _draft(options: LlamaOptions, gpus: int, logits_all: bool) -> list[EstimatePart]:
-    """A small model that guesses ahead has weights and a cache of its own, in the same process."""
+    """A draft model has weights and a cache of its own, in the same process."""
     if options.draft is None:
         return []
     own = LlamaOptions(
@@ -241,7 +240,7 @@ def _whole(what: str, size: float, on_gpu: bool) -> EstimatePart:
 
 
 def _file_bytes(path: str | Path) -> int:
-    """A file that is missing or may not be looked at has none: its own load will say so."""
+    """0 for a file that is missing or not readable: its own load will report it."""
     try:
         return os.path.getsize(path) if os.path.isfile(path) else 0
     except (OSError, ValueError):
@@ -252,7 +251,7 @@ def _by_size(path: Path, options: LlamaOptions, gpus: int) -> Estimate | None:
     """All parts of a split file together."""
     size = sum(_file_bytes(one) for one in split_names(path))
     on_gpu = bool(gpus) and options.gpu_layers != 0 and not options.no_gpu
-    # Rounded up beyond doubt, so that no file counts as nothing.
+    # At least 1 MiB, so that no file counts as nothing.
     whole = int(size * FILE_SIZE_FACTOR / MIB) + 1
     return (
         Estimate((EstimatePart("file", whole if on_gpu else 0, 0 if on_gpu else whole),), FILE_SIZE) if size else None

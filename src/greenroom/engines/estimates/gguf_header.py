@@ -1,8 +1,8 @@
-"""What a GGUF file says about itself: the few facts the gateway plans with.
+"""Reads the header of a GGUF file: the few facts the gateway plans with.
 
-Owns the reading of GGUF headers (versions 2 and 3), which come from strangers: every count and length in them is taken
-for a lie until it fits the bytes that are there. Never reads weights, never maps the file, never allocates by a number
-found in it, and knows one error only, `BadModelFile`. Read `read_header` first; `Cursor` is the bounds.
+Owns the reading of GGUF headers (versions 2 and 3), which are untrusted: no count or length is believed until it fits
+the bytes of the file. Never reads weights, never maps the file, never allocates by a number found in it, and raises
+`BadModelFile` only. Read `read_header` first; `Cursor` enforces the bounds.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ VERSIONS: Final = (2, 3)
 HEADER_MAX_BYTES: Final = 32 * 2**20
 # Keys and tensors; the largest models have a few thousand tensors.
 ENTRIES_MAX: Final = 65_536
-# Strings in all arrays together; each costs a step of the loop that skips it. A vocabulary and its merges: 700,000.
+# Strings in all arrays together; skipping each costs one step of a loop. A vocabulary and its merges have 700,000.
 STRINGS_MAX: Final = 2_000_000
-# Names are for people and keys for us: longer texts (chat templates, licences) are skipped, not kept.
+# Longer texts (chat templates, licences) are skipped.
 TEXT_MAX_BYTES: Final = 1_024
 DIMENSIONS_MAX: Final = 4
 ALIGNMENT_DEFAULT: Final = 32
 ALIGNMENT_MAX: Final = 65_536
-# Tensors beyond this are no model's; it keeps the arithmetic in the size of real numbers.
+# No model has larger tensors; the bound keeps the arithmetic small.
 TENSOR_BYTES_MAX: Final = 2**50
-# What models say of themselves; numbers beyond it are no guide, and keep the arithmetic small.
+# Larger numbers in a header are ignored, which keeps the arithmetic small.
 NUMBER_MAX: Final = 2**40
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
@@ -46,7 +46,7 @@ _SCALARS: Final = {number: struct.Struct("<" + code) for number, code in enumera
 }
 _STRING, _ARRAY = 8, 9
 
-# Architectures that only ever give vectors. Others do when their file names a pooling.
+# Architectures that only produce embeddings. Others do if their file names a pooling.
 ENCODERS: Final = re.compile(r"bert|embed|t5encoder")
 _POOLING_NONE, _POOLING_RANK = 0, 4
 _SHARD: Final = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
@@ -55,7 +55,7 @@ Value = int | float | str | tuple[int, ...]
 
 
 class BadModelFile(LoadFailed):
-    """The file is not a model that can be loaded: not GGUF, cut short, corrupt, or not there."""
+    """The file is not a model that can be loaded: wrong format, truncated, corrupt, or missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +73,15 @@ class GgufHeader:
     is_reranking: bool
     # The same by place: layers, input, output. Of this file alone if there are several.
     weights: WeightBytes
-    # All whole numbers it states of its architecture, by key without that prefix; several where they are per layer.
+    # All integers of its architecture, by key without that prefix; a tuple if they are per layer.
     numbers: Mapping[str, int | tuple[int, ...]]
 
     def number(self, key: str, default: int = 0) -> int:
-        """A whole number that is not negative; the largest of several."""
+        """A non-negative integer; the largest of several."""
         return _number(self.numbers, key) if key in self.numbers else default
 
     def per_layer(self, key: str, layers: int, default: int = 0) -> tuple[int, ...]:
-        """A number for each layer, whether the file states one for all or a list; what a list lacks is 0."""
+        """A number for each layer, whether the file states one for all or a list; missing entries are 0."""
         value = self.numbers.get(key, default)
         if isinstance(value, int):
             return (_bounded(value),) * layers
@@ -89,7 +89,7 @@ class GgufHeader:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether this is a file that begins like a GGUF. Never raises."""
+    """True if this is a file that begins like a GGUF. Never raises."""
     try:
         with _regular_file(Path(path)) as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -98,7 +98,7 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def read_header(path: str | Path) -> GgufHeader:
-    """The header's facts. Raises BadModelFile for everything that is not a complete GGUF file.
+    """Read the header. Raises BadModelFile for everything that is not a complete GGUF file.
 
     Reads as little as it can and at most HEADER_MAX_BYTES: 2 ms for a small model, a tenth of a second for a large
     vocabulary. Blocks while it reads.
@@ -125,7 +125,7 @@ def read_weights(paths: Iterable[Path]) -> WeightBytes:
 
 
 def shards(path: Path, header: GgufHeader) -> tuple[Path, ...]:
-    """All files of a model split over several, in order; just this one when it is not."""
+    """All files of a split model, in order; this one alone if it is not split."""
     match = _SHARD.search(path.name)
     if header.shard_count < 2 or match is None or int(match[2]) != header.shard_count:
         return (path,)
@@ -134,7 +134,7 @@ def shards(path: Path, header: GgufHeader) -> tuple[Path, ...]:
 
 
 class Cursor:
-    """Walks the header. The bounds live here: whatever is asked for, only bytes that exist are read, and few."""
+    """Walks the header within bounds: reads only bytes that exist, and at most HEADER_MAX_BYTES."""
 
     __slots__ = ("_buffer", "_descriptor", "_path", "_strings_left", "at")
 
@@ -151,7 +151,7 @@ class Cursor:
         return BadModelFile(f"{self._path} is not a usable GGUF file: {what}.")
 
     def reach(self, end: int) -> None:
-        """Have the bytes up to `end` in memory, so that they can be looked at."""
+        """Read the bytes up to `end` into memory. Raises BadModelFile beyond the bound or the end of the file."""
         if end > HEADER_MAX_BYTES:
             raise self.bad(f"its header is longer than {HEADER_MAX_BYTES >> 20} MiB, so it is probably corrupt")
         while len(self._buffer) < end:
@@ -179,7 +179,7 @@ class Cursor:
         return int(_U64.unpack_from(self._buffer, self.at - 8)[0])
 
     def text(self) -> str:
-        """A string; empty when it is too long to be one of those we need."""
+        """A string; empty if it is longer than any that is needed."""
         size = self.u64()
         if size > TEXT_MAX_BYTES:
             self.skip(size)
@@ -187,7 +187,7 @@ class Cursor:
         return self.take(size).decode("utf-8", "replace")
 
     def value(self) -> Value | None:
-        """The next value, or None where it is of no use to us."""
+        """The next value, or None if it is not needed."""
         kind = self.u32()
         if kind == _STRING:
             return self.text()
@@ -222,7 +222,7 @@ class Cursor:
         self._strings_left -= count
         if self._strings_left < 0:
             raise self.bad(f"it lists more than {STRINGS_MAX:,} strings")
-        # The one hot loop: a vocabulary is some hundred thousand strings whose lengths must be walked one by one.
+        # The only hot loop: a vocabulary has some hundred thousand strings, skipped one by one.
         buffer, at, length_at = self._buffer, self.at, _U64.unpack_from
         for _ in range(count):
             if at + 8 > len(buffer):
@@ -241,7 +241,7 @@ def _facts(cursor: Cursor, file_bytes: int) -> GgufHeader:
 
 
 def _walk(cursor: Cursor, file_bytes: int, total: WeightsSum) -> tuple[dict[str, Value], int]:
-    """The values, and where the last tensor ends, counted from the first; what tensors there are is added up."""
+    """The values, and the end of the last tensor relative to the first. Adds the tensors to `total`."""
     tensor_count, key_count = _preamble(cursor)
     values = dict(_key_values(cursor, key_count))
     end = _add_tensors(cursor, tensor_count, total)
@@ -274,7 +274,7 @@ def _key_values(cursor: Cursor, count: int) -> Iterator[tuple[str, Value]]:
 
 
 def _add_tensors(cursor: Cursor, count: int, total: WeightsSum) -> int:
-    """Where the last tensor ends, counted from the first."""
+    """The end of the last tensor relative to the first."""
     end = 0
     for _ in range(count):
         name, dimensions = cursor.text(), cursor.u32()
@@ -318,7 +318,7 @@ def _numbers(values: Mapping[str, Value], architecture: str) -> Iterator[tuple[s
 
 
 def _number(values: Mapping[str, int | tuple[int, ...]] | Mapping[str, Value], key: str) -> int:
-    """A whole number that is not negative; the largest of several; 0 for anything else."""
+    """A non-negative integer; the largest of several; 0 for anything else."""
     value = values.get(key, 0)
     if isinstance(value, tuple):
         value = max(value, default=0)
@@ -330,7 +330,7 @@ def _bounded(number: int) -> int:
 
 
 def _regular_file(path: Path) -> io.FileIO:
-    """Open without being held up: a FIFO or a device put in a model's place must not hang the gateway."""
+    """Open without blocking: a FIFO or a device in place of a model must not hang the gateway."""
     file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file

@@ -1,7 +1,7 @@
 """How many bytes the tensors of a GGUF file have, by the place each would take: which layer, input or output.
 
-Owns the sizes of tensor types and the sorting by name. Sums only: a hostile file lists as many tensors as it likes, and
-none of them is kept. `gguf_header.py` walks the file.
+Owns the sizes of tensor types and the sorting by name. Keeps sums only: a hostile file may list any number of tensors.
+`gguf_header.py` walks the file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-# More layers than any model has; numbers beyond are no guide.
+# More layers than any model has; larger numbers are ignored.
 LAYERS_MAX: Final = 4_096
 
 # Bytes of a tensor: (elements in a block, bytes of a block) by the number of its type.
@@ -28,7 +28,7 @@ BLOCKS: Final[Mapping[int, tuple[int, int]]] = {
 _LAYER: Final = re.compile(r"blk\.(\d{1,4})\.")
 _EXPERTS: Final = re.compile(r"_exps\b")
 _INPUT: Final = re.compile(r"(?:token_embd|per_layer_token_embd|position_embd|token_types)\.")
-# The head is the last layer: what makes logits or ranks of the last state.
+# The head turns the last state into logits or ranks.
 _OUTPUT: Final = re.compile(r"(?:output|cls|score|rope_freqs)\b|output_norm|cls_")
 
 
@@ -40,7 +40,7 @@ class WeightBytes:
     input_bytes: int = 0
     output_bytes: int = 0
     other_bytes: int = 0
-    # The table of embeddings, which is the head as well where there is no other.
+    # The embedding table, which is also the head if there is no other.
     embedding_bytes: int = 0
     has_head: bool = False
     vocabulary: int = 0

@@ -1,7 +1,8 @@
-"""What a Transformers-style folder will take: config.json for the shapes, safetensors headers for the weights.
+"""The memory a Transformers folder will take: shapes from config.json, weights from safetensors headers.
 
-Owns the reading of such folders (and of diffusers' folders of folders). Weights are exact; the cache follows the same
-formulas as elsewhere; activations are bounded from above. Everything in a folder comes from strangers.
+Owns the reading of such folders (and of diffusers pipelines, which are folders of folders). Weights are exact; the
+cache follows the formulas of `kv_cache.py`; activations are bounded from above. Everything in a folder is untrusted:
+stated lengths are bounded and must fit the file. Never reads weights.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ FILE_SIZE_FACTOR: Final = 1.3
 CONFIG_MAX_BYTES: Final = 4 * 2**20
 CONTEXT_DEFAULT: Final = 4_096
 NUMBER_MAX: Final = 2**31
-# Bytes of a number, by how configurations and options call it.
+# Bytes of a number, by its name in configurations and options.
 # fmt: off
 DTYPE_BYTES: Final[Mapping[str, float]] = {
     "float64": 8, "float32": 4, "float": 4, "fp32": 4, "F32": 4, "F64": 8, "bfloat16": 2, "bf16": 2, "BF16": 2,
@@ -65,10 +66,10 @@ class FolderOptions:
 
 
 class Facts:
-    """A configuration of unknown shape: every question has an answer, and numbers are bounded."""
+    """A config.json of unknown shape. Missing or wrong values give a default, and numbers are bounded."""
 
     def __init__(self, said: Mapping[str, Any]) -> None:
-        # Models that see or hear keep the shape of their language part inside.
+        # Multimodal models nest the shape of their language part.
         inner = said.get("text_config") or said.get("llm_config")
         self._said = {**said, **inner} if isinstance(inner, Mapping) else said
 
@@ -91,7 +92,7 @@ class Facts:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether this is a folder of a model of this kind. Never raises."""
+    """True if this is a Transformers or diffusers folder. Never raises."""
     try:
         return (path / "config.json").is_file() or (path / "model_index.json").is_file()
     except (OSError, ValueError):
@@ -99,7 +100,7 @@ def is_folder(path: Path) -> bool:
 
 
 def estimate_folder(path: Path, options: FolderOptions, gpus: int) -> Estimate | None:
-    """The parts; by the files' size where a header is bad; None where there are no weights."""
+    """The parts; by the files' size if a header is bad; None if there are no weights."""
     files = weight_files(path)
     if not files:
         return None
@@ -117,17 +118,17 @@ def weight_files(path: Path) -> list[Path]:
         found = sorted(path.glob("*/*.safetensors" if is_pipeline else "*.safetensors"))[:FILES_MAX]
     except (OSError, ValueError):
         return []
-    # The same weights in one file beside the parts of a split, as some hubs keep them, are loaded once.
+    # Some hubs keep the same weights in one file and in parts; they are loaded once.
     split = [one for one in found if "-of-" in one.name]
     folders = {one.parent for one in split}
     return [one for one in found if one in split or one.parent not in folders]
 
 
 def folder_config(path: Path) -> dict[str, Any]:
-    """Its config.json; empty where there is none. Raises BadModelFile if it is there and cannot be read."""
+    """Its config.json; empty if there is none. Raises BadModelFile if it cannot be read."""
     found = path / "config.json"
     try:
-        # A pipe would be waited for.
+        # Opening a FIFO would block.
         if found.exists() and not found.is_file():
             raise BadModelFile(f"{found} is not a plain file.")
         with found.open("rb") as file:
@@ -179,7 +180,7 @@ def _placed(what: str, size: float, gpus: int) -> EstimatePart:
 
 
 def weight_bytes(weights: SafetensorsHeader, options: FolderOptions) -> float:
-    """As they lie in the files, unless they are loaded in numbers of another size. Packed ones stay packed."""
+    """Size in memory: as in the files, unless a dtype converts them. Packed weights stay packed."""
     wanted = DTYPE_BYTES.get(options.dtype or "")
     if wanted is None:
         return weights.tensor_bytes
@@ -190,7 +191,7 @@ def weight_bytes(weights: SafetensorsHeader, options: FolderOptions) -> float:
 
 
 def folder_cache(facts: Facts) -> tuple[LayerCache, ...]:
-    """Each layer's part, as Transformers keeps it: keys and values of every KV head, windows cut to their length."""
+    """The cache of each layer as Transformers keeps it: keys and values of every KV head, windows cut to length."""
     count = min(facts.number("num_hidden_layers", "n_layer", "num_layers"), LAYERS_MAX)
     heads = facts.number("num_attention_heads", "n_head")
     kv_heads = facts.number("num_key_value_heads", default=heads)
@@ -211,18 +212,18 @@ def _windows(facts: Facts, count: int) -> list[int]:
         return [window if "full" not in kind else 0 for kind in (*kinds, *("full",) * count)[:count]]
     if pattern := facts.number("sliding_window_pattern"):
         return [window if (number + 1) % pattern else 0 for number in range(count)]
-    # Qwen states a window that it uses only when it says so; Mistral states one that it uses.
+    # Qwen uses its window only if use_sliding_window is set; Mistral always does.
     return [window if facts.text("model_type") == "mistral" or facts.is_on("use_sliding_window") else 0] * count
 
 
 def _layer_bytes(layer: LayerCache, context: int, sequences: int) -> int:
-    """Numbers, rather: how many are kept for a text of this length."""
+    """Count of numbers (not bytes) kept for a text of this length."""
     tokens = min(context, layer.window) if layer.window else context
     return (layer.keys + layer.values) * tokens * max(1, sequences)
 
 
 def _activation_bytes(facts: Facts, layers: Sequence[LayerCache], context: int, number_bytes: float) -> float:
-    """While a prompt is read: the feed-forward part, some rows, widened keys and values; the logits of one token."""
+    """Peak while a prompt is read: the feed-forward part, some rows, widened keys and values, logits of one token."""
     tokens = min(context, TOKENS_AT_ONCE)
     width, vocabulary = facts.number("hidden_size", "n_embd", "d_model"), facts.number("vocab_size")
     feed = facts.number("intermediate_size", "ffn_dim", "n_inner", default=4 * width)
@@ -232,7 +233,7 @@ def _activation_bytes(facts: Facts, layers: Sequence[LayerCache], context: int, 
 
 
 def _widened(facts: Facts, layers: Sequence[LayerCache], context: int) -> int:
-    """Numbers in the copies of a layer's keys for all heads, where heads share them; the longest layer counts."""
+    """Numbers in the widened copies of a layer's keys, if heads share keys; of the largest layer."""
     heads = facts.number("num_attention_heads", "n_head")
     kv_heads = facts.number("num_key_value_heads", default=heads)
     if not kv_heads or kv_heads >= heads:
@@ -253,7 +254,7 @@ _LENGTH: Final = struct.Struct("<Q")
 
 class _Tensor(msgspec.Struct):
     dtype: str = ""
-    # Absent where it is not a tensor but the file's metadata.
+    # Absent in the file's metadata entry.
     data_offsets: tuple[int, int] = (0, 0)
 
 
@@ -266,7 +267,7 @@ class SafetensorsHeader:
 
     @property
     def dtype(self) -> str:
-        """The kind most of it is of."""
+        """The dtype of most bytes."""
         return max(self.by_dtype, key=lambda kind: (self.by_dtype[kind], kind), default="")
 
 
@@ -290,7 +291,7 @@ def read_all(paths: Iterable[Path]) -> SafetensorsHeader:
 
 @functools.lru_cache(maxsize=HEADERS_MAX)
 def _read(path: str, file_bytes: int, changed_ns: int) -> SafetensorsHeader:
-    # Opened without being held up: a FIFO in a model's place must not hang the gateway.
+    # Open without blocking: a FIFO in place of a model must not hang the gateway.
     with io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is not a file")
@@ -304,7 +305,7 @@ def _read(path: str, file_bytes: int, changed_ns: int) -> SafetensorsHeader:
 
 
 def _whole(file: io.FileIO, length: int) -> bytes:
-    """All of it: a single read may give less."""
+    """Read all `length` bytes: a single read may return less."""
     found = bytearray()
     while len(found) < length and (more := file.read(length - len(found))):
         found += more

@@ -1,8 +1,8 @@
-"""What a folder takes that our own worker hosts: on stage, and asleep in the green room.
+"""The memory of a folder that our own worker hosts: ready, and asleep in the green room.
 
-Owns the arithmetic of hosted slots: weights lie once in an arena on the host, ready ones have a copy on the device, KV
+Owns the arithmetic of hosted slots: weights are once in an arena on the host, ready slots have a copy on the device, KV
 memory is paged and of a fixed size. The worker process itself (its context on the GPU, its libraries on the host) hosts
-many slots and is in nobody's estimate. Shapes and weights are read by `estimate_hf.py`.
+many slots and is part of no estimate. `hf_folder.py` reads shapes and weights.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from greenroom.engines.estimates.hf_folder import (
 )
 
 # --- as the worker lays it out --------------------------------------------------------------------------------------
-# Tokens of a block of KV memory; one block more is kept that belongs to nobody. Each store begins at such a multiple.
+# Tokens of a block of KV memory; one more block is kept as padding. Each store begins at a multiple of STORE_ALIGN.
 BLOCK_TOKENS: Final = 16
 STORE_ALIGN: Final = 512
-# Rounding of the arena to large pages, and what it says of itself at its end.
+# Rounding of the arena to large pages, and the description at its end.
 ARENA_ROUNDING_MIB: Final = 4
-# KV memory holds so many texts of full length where nobody says otherwise.
+# Texts of full length that KV memory holds by default.
 CONTEXTS_CACHED: Final = 4
 BATCH_DEFAULT: Final = 32
 # --- constants that measurements correct ----------------------------------------------------------------------------
-# Keys and values of a layer are gathered before attention looks at them; so many copies are held at once.
+# Copies of a layer's keys and values that are gathered for attention at once.
 GATHERED_COPIES: Final = 2
 # Logits of a batch at full precision: as computed, as penalised and masked, and sorted.
 LOGITS_COPIES: Final = 3
-# Captured graphs of the usual sizes of a batch, and the workspace of cuBLAS: an allowance until it was measured.
+# Captured graphs of the usual batch sizes, and the workspace of cuBLAS: an allowance until measured.
 GRAPHS_MIB: Final = 288
 # --------------------------------------------------------------------------------------------------------------------
 
-# Where a header cannot be read, files are taken for their size; weights that are no safetensors have these endings.
+# Weights that are not safetensors; these, and files with bad headers, count by their size.
 OTHER_ENDINGS: Final = ("*.bin", "*.pt", "*.gguf")
 FILES_MAX: Final = 1_000
-# Where the modules behind an embedding model lie. Workers read them from nowhere else.
+# Module files of an embedding model. Workers read modules from nowhere else.
 MODULE_FILES: Final = "[0-9]*_*/*"
 
 
@@ -65,7 +65,7 @@ class HostedOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """What was read of it."""
+    """The facts read from it."""
 
     arena_mib: int
     number_bytes: float
@@ -74,7 +74,7 @@ class _Folder:
 
 
 def estimate_ready(path: Path, options: HostedOptions, gpus: int) -> Estimate | None:
-    """On stage on a GPU, or on the host with `gpus` 0; None where there are no weights. Never raises."""
+    """Memory when ready on a GPU, or on the host if `gpus` is 0; None if there are no weights. Never raises."""
     folder = _read(path, options)
     if folder is None:
         return None
@@ -93,7 +93,7 @@ def estimate_ready(path: Path, options: HostedOptions, gpus: int) -> Estimate | 
 
 
 def estimate_asleep(path: Path, options: HostedOptions) -> Estimate | None:
-    """In the green room: the arena on the host, and nothing anywhere else. Never raises."""
+    """Memory when asleep: the arena on the host and nothing else. Never raises."""
     folder = _read(path, options)
     return None if folder is None else Estimate((EstimatePart("weights", 0, folder.arena_mib),), folder.source)
 
@@ -148,14 +148,14 @@ def _size(file: Path) -> int:
 
 
 def _dtype(facts: Facts, options: HostedOptions) -> str | None:
-    """The kind of number it is kept in: what the operator says, else what the model says; None: what the files hold."""
+    """The dtype of the weights: the operator's, else the model's; None: as in the files."""
     if options.dtype is not None and options.dtype != "auto":
         return options.dtype
     return facts.text("dtype", "torch_dtype") or None
 
 
 def _number_bytes(dtype: str | None) -> float:
-    """Of what is computed: numbers packed smaller than two bytes are unpacked for that."""
+    """Bytes of a number in computation: numbers packed below two bytes are unpacked."""
     return max(2, DTYPE_BYTES.get(dtype or "", 2))
 
 
@@ -171,7 +171,7 @@ def _cache_tokens(folder: _Folder, options: HostedOptions) -> int:
 
 
 def _kv_bytes(folder: _Folder, options: HostedOptions) -> int:
-    """Exactly what the worker takes: a store of keys and one of values for each layer, windows as long as the rest."""
+    """Exactly what the worker allocates: stores of keys and of values for each layer, windows at full length."""
     layers = min(folder.facts.number("num_hidden_layers", "n_layer", "num_layers"), LAYERS_MAX)
     slots = (-(-_cache_tokens(folder, options) // BLOCK_TOKENS) + 1) * BLOCK_TOKENS
     stores = (-(-int(slots * numbers * folder.number_bytes) // STORE_ALIGN) for numbers in _numbers(folder.facts))
@@ -179,7 +179,7 @@ def _kv_bytes(folder: _Folder, options: HostedOptions) -> int:
 
 
 def _numbers(facts: Facts) -> tuple[int, int]:
-    """How many numbers of keys and of values one token leaves in one layer."""
+    """Numbers of keys and of values for one token in one layer."""
     heads = facts.number("num_attention_heads", "n_head")
     if facts.number("kv_lora_rank") and facts.number("qk_nope_head_dim"):
         keys = facts.number("qk_nope_head_dim") + facts.number("qk_rope_head_dim")
@@ -190,7 +190,7 @@ def _numbers(facts: Facts) -> tuple[int, int]:
 
 
 def _work_bytes(folder: _Folder, options: HostedOptions) -> float:
-    """While a piece of a prompt is read beside a full batch: activations, gathered keys and values, logits."""
+    """Peak while part of a prompt is read next to a full batch: activations, gathered keys and values, logits."""
     facts, number_bytes = folder.facts, folder.number_bytes
     width, vocabulary = facts.number("hidden_size", "n_embd", "d_model"), facts.number("vocab_size")
     feed = facts.number("intermediate_size", "ffn_dim", "n_inner", default=4 * width)

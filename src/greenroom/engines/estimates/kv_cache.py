@@ -1,8 +1,8 @@
-"""How much a model remembers of a text while it answers: the KV cache of attention, the state of recurrent layers.
+"""The size of the KV cache of attention layers and of the state of recurrent layers.
 
 Owns the arithmetic, which is exact where a file states its shape: heads shared between queries, heads that differ by
 layer, sliding windows, compressed keys (MLA), layers without attention, quantised numbers, and cells that sequences
-share or divide. Pure: `gguf_cache` looks at a header that was read before.
+share or divide. Reads no files: `gguf_cache` takes a header.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ TYPE_BYTES: Final[Mapping[str, Fraction]] = {
 CELLS_BLOCK: Final = 256
 # States of recurrent layers are kept at full precision.
 STATE_BYTES: Final = 4
-# Of so many layers the last one looks at everything and the others through a window, where the file does not say.
+# Of this many layers the last attends to the whole text and the others to a window, if the file does not say.
 # fmt: off
 WINDOW_PATTERNS: Final[Mapping[str, int]] = {
     "gemma2": 2, "gpt-oss": 2, "llama4": 4, "cohere2": 4, "exaone4": 4, "exaone-moe": 4, "olmo2": 4,
     "smallthinker": 4, "afmoe": 4, "gemma3n": 5, "gemma3": 6,
 }
 # fmt: on
-# Llama 4 looks at its text in chunks of this length, which no key states.
+# Llama 4 attends in chunks of this length, which no key states.
 CHUNKS: Final[Mapping[str, int]] = {"llama4": 8_192}
-# Of so many layers only the last one has attention, where the file does not say.
+# Of this many layers only the last has attention, if the file does not say.
 INTERVALS: Final[Mapping[str, int]] = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
-# Its layers without attention are recurrent only where they have no feed-forward part either.
+# Its layers without attention are recurrent only if they have no feed-forward part either.
 _MIXED: Final = "nemotron_h"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer keeps: numbers for a token as keys and values, of how long a text (0: all of it), and a state."""
+    """What one layer keeps: numbers of keys and values per token, its window (0: the whole text), and a state."""
 
     keys: int = 0
     values: int = 0
@@ -53,13 +53,13 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """How many tokens are kept. Sequences share the cells if `unified`, else each has its part of them."""
+    """The number of tokens kept. Sequences share the cells if `unified`; otherwise each has a part."""
 
     context: int
     sequences: int = 1
     unified: bool = True
     batch: int = 512
-    # Windows are kept as long as the whole context, so that a text can be taken up again anywhere.
+    # Windows are kept at full context length, so that a text can be resumed anywhere.
     windows_whole: bool = False
 
     def of(self, window: int) -> int:
@@ -88,13 +88,13 @@ def state_bytes(layer: LayerCache, sequences: int) -> int:
 
 
 def gguf_cache(header: GgufHeader) -> tuple[LayerCache, ...]:
-    """Each layer's part. Encoders read a text once and remember nothing."""
+    """The cache of each layer. Encoders keep none."""
     count = min(header.number("block_count"), LAYERS_MAX)
     if ENCODERS.search(header.architecture):
         return (LayerCache(),) * count
     windows, heads, states = _windows(header, count), _kv_heads(header, count), _states(header, count)
     widths = _widths(header, "")
-    # Layers with a window may have heads of another size.
+    # Layers with a window may have another head size.
     widths_windowed = _widths(header, "_swa", *widths)
     layers = []
     for number in range(count):
@@ -107,14 +107,14 @@ def _widths(header: GgufHeader, suffix: str, keys: int = 0, values: int = 0) -> 
     heads = header.number("attention.head_count")
     size = header.number("embedding_length") // heads if heads else 0
     found = header.number(f"attention.key_length{suffix}", keys or size)
-    # Compressed keys hold what the values are made of as well.
+    # Compressed keys (MLA) contain the values too.
     is_compressed = header.number("attention.key_length_mla") and header.number("attention.value_length_mla")
     return found, 0 if is_compressed else header.number(f"attention.value_length{suffix}", values or size)
 
 
 def _kv_heads(header: GgufHeader, count: int) -> list[int]:
     heads = list(header.per_layer("attention.head_count_kv", count, header.number("attention.head_count")))
-    # The last layers may use what earlier ones keep.
+    # The last layers may share the cache of earlier ones.
     own = count - min(count, header.number("attention.shared_kv_layers"))
     interval = _interval(header)
     for number in range(count):
@@ -130,7 +130,7 @@ def _windows(header: GgufHeader, count: int) -> list[int]:
     if isinstance(stated, tuple):
         flags = (*stated, *(0,) * count)[:count]
         return [window if flag else 0 for flag in flags]
-    # A window without a pattern is not used by the engine either, or not known here: count on the whole text.
+    # A window without a known pattern: assume the whole text.
     return [window if stated > 0 and number % stated < stated - 1 else 0 for number in range(count)]
 
 
@@ -146,13 +146,13 @@ def _states(header: GgufHeader, count: int) -> list[int]:
         return [state if (number + 1) % interval else 0 for number in range(count)]
     heads = header.per_layer("attention.head_count_kv", count)
     feed = header.per_layer("feed_forward_length", count) if header.architecture.startswith(_MIXED) else (0,) * count
-    # One number of heads for all layers beside a state: each layer has both.
+    # One number of heads for all layers and a state: each layer has both.
     both = isinstance(header.numbers.get("attention.head_count_kv"), int)
     return [state if both or not (heads[number] or feed[number]) else 0 for number in range(count)]
 
 
 def _state(header: GgufHeader) -> int:
-    """Numbers that one recurrent layer keeps for a sequence: what its convolution looks back at, and its state."""
+    """Numbers that one recurrent layer keeps for a sequence: the tail of its convolution, and its state."""
     number, width = header.number, header.number("embedding_length")
     back = max(0, number("ssm.conv_kernel") - 1)
     if inner := number("ssm.inner_size"):

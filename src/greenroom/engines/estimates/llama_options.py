@@ -1,7 +1,7 @@
-"""What a llama-server command line says about memory. Everything else on it is passed over.
+"""The options of a llama-server command line that affect memory. All others are ignored.
 
-Owns the spellings. Options come as `--x y` and as `--x=y`; the last one wins, as in llama-server. What cannot be
-understood is left as it was: the engine itself will say so.
+Owns the spellings. Options come as `--x y` and as `--x=y`; the last one wins, as in llama-server. A value that cannot
+be read is ignored: the engine itself will report it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from greenroom.engines.estimates.kv_cache import TYPE_BYTES
 
 # More words than any command line has.
 WORDS_MAX: Final = 1_024
-# Longer numbers are slips.
+# Longer numbers are mistakes.
 DIGITS_MAX: Final = 9
 ALL: Final = 10**DIGITS_MAX
 ALL_LAYERS: Final = -1
 _MAY_BE_NEGATIVE: Final = frozenset(("gpu_layers", "draft_gpu_layers", "parallel"))
-# llama-server's own.
+# llama-server's defaults.
 UBATCH: Final = 512
 BATCH: Final = 2_048
 PARALLEL: Final = 4
-# What our launch gives to embedding models whose context is the model's own.
+# The batch our launch sets for embedding models without a ctx_size.
 BATCH_EMBEDDING: Final = 8_192
 
 
@@ -45,7 +45,7 @@ class LlamaOptions:
     flash: bool = True
     windows_whole: bool = False
     no_gpu: bool = False
-    # Layers whose experts stay on the host, counted from the first.
+    # Number of layers, from the first, with their experts on the host.
     cpu_experts: int = 0
     projectors: tuple[str, ...] = ()
     projector_offload: bool = True
@@ -57,12 +57,12 @@ class LlamaOptions:
 
     @property
     def sequences(self) -> int:
-        """Texts at once; less than one leaves it to llama-server."""
+        """Sequences at once; below one, llama-server's own number."""
         return self.parallel if self.parallel > 0 else PARALLEL
 
 
 def of_model(model: Model) -> LlamaOptions:
-    """As our launch makes them from a model's keys, then as its own arguments change them."""
+    """The options our launch makes from a model's keys, changed by its `args`."""
     embeds = model.embedding or model.reranking
     batch = (model.ctx_size or BATCH_EMBEDDING) if embeds else None
     keys = LlamaOptions(
@@ -82,7 +82,7 @@ def of_model(model: Model) -> LlamaOptions:
 
 
 def read(words: Sequence[str], said: LlamaOptions | None = None) -> LlamaOptions:
-    """What these words add to what was said before them."""
+    """The options in `said`, changed by these words."""
     options = said or LlamaOptions()
     for name, value in _pairs(list(words)[:WORDS_MAX]):
         if (change := _OPTIONS.get(name)) is not None:
@@ -91,7 +91,7 @@ def read(words: Sequence[str], said: LlamaOptions | None = None) -> LlamaOptions
 
 
 def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
-    """Each option with the word after it, which is empty or another option where it takes none."""
+    """Each option with the word after it, which is empty or another option if it takes no value."""
     for number, word in enumerate(words):
         if word.startswith("-"):
             name, is_joined, value = word.partition("=")
@@ -106,7 +106,7 @@ def _number(field: str, **words: int) -> Change:
     def change(value: str, options: LlamaOptions) -> Mapping[str, Any]:
         if value in words:
             return {field: words[value]}
-        # Below zero means that llama-server shall choose, where it means anything.
+        # A negative number lets llama-server choose, in options that allow it.
         text = value.removeprefix("-") if field in _MAY_BE_NEGATIVE else value
         is_number = text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX
         return {field: int(value)} if is_number else {}
@@ -137,7 +137,7 @@ def _switch(field: str) -> Change:
 
 
 def _without_weight(value: str, options: LlamaOptions) -> Mapping[str, Any]:
-    """`--lora-scaled FILE SCALE` or `FILE:SCALE`; the weight is of no interest."""
+    """`--lora-scaled FILE SCALE` or `FILE:SCALE`; the scale is ignored."""
     return {"adapters": (*options.adapters, *(part.rpartition(":")[0] or part for part in value.split(",")))}
 
 
