@@ -23,7 +23,7 @@ def other(mib: int, on: DeviceId = GPU0, holder: str = "finetune", name: str = "
 
 
 def needs(world: World) -> dict[ModelId, Need]:
-    return {name: record.need for name, record in world.scheduler.state.models.items() if not record.is_lease}
+    return {name: record.need for name, record in world.scheduler.state.models.items()}
 
 
 def rejection_of(world: World, name: str) -> Rejection:
@@ -345,9 +345,9 @@ def test_a_measured_need_counts_from_the_next_load_on() -> None:
 def test_needs_are_not_for_leases() -> None:
     world = World([])
     world.ask_lease("train", 1_000)
-    name = next(iter(world.scheduler.state.models))
+    name = next(iter(world.scheduler.state.leases))
     world.config(needs={name: Need(5_000)})
-    assert needs(world) == {} and world.scheduler.state.models[name].need == Need(1_000)
+    assert needs(world) == {} and world.scheduler.state.leases[name].need == Need(1_000)
 
 
 def test_a_need_that_changes_while_it_is_waited_for_changes_what_bringing_it_takes() -> None:

@@ -135,12 +135,12 @@ class Actions:
             else:
                 self.refuse(waiter, refusal)
 
-    def end_lease(self, model: ModelId) -> None:
+    def end_lease(self, name: ModelId) -> None:
         """Nothing is left of this lease: neither its record nor what it holds or was promised."""
         state = self._state
-        del state.models[model]
-        self._slots.forget_timer(Timer(TimerKind.RETRY, model))
-        for slot in list(state.slots_of(model)):
+        del state.leases[name]
+        self._slots.forget_timer(Timer(TimerKind.RETRY, name))
+        for slot in list(state.slots_of(name)):
             for request in slot.in_flight:
                 del state.grants[request]
                 state.counters.dones += 1
@@ -222,7 +222,7 @@ class Actions:
 
     def _new_slot(self, waiter: Waiter, plan: Swap) -> Slot:
         lease = LeaseId(waiter.id) if waiter.kind is WaiterKind.LEASE else None
-        return self._slots.add(self._state.models[plan.model].spec, plan.claim, lease)
+        return self._slots.add(self._state.claimant(plan.model).spec, plan.claim, lease)
 
     def _charge(self, slot: Slot, move: Move) -> None:
         """Whoever caused a swap pays for it, once it has begun: what is only planned may be called off."""

@@ -45,7 +45,7 @@ class Configuration:
     def _set_need(self, model: ModelId, need: Need) -> None:
         """What its next load is planned with. What is there keeps its claim."""
         record = self._state.models.get(model)
-        if record is not None and not record.is_lease:
+        if record is not None:
             record.need = need
             self._state.price_queue(model)
 
@@ -86,7 +86,7 @@ class Configuration:
         """Nothing that needs another process has changed."""
         if record.spec.need != spec.need:
             record.need = spec.need
-        record.wish_again = record.wish_again and spec.preload
+        record.preload_again = record.preload_again and spec.preload
         record.spec = spec
         for slot in self._state.slots_of(spec.id):
             if slot.spec.revision == spec.revision:

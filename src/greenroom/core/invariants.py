@@ -73,7 +73,7 @@ def _free_memory_is_what_nobody_has(state: State) -> None:
 def _nobody_waits_and_is_served(state: State, waiters: list[Waiter]) -> None:
     for waiter in waiters:
         assert waiter.id not in state.grants, f"{waiter.id} waits and is served"
-        assert waiter.model in state.models, f"{waiter.id} waits for no model"
+        assert waiter.model in state.models or waiter.model in state.leases, f"{waiter.id} waits for no model"
         assert not state.shutting_down, f"{waiter.id} waits though all is shutting down"
 
 
@@ -81,7 +81,7 @@ def _tables_hold_only_what_is_there(state: State, waiters: list[Waiter]) -> None
     """Nothing is remembered of those who have left."""
     subjects: dict[TimerKind, set[str]] = {
         TimerKind.EXPIRE: {waiter.id for waiter in waiters if waiter.give_up_at is not None},
-        TimerKind.RETRY: {*state.models},
+        TimerKind.RETRY: {*state.models, *state.leases},
         TimerKind.IDLE: {*state.slots},
         TimerKind.GRACE: {*state.slots},
         TimerKind.BUDGET: {request for request, grant in state.grants.items() if grant.waiter.answer_by is not None},

@@ -1,4 +1,4 @@
-"""Memory for other programs. A lease is a model nobody can ask for, with one waiter and a load that takes no time.
+"""Memory for other programs. A lease has a record and one waiter of its own, and takes no time to arrive.
 
 Owns the two lease events. Planning, eviction and recall are those of every other waiter.
 """
@@ -9,11 +9,14 @@ from greenroom.core.apply import Actions
 from greenroom.core.events import LeaseAsked, LeaseGone
 from greenroom.core.model import LeaseId, ModelId, ModelSpec
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
-from greenroom.core.state import ModelRecord, State
+from greenroom.core.state import LeaseRecord, State
 
 
-def model_of(lease: LeaseId) -> ModelId:
-    """No configured model's id begins with a space, so the two cannot be taken for each other."""
+def name_of(lease: LeaseId) -> ModelId:
+    """The name under which a lease waits and holds, in queues, slots and reasons.
+
+    No configured model's id begins with a space, so the two cannot be taken for each other.
+    """
     return ModelId(f" lease:{lease}")
 
 
@@ -23,18 +26,18 @@ class Leases:
         self._act = act
 
     def asked(self, event: LeaseAsked) -> None:
-        state, model = self._state, model_of(event.lease)
+        state, name = self._state, name_of(event.lease)
         if state.knows(event.lease):
             state.counters.ignored += 1
             return
-        state.models[model] = ModelRecord(_spec(event, model), event.need, is_lease=True)
+        state.leases[name] = LeaseRecord(_spec(event, name), event.need)
         number = state.next_number()
         waiter = Waiter(
             event.lease,
             WaiterKind.LEASE,
             number,
-            model,
-            (model,),
+            name,
+            (name,),
             event.priority,
             event.now if event.waits_since is None else event.waits_since,
             give_up_at=event.give_up_at,
@@ -43,17 +46,18 @@ class Leases:
 
     def gone(self, event: LeaseGone) -> None:
         """The holder has left, or no longer waits."""
-        model = model_of(event.lease)
-        if model not in self._state.models:
+        name = name_of(event.lease)
+        if name not in self._state.leases:
             self._state.counters.ignored += 1
             return
         self._act.forget(event.lease)
-        self._act.end_lease(model)
+        self._act.end_lease(name)
 
 
-def _spec(event: LeaseAsked, model: ModelId) -> ModelSpec:
+def _spec(event: LeaseAsked, name: ModelId) -> ModelSpec:
+    """What it wants, in the words of placement and eviction. One that cannot be recalled is pinned."""
     return ModelSpec(
-        model,
+        name,
         need=event.need,
         devices=event.devices,
         gpus=max(1, event.gpus),

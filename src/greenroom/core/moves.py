@@ -16,7 +16,7 @@ from greenroom.core.events import MoveAsked, MoveDone, SlotsLost, Timer, TimerKi
 from greenroom.core.model import ARRIVING, LEGAL_MOVES, NO_CLAIM, Move, MoveKind, Outcome, Slot, Tier
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.slots import SlotWriter
-from greenroom.core.state import LeavingOp, ModelRecord, State, learn
+from greenroom.core.state import Claimant, LeavingOp, ModelRecord, State, learn
 
 # 5 s · 2ⁿ would overflow for a model that fails for weeks; the cap is reached long before this exponent.
 BACKOFF_EXPONENT_MAX = 30
@@ -35,7 +35,7 @@ class Moves:
         record = self._state.models.get(event.model)
         if self._state.knows(event.op):
             self._state.counters.ignored += 1
-        elif record is None or record.is_lease:
+        elif record is None:
             self._effects.answer(event.op, OpOutcome.UNKNOWN_MODEL, because("unknown", model=event.model))
         elif event.kind in (MoveKind.PREPARE, MoveKind.SLEEP) and record.spec.need_asleep is None:
             self._effects.answer(event.op, OpOutcome.REFUSED, because("cannot_sleep", model=event.model))
@@ -62,7 +62,7 @@ class Moves:
         to = LEGAL_MOVES[event.kind][1]
         grace_s = record.spec.grace_s if event.grace_s is None else event.grace_s
         # Whoever unloads a model does not want it back when its back-off ends.
-        record.wish_again = False
+        record.preload_again = False
         self._act.reject_waiters(event.model, Refuse(RejectCode.UNLOADED))
         why = because("asked", model=event.model)
         for slot in list(self._state.slots_of(event.model)):
@@ -99,7 +99,7 @@ class Moves:
         if record := self._state.record_of(slot):
             record.learned_s[move.kind] = learn(record.learned_s.get(move.kind), took_s)
             if move.kind in ARRIVING:
-                record.memory_retries, record.wish_again, record.retry_at = 0, False, -inf
+                record.memory_retries, record.preload_again, record.retry_at = 0, False, -inf
             self._state.price_queue(slot.model)
         if slot.tier is Tier.READY:
             self._slots.answers_at_once(slot, event.concurrency or 1)
@@ -138,7 +138,7 @@ class Moves:
         if newcomer is not None and newcomer.planned is not None:
             # What is planned is of the model as it is now: a changed one calls its plans off.
             self._slots.call_off(newcomer)
-            self._pause(self._state.models[newcomer.model], Outcome.NO_LEASE, now)
+            self._pause(self._state.claimant(newcomer.model), Outcome.NO_LEASE, now)
 
     def _setback(self, slot: Slot, outcome: Outcome, now: float) -> None:
         """A load, wake or prepare that did not arrive. One that was told to go has not failed."""
@@ -161,7 +161,7 @@ class Moves:
             return Refuse(RejectCode.LOAD_FAILED, retry_after_s)
         return refusal(state, RejectCode.LOAD_FAILED, retry_after_s, record.spec, record.need, state.room_mib())
 
-    def _pause(self, record: ModelRecord, outcome: Outcome, now: float) -> None:
+    def _pause(self, record: Claimant, outcome: Outcome, now: float) -> None:
         """Ask again a little later. Nobody is rejected: the engine has done nothing wrong."""
         record.pausing = outcome
         record.retry_at = now + self._state.limits.replan_s
@@ -179,7 +179,7 @@ class Moves:
         pause_s = min(limits.backoff_s * 2 ** min(record.failures, BACKOFF_EXPONENT_MAX), limits.backoff_max_s)
         record.failures += 1
         record.retry_at = now + pause_s
-        record.wish_again = record.spec.preload
+        record.preload_again = record.spec.preload
         why = because("back_off", failures=record.failures)
         self._slots.set_timer(Timer(TimerKind.RETRY, record.spec.id), record.retry_at, why)
 

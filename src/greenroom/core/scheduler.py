@@ -98,7 +98,7 @@ class Scheduler:
         return {
             model: ev.Learned(dict(record.learned_s), record.service_s)
             for model, record in self.state.models.items()
-            if not record.is_lease and (record.learned_s or record.service_s is not None)
+            if record.learned_s or record.service_s is not None
         }
 
     def explain(self, arrival: ev.RequestArrived) -> Plan:

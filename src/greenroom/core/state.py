@@ -49,33 +49,54 @@ def learn(old: float | None, new: float) -> float:
 
 
 @dataclass(slots=True)
-class ModelRecord:
-    """What is known of a model besides its spec: how its loads went and how long things take."""
+class Claimant:
+    """What wants memory: a model or a lease. Planning goes by this."""
 
     spec: ModelSpec
     need: Need
-    failures: int = 0
     retry_at: float = -inf
-    # Why loads pause without anyone being rejected: a refused lease or a store that is down.
+    # Why it pauses without anyone being rejected: a refused lease or a store that is down.
     pausing: Outcome | None = None
-    memory_retries: int = 0
-    # The back-off of a preload: when it ends the model is wished for again, unless it came or was unloaded meanwhile.
-    wish_again: bool = False
-    is_lease: bool = False
     learned_s: dict[MoveKind, float] = field(default_factory=dict)
     service_s: float | None = None
     # The same over many more answers, for what must not jump with the last few.
     typical_s: float = 0.0
-    answers: int = 0
-    # When an answer last ended by itself, or somebody was let through who might not get one in time.
-    tried_at: float = -inf
-    # How many its engine said it answers at once.
+    # How many it answers at once, as its engine said.
     at_once: int = 1
-    # What an answer takes of its slot's time when others are served beside it.
-    share_s: float | None = None
-    # How often it was asked for, fading; as of `heat_at`.
+    # How often it was asked for, fading; as of `heat_at`. A lease is asked for once.
     heat: float = 0.0
     heat_at: float = 0.0
+
+    def rate(self, recency_s: float, now: float) -> float:
+        """Requests a second, those of long ago counting less."""
+        return self.heat * exp(min(0.0, self.heat_at - now) / recency_s) / recency_s
+
+    def move_s(self, kind: MoveKind) -> float:
+        """How long this move takes, by experience or by size."""
+        if (learned := self.learned_s.get(kind)) is not None:
+            return learned
+        mib = self.need.gpu_mib + self.need.host_mib
+        return mib / GUESS_WAKE_MIB_PER_S if kind is MoveKind.WAKE else GUESS_START_S + mib / GUESS_MIB_PER_S
+
+
+@dataclass(slots=True)
+class LeaseRecord(Claimant):
+    """A lease that another program asked for or holds. It has no engine: nothing is loaded and nothing is learned."""
+
+
+@dataclass(slots=True)
+class ModelRecord(Claimant):
+    """What is known of a model besides its spec: how its loads went and how long things take."""
+
+    failures: int = 0
+    memory_retries: int = 0
+    # The back-off of a preload: when it ends the model is preloaded again, unless it came or was unloaded meanwhile.
+    preload_again: bool = False
+    answers: int = 0
+    # When an answer last ended by itself, or a request was let through that might not get one in time.
+    tried_at: float = -inf
+    # What an answer takes of its slot's time when others are served beside it.
+    share_s: float | None = None
 
     def answered(self, took_s: float) -> None:
         """An answer has ended by itself."""
@@ -98,17 +119,6 @@ class ModelRecord:
         """It was asked for once more."""
         self.heat = 1.0 + self.heat * exp(min(0.0, self.heat_at - now) / recency_s)
         self.heat_at = now
-
-    def rate(self, recency_s: float, now: float) -> float:
-        """Requests a second, those of long ago counting less."""
-        return self.heat * exp(min(0.0, self.heat_at - now) / recency_s) / recency_s
-
-    def move_s(self, kind: MoveKind) -> float:
-        """How long this move takes, by experience or by size."""
-        if (learned := self.learned_s.get(kind)) is not None:
-            return learned
-        mib = self.need.gpu_mib + self.need.host_mib
-        return mib / GUESS_WAKE_MIB_PER_S if kind is MoveKind.WAKE else GUESS_START_S + mib / GUESS_MIB_PER_S
 
 
 @dataclass(slots=True)
@@ -149,6 +159,8 @@ class State:
         self.policy = policy
         self.ledger = Ledger()
         self.models: dict[ModelId, ModelRecord] = {}
+        # Leases by the name under which they wait and hold, which is no model's: see `leases.name_of`.
+        self.leases: dict[ModelId, LeaseRecord] = {}
         self.slots: dict[SlotId, Slot] = {}
         self.slots_by_model: dict[ModelId, list[Slot]] = {}
         self.moves: dict[MoveId, Slot] = {}
@@ -181,9 +193,14 @@ class State:
         """Nobody waits for anything, so nothing can have become possible."""
         return not (self.waitlist or self.ledger.promises)
 
+    def claimant(self, name: ModelId) -> Claimant:
+        """The model or the lease of this name."""
+        model = self.models.get(name)
+        return self.leases[name] if model is None else model
+
     def serving(self, model: ModelId) -> list[Slot]:
         """Its slots that take requests now."""
-        revision = self.models[model].spec.revision
+        revision = self.claimant(model).spec.revision
         return [slot for slot in self.slots_of(model) if slot.is_serving and slot.spec.revision == revision]
 
     def has_room(self, model: ModelId) -> bool:
@@ -193,7 +210,7 @@ class State:
     def swap_s(self, model: ModelId) -> float:
         """How long this model takes to be ready from where it is, once there is room."""
         is_asleep = any(slot.tier is Tier.ASLEEP and not slot.lost for slot in self.slots_of(model))
-        return self.models[model].move_s(MoveKind.WAKE if is_asleep else MoveKind.LOAD)
+        return self.claimant(model).move_s(MoveKind.WAKE if is_asleep else MoveKind.LOAD)
 
     def keepers(self, devices: frozenset[DeviceId], but: ModelId) -> tuple[ModelId, ...]:
         """Models for which one of these devices is kept. One that is on its way by now needs it no longer."""
@@ -209,12 +226,12 @@ class State:
 
     def price_queue(self, model: ModelId) -> None:
         """Tell this model's queue what bringing it takes now."""
-        if model in self.waitlist.queues and model in self.models:
+        if model in self.waitlist.queues and (model in self.models or model in self.leases):
             self.waitlist.price(model, self.prices(model))
 
     def prices(self, model: ModelId) -> Prices:
         """What bringing this model takes now, and what it gives."""
-        record = self.models[model]
+        record = self.claimant(model)
         return self.swap_s(model), record.service_s or 0.0, record.spec.concurrency or record.at_once
 
     def knows(self, some_id: str) -> bool:

@@ -14,7 +14,7 @@ from greenroom.core.events import TimerFired, TimerKind
 from greenroom.core.model import ModelId, RequestId, SlotId
 from greenroom.core.queue.outlook import eta_s
 from greenroom.core.slots import SlotWriter
-from greenroom.core.state import State
+from greenroom.core.state import ModelRecord, State
 
 
 class Timers:
@@ -51,7 +51,7 @@ class Timers:
 
     def _expire(self, waiter_id: str, now: float) -> None:
         state, waiter = self._state, self._state.waitlist[waiter_id]
-        record, eta = state.models[waiter.model], eta_s(state, waiter, waiter.model, now)
+        record, eta = state.claimant(waiter.model), eta_s(state, waiter, waiter.model, now)
         if any(slot.is_serving or slot.is_arriving for slot in state.slots_of(waiter.model)):
             self._act.refuse(waiter, Refuse(RejectCode.EXPIRED, eta))
         else:
@@ -60,7 +60,7 @@ class Timers:
             self._act.refuse(waiter, refusal(state, RejectCode.EXPIRED, eta, record.spec, record.need, free))
 
     def _retry(self, model: ModelId, now: float) -> None:
-        record = self._state.models[model]
+        record = self._state.claimant(model)
         record.retry_at, record.pausing = -inf, None
-        if record.wish_again:
+        if isinstance(record, ModelRecord) and record.preload_again:
             self._act.preload(model, now)

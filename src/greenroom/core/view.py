@@ -15,7 +15,7 @@ from greenroom.core.decide.green_room import Shortfall as Shortfall
 from greenroom.core.decide.placement import Mib, Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.events import Limits
-from greenroom.core.leases import model_of
+from greenroom.core.leases import name_of
 from greenroom.core.model import (
     Claim,
     Device,
@@ -38,7 +38,7 @@ from greenroom.core.state import Counters as Counters
 from greenroom.core.state import ModelRecord, State
 
 # What the scheduler puts before the name of a lease where it would name a model.
-LEASE_MARK = str(model_of(LeaseId("")))
+LEASE_MARK = str(name_of(LeaseId("")))
 
 
 class HoldingFacts(Protocol):
@@ -178,7 +178,7 @@ class SchedulerView:
         return self._state.slots_of(model)
 
     def slots_of_lease(self, lease: LeaseId) -> list[Slot]:
-        return self._state.slots_of(model_of(lease))
+        return self._state.slots_of(name_of(lease))
 
     def most_mib(self) -> dict[DeviceId, int]:
         """What there could be per device if all left that ever may."""
@@ -216,8 +216,8 @@ class SchedulerView:
         for model, queue in state.waitlist.queues.items():
             priorities = _priorities(queue)
             if queue.oldest + after_s <= now and priorities:
-                record = state.models[model]
-                if place := self._place(record, without, with_others):
+                record = state.models.get(model)
+                if record is not None and (place := self._place(record, without, with_others)):
                     found[model] = KeptOut(record.spec, min(priorities), place)
         return found
 
@@ -225,7 +225,7 @@ class SchedulerView:
         """What it could have of each GPU if others' models left; nothing for one that is not kept out by them."""
         spec, need, devices = record.spec, record.need, self._state.devices
         gpus = {one.id for one in devices if one.kind is DeviceKind.GPU}
-        if record.is_lease or not need.gpu_mib or not gpus or self._state.slots_of(spec.id):
+        if not need.gpu_mib or not gpus or self._state.slots_of(spec.id):
             return {}
         if placement.options(spec, need, devices, without, without):
             return {}

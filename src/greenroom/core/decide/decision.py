@@ -18,7 +18,7 @@ from greenroom.core.effects import RejectCode
 from greenroom.core.model import Claim, DeviceId, ModelId, ModelSpec, MoveKind, Need, Outcome, Slot, SlotId
 from greenroom.core.policy.swapper import Eviction, Resident, Target
 from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
-from greenroom.core.state import ModelRecord, State
+from greenroom.core.state import Claimant, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,9 @@ def _decide_for(
 ) -> Plan:
     if state.shutting_down:
         return Refuse(RejectCode.SHUTTING_DOWN)
-    record = state.models.get(model)
-    if record is None or record.is_lease != (waiter.kind is WaiterKind.LEASE):
+    is_lease = waiter.kind is WaiterKind.LEASE
+    record: Claimant | None = state.leases.get(model) if is_lease else state.models.get(model)
+    if record is None:
         return Refuse(RejectCode.UNKNOWN_MODEL)
     slots = [slot for slot in state.slots_of(model) if slot.spec.revision == record.spec.revision and not slot.lost]
     # 1. Ready: serve, unless it is full.
@@ -152,7 +153,7 @@ def _load(slot: Slot) -> int:
     return len(slot.in_flight)
 
 
-def _decide_pause(state: State, waiter: Waiter, record: ModelRecord, now: float) -> Plan | None:
+def _decide_pause(state: State, waiter: Waiter, record: Claimant, now: float) -> Plan | None:
     if now >= record.retry_at:
         return None
     retry_after_s = record.retry_at - now
@@ -164,7 +165,7 @@ def _decide_pause(state: State, waiter: Waiter, record: ModelRecord, now: float)
 
 
 def _decide_swap(
-    state: State, waiter: Waiter, record: ModelRecord, asleep: Slot | None, residents: Residents, now: float
+    state: State, waiter: Waiter, record: Claimant, asleep: Slot | None, residents: Residents, now: float
 ) -> Plan:
     spec, most = record.spec, residents.most_mib if asleep is None else state.most_mib(asleep)
     kind = _kind(waiter, spec, asleep)
@@ -186,7 +187,7 @@ def _decide_swap(
         return Wait(WaitReason.KEPT_FOR_OTHERS, spec.id, behind=state.keepers(ways[0].on, spec.id))
     if kind is MoveKind.PREPARE and not green_room.can_take(state, open_ways[0].wants):
         return Wait(WaitReason.GREEN_ROOM, spec.id)
-    on_stage = kind is not MoveKind.PREPARE and not record.is_lease
+    on_stage = kind is not MoveKind.PREPARE and waiter.kind is not WaiterKind.LEASE
     queue = _queue(state, waiter, spec.id)
     urgency = _urgency(waiter, queue)
     target = Target(spec.id, tuple(way.wants for way in open_ways), urgency.priority, on_stage)
@@ -219,7 +220,7 @@ def _kind(waiter: Waiter, spec: ModelSpec, asleep: Slot | None) -> MoveKind:
 
 def _ways(
     state: State,
-    record: ModelRecord,
+    record: Claimant,
     kind: MoveKind,
     asleep: Slot | None,
     residents: Residents,

@@ -12,7 +12,7 @@ from greenroom.core.decide import green_room, placement
 from greenroom.core.decide.placement import Places, Way, way_to
 from greenroom.core.model import Claim, DeviceId, MoveKind, Slot, SlotId, Tier
 from greenroom.core.policy.swapper import Resident
-from greenroom.core.state import ModelRecord, State
+from greenroom.core.state import Claimant, State
 
 
 class Residents:
@@ -49,7 +49,7 @@ class Residents:
             self._most_mib = self._state.most_mib(None)
         return self._most_mib
 
-    def ways(self, record: ModelRecord) -> list[Way]:
+    def ways(self, record: Claimant) -> list[Way]:
         """Every place where a model that is cold can ever be; none if it is too large. Many models are alike."""
         shape = placement.shape(record.spec, record.need)
         if shape not in self._ways:
@@ -57,7 +57,7 @@ class Residents:
             self._ways[shape] = self._ways_now(record) if by_free else self._ways_known(record, shape)
         return self._ways[shape]
 
-    def _ways_known(self, record: ModelRecord, shape: placement.Shape) -> list[Way]:
+    def _ways_known(self, record: Claimant, shape: placement.Shape) -> list[Way]:
         """Where free memory does not decide, this changes seldom and is remembered."""
         known = self._places.ways(shape, self._state.ledger.devices, self.most_mib)
         if known is None:
@@ -65,7 +65,7 @@ class Residents:
             self._places.remember(shape, known)
         return known
 
-    def _ways_now(self, record: ModelRecord) -> list[Way]:
+    def _ways_now(self, record: Claimant) -> list[Way]:
         state, most = self._state, self.most_mib
         likely = state.likely_mib(most) if record.spec.can_split else most
         claims = placement.options(record.spec, record.need, state.devices, self.room_mib, most, likely)
@@ -110,7 +110,7 @@ class Residents:
         return made
 
 
-def drain_s(record: ModelRecord, answers: int) -> float:
+def drain_s(record: Claimant, answers: int) -> float:
     """How long until the last of so many answers may have ended: that of one, and a little more for each doubling."""
     return record.typical_s if answers <= 1 else record.typical_s * (1.0 + log(answers))
 
@@ -132,7 +132,7 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
     fits = could_sleep and state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
     sleeps = fits and green_room.has_place(state, slot, now, wakes)
     # Whose model is configured no longer has been told to leave, and is not asked.
-    record = state.models[model]
+    record = state.claimant(model)
     resident = Resident(
         slot.id,
         model,

@@ -43,7 +43,7 @@ def _others_s(state: State, waiter: Waiter) -> float:
 
 def _queue_s(state: State, waiter: Waiter, model: ModelId) -> float:
     """Rounds of answers before its own, each as long as answers of this model usually take."""
-    record, waitlist = state.models[model], state.waitlist
+    record, waitlist = state.claimant(model), state.waitlist
     queue = waitlist.queues.get(model)
     queued = 0 if queue is None else queue.ahead_of(waiter)
     serving = [slot for slot in state.slots_of(model) if slot.is_serving]
@@ -54,7 +54,7 @@ def _queue_s(state: State, waiter: Waiter, model: ModelId) -> float:
 
 def _move_left_s(state: State, model: ModelId, now: float) -> float | None:
     """How long until this model is ready once its turn has come; None if nothing was learned yet."""
-    record = state.models[model]
+    record = state.claimant(model)
     for slot in state.slots_of(model):
         if slot.is_serving:
             return 0.0

@@ -84,7 +84,7 @@ class Rounds:
             queue = state.waitlist.queues.get(model)
             if queue is None or not self.is_away(model, now):
                 continue
-            record = state.models[model]
+            record = state.claimant(model)
             devices, mib = record.spec.devices, record.need.gpu_mib + record.need.host_mib
             if asked >= few and mib >= least.get(devices, inf):
                 continue
@@ -137,7 +137,7 @@ class Rounds:
 
     def is_away(self, model: ModelId, now: float) -> bool:
         """Neither ready nor on its way in or out, nor pausing."""
-        record, slots = self._state.models[model], self._state.slots_by_model.get(model)
+        record, slots = self._state.claimant(model), self._state.slots_by_model.get(model)
         if record.pausing is not None and now < record.retry_at:
             return False
         for slot in slots or ():
@@ -171,7 +171,7 @@ class Rounds:
 
         Nothing is kept for itself yet: each is asked for once in a round.
         """
-        state, record = self._state, self._state.models[queue.model]
+        state, record = self._state, self._state.claimant(queue.model)
         if not state.kept or queue.preparing or state.waitlist.choosy or record.retry_at > now:
             return False
         if queue.model in state.slots_by_model:
