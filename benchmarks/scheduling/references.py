@@ -38,7 +38,7 @@ class Reference:
 
     def __init__(self, limits: Limits, swapper: Swapper) -> None:
         base = FirstCome(limits, swapper)
-        self.swapper, self.standing, self.turn = base.swapper, base.standing, base.turn
+        self.swapper, self.priority_class, self.turn = base.swapper, base.priority_class, base.turn
         self._base = base
 
     def rank(self, queue: Queue, now: float) -> Turn:

@@ -29,7 +29,7 @@ def waiter(sequence: int, arrived: float, priority: int = 1, tenant: str = "") -
 
 
 def queue(*arrived: float, priority: int = 1, swap_s: float = SWAP_S, service_s: float = 1.0) -> Queue:
-    result = Queue(ModelId("m"), POLICY.standing)
+    result = Queue(ModelId("m"), POLICY.priority_class)
     for number, at in enumerate(arrived):
         result.add(waiter(number, at, priority))
     result.swap_s, result.service_s, result.at_once = swap_s, service_s, 99
@@ -58,18 +58,20 @@ def resident(**more: object) -> Resident:
 
 
 def test_priorities_beyond_the_named_ones_stand_like_the_nearest() -> None:
-    assert POLICY.standing(-5) is POLICY.standing(0) and POLICY.standing(99) is POLICY.standing(2)
-    assert [POLICY.standing(priority).deadline_s for priority in (0, 1, 2)] == [5.0, 60.0, 240.0]
+    assert POLICY.priority_class(-5) is POLICY.priority_class(0) and POLICY.priority_class(99) is POLICY.priority_class(
+        2
+    )
+    assert [POLICY.priority_class(priority).deadline_s for priority in (0, 1, 2)] == [5.0, 60.0, 240.0]
 
 
 def test_a_class_weighs_twice_the_next() -> None:
-    high, normal, low = (POLICY.standing(priority).weight for priority in (0, 1, 2))
+    high, normal, low = (POLICY.priority_class(priority).weight for priority in (0, 1, 2))
     assert high == 2 * normal == 4 * low
 
 
 def test_nobody_is_late_before_it_insists() -> None:
     for priority in (0, 1, 2):
-        assert POLICY.standing(priority).late_s >= POLICY.standing(priority).deadline_s
+        assert POLICY.priority_class(priority).late_s >= POLICY.priority_class(priority).deadline_s
 
 
 def test_the_order_is_class_then_tenant_then_arrival() -> None:
@@ -134,7 +136,7 @@ def test_between_models_class_goes_first_then_who_has_waited_more_for_what_it_co
 
 
 def test_who_is_late_goes_before_everybody_and_strictly_by_age() -> None:
-    late_s = POLICY.standing(1).late_s
+    late_s = POLICY.priority_class(1).late_s
     now = late_s + 100.0
     late, later = queue(50.0, swap_s=99.0), queue(60.0, 60.0, 60.0)
     fresh = queue(now - 1.0, priority=0)
@@ -143,7 +145,7 @@ def test_who_is_late_goes_before_everybody_and_strictly_by_age() -> None:
 
 
 def test_wishes_come_last() -> None:
-    wish = Queue(ModelId("w"), POLICY.standing)
+    wish = Queue(ModelId("w"), POLICY.priority_class)
     wish.add(Waiter(RequestId("p"), WaiterKind.PRELOAD, 1, ModelId("w"), (ModelId("w"),), 1_000_000, 0.0))
     assert POLICY.rank(queue(999.0, priority=2), 1_000.0) < POLICY.rank(wish, 1_000.0)
 
@@ -199,7 +201,7 @@ def test_switching_has_been_paid_for_when_it_happens() -> None:
 
 
 def test_nobody_who_only_wishes_ever_pays() -> None:
-    wish = Queue(ModelId("w"), POLICY.standing)
+    wish = Queue(ModelId("w"), POLICY.priority_class)
     wish.add(Waiter(RequestId("p"), WaiterKind.PRELOAD, 1, ModelId("w"), (ModelId("w"),), 1_000_000, 0.0))
     assert POLICY.takes_at(wish, resident(batch_until=inf), 1e6) == inf
 

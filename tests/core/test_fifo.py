@@ -107,4 +107,4 @@ def test_policies_are_made_by_name() -> None:
     policy = make_policy(FIFO)
     one = Waiter(RequestId("r"), WaiterKind.REQUEST, 7, ModelId("m"), (ModelId("m"),), 3, 10.0)
     assert policy.turn(one, 99.0, 1e6) == (3, 7)
-    assert policy.standing(0) == policy.standing(2)
+    assert policy.priority_class(0) == policy.priority_class(2)

@@ -24,7 +24,7 @@ ASKED_EVERY = 150
 # A queue finds the first of its deadlines when they are asked for after a waiter has left; which one that is does not
 # change. A policy is asked and not part of the state.
 FOUND_WHEN_ASKED = {"_deadline_at", "_late_at", "_oldest", "_lift_at", "stale", "_arrivals", "_ages_from", "_unseen"}
-NOT_STATE = {"policy", "standing", "_standing", "priority_class", "_priority_class"}
+NOT_STATE = {"policy", "class_of", "_class_of"}
 
 
 def facts(value: Any) -> Any:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from greenroom.core.events import Limits
 from greenroom.core.model import Claim, DeviceId, ModelId, Need, SlotId, Tier
-from greenroom.core.policy.coresidency import company_under
+from greenroom.core.policy.coresidency import coresidency_under
 from greenroom.core.policy.coresidency.groups import Group
 from greenroom.core.policy.coresidency.matrix import Matrix
 from greenroom.core.policy.swapper import EXACT_MAX, ByMemory, Eviction, Resident, Target
@@ -269,7 +269,7 @@ PAIR = (Group("turns", (NEW, A), swap=True, exclusive=False), Group("free", (B,)
 
 
 def in_company(residents: Sequence[Resident], room: int, target: Target) -> list[str] | None:
-    found = ByMemory(company_under(PAIR)).eviction_for(target, residents, {G0: room})
+    found = ByMemory(coresidency_under(PAIR)).eviction_for(target, residents, {G0: room})
     return None if found is None else [str(one.model) for one in found.victims]
 
 
@@ -292,7 +292,7 @@ def test_another_slot_of_the_newcomer_is_no_company() -> None:
 
 @pytest.mark.parametrize(("sets", "leaving"), [("new & b", ["a"]), ("new & a | b", ["b"]), ("a | b", ["a", "b"])])
 def test_a_matrix_is_kept_too(sets: str, leaving: list[str]) -> None:
-    company = company_under(Matrix((("only", sets),)))
+    company = coresidency_under(Matrix((("only", sets),)))
     found = ByMemory(company).eviction_for(wanting(1_000), [there("a", 500), there("b", 500)], {G0: 9_000})
     assert found is not None and [str(one.model) for one in found.victims] == leaving
 

@@ -106,7 +106,7 @@ def test_no_deadline_shortens_the_minimum_residency() -> None:
     stream(world, "b", 0.4, world.now + 60.0)
     world.run(1.0)
     urgent = world.arrive("urgent", "a", takes_s=1.0, priority=0, tenant="other")
-    assert 1.0 + world.scheduler.state.policy.standing(0).late_s < stays_s / 2
+    assert 1.0 + world.scheduler.state.policy.priority_class(0).late_s < stays_s / 2
     world.run(8.9)
     assert world.scheduler.state.counters.swaps == 3, "b, a, b: nothing has been asked to leave"
     world.run()
@@ -235,7 +235,7 @@ def test_a_saturating_stream_on_two_models_lets_both_be_served_within_the_bound(
     world.run(400.0)
     served = [call for call in world.calls_by_id.values() if call.fate is Fate.SERVED]
     assert len(served) > 250, "most of the time is spent serving"
-    late_s = world.scheduler.state.policy.standing(1).late_s
+    late_s = world.scheduler.state.policy.priority_class(1).late_s
     bound_s = late_s + 25.0 + 1.0 + SWAP_S
     for name in ("a", "b"):
         waits = waits_for_stage(world, name)
@@ -277,7 +277,7 @@ def test_a_large_model_that_needs_two_victims_is_not_starved_by_small_ones() -> 
     large = world.arrive("large", "large", takes_s=1.0)
     stream(world, "third", 5.0, world.now + 200.0)
     world.run()
-    late_s = world.scheduler.state.policy.standing(1).late_s
+    late_s = world.scheduler.state.policy.priority_class(1).late_s
     assert large.granted_at - large.arrived <= late_s + 25.0 + 2 * SWAP_S, (
         "late, then at most a batch of each, and swaps"
     )
@@ -297,7 +297,7 @@ def late_beside_a_newcomer() -> World:
         stream(world, name, 0.4, world.now + 150.0)
     world.run(0.1)
     world.arrive("large", "large", takes_s=1.0)
-    world.run(2 * world.scheduler.state.policy.standing(1).late_s + 1.0)
+    world.run(2 * world.scheduler.state.policy.priority_class(1).late_s + 1.0)
     return world
 
 

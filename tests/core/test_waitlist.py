@@ -19,8 +19,8 @@ from greenroom.core.queue.waitlist import (
     LANES_LOOKED_AT,
     LANES_MANY,
     TURNS_FRESH_S,
+    PriorityClass,
     Queue,
-    Standing,
     Waiter,
     WaiterKind,
     Waitlist,
@@ -44,7 +44,7 @@ def waiter(
 
 
 def queue_of(*waiters: Waiter) -> Queue:
-    queue = Queue(M, POLICY.standing)
+    queue = Queue(M, POLICY.priority_class)
     for one in waiters:
         queue.add(one)
     return queue
@@ -177,7 +177,7 @@ def test_those_ahead_are_those_before_it_in_its_lane_and_as_many_in_each_other_t
 
 
 def test_queues_come_and_go_with_their_waiters() -> None:
-    waitlist = Waitlist(POLICY.standing)
+    waitlist = Waitlist(POLICY.priority_class)
     assert not waitlist and waitlist.of(M) == [] and waitlist.count(M) == 0
     waitlist.add(waiter(1))
     assert waitlist and "w1" in waitlist and waitlist.count(M) == 1 and waitlist["w1"] is waitlist.get("w1")
@@ -186,14 +186,14 @@ def test_queues_come_and_go_with_their_waiters() -> None:
 
 
 def test_nobody_waits_twice() -> None:
-    waitlist = Waitlist(POLICY.standing)
+    waitlist = Waitlist(POLICY.priority_class)
     waitlist.add(waiter(1))
     with pytest.raises(AssertionError, match="w1 waits already"):
         waitlist.add(waiter(1))
 
 
 def test_positions_are_by_priority_and_arrival_and_count_callers_only() -> None:
-    waitlist = Waitlist(POLICY.standing)
+    waitlist = Waitlist(POLICY.priority_class)
     op, normal, urgent = waiter(1, kind=WaiterKind.OP), waiter(2), waiter(3, priority=0)
     for one in (op, normal, urgent):
         waitlist.add(one)
@@ -204,7 +204,7 @@ def test_positions_are_by_priority_and_arrival_and_count_callers_only() -> None:
 
 
 def test_who_named_several_models_is_found_among_the_choosy() -> None:
-    waitlist = Waitlist(POLICY.standing)
+    waitlist = Waitlist(POLICY.priority_class)
     waitlist.add(waiter(1, models=(M, N)))
     waitlist.add(waiter(2))
     assert list(waitlist.choosy) == ["w1"] and N not in waitlist.queues
@@ -213,10 +213,10 @@ def test_who_named_several_models_is_found_among_the_choosy() -> None:
 
 
 def test_another_standing_counts_for_those_who_wait_already() -> None:
-    waitlist = Waitlist(POLICY.standing)
+    waitlist = Waitlist(POLICY.priority_class)
     for number in range(4):
         waitlist.add(waiter(number, arrived=10.0, models=(M, N) if number == 3 else (M,)))
-    waitlist.restand(lambda priority: Standing(5.0, 1.0, 2.0, 3.0))
+    waitlist.reclassify(lambda priority: PriorityClass(5.0, 1.0, 2.0, 3.0))
     queue = waitlist.queues[M]
     assert (queue.weight, queue.deadline_at, queue.late_at, queue.lift_at) == (20.0, 11.0, 12.0, 13.0)
     assert [one.id for one in waitlist] == ["w0", "w1", "w2", "w3"] and list(waitlist.choosy) == ["w3"]
@@ -224,12 +224,12 @@ def test_another_standing_counts_for_those_who_wait_already() -> None:
 
 
 def test_another_standing_does_not_make_a_lane_older_than_it_is() -> None:
-    waitlist = Waitlist(POLICY.standing)
+    waitlist = Waitlist(POLICY.priority_class)
     for number in range(3):
         waitlist.add(waiter(number, arrived=float(number)))
     waitlist.remove("w0", served_at=100.0)
     lift_at = waitlist.queues[M].lift_at
-    waitlist.restand(POLICY.standing)
+    waitlist.reclassify(POLICY.priority_class)
     assert waitlist.queues[M].lift_at == lift_at == 160.0
 
 
@@ -248,7 +248,7 @@ people: st.SearchStrategy[dict[str, object]] = st.builds(
 def agree(queue: Queue, waiters: Sequence[Waiter], now: float) -> None:
     """Its sums are those of a count from scratch."""
     callers = [one for one in waiters if one.kind is not WaiterKind.PRELOAD]
-    stands = {one.id: POLICY.standing(one.priority) for one in callers}
+    stands = {one.id: POLICY.priority_class(one.priority) for one in callers}
     assert queue.waiting == len(waiters) and list(queue) == sorted(waiters, key=lambda one: one.sequence)
     assert queue.weight == sum(stands[one.id].weight for one in callers)
     waited_s = sum(stands[one.id].weight * (now - one.arrived) for one in callers)
@@ -265,7 +265,7 @@ def agree(queue: Queue, waiters: Sequence[Waiter], now: float) -> None:
 def test_whatever_comes_and_goes_the_sums_are_those_of_a_count_from_scratch(
     coming: list[dict[str, object]], going: list[int]
 ) -> None:
-    waitlist, there = Waitlist(POLICY.standing), {}
+    waitlist, there = Waitlist(POLICY.priority_class), {}
     # Times do not go back while people come: a lane's first is its oldest.
     for number, person in enumerate(sorted(coming, key=lambda one: str(one["arrived"]).zfill(8))):
         one = waiter(number, **person)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from greenroom.config.kinds import words
 from greenroom.config.report import Problem
 from greenroom.config.schema import Config, Model, Server
 from greenroom.core.model import ModelId
-from greenroom.core.policy.coresidency import company_under
+from greenroom.core.policy.coresidency import coresidency_under
 
 
 def problems(config: Config) -> list[str]:
@@ -145,7 +145,7 @@ def _kept_out(config: Config) -> Iterator[str]:
     rules = rules_of(config.scheduler.company)
     if rules is None:
         return
-    company = company_under(rules)
+    company = coresidency_under(rules)
     pinned = frozenset(ModelId(name) for name, model in config.models.items() if model.pinned)
     for name in config.models:
         others = pinned - {name}

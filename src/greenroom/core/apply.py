@@ -31,7 +31,7 @@ _OPS = {
 }
 
 
-def wish_for(model: ModelId) -> RequestId:
+def preload_id(model: ModelId) -> RequestId:
     """The id under which a preload waits."""
     return RequestId(f"preload:{model}")
 
@@ -86,12 +86,12 @@ class Actions:
             self._slots.forget_timer(Timer(TimerKind.EXPIRE, waiter_id))
 
     def preload(self, model: ModelId, now: float) -> None:
-        """Wish for this model: it comes as soon as there is room. Only a pinned one makes others leave."""
-        state, wish = self._state, wish_for(model)
-        if wish in state.waitlist or state.shutting_down or now < state.models[model].retry_at:
+        """Ask for this model: it comes as soon as there is room. Only a pinned one makes others leave."""
+        state, request = self._state, preload_id(model)
+        if request in state.waitlist or state.shutting_down or now < state.models[model].retry_at:
             return
         number = state.next_number()
-        state.waitlist.add(Waiter(wish, WaiterKind.PRELOAD, number, model, (model,), PRELOAD_PRIORITY, now))
+        state.waitlist.add(Waiter(request, WaiterKind.PRELOAD, number, model, (model,), PRELOAD_PRIORITY, now))
         state.price_queue(model)
 
     # --- refused --------------------------------------------------------------------------------------------------

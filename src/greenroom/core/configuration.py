@@ -5,7 +5,7 @@ Owns the reaction to `ConfigChanged`. What keeps its revision keeps running; wha
 
 from __future__ import annotations
 
-from greenroom.core.apply import Actions, wish_for
+from greenroom.core.apply import Actions, preload_id
 from greenroom.core.decide.decision import Refuse
 from greenroom.core.effects import RejectCode, because
 from greenroom.core.events import ConfigChanged, Limits, Timer, TimerKind
@@ -55,7 +55,7 @@ class Configuration:
         policy = make_policy(limits, self._policies, self._swappers)
         state.limits, state.policy = limits, policy
         state.accounts.weights = limits.tenant_weights
-        state.waitlist.restand(state.policy.standing)
+        state.waitlist.reclassify(state.policy.priority_class)
         for model in state.waitlist.queues:
             state.price_queue(model)
         self._slots.set_overtakes_max(limits.overtakes_max)
@@ -71,15 +71,15 @@ class Configuration:
 
     def _put(self, spec: ModelSpec, now: float) -> None:
         record = self._state.models.get(spec.id)
-        wished = record is not None and record.spec.preload
+        was_preloaded = record is not None and record.spec.preload
         if record is not None and record.spec.revision == spec.revision:
             self._relabel(record, spec)
         else:
             self._renew(record, spec, now)
-            wished = False
+            was_preloaded = False
         if not spec.preload:
-            self._act.forget(wish_for(spec.id))
-        elif not wished:
+            self._act.forget(preload_id(spec.id))
+        elif not was_preloaded:
             self._act.preload(spec.id, now)
 
     def _relabel(self, record: ModelRecord, spec: ModelSpec) -> None:

@@ -24,11 +24,11 @@ from greenroom.core.model import (
     OtherLease,
     Outcome,
     RequestId,
+    Rules,
     SlotId,
     TenantId,
     Tier,
 )
-from greenroom.core.policy.coresidency import Rules
 
 
 class TimerKind(Enum):
@@ -57,7 +57,7 @@ class Limits:
 
     policy: str = "default"
     swapper: str = "memory"
-    company: Rules | None = None  # Rules about who may be on stage together.
+    company: Rules | None = None  # Which models may be ready together.
     tenant_weights: Mapping[TenantId, float] = field(default_factory=dict)  # Shares between tenants; 1 if not named.
     queue_depth_max: int = 1_000
     overtakes_max: int = 8

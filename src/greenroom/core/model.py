@@ -141,6 +141,36 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Models under one rule. Every model in no group is in one more, with the rules that are the defaults here."""
+
+    name: str
+    members: tuple[ModelId, ...]
+    swap: bool = True  # Only one member at a time.
+    exclusive: bool = True  # A member that comes sends the members of other groups away,
+    persistent: bool = False  # except those of persistent groups.
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Sets of models that may be ready together, as written.
+
+    A name in `vars` stands for its model, every other one for the model of that id.
+    """
+
+    sets: tuple[tuple[str, str], ...]
+    costs: Mapping[str, int] = field(default_factory=dict)
+    vars: Mapping[str, ModelId] = field(default_factory=dict)
+
+    def model(self, name: str) -> ModelId:
+        return self.vars.get(name, ModelId(name))
+
+
+# Which models may be ready together. Plain records, so that they can travel in events and be replayed.
+Rules = tuple[Group, ...] | Matrix
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """An order to change a slot's tier. `claim` says what the slot may use where once it has arrived.
 

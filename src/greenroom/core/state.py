@@ -164,7 +164,7 @@ class State:
         self.slots: dict[SlotId, Slot] = {}
         self.slots_by_model: dict[ModelId, list[Slot]] = {}
         self.moves: dict[MoveId, Slot] = {}
-        self.waitlist = Waitlist(policy.standing)
+        self.waitlist = Waitlist(policy.priority_class)
         self.accounts = Accounts()
         self.grants: dict[RequestId, Grant] = {}
         # Devices kept for models that insist and cannot come yet, so that later ones do not take them bit by bit.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from greenroom.core.model import ModelId
-from greenroom.core.policy.coresidency import company_under
+from greenroom.core.policy.coresidency import coresidency_under
 from greenroom.core.policy.coresidency.groups import ByGroup, Group
 
 
@@ -83,5 +83,5 @@ def test_model_in_two_groups_is_refused() -> None:
 
 
 def test_groups_written_down_become_a_company() -> None:
-    company = company_under((Group("chat", ids("a b"), exclusive=False),))
+    company = coresidency_under((Group("chat", ids("a b"), exclusive=False),))
     assert company.leavers(ModelId("a"), ids("b c"), frozenset()) == {"b"}

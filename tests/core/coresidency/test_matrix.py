@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greenroom.core.model import ModelId
-from greenroom.core.policy.coresidency import company_under, families
+from greenroom.core.policy.coresidency import coresidency_under, families
 from greenroom.core.policy.coresidency import matrix as matrix_module
 from greenroom.core.policy.coresidency.language import Mistake
 from greenroom.core.policy.coresidency.matrix import ByMatrix, Matrix
@@ -131,7 +131,7 @@ def test_set_joined_to_itself_holds_any_two() -> None:
 
 
 def test_matrix_written_down_becomes_a_company() -> None:
-    company = company_under(Matrix((("s", "a | b"),)))
+    company = coresidency_under(Matrix((("s", "a | b"),)))
     assert company.leavers(ModelId("a"), ids("b"), frozenset()) == {"b"}
 
 

@@ -255,9 +255,9 @@ class Urgency(NamedTuple):
 
 
 def _urgency(waiter: Waiter, queue: Queue) -> Urgency:
-    """A model is as urgent as the most urgent of those who wait for it, or who is late would hold up who may do more.
+    """A model is as urgent as the most urgent of those that wait for it: else a late one would hold up an urgent one.
 
-    Who wants it asleep, and a wish, speak for themselves alone.
+    One that wants it asleep, a preload and a lease count for themselves alone.
     """
     if waiter.wants is MoveKind.PREPARE or waiter.kind in (WaiterKind.PRELOAD, WaiterKind.LEASE):
         return Urgency(waiter.kind, waiter.priority)
@@ -284,7 +284,7 @@ def _queue(state: State, waiter: Waiter, model: ModelId) -> Queue:
     queue = state.waitlist.queues.get(model)
     if queue is not None and waiter.id in state.waitlist and waiter.model == model:
         return queue
-    return (queue or Queue(model, state.policy.standing)).joined_by(waiter, state.prices(model))
+    return (queue or Queue(model, state.policy.priority_class)).joined_by(waiter, state.prices(model))
 
 
 def _askable(
@@ -314,7 +314,7 @@ def _askable_at(state: State, urgency: Urgency, queue: Queue, resident: Resident
         # A holder of a lease leaves only for somebody more urgent.
         return now if slot.last_priority > urgency.priority else inf
     if urgency.kind is WaiterKind.PRELOAD:
-        # A wish makes nobody leave, unless it is for a model that is to stay for good.
+        # A preload makes no model leave, unless its own is pinned.
         return now if state.models[queue.model].spec.pinned and not resident.is_busy else inf
     if urgency.kind is WaiterKind.OP and not resident.is_busy:
         return now

@@ -1,1 +1,33 @@
-"""Rules that can be replaced: the order of the queue, the choice of evictions, which models may be ready together."""
+"""Rules that can be replaced: the order of the queue, the choice of evictions, which models may be ready together.
+
+What is named here is all that a policy or swapper of another package needs, and stays where it is.
+"""
+
+from greenroom.core.events import Limits as Limits
+from greenroom.core.model import Claim as Claim
+from greenroom.core.model import DeviceId as DeviceId
+from greenroom.core.model import ModelId as ModelId
+from greenroom.core.model import SlotId as SlotId
+from greenroom.core.model import Tier as Tier
+from greenroom.core.policy.base import Policies as Policies
+from greenroom.core.policy.base import Policy as Policy
+from greenroom.core.policy.base import PolicyFactory as PolicyFactory
+from greenroom.core.policy.base import Turn as Turn
+from greenroom.core.policy.coordinator import Coordinator as Coordinator
+from greenroom.core.policy.coresidency import Coresidency as Coresidency
+from greenroom.core.policy.default import ByCost as ByCost
+from greenroom.core.policy.fifo import FirstCome as FirstCome
+from greenroom.core.policy.registry import BUILT_IN as BUILT_IN
+from greenroom.core.policy.registry import SWAPPERS as SWAPPERS
+from greenroom.core.policy.registry import SwapperFactory as SwapperFactory
+from greenroom.core.policy.registry import Swappers as Swappers
+from greenroom.core.policy.registry import make_policy as make_policy
+from greenroom.core.policy.swapper import ByMemory as ByMemory
+from greenroom.core.policy.swapper import Eviction as Eviction
+from greenroom.core.policy.swapper import Resident as Resident
+from greenroom.core.policy.swapper import Swapper as Swapper
+from greenroom.core.policy.swapper import Target as Target
+from greenroom.core.queue.waitlist import PriorityClass as PriorityClass
+from greenroom.core.queue.waitlist import Queue as Queue
+from greenroom.core.queue.waitlist import Waiter as Waiter
+from greenroom.core.queue.waitlist import WaiterKind as WaiterKind

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from greenroom.core.events import Limits
 from greenroom.core.policy.swapper import Resident, Swapper
-from greenroom.core.queue.waitlist import Queue, Standing, Waiter
+from greenroom.core.queue.waitlist import PriorityClass, Queue, Waiter
 
 # Compared from the left; smaller goes first. The last part must be unique, so that no two are equal.
 Turn = tuple[float, ...]
@@ -21,7 +21,7 @@ Turn = tuple[float, ...]
 class Policy(Protocol):
     swapper: Swapper
 
-    def standing(self, priority: int) -> Standing:
+    def priority_class(self, priority: int) -> PriorityClass:
         """The weight of a priority in a queue's waiting, its deadline, and how long it waits for a lift."""
         ...
 

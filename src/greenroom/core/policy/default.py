@@ -11,7 +11,7 @@ from math import ceil, exp, inf, log
 from greenroom.core.events import Limits
 from greenroom.core.policy.base import Turn
 from greenroom.core.policy.swapper import Resident, Swapper
-from greenroom.core.queue.waitlist import Queue, Standing, Waiter, WaiterKind
+from greenroom.core.queue.waitlist import PriorityClass, Queue, Waiter, WaiterKind
 
 # A class weighs twice the next lower one.
 WEIGHTS = (2.0, 1.0, 0.5)
@@ -29,22 +29,22 @@ class ByCost:
     def __init__(self, limits: Limits, swapper: Swapper) -> None:
         self._limits = limits
         self.swapper = swapper
-        self._standings = tuple(
-            Standing(weight, deadline_s, late * deadline_s, limits.lift_s)
+        self._classes = tuple(
+            PriorityClass(weight, deadline_s, late * deadline_s, limits.lift_s)
             for weight, late, deadline_s in zip(WEIGHTS, LATE_DEADLINES, limits.deadlines_s, strict=True)
         )
 
-    def standing(self, priority: int) -> Standing:
-        return self._standings[priority if 0 <= priority <= 2 else 0 if priority < 0 else 2]
+    def priority_class(self, priority: int) -> PriorityClass:
+        return self._classes[priority if 0 <= priority <= 2 else 0 if priority < 0 else 2]
 
     # --- order ----------------------------------------------------------------------------------------------------
 
     def turn(self, waiter: Waiter, served_s: float, now: float) -> Turn:
         """The late by age, whatever their class; then by class, by fair share, by arrival."""
         lift_s = self._limits.lift_s
-        # A wish is never late: it comes when there is room, and must not stand before those who can make some.
-        is_wish = waiter.kind is WaiterKind.PRELOAD
-        if not is_wish and waiter.aged_from + self.standing(waiter.priority).late_s <= now:
+        # A preload is never late: it comes when there is room, and must not go before those that can make some.
+        is_preload = waiter.kind is WaiterKind.PRELOAD
+        if not is_preload and waiter.aged_from + self.priority_class(waiter.priority).late_s <= now:
             return (0.0, waiter.aged_from, 0.0, waiter.sequence)
         return (1.0, _class(waiter.aged_from + waiter.priority * lift_s, lift_s, now), served_s, waiter.sequence)
 

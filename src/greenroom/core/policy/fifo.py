@@ -11,7 +11,7 @@ from math import inf
 from greenroom.core.events import Limits
 from greenroom.core.policy.base import Turn
 from greenroom.core.policy.swapper import Resident, Swapper
-from greenroom.core.queue.waitlist import Queue, Standing, Waiter
+from greenroom.core.queue.waitlist import PriorityClass, Queue, Waiter
 
 # Far enough apart that a class is never made up for by age.
 _CLASS_S = 1e9
@@ -21,8 +21,8 @@ class FirstCome:
     def __init__(self, limits: Limits, swapper: Swapper) -> None:
         self.swapper = swapper
 
-    def standing(self, priority: int) -> Standing:
-        return Standing(weight=1.0, deadline_s=inf, late_s=inf, lift_s=_CLASS_S)
+    def priority_class(self, priority: int) -> PriorityClass:
+        return PriorityClass(weight=1.0, deadline_s=inf, late_s=inf, lift_s=_CLASS_S)
 
     def turn(self, waiter: Waiter, served_s: float, now: float) -> Turn:
         return (waiter.priority, waiter.sequence)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from greenroom.core.events import Limits
 from greenroom.core.policy.base import Policies, Policy, PolicyFactory
 from greenroom.core.policy.coordinator import Coordinator
-from greenroom.core.policy.coresidency import Company, company_under
+from greenroom.core.policy.coresidency import Coresidency, coresidency_under
 from greenroom.core.policy.default import ByCost
 from greenroom.core.policy.fifo import FirstCome
 from greenroom.core.policy.swapper import ByMemory, Swapper
 
 # Made with the rules about company that the configuration has, if any.
-SwapperFactory = Callable[[Company | None], Swapper]
+SwapperFactory = Callable[[Coresidency | None], Swapper]
 Swappers = Mapping[str, SwapperFactory]
 
 BUILT_IN: Mapping[str, PolicyFactory] = {"default": ByCost, "fifo": FirstCome}
@@ -22,5 +22,5 @@ SWAPPERS: Mapping[str, SwapperFactory] = {"memory": ByMemory, "coordinator": Coo
 
 def make_policy(limits: Limits, policies: Policies = BUILT_IN, swappers: Swappers = SWAPPERS) -> Policy:
     """The policy that these limits name, with the swapper that they name."""
-    company = None if limits.company is None else company_under(limits.company)
+    company = None if limits.company is None else coresidency_under(limits.company)
     return policies[limits.policy](limits, swappers[limits.swapper](company))

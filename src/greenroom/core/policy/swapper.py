@@ -12,7 +12,7 @@ from math import inf
 from typing import Protocol
 
 from greenroom.core.model import Claim, DeviceId, ModelId, SlotId, Tier
-from greenroom.core.policy.coresidency import Company
+from greenroom.core.policy.coresidency import Coresidency
 from greenroom.core.queue.waitlist import Queue
 
 # Up to this many residents the cheapest set of victims is found exactly; more are taken greedily.
@@ -110,7 +110,7 @@ class Swapper(Protocol):
 class ByMemory:
     """Idle ones before busy ones, the less urgent before the more urgent; among them the smallest loss."""
 
-    def __init__(self, company: Company | None = None) -> None:
+    def __init__(self, company: Coresidency | None = None) -> None:
         self._company = company
 
     def eviction_for(

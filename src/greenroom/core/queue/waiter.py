@@ -48,7 +48,7 @@ class Waiter:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class PriorityClass:
     """What a policy says of a priority once and for all.
 
     Its weight in a queue's waiting; after how long it insists; after how long it goes before all who have not waited so

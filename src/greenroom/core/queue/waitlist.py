@@ -14,7 +14,7 @@ from math import inf
 from greenroom.core.model import ModelId, MoveKind, TenantId
 from greenroom.core.queue.kept_order import KeptOrder, Least
 from greenroom.core.queue.waiter import ASKING, Priorities
-from greenroom.core.queue.waiter import Standing as Standing
+from greenroom.core.queue.waiter import PriorityClass as PriorityClass
 from greenroom.core.queue.waiter import Waiter as Waiter
 from greenroom.core.queue.waiter import WaiterKind as WaiterKind
 
@@ -41,11 +41,11 @@ class Queue:
         "_ages",
         "_ages_from",
         "_arrivals",
+        "_class_of",
         "_deadline_at",
         "_late_at",
         "_lift_at",
         "_oldest",
-        "_standing",
         "_unseen",
         "askers",
         "at_once",
@@ -66,9 +66,9 @@ class Queue:
         "weight",
     )
 
-    def __init__(self, model: ModelId, standing: Callable[[int], Standing]) -> None:
+    def __init__(self, model: ModelId, class_of: Callable[[int], PriorityClass]) -> None:
         self.model = model
-        self._standing = standing
+        self._class_of = class_of
         self.lanes: dict[Lane, list[Waiter]] = {}
         # Operators who want it asleep stand apart: they hold up nobody, and nobody holds them up.
         self.preparing: dict[str, Waiter] = {}
@@ -86,7 +86,7 @@ class Queue:
         self._ages_from: Least[Lane] | None = None
         self._unseen: dict[Lane, None] = {}
         self.tenants: dict[TenantId, int] = {}
-        # A model is as urgent as the most urgent of those who wait for it, and an operator's wish speaks for all.
+        # A model is as urgent as the most urgent of those who wait for it, and an operator counts for all.
         self.priorities = Priorities()
         self.operators = 0
         self.waiting = 0
@@ -143,7 +143,7 @@ class Queue:
 
     def joined_by(self, waiter: Waiter, prices: Prices) -> Queue:
         """The sums as they would be with this one in the queue. Lanes are left out."""
-        copy = Queue(self.model, self._standing)
+        copy = Queue(self.model, self._class_of)
         copy.price(prices)
         copy.waiting, copy.weight, copy._ages, copy.tenants = self.waiting, self.weight, self._ages, {**self.tenants}
         copy.priorities, copy.operators = self.priorities.copied(), self.operators
@@ -199,7 +199,7 @@ class Queue:
         else:
             del self.tenants[waiter.tenant]
         if waiter.kind is not WaiterKind.PRELOAD:
-            weight = sign * self._standing(waiter.priority).weight
+            weight = sign * self._class_of(waiter.priority).weight
             self.weight += weight
             self._ages += weight * waiter.arrived
             self.priorities.count(waiter.priority, sign)
@@ -209,11 +209,11 @@ class Queue:
         """Take the first of a lane into account. Those behind it came later and change nothing."""
         if waiter.kind is WaiterKind.PRELOAD:
             return
-        standing = self._standing(waiter.priority)
-        self._deadline_at = min(self._deadline_at, waiter.arrived + standing.deadline_s)
-        self._late_at = min(self._late_at, waiter.arrived + standing.late_s)
+        its = self._class_of(waiter.priority)
+        self._deadline_at = min(self._deadline_at, waiter.arrived + its.deadline_s)
+        self._late_at = min(self._late_at, waiter.arrived + its.late_s)
         self._oldest = min(self._oldest, waiter.arrived)
-        self._lift_at = min(self._lift_at, waiter.aged_from + waiter.priority * standing.lift_s)
+        self._lift_at = min(self._lift_at, waiter.aged_from + waiter.priority * its.lift_s)
 
     def _look(self) -> None:
         """See the first of every lane again, after one of them has left; with many lanes only what has changed."""
@@ -227,12 +227,12 @@ class Queue:
         arrivals, ages_from = self._seen_firsts()
         lanes = self.lanes
         for priority, arrived in arrivals.of_groups(lambda at, key: key in lanes and lanes[key][0].arrived == at):
-            standing = self._standing(priority)
-            self._deadline_at = min(self._deadline_at, arrived + standing.deadline_s)
-            self._late_at = min(self._late_at, arrived + standing.late_s)
+            its = self._class_of(priority)
+            self._deadline_at = min(self._deadline_at, arrived + its.deadline_s)
+            self._late_at = min(self._late_at, arrived + its.late_s)
             self._oldest = min(self._oldest, arrived)
         for priority, aged_from in ages_from.of_groups(lambda at, key: key in lanes and lanes[key][0].aged_from == at):
-            self._lift_at = min(self._lift_at, aged_from + priority * self._standing(priority).lift_s)
+            self._lift_at = min(self._lift_at, aged_from + priority * self._class_of(priority).lift_s)
 
     def _seen_firsts(self) -> tuple[Least[Lane], Least[Lane]]:
         """When the first of each lane came and since when it ages, as of now."""
@@ -311,8 +311,8 @@ class Queue:
 
 
 class Waitlist:
-    def __init__(self, standing: Callable[[int], Standing]) -> None:
-        self.standing = standing
+    def __init__(self, class_of: Callable[[int], PriorityClass]) -> None:
+        self.class_of = class_of
         self._waiters: dict[str, Waiter] = {}
         self.queues: dict[ModelId, Queue] = {}
         # Models whose queues have changed, or what bringing them takes, since somebody ranked them.
@@ -349,7 +349,7 @@ class Waitlist:
         self._waiters[waiter.id] = waiter
         queue = self.queues.get(waiter.model)
         if queue is None:
-            queue = self.queues[waiter.model] = Queue(waiter.model, self.standing)
+            queue = self.queues[waiter.model] = Queue(waiter.model, self.class_of)
         queue.add(waiter)
         self.altered[waiter.model] = None
         if len(waiter.candidates) > 1:
@@ -371,9 +371,9 @@ class Waitlist:
             del self._callers[bisect_left(self._callers, _place(waiter))]
         return waiter
 
-    def restand(self, standing: Callable[[int], Standing]) -> None:
+    def reclassify(self, class_of: Callable[[int], PriorityClass]) -> None:
         """Another policy judges priorities in another way."""
-        self.standing = standing
+        self.class_of = class_of
         waiters, self._waiters = self._waiters, {}
         self.queues, self.altered, self.choosy, self._callers = {}, {}, {}, []
         for waiter in waiters.values():

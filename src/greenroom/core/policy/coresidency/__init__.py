@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from greenroom.core.model import Group as Group
+from greenroom.core.model import Matrix as Matrix
 from greenroom.core.model import ModelId
-from greenroom.core.policy.coresidency.groups import ByGroup, Group
-from greenroom.core.policy.coresidency.matrix import ByMatrix, Matrix
+from greenroom.core.model import Rules as Rules
+from greenroom.core.policy.coresidency.groups import ByGroup
+from greenroom.core.policy.coresidency.matrix import ByMatrix
 
-Rules = tuple[Group, ...] | Matrix
 
-
-class Company(Protocol):
+class Coresidency(Protocol):
     def leavers(
         self, newcomer: ModelId, present: Sequence[ModelId], staying: frozenset[ModelId]
     ) -> frozenset[ModelId] | None:
@@ -28,6 +29,6 @@ class Company(Protocol):
         ...
 
 
-def company_under(rules: Rules) -> Company:
+def coresidency_under(rules: Rules) -> Coresidency:
     """The one who answers by these rules. Raises ValueError if they contradict themselves."""
     return ByMatrix(rules) if isinstance(rules, Matrix) else ByGroup(rules)

@@ -7,21 +7,9 @@ one of a group that is not exclusive may still join it later.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from greenroom.core.model import Group as Group
 from greenroom.core.model import ModelId
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Models under one rule. Every model in no group is in one more, with the rules that are the defaults here."""
-
-    name: str
-    members: tuple[ModelId, ...]
-    swap: bool = True  # Only one member at a time.
-    exclusive: bool = True  # A member that comes sends the members of other groups away,
-    persistent: bool = False  # except those of persistent groups.
-
 
 THE_REST = Group("(default)", ())
 

@@ -7,9 +7,9 @@ wins, within a set the models written first stay. A model in no set comes alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
+from greenroom.core.model import Matrix as Matrix
 from greenroom.core.model import ModelId
 from greenroom.core.policy.coresidency.families import COMPANIES_MAX, Weights, families_of
 from greenroom.core.policy.coresidency.language import Mistake, Name, in_order, leaves, parse
@@ -17,18 +17,6 @@ from greenroom.core.policy.coresidency.language import Mistake, Name, in_order, 
 COST_DEFAULT = 1
 # The same few questions are asked over and over while requests wait; when this many are known all are forgotten.
 REMEMBERED_MAX = 1_024
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """The rules as written. A name in `vars` stands for its model, every other one for the model of that id."""
-
-    sets: tuple[tuple[str, str], ...]
-    costs: Mapping[str, int] = field(default_factory=dict)
-    vars: Mapping[str, ModelId] = field(default_factory=dict)
-
-    def model(self, name: str) -> ModelId:
-        return self.vars.get(name, ModelId(name))
 
 
 class ByMatrix:
