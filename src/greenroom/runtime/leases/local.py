@@ -32,7 +32,14 @@ from greenroom.runtime.leases.entry import (
 )
 from greenroom.runtime.leases.holders import Holders
 from greenroom.runtime.leases.journal_writer import JournalWriter
-from greenroom.runtime.leases.refusals import LeasableMemory, devices_meant, never_free, not_free, not_written, refusal
+from greenroom.runtime.leases.refusals import (
+    LeasableMemory,
+    devices_meant,
+    never_free,
+    not_free,
+    not_written,
+    refusal,
+)
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("leases")

@@ -20,7 +20,7 @@ from greenroom.workers.torch_host.text.tokens import Text
 from greenroom.workers.torch_host.weights import building, loading, reading
 from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights
 from greenroom.workers.torch_host.weights.read_plan import Unplanned
-from greenroom.workers.torch_host.weights.source_files import SourceFile
+from greenroom.workers.torch_host.weights.weight_file import WeightFile
 from tests.workers.torch_host import tiny
 
 DEADLINE_S = 60.0
@@ -73,14 +73,14 @@ def test_tokenizer_and_stage_are_made_while_weights_are_read(
 
         return begin
 
-    fill = SourceFile.fill
+    fill = WeightFile.fill
 
-    def fill_beside(self: SourceFile, *what: Any) -> int:
+    def fill_beside(self: WeightFile, *what: Any) -> int:
         assert text.wait(DEADLINE_S)
         assert weights.wait(DEADLINE_S)
         return fill(self, *what)
 
-    monkeypatch.setattr(SourceFile, "fill", fill_beside)
+    monkeypatch.setattr(WeightFile, "fill", fill_beside)
     monkeypatch.setattr(reading._ReadJob, "_next", noted(reading._ReadJob._next, reads.set))
     monkeypatch.setattr(Text, "load", noted(Text.load, note("text", text)))
     monkeypatch.setattr(preparing, "DeviceWeights", noted(DeviceWeights, note("stage", weights)))
@@ -122,7 +122,7 @@ def break_stage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def break_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SourceFile, "fill", broken)
+    monkeypatch.setattr(WeightFile, "fill", broken)
 
 
 def broken(*_: object, **__: object) -> Any:

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from greenroom.workers.torch_host.failures import BadModel, Cancelled, Failure
-from greenroom.workers.torch_host.weights import reading, source_files
+from greenroom.workers.torch_host.weights import reading, weight_file
 from greenroom.workers.torch_host.weights.arena import HostArena, TensorPlace, lay_out, view_of
 from greenroom.workers.torch_host.weights.reading import Transfer, read_all
 from greenroom.workers.torch_host.weights.safetensors_files import StoredTensor, read_header
-from greenroom.workers.torch_host.weights.source_files import SourceFile, bounce_for
+from greenroom.workers.torch_host.weights.weight_file import WeightFile, bounce_for
 
 DEADLINE_S = 60.0
 
@@ -76,11 +76,11 @@ def test_the_bytes_are_the_same_whichever_way_they_come(
     elif way != "cached":
         forget_cached(tmp_path / "model.safetensors")
     if way.startswith(("refused", "no")):
-        monkeypatch.setattr(source_files, "_from_cache", lambda descriptor, targets, offset: 0)
+        monkeypatch.setattr(weight_file, "_from_cache", lambda descriptor, targets, offset: 0)
     if way == "refused when opened":
-        monkeypatch.setattr(SourceFile, "_direct_descriptor", lambda self: None)
+        monkeypatch.setattr(WeightFile, "_direct_descriptor", lambda self: None)
     if way == "refused when read":
-        monkeypatch.setattr(source_files, "_past_cache", refuse)
+        monkeypatch.setattr(weight_file, "_past_cache", refuse)
     done = read_all(transfers, arena.tensor, arena.buffer)
     assert done == sum(tensor.numel() * 4 for tensor in weights.values())
     for name, tensor in weights.items():
@@ -127,11 +127,11 @@ def test_direct_reads_bring_any_range(tmp_path: Path) -> None:
     with open(tmp_path / "file", "rb") as file:
         for offset, size in ((0, 1), (0, 4096), (4095, 2), (4097, 8192), (100, 19_900), (19_999, 1)):
             target = bytearray(size)
-            assert source_files._past_cache(file.fileno(), [memoryview(target)], offset, bounce) == size
+            assert weight_file._past_cache(file.fileno(), [memoryview(target)], offset, bounce) == size
             assert target == content[offset : offset + size]
         # What lies behind the end is not there, and is not made up.
-        assert source_files._past_cache(file.fileno(), [memoryview(bytearray(100))], 19_950, bounce) == 50
-        assert source_files._past_cache(file.fileno(), [memoryview(bytearray(100))], 30_000, bounce) == 0
+        assert weight_file._past_cache(file.fileno(), [memoryview(bytearray(100))], 19_950, bounce) == 50
+        assert weight_file._past_cache(file.fileno(), [memoryview(bytearray(100))], 30_000, bounce) == 0
 
 
 def test_a_file_cut_off_while_it_is_read_is_a_bad_model(
@@ -189,13 +189,13 @@ def test_what_is_begun_beside_reading_is_begun_while_every_thread_reads(
     tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena, transfers = arena_for(tmp_path / "model.safetensors", weights, descriptor)
-    begun, fill = threading.Event(), SourceFile.fill
+    begun, fill = threading.Event(), WeightFile.fill
 
-    def fill_once_begun(self: SourceFile, *what: Any) -> int:
+    def fill_once_begun(self: WeightFile, *what: Any) -> int:
         assert begun.wait(DEADLINE_S)
         return fill(self, *what)
 
-    monkeypatch.setattr(SourceFile, "fill", fill_once_begun)
+    monkeypatch.setattr(WeightFile, "fill", fill_once_begun)
     read_all(transfers, arena.tensor, arena.buffer, on_reading=begun.set)
     assert begun.is_set()
 

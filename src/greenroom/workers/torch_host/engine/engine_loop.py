@@ -101,7 +101,7 @@ class EngineLoop:
         self._check = check
         self._refused: Exception | None = None
         self._ended: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"perform-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._thread.start()
 
     # --- what the API sees ------------------------------------------------------------------------------------------

@@ -26,6 +26,11 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 PAGED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 # Attributes that determine the bytes per token of a layer.
 _WIDTHS = frozenset({"head_dim", "num_attention_heads", "num_key_value_heads", "hidden_size"})
+# The limit where nothing states one: the largest index.
+UNKNOWN = 2**63 - 1
+# Names of other tables: positions, and embeddings that are looked up by token id in every layer.
+_POSITIONS = re.compile(r"(embed_)?pos|wpe$")
+_PER_LAYER = "per_layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +127,6 @@ def kv_bytes(config: Any, dtype: Any, cache_tokens: int) -> int:
         + store_bytes(shape.kv_heads * shape.value_dim, item, cache_tokens)
         for shape in layer_shapes(config)
     )
-
-
-# The limit where nothing states one: the largest index.
-UNKNOWN = 2**63 - 1
-# Names of other tables: positions, and embeddings that are looked up by token id in every layer.
-_POSITIONS = re.compile(r"(embed_)?pos|wpe$")
-_PER_LAYER = "per_layer"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,12 @@ from .requests import Constraint, Sampling, Token
 TEMPERATURE_MIN = 1e-4
 SEED_BITS = 62
 WORD_BITS = 32
+# The constants of splitmix64 as signed numbers, which torch has; products wrap around.
+_STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND = 0x94D049BB133111EB - (1 << 64)
+# One bit less than a double holds, so no product with a total rounds up to the total.
+_BITS = 52
 
 
 class SequenceSampler:
@@ -193,6 +199,38 @@ class BatchSampler:
                 self._rows[name] = torch.tensor(rows, device=self._device)
 
 
+class PendingTokens:
+    def __init__(self, chosen: SamplerOutput) -> None:
+        self._parts = [_to_host(part) for part in chosen.parts]
+        self._event: Any = None
+        if chosen.tokens.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def tokens(self, logprobs: Sequence[int | None]) -> list[Token]:
+        """Wait for the copy and return one token per row. `logprobs`: per row, as in `Sampling.logprobs`."""
+        if self._event is not None:
+            self._event.synchronize()
+        lists: list[Any] = [part if part is None else part.tolist() for part in self._parts]
+        ids, own, top_ids, top = lists
+        tokens_out = []
+        for row, token in enumerate(ids):
+            wanted = logprobs[row]
+            if wanted is None or own is None:
+                tokens_out.append(Token(token))
+            else:
+                best = tuple(zip(top_ids[row][:wanted], top[row][:wanted], strict=True))
+                tokens_out.append(Token(token, own[row], best))
+        return tokens_out
+
+
+def _to_host(part: torch.Tensor | None) -> torch.Tensor | None:
+    if part is None or not part.is_cuda:
+        return part
+    # Without pinned memory the copy would block.
+    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
+
+
 def _sample_all(scores: torch.Tensor, uniform: torch.Tensor, params: dict[str, torch.Tensor]) -> torch.Tensor:
     return _draw(scores.double().softmax(dim=-1), uniform)
 
@@ -227,14 +265,6 @@ def _signed(seed: int) -> int:
     return ((seed + (1 << 63)) % (1 << 64)) - (1 << 63)
 
 
-# The constants of splitmix64 as signed numbers, which torch has; products wrap around.
-_STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
-_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
-_SECOND = 0x94D049BB133111EB - (1 << 64)
-# One bit less than a double holds, so no product with a total rounds up to the total.
-_BITS = 52
-
-
 def random_uniform(seeds: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """A double in [0, 1) for each pair of 64-bit integers."""
     mixed = _mixed(_mixed(seeds) + places * _STRIDE)
@@ -250,35 +280,3 @@ def _mixed(number: torch.Tensor) -> torch.Tensor:
 def _shifted(number: torch.Tensor, by: int) -> torch.Tensor:
     """Logical shift to the right."""
     return (number >> by) & ((1 << (64 - by)) - 1)
-
-
-class PendingTokens:
-    def __init__(self, chosen: SamplerOutput) -> None:
-        self._parts = [_to_host(part) for part in chosen.parts]
-        self._event: Any = None
-        if chosen.tokens.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def tokens(self, logprobs: Sequence[int | None]) -> list[Token]:
-        """Wait for the copy and return one token per row. `logprobs`: per row, as in `Sampling.logprobs`."""
-        if self._event is not None:
-            self._event.synchronize()
-        lists: list[Any] = [part if part is None else part.tolist() for part in self._parts]
-        ids, own, top_ids, top = lists
-        tokens_out = []
-        for row, token in enumerate(ids):
-            wanted = logprobs[row]
-            if wanted is None or own is None:
-                tokens_out.append(Token(token))
-            else:
-                best = tuple(zip(top_ids[row][:wanted], top[row][:wanted], strict=True))
-                tokens_out.append(Token(token, own[row], best))
-        return tokens_out
-
-
-def _to_host(part: torch.Tensor | None) -> torch.Tensor | None:
-    if part is None or not part.is_cuda:
-        return part
-    # Without pinned memory the copy would block.
-    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)

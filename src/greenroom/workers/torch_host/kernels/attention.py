@@ -24,6 +24,16 @@ from ..engine.model_shape import BLOCK_TOKENS, STORE_ALIGN, LayerShape, slots_fo
 from ..failures import BadModel
 
 IMPLEMENTATION = "greenroom_paged"
+HALF_TYPES = (torch.float16, torch.bfloat16)
+# Limits of flash attention.
+FLASH_DIM_MAX = 256
+FLASH_DIM_STEP = 8
+# Tolerance between two orders of summing half-precision numbers around one.
+TOLERANCE = 0.03
+TRY_TOKENS = 5 * BLOCK_TOKENS + 3
+assert STORE_ALIGN % 16 == 0, "stores are viewed as numbers of up to sixteen bytes"
+
+log = logging.getLogger(__name__)
 
 _thread = threading.local()
 
@@ -192,20 +202,6 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
-
-
-assert STORE_ALIGN % 16 == 0, "stores are viewed as numbers of up to sixteen bytes"
-
-
-log = logging.getLogger(__name__)
-
-HALF_TYPES = (torch.float16, torch.bfloat16)
-# Limits of flash attention.
-FLASH_DIM_MAX = 256
-FLASH_DIM_STEP = 8
-# Tolerance between two orders of summing half-precision numbers around one.
-TOLERANCE = 0.03
-TRY_TOKENS = 5 * BLOCK_TOKENS + 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ PARTS_MAX = 64
 # The fewest rows a tensor core multiplies.
 GROUP_MIN = 16
 WARPS = 4
+ROPE_WARPS = 1
 STAGES = 3
 
 
@@ -204,10 +205,7 @@ def write(
     )  # fmt: skip
 
 
-ROPE_WARPS = 1
-
-
-def _turn(
+def _rope(
     query, key, cos, sin, query_out, key_out, heads, kv_heads, tokens,
     query_batch, query_head, query_token, key_batch, key_head, key_token, cos_batch, cos_token,
     dim: tl.constexpr, pad: tl.constexpr, turned: tl.constexpr,
@@ -238,9 +236,9 @@ def _turn(
     tl.store(target + at, turned_to.to(query_out.dtype.element_ty), mask=at < dim)
 
 
-_turn_kernel: Any = triton.jit(
+_rope_kernel: Any = triton.jit(
     do_not_specialize=("tokens", "query_batch", "query_token", "key_batch", "key_token", "cos_batch", "cos_token")
-)(_turn)
+)(_rope)
 
 
 def apply_rope(
@@ -253,7 +251,7 @@ def apply_rope(
     key_out = torch.empty((batch, tokens, kv_heads, dim), dtype=query.dtype, device=query.device)
     # One row of angles may serve the whole batch.
     cos_batch = 0 if cos.shape[0] == 1 else cos.stride(0)
-    _turn_kernel[(batch * tokens, heads + kv_heads)](
+    _rope_kernel[(batch * tokens, heads + kv_heads)](
         query, key, cos, sin, query_out, key_out, heads, kv_heads, tokens,
         query.stride(0), query.stride(1), query.stride(2), key.stride(0), key.stride(1), key.stride(2),
         cos_batch, cos.stride(1),

@@ -25,6 +25,8 @@ from .safetensors_files import StoredTensor
 from .sentence_config import HEAD, PICKLE_NAME, SentenceConfig
 
 DTYPES: Final = ("auto", "bfloat16", "float16", "float32")
+PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+NAMED_MAX: Final = 4
 # A buffer is filled with each of these before it is computed: if the results differ, it was not computed.
 _FILLS: Final = (0, 1)
 
@@ -210,10 +212,6 @@ def _has_meta_tensor(module: torch.nn.Module) -> bool:
         for part in module.modules()
         for value in vars(part).values()
     )
-
-
-PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-NAMED_MAX: Final = 4
 
 
 def gguf_in(folder: Path) -> str | None:

@@ -209,6 +209,26 @@ def _copy(
     return copy_tensors(loaded, arena, context.raise_if_cancelled, on_filled)
 
 
+def copy_tensors(
+    module: torch.nn.Module,
+    arena: HostArena,
+    raise_if_cancelled: Callable[[], None],
+    on_filled: Callable[[int, int], None],
+) -> int:
+    """Copy every tensor to its place and return the bytes copied. Calls `raise_if_cancelled` before each."""
+    done: set[int] = set()
+    copied = 0
+    for name, tensor in building.state_of(module):
+        place = arena.layout.places[name]
+        if place.size and place.offset not in done:
+            raise_if_cancelled()
+            view_of(arena.tensor, place).copy_(tensor.detach())
+            on_filled(place.offset, place.size)
+            done.add(place.offset)
+            copied += place.size
+    return copied
+
+
 def _nothing() -> None:
     """`on_reading` has been called before."""
 
@@ -260,23 +280,3 @@ def _sources(options: ModelOptions) -> list[Path]:
         return [options.folder / options.gguf_file, *projections]
     weights = files_of(options.folder) or sorted(options.folder.glob("pytorch_model*"))
     return [options.folder / "config.json", *weights, *projections]
-
-
-def copy_tensors(
-    module: torch.nn.Module,
-    arena: HostArena,
-    raise_if_cancelled: Callable[[], None],
-    on_filled: Callable[[int, int], None],
-) -> int:
-    """Copy every tensor to its place and return the bytes copied. Calls `raise_if_cancelled` before each."""
-    done: set[int] = set()
-    copied = 0
-    for name, tensor in building.state_of(module):
-        place = arena.layout.places[name]
-        if place.size and place.offset not in done:
-            raise_if_cancelled()
-            view_of(arena.tensor, place).copy_(tensor.detach())
-            on_filled(place.offset, place.size)
-            done.add(place.offset)
-            copied += place.size
-    return copied

@@ -1,7 +1,7 @@
 """Reads weights from files into the host arena, as fast as the disk or the page cache allows.
 
 Owns the reading threads, their buffers, and the conversion of dtypes on the way. Files are read in long pieces from
-beginning to end, however small their tensors are. `source_files` knows how a file is read fastest. Never parses files
+beginning to end, however small their tensors are. `weight_file` knows how a file is read fastest. Never parses files
 and never decides what goes where: it is given `Transfer`s. Read `read_all` first.
 """
 
@@ -21,7 +21,7 @@ import torch
 from ..failures import BadModel, Cancelled, Failure
 from .arena import TensorPlace
 from .safetensors_files import StoredTensor
-from .source_files import SourceFile, bounce_for
+from .weight_file import WeightFile, bounce_for
 
 # Large enough to keep a disk busy for the quarter of a second in which another thread may hold the interpreter lock (to
 # parse a tokenizer), small enough that threads finish together.
@@ -156,7 +156,7 @@ class _ReadJob:
         per_file = Counter(piece.file for piece in pieces)
         self.threads = min(_threads_max(), len(pieces))
         self._pieces = iter(pieces)
-        self._files = {path: SourceFile(path, count) for path, count in per_file.items()}
+        self._files = {path: WeightFile(path, count) for path, count in per_file.items()}
         self._arena, self._buffer = arena, buffer
         self._on_progress, self._cancelled, self._on_thread = on_progress, cancelled, on_thread
         self._on_filled = on_filled

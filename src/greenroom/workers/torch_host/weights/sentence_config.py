@@ -94,7 +94,7 @@ class Projection:
         raise BadModel(f"{self.folder} has no {WEIGHTS_NAME}. Is the download complete?")
 
 
-Step = Projection | Literal["normalize"]
+HeadStep = Projection | Literal["normalize"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class SentenceConfig:
     pooling: tuple[PoolingMode, ...] = ("mean",)
     includes_prompt: bool = True
     """False: tokens of the prompt are not pooled."""
-    steps: tuple[Step, ...] = ()
+    steps: tuple[HeadStep, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
     tokens_max: int | None = None
@@ -132,10 +132,12 @@ def read_sentence_config(folder: Path) -> SentenceConfig:
         return SentenceConfig(pooling=_pooling_of_plain(folder), tokens_max=tokens_max)
     paths = _module_paths(folder, modules)
     settings = _settings(folder)
-    said = _read_object(folder / "config_sentence_transformers.json")
-    if said.get("model_type", "SentenceTransformer") != "SentenceTransformer":
-        raise BadModel(f"{folder} is a {said['model_type']} of sentence-transformers; only SentenceTransformer embeds.")
-    prompts, default = _prompts(folder, said)
+    config = _read_object(folder / "config_sentence_transformers.json")
+    if config.get("model_type", "SentenceTransformer") != "SentenceTransformer":
+        raise BadModel(
+            f"{folder} is a {config['model_type']} of sentence-transformers; only SentenceTransformer embeds."
+        )
+    prompts, default = _prompts(folder, config)
     pooling, includes_prompt = _pooling(paths[1][1])
     return SentenceConfig(
         pooling=pooling,
@@ -145,7 +147,7 @@ def read_sentence_config(folder: Path) -> SentenceConfig:
         default_prompt=default,
         tokens_max=_count(folder, settings, "max_seq_length") or tokens_max,
         lowers_case=settings.get("do_lower_case") is True,
-        dimensions=_count(folder, said, "truncate_dim"),
+        dimensions=_count(folder, config, "truncate_dim"),
     )
 
 
@@ -188,36 +190,36 @@ def _module_paths(folder: Path, modules: Any) -> list[tuple[str, Path]]:
 def _settings(folder: Path) -> dict[str, Any]:
     """The settings of the Transformer module. Raises BadModel for those that are not supported."""
     file = next((folder / name for name in SETTINGS_FILES if (folder / name).exists()), folder / SETTINGS_FILES[0])
-    said = _read_object(file)
-    if (task := said.get("transformer_task", "feature-extraction")) != "feature-extraction":
+    config = _read_object(file)
+    if (task := config.get("transformer_task", "feature-extraction")) != "feature-extraction":
         raise BadModel(f"{file}: its transformer_task is {task}; only feature-extraction embeds.")
     plain = {"method": "forward", "method_output_name": "last_hidden_state"}
-    modes = said.get("modality_config", {"text": plain})
+    modes = config.get("modality_config", {"text": plain})
     if not isinstance(modes, dict) or "message" in modes or modes.get("text") != plain:
         raise BadModel(f"{file}: its modality_config has a message or no plain text; only plain text can be embedded.")
-    if (output := said.get("module_output_name", "token_embeddings")) != "token_embeddings":
+    if (output := config.get("module_output_name", "token_embeddings")) != "token_embeddings":
         raise BadModel(f"{file}: its module_output_name is {output}; only token_embeddings can be pooled.")
-    if said.get("processing_kwargs"):
+    if config.get("processing_kwargs"):
         raise BadModel(f"{file} has processing_kwargs, which are not supported.")
     for owner in ("model", "tokenizer", "processor", "config"):
         for name in (f"{owner}_args", f"{owner}_kwargs"):
-            arguments = said.get(name) or {}
+            arguments = config.get(name) or {}
             if not isinstance(arguments, dict):
                 raise BadModel(f"{file}: its {name} are no arguments by name.")
             if odd := sorted(set(arguments) - HARMLESS_ARGUMENTS):
                 raise BadModel(f"{file}: {name} has {odd[0][:80]}, which is not supported.")
-    return said
+    return config
 
 
-def _prompts(folder: Path, said: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+def _prompts(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     """The prompts by name, and the default one, which precedes a text if none is chosen."""
     file = folder / "config_sentence_transformers.json"
-    found = said.get("prompts") or {}
+    found = config.get("prompts") or {}
     if not isinstance(found, dict) or not all(isinstance(text, str | None) for text in found.values()):
         raise BadModel(f"{file}: its prompts are not texts.")
     # These two always exist; they are empty unless the model defines them.
     prompts = {"query": "", "document": ""} | {name: text or "" for name, text in found.items()}
-    default = said.get("default_prompt_name")
+    default = config.get("default_prompt_name")
     if default is None:
         return prompts, ""
     if not isinstance(default, str) or default not in prompts:
@@ -229,41 +231,41 @@ def _pooling(folder: Path) -> tuple[tuple[PoolingMode, ...], bool]:
     file = folder / "config.json"
     if not file.exists():
         raise BadModel(f"{file} is missing. Is the download complete?")
-    said = _read_object(file)
-    modes = said.get("pooling_mode")
+    config = _read_object(file)
+    modes = config.get("pooling_mode")
     if modes is None:
-        modes = [mode for key, mode in LEGACY_POOLING.items() if said.get(key)] or ["mean"]
+        modes = [mode for key, mode in LEGACY_POOLING.items() if config.get(key)] or ["mean"]
     modes = [modes] if isinstance(modes, str) else modes
     odd = [mode for mode in modes if mode not in POOLING_MODES] if isinstance(modes, list) and modes else [modes]
     if odd:
         raise BadModel(f"{file}: it pools by {str(odd[0])[:80]!r}; known: {', '.join(POOLING_MODES)}.")
     if len(modes) > len(POOLING_MODES):
         raise BadModel(f"{file}: it joins {len(modes):,} ways of pooling; there are {len(POOLING_MODES)}.")
-    return tuple(modes), said.get("include_prompt", True) is not False
+    return tuple(modes), config.get("include_prompt", True) is not False
 
 
-def _step(kind: str, folder: Path) -> Step:
+def _step(kind: str, folder: Path) -> HeadStep:
     file = folder / "config.json"
-    said = _read_object(file)
+    config = _read_object(file)
     for name in ("module_input_name", "module_output_name"):
-        if said.get(name) not in (None, "sentence_embedding"):
-            raise BadModel(f"{file}: its {name} is {str(said[name])[:80]!r}; only sentence_embedding is supported.")
+        if config.get(name) not in (None, "sentence_embedding"):
+            raise BadModel(f"{file}: its {name} is {str(config[name])[:80]!r}; only sentence_embedding is supported.")
     if kind == "Normalize":
         return "normalize"
-    if said.get("use_residual"):
+    if config.get("use_residual"):
         raise BadModel(f"{file} has use_residual, which is not supported.")
-    inside, outside = _count(folder, said, "in_features"), _count(folder, said, "out_features")
+    inside, outside = _count(folder, config, "in_features"), _count(folder, config, "out_features")
     if inside is None or outside is None:
         raise BadModel(f"{file} lacks in_features or out_features.")
-    home, _, activation = str(said.get("activation_function", "torch.nn.Tanh")).rpartition(".")
-    if home not in ACTIVATION_HOMES or activation not in ACTIVATIONS:
-        named = str(said["activation_function"])[:120]
+    module, _, activation = str(config.get("activation_function", "torch.nn.Tanh")).rpartition(".")
+    if module not in ACTIVATION_HOMES or activation not in ACTIVATIONS:
+        named = str(config["activation_function"])[:120]
         raise BadModel(f"{file}: its activation_function is {named}; known: {', '.join(sorted(ACTIVATIONS))} of torch.")
-    return Projection(folder, inside, outside, said.get("bias", True) is not False, activation)
+    return Projection(folder, inside, outside, config.get("bias", True) is not False, activation)
 
 
-def _count(folder: Path, said: Mapping[str, Any], name: str) -> int | None:
-    value = said.get(name)
+def _count(folder: Path, config: Mapping[str, Any], name: str) -> int | None:
+    value = config.get(name)
     if value is not None and (type(value) is not int or not 0 < value < NUMBER_MAX):
         raise BadModel(
             f"{folder}: {name} is {str(value)[:80]!r}, and should be a whole number from 1 to {NUMBER_MAX - 1:,}."
@@ -273,10 +275,10 @@ def _count(folder: Path, said: Mapping[str, Any], name: str) -> int | None:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in this file; empty if there is no such file. Raises BadModel for anything else."""
-    said = _read(path)
-    if said is not None and not isinstance(said, dict):
+    config = _read(path)
+    if config is not None and not isinstance(config, dict):
         raise BadModel(f"{path} is not a JSON object.")
-    return said or {}
+    return config or {}
 
 
 def _read(path: Path) -> Any:

@@ -35,7 +35,7 @@ def bounce_for(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size + 2 * BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-class SourceFile:
+class WeightFile:
     """One file's descriptors, opened at the first piece and closed after the last."""
 
     def __init__(self, path: Path, pieces: int) -> None:
