@@ -1,5 +1,5 @@
 """Engine processes: started through a keeper, watched, logged, and ended as whole trees.
 
-Owns every child process of the gateway, the ports they listen on, and the state directory that names them. Never knows
-what an engine is for, and never speaks HTTP. Read `keeper.py` first, then `spawn.py`.
+Owns every child process of the gateway, their ports, and the state directory. Does not know what an engine is for, and
+does not use HTTP. Read `keeper.py` first, then `spawn.py`.
 """

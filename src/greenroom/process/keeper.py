@@ -1,16 +1,16 @@
-"""The keeper: a small program that stands between the gateway and one engine, and ends the engine's whole tree.
+"""The keeper: a small program between the gateway and one engine that ends the engine's whole process tree.
 
 Owns one engine process and everything below it. It is a child subreaper, so a grandchild that calls setsid or forks
-twice is re-parented to the keeper instead of escaping to init; the tree is gone exactly when the keeper has no child
-left. Never imports anything of ours and never outlives the gateway: it holds a pipe from it, and at that pipe's end,
-which even `kill -9` of the gateway brings about, it ends the tree and exits.
+twice is re-parented to the keeper instead of init; the tree is gone exactly when the keeper has no child left. Imports
+nothing of ours and never outlives the gateway: it holds a pipe from it, and when that pipe closes, as it does even
+after `kill -9` of the gateway, it ends the tree and exits.
 
     python -I -S keeper.py CONTROL_FD STATUS_FD < ORDER       (stdout and stderr are the engine's log)
 
 ORDER is what to run: strings that each end in a zero byte, `argc argv… envc key=value… cwd stopc stop…`, on stdin
-because command lines are public. CONTROL brings lines `stop SECONDS` and `kill`. STATUS is told, once each,
-`started PID START_TICKS` or `failed WHY`, then `exited CODE` or `signalled NUMBER`. Words rather than JSON, because
-importing a JSON reader would nearly double the time an engine waits for its keeper.
+because command lines are public. The keeper reads the lines `stop SECONDS` and `kill` from CONTROL. It writes to
+STATUS, once each, `started PID START_TICKS` or `failed WHY`, then `exited CODE` or `signalled NUMBER`. Words rather
+than JSON: importing a JSON reader would nearly double the time an engine waits for its keeper.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ import signal
 import sys
 import time
 
-# The module `typing` is not needed to run, and reading it would cost more than everything below.
+# `typing` is not needed at run time, and importing it would cost more than everything below.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-# Asked of the tree before it is killed when nobody said how long: the gateway is gone, or the engine itself has ended.
+# Time between SIGTERM and SIGKILL if no deadline was given: the gateway is gone, or the engine itself has ended.
 TREE_TERM_S = 1.0
-# SIGKILL is sent again to whoever has been forked meanwhile: soon at first, then rarely, as for a process stuck in the
-# kernel nothing helps but patience.
+# SIGKILL is sent again for processes forked meanwhile: soon at first, then rarely, since a process stuck in the kernel
+# can only be waited for.
 KILL_AGAIN_S = 0.02
 KILL_AGAIN_MAX_S = 1.0
-# What is read from a pipe at once. A command is a dozen bytes.
+# Bytes of one read from a pipe. A command is a dozen bytes.
 READ_BYTES = 4096
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
-# A terminal's Ctrl-C or a service manager's SIGTERM is for the gateway, which drains first and then says stop.
+# A terminal's Ctrl-C or a service manager's SIGTERM is for the gateway, which drains first and then sends stop.
 DEAF_TO = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 NEVER = float("inf")
@@ -77,7 +77,7 @@ class Keeper:
         self._poll.register(control_fd, select.POLLIN)
         self._wake_fd = wake_at_signals()
         self._poll.register(self._wake_fd, select.POLLIN)
-        # 0 as long as, or as soon as, there is none: a reaped pid may already belong to somebody else.
+        # 0 before the start and after the reap: a reaped pid may already belong to another process.
         self._engine_pid = 0
         self._stop_pid = 0
         self._is_ending = False
@@ -85,7 +85,7 @@ class Keeper:
         self._kill_again_s = KILL_AGAIN_S
 
     def run(self) -> None:
-        """Start the engine, obey, and return when nothing of its tree is left."""
+        """Start the engine, follow commands, and return when nothing of its tree is left."""
         try:
             self._engine_pid = launch(self._order.argv, self._order.env, self._order.cwd)
         except StartFailed as failure:
@@ -99,9 +99,9 @@ class Keeper:
     # --- what the gateway says ---------------------------------------------------------------------------------------
 
     def _wait(self) -> None:
-        """Sleep until a child ends, the gateway says something or goes away, or it is time to kill."""
+        """Sleep until a child ends, the gateway sends something or goes away, or it is time to kill."""
         left_s = max(0.0, self._kill_at - time.monotonic())
-        # Rounded up, as waking a moment early would spin until the deadline.
+        # Rounded up: waking early would spin until the deadline.
         timeout_ms = None if left_s == NEVER else int(left_s * 1000) + 1
         for fd, _ in self._poll.poll(timeout_ms):
             if fd == self._wake_fd:
@@ -126,14 +126,14 @@ class Keeper:
             self._kill_at = 0.0
 
     def _tell(self, line: str) -> None:
-        # A gateway that no longer listens is no reason to leave its engine running.
+        # The gateway may be gone; the engine must still be ended.
         with contextlib.suppress(OSError):
             os.write(self._status_fd, os.fsencode(line.replace("\n", " ")) + b"\n")
 
     # --- the ladder --------------------------------------------------------------------------------------------------
 
     def _stop_engine(self, term_s: float) -> None:
-        """Ask the engine to leave; kill the tree after `term_s`. Asked again, the nearer deadline counts."""
+        """Ask the engine to stop; kill the tree after `term_s`. If called again, the nearer deadline counts."""
         self._kill_at = min(self._kill_at, time.monotonic() + term_s)
         if self._is_ending or not self._engine_pid:
             return
@@ -153,12 +153,12 @@ class Keeper:
         return bool(self._stop_pid)
 
     def _term_engine(self) -> None:
-        # It leads a session and so a group of its own, and it is not reaped yet: the number is still its own.
+        # It leads a session and so a process group, and it is not reaped yet, so its pid cannot have been reused.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._engine_pid, signal.SIGTERM)
 
     def _end_tree(self, term_s: float) -> None:
-        """Ask every process of the tree to leave, and kill what is left after `term_s`."""
+        """Send SIGTERM to the whole tree, and SIGKILL to what is left after `term_s`."""
         self._is_ending = True
         signal_tree(signal.SIGTERM)
         self._kill_at = min(self._kill_at, time.monotonic() + term_s)
@@ -173,7 +173,7 @@ class Keeper:
     # --- children that ended -----------------------------------------------------------------------------------------
 
     def _reap(self) -> bool:
-        """Collect every child that has ended. False when there is none left, neither born here nor adopted."""
+        """Reap every child that has ended. False if no child is left, forked or adopted."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -190,7 +190,7 @@ class Keeper:
             self._end_tree(TREE_TERM_S)
         elif pid == self._stop_pid:
             self._stop_pid = 0
-            # A stop command that failed has not asked the engine anything.
+            # A stop command that failed has not stopped the engine.
             if code != 0 and self._engine_pid:
                 self._term_engine()
 
@@ -199,14 +199,14 @@ class Keeper:
 
 
 def launch(argv: list[str], env: dict[str, str], cwd: str) -> int:
-    """Run `argv` in a session of its own and return its pid once it is really executing. Raises StartFailed."""
+    """Run `argv` in a session of its own and return its pid once exec has succeeded. Raises StartFailed."""
     error_read, error_write = os.pipe()
     keeper_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
         become(argv, env, cwd, keeper_pid, error_write)
     os.close(error_write)
-    # The writing end closes on exec: an empty answer means that the program runs.
+    # The writing end closes on exec: no bytes means that the program runs.
     with open(error_read, "rb") as errors:
         failure = os.fsdecode(errors.read())
     if failure:
@@ -216,13 +216,13 @@ def launch(argv: list[str], env: dict[str, str], cwd: str) -> int:
 
 
 def become(argv: list[str], env: dict[str, str], cwd: str, keeper_pid: int, error_fd: int) -> NoReturn:
-    """In the forked child: turn into the program, or say on `error_fd` why not."""
+    """In the forked child: exec the program, or write to `error_fd` why not."""
     place = argv[0]
     try:
         os.setsid()
         stop_ignoring_signals()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        # The second line of defence. It is bound to the keeper's only thread, and unset if the keeper died before.
+        # The second line of defence: kill it if the keeper dies. No effect if the keeper is already dead.
         set_for_this_process(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != keeper_pid:
             os._exit(127)
@@ -240,7 +240,7 @@ def become(argv: list[str], env: dict[str, str], cwd: str, keeper_pid: int, erro
 
 
 def stop_ignoring_signals() -> None:
-    """Undo what the keeper, the interpreter or a shell above ignores: it would stay ignored across exec."""
+    """Reset signals that the keeper, the interpreter or a shell ignores: exec would keep them ignored."""
     for number in signal.valid_signals():
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -250,7 +250,7 @@ def stop_ignoring_signals() -> None:
 
 
 def stat_of(pid: int) -> tuple[int, int]:
-    """The parent and the start time of a process. Raises OSError when there is none."""
+    """The parent and the start time of a process. Raises OSError if it does not exist."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         # The name in parentheses may itself hold spaces and parentheses.
         fields = file.read().rpartition(b")")[2].split()
@@ -269,12 +269,12 @@ def descendants() -> list[tuple[int, int]]:
     children: dict[int, list[tuple[int, int]]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
-            # It may end while we look.
+            # It may end meanwhile.
             with contextlib.suppress(OSError):
                 parent, ticks = stat_of(int(name))
                 children.setdefault(parent, []).append((int(name), ticks))
     below = children.get(os.getpid(), [])
-    # The list grows while it is walked; every pid has one parent, so it ends.
+    # The list grows while it is iterated; every pid has one parent, so this ends.
     for pid, _ in below:
         below += children.pop(pid, [])
     return below
@@ -282,13 +282,13 @@ def descendants() -> list[tuple[int, int]]:
 
 def signal_tree(number: signal.Signals) -> None:
     for pid, ticks in descendants():
-        # Ended meanwhile, or run as another user: the next round, or nobody here, can help.
+        # It has ended, or runs as another user.
         with contextlib.suppress(OSError):
             signal_exactly(pid, ticks, number)
 
 
 def signal_exactly(pid: int, ticks: int, number: signal.Signals) -> None:
-    """Signal the process that had this pid at that start time, and no later owner of the number."""
+    """Signal the process with this pid and start time, never a later process with the same pid."""
     pidfd = os.pidfd_open(pid)
     try:
         if stat_of(pid)[1] == ticks:
@@ -301,7 +301,7 @@ def signal_exactly(pid: int, ticks: int, number: signal.Signals) -> None:
 
 
 def wake_at_signals() -> int:
-    """Ignore what is meant for the gateway, and return a descriptor that is readable after each ended child."""
+    """Ignore signals meant for the gateway; return a descriptor that becomes readable when a child ends."""
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
     wake_read, wake_write = os.pipe()
@@ -313,7 +313,7 @@ def wake_at_signals() -> int:
 
 
 def read_order() -> LaunchOrder:
-    """Read what to run from stdin, and leave /dev/null there for the engine to inherit."""
+    """Read the order from stdin, and put /dev/null there for the engine to inherit."""
     with open(0, "rb", closefd=False) as stdin:
         order = LaunchOrder(stdin.read())
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -330,7 +330,7 @@ def set_for_this_process(option: int, value: int) -> None:
 
 def main() -> None:
     control_fd, status_fd = int(sys.argv[1]), int(sys.argv[2])
-    # The engine must not hold these open: their ends are how each side learns that the other is gone.
+    # The engine must not inherit these: a closed pipe is how each side learns that the other is gone.
     for fd in (control_fd, status_fd):
         os.set_inheritable(fd, False)
     os.set_blocking(status_fd, False)

@@ -1,7 +1,7 @@
 """The gateway's end of a keeper: the pipes to it, the process itself, and the engine's log.
 
-Owns four descriptors and one child process, and gives all of them back when the keeper has ended. Never decides
-anything: `spawn.py` does. Works by callbacks on the loop, so nothing here can be lost by a cancelled task.
+Owns four descriptors and one child process, and releases all of them when the keeper has ended. Decides nothing:
+`spawn.py` does. Works by callbacks on the loop, so a cancelled task cannot lose anything.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from greenroom.process.proc import IDENTITY_VARIABLE
 _KEEPER = Path(__file__).with_name("keeper.py")
 # One read per turn of the loop, so that an engine that floods its log cannot hold up the gateway.
 READ_BYTES = 64 * 1024
-# What is read at once when the engine has ended: more than a pipe holds.
+# Bytes read when the engine has ended: more than a pipe holds.
 DRAIN_BYTES_MAX = 1024 * 1024
 
-# Keepers that are not collected yet. Whoever reaps adopted children leaves these alone.
+# Keepers that are not reaped yet. `orphans.collect` must leave these alone.
 running: set[int] = set()
 
 Report = Callable[[list[str]], None]
@@ -35,8 +35,8 @@ Gone = Callable[[bool], None]
 class KeeperLink:
     """One running keeper.
 
-    `on_report` gets each of its lines as words. `on_gone` is called last and once, with True when the keeper ended by
-    itself, which it does only after the whole tree.
+    `on_report` gets each of its lines as words. `on_gone` is called last and once, with True if the keeper exited by
+    itself, which it does only after the whole tree has ended.
     """
 
     def __init__(
@@ -62,25 +62,25 @@ class KeeperLink:
         self._loop.add_reader(self._pidfd, self._collect)
 
     def send(self, command: str) -> None:
-        """Tell the keeper something. A keeper that has ended needs no telling."""
-        # A pipe holds thousands of commands and the keeper reads each at once, so it is never full; if the keeper
-        # itself is stopped, the caller's deadline deals with it.
+        """Send a command to the keeper. Does nothing if it has ended."""
+        # A pipe holds thousands of commands and the keeper reads each at once, so it is never full. If the keeper
+        # itself hangs, the caller's deadline handles it.
         if self._control_fd >= 0:
             with contextlib.suppress(BrokenPipeError, BlockingIOError):
                 os.write(self._control_fd, command.encode() + b"\n")
 
     def kill_keeper(self) -> None:
-        """Kill the keeper itself, the last resort. Its engine dies with it; what is below may not."""
+        """Kill the keeper itself, as a last resort. Its engine dies with it; processes below the engine may not."""
         self._process.kill()
 
     def drain_log(self) -> None:
-        """Take over all the engine has printed by now: what it wrote before it ended is already in the pipe."""
+        """Read everything the engine has printed so far."""
         for _ in range(DRAIN_BYTES_MAX // READ_BYTES):
             if self._log_fd < 0 or not self._read_log():
                 return
 
     def _read_log(self) -> bool:
-        """Read once. False when there was nothing, or never will be."""
+        """Read once. False if there was nothing, or the pipe is closed."""
         try:
             data = os.read(self._log_fd, READ_BYTES)
         except BlockingIOError:
@@ -102,7 +102,7 @@ class KeeperLink:
             self._on_report(os.fsdecode(line).split(" "))
 
     def _collect(self) -> None:
-        """The keeper has ended: read its last words, reap it, give everything back."""
+        """The keeper has ended: read its last lines, reap it, release everything."""
         ended_well = self._process.wait() == 0
         running.discard(self.pid)
         if self._status_fd >= 0:
@@ -122,8 +122,8 @@ class KeeperLink:
 
 
 def open_link(order: bytes, identity: str, log: LogRing, on_report: Report, on_gone: Gone) -> KeeperLink:
-    """Start a keeper with this order; blocks for about a millisecond. Raises OSError when no process can be made."""
-    # Forked here and never in a worker thread: a parent-death signal follows the thread that forked.
+    """Start a keeper with this order; blocks for about a millisecond. Raises OSError if no process can be created."""
+    # Never fork in a worker thread: the parent-death signal fires when the forking thread ends.
     if threading.current_thread() is not threading.main_thread():
         raise errors.GatewayBug("engines may be started from the main thread only")
     with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
@@ -141,7 +141,7 @@ def open_link(order: bytes, identity: str, log: LogRing, on_report: Report, on_g
 
 
 def _memory_file(content: bytes) -> int:
-    """A file that exists only as a descriptor: an order may hold secrets, and may be larger than a pipe."""
+    """An anonymous file: an order may contain secrets, and may be larger than a pipe."""
     fd = os.memfd_create("greenroom-order", os.MFD_CLOEXEC)
     with open(fd, "wb", closefd=False) as file:
         file.write(content)
@@ -173,6 +173,6 @@ def _start_keeper(
 
 
 def _keeper_environment(identity: str) -> Mapping[str, str]:
-    """Its identity, and what an interpreter in an unusual place may need to start."""
+    """Its identity, and the library path that an interpreter may need to start."""
     libraries = os.environ.get("LD_LIBRARY_PATH")
     return {IDENTITY_VARIABLE: identity} | ({"LD_LIBRARY_PATH": libraries} if libraries else {})

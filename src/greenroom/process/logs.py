@@ -1,7 +1,7 @@
-"""What an engine printed: the last lines, and a live view of the next ones.
+"""The output of an engine: its last lines, and a live view of the next ones.
 
 Owns the bytes an engine writes, in bounded memory. A ring belongs to a model and outlives the processes that write to
-it. Never blocks a writer: a reader that cannot keep up loses lines and is told how many.
+it. Never blocks a writer: a slow reader loses lines and learns how many.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 LINES_MAX = 2000
 BYTES_MAX = 512 * 1024
-# Of one start only the end is of interest: why it ended, a long traceback included.
+# Lines kept of one start: enough for a long traceback at its end.
 START_LINES_MAX = 400
-# Longer lines are cut: engines print whole prompts and tensors at times.
+# Longer lines are cut: engines sometimes print whole prompts and tensors.
 LINE_BYTES_MAX = 8 * 1024
 # About a second of a very talkative engine.
 UNREAD_LINES_MAX = 1000
@@ -22,7 +22,7 @@ CUT_MARK = b" [line cut]"
 
 
 class LogRing:
-    """The last lines of an engine, as text. `lines_seen` counts every complete line there ever was."""
+    """The last lines of an engine, as text. `lines_seen` counts all complete lines."""
 
     def __init__(self, lines_max: int = LINES_MAX, bytes_max: int = BYTES_MAX) -> None:
         self.lines_seen = 0
@@ -32,12 +32,12 @@ class LogRing:
         self._bytes = 0
         self._line = bytearray()
         self._is_cut = False
-        # A carriage return was seen and nothing after it: either CRLF, or the next bytes replace the line.
+        # The last byte was a carriage return: either CRLF follows, or the next bytes replace the line.
         self._returned = False
         self._subscriptions: set[Subscription] = set()
 
     def write(self, data: bytes) -> None:
-        """Take what an engine printed, in pieces of any size."""
+        """Add output of an engine, in pieces of any size."""
         *complete, rest = data.split(b"\n")
         for piece in complete:
             self._extend(piece)
@@ -45,7 +45,7 @@ class LogRing:
         self._extend(rest)
 
     def flush(self) -> None:
-        """End a last line that has no line end: its writer is gone."""
+        """End a last line without a line break: its writer is gone."""
         if self._line:
             self._end_line()
 
@@ -71,7 +71,7 @@ class LogRing:
         visible = piece.rstrip(b"\r")
         if visible:
             _, overwritten, last = visible.rpartition(b"\r")
-            # A progress bar returns to the start of its line to draw itself again: only its last state is kept.
+            # A progress bar returns to the start of its line: only its last state is kept.
             if overwritten or self._returned:
                 self._line.clear()
                 self._is_cut = False
@@ -95,7 +95,7 @@ class LogRing:
 
 
 class StartLog(LogRing):
-    """What one start of an engine printed, and no other. Its model's ring gets every byte as it comes, for the logs."""
+    """The output of one start of an engine. Copies every byte to its model's ring."""
 
     def __init__(self, into: LogRing) -> None:
         super().__init__(START_LINES_MAX)
@@ -111,7 +111,7 @@ class StartLog(LogRing):
 
 
 class SharedLog(LogRing):
-    """The lines of a process that works for several: each line goes to everybody's ring besides."""
+    """The lines of a process that serves several models: each line also goes to every listener's ring."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Subscription:
         self._wake_up()
 
     def finish(self) -> None:
-        """No more lines: the reader gets what it has not read yet, then the end."""
+        """No more lines: the reader gets the unread ones, then the end."""
         self._is_finished = True
         self._forget(self)
         self._wake_up()

@@ -1,9 +1,8 @@
-"""What an earlier run, or a keeper that was killed, may have left behind: found by identity and ended.
+"""Finds and ends processes that an earlier run, or a killed keeper, has left behind.
 
 Owns the search through all processes for ours. A process is ours by the identity in its environment, which children
-inherit and which survives any crash of the gateway; never by its name, never by a remembered pid. Never signals this
-process or one above it. Where this process is the one that orphans are given to, as process 1 of a container is, it
-also collects them when they have ended.
+inherit and which survives any crash of the gateway; never by its name or a remembered pid. Never signals this process
+or its ancestors. If this process adopts orphans, as process 1 of a container does, it also reaps them.
 
 Identities are paths of words joined by colons. A prefix matches itself and everything below it: `a:1` matches `a:1`
 and `a:1:x`, but not `a:10`.
@@ -22,11 +21,11 @@ from dataclasses import dataclass
 
 from greenroom.process import proc
 
-# How long an orphan gets to leave by itself. Nobody waits for its answers any more.
+# Time between SIGTERM and SIGKILL. No caller waits for an orphan's answers.
 SWEEP_TERM_S = 2.0
-# SIGKILL works within milliseconds, except on a process stuck in the kernel, for which nothing works.
+# SIGKILL works within milliseconds, except on a process stuck in the kernel.
 KILL_WAIT_S = 5.0
-# Each round ends what was there when it began; a further one is needed only for what was forked meanwhile.
+# Each round ends what it found; another one is needed only for processes forked meanwhile.
 SWEEP_ROUNDS_MAX = 5
 PR_GET_CHILD_SUBREAPER = 37
 
@@ -35,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OwnedProcess:
-    """A process with an identity of ours. Start time tells it from a later owner of the same pid."""
+    """A process with an identity of ours. The start time tells it from a later process with the same pid."""
 
     pid: int
     start_ticks: int
@@ -43,7 +42,7 @@ class OwnedProcess:
 
 
 def find(identity_prefix: str) -> list[OwnedProcess]:
-    """Every living process at or below this identity, apart from this one and those above it. Reads all of /proc."""
+    """Every living process at or below this identity, except this one and its ancestors. Reads all of /proc."""
     if not identity_prefix.strip(":"):
         raise ValueError("an empty identity would match strangers")
     found = (_look_at(pid) for pid in proc.pids())
@@ -52,10 +51,10 @@ def find(identity_prefix: str) -> list[OwnedProcess]:
 
 
 async def sweep(identity_prefix: str, *, spare: frozenset[int]) -> int:
-    """End everything at or below this identity apart from `spare`; return how many processes were ended."""
+    """End all processes at or below this identity except `spare`; return how many were ended."""
     ended = 0
     for _ in range(SWEEP_ROUNDS_MAX):
-        # In a thread, as a machine may have thousands of processes. Nothing is forked there.
+        # In a thread: a machine may have thousands of processes. Nothing is forked there.
         found = [one for one in await asyncio.to_thread(find, identity_prefix) if one.pid not in spare]
         if not found:
             return ended
@@ -65,7 +64,7 @@ async def sweep(identity_prefix: str, *, spare: frozenset[int]) -> int:
 
 
 async def end(found: Iterable[OwnedProcess], term_s: float) -> int:
-    """SIGTERM, then after `term_s` SIGKILL, to exactly these processes; return how many were seen to end."""
+    """Send SIGTERM, and after `term_s` SIGKILL, to exactly these processes; return how many ended in time."""
     outcomes = await asyncio.gather(*(_end_one(one, term_s) for one in found))
     return sum(outcomes)
 
@@ -76,7 +75,7 @@ async def _end_one(one: OwnedProcess, term_s: float) -> bool:
     except ProcessLookupError:
         return False
     try:
-        # Only now, with the pid held, is it certain which process the signal will reach.
+        # Only with the pidfd open is it certain which process the signal reaches.
         if _look_at(one.pid) != one:
             return False
         return await _signal_and_wait(pidfd, signal.SIGTERM, term_s) or await _signal_and_wait(
@@ -87,7 +86,7 @@ async def _end_one(one: OwnedProcess, term_s: float) -> bool:
 
 
 async def _signal_and_wait(pidfd: int, number: signal.Signals, wait_s: float) -> bool:
-    """Send a signal and wait for the end of the process. True when it ended in time."""
+    """Send a signal and wait for the process to end. True if it ended in time."""
     try:
         signal.pidfd_send_signal(pidfd, number)
     except ProcessLookupError:
@@ -108,15 +107,15 @@ async def _signal_and_wait(pidfd: int, number: signal.Signals, wait_s: float) ->
 
 
 def adopts() -> bool:
-    """Whether processes that lose their parent become children of this one."""
+    """True if processes that lose their parent become children of this one."""
     is_subreaper = ctypes.c_int()
     ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(is_subreaper), 0, 0, 0)
     return os.getpid() == 1 or bool(is_subreaper.value)
 
 
 def collect(own: Collection[int]) -> None:
-    """Reap adopted children that have ended. Those in `own`, and all of this process's session, are left to whoever
-    started them: only what was started by an engine or its keeper, or in a container from outside, has another."""
+    """Reap adopted children that have ended. Skips those in `own` and all of this process's session: their starter
+    reaps them. Adopted processes, of an engine or from outside the container, have another session."""
     me, session = os.getpid(), os.getsid(0)
     for seen in filter(None, map(proc.stat, proc.pids())):
         if seen.is_dead and seen.parent == me and seen.session != session and seen.pid not in own:

@@ -1,7 +1,7 @@
-"""Ports for engines: a free one to give, and who really listens on it.
+"""Ports for engines: picks a free one, and tells which process listens on it.
 
-Owns the configured range and the reading of the kernel's table of listeners. Never connects to anything: an answer on
-a port proves only that somebody answers.
+Owns the configured range and the reading of the kernel's table of listeners. Never connects: an answer on a port does
+not prove which process answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LISTENING = "0A"
 
 
 class PortRange:
-    """The TCP ports engines may get, `first` to `last`, both included, given out in turn."""
+    """The TCP ports for engines, `first` to `last` inclusive, used in turn."""
 
     def __init__(self, first: int, last: int) -> None:
         if not 0 < first <= last < 65536:
@@ -30,7 +30,7 @@ class PortRange:
         self._next = first
 
     def pick(self, avoid: set[int]) -> int:
-        """A port that can be bound on loopback now and is not in `avoid`. Raises LoadFailed when all are taken."""
+        """A port that can be bound on loopback now and is not in `avoid`. Raises LoadFailed if all are taken."""
         for _ in range(self._last - self._first + 1):
             port = self._next
             self._next = port + 1 if port < self._last else self._first
@@ -44,7 +44,7 @@ class PortRange:
 def listener_pids(port: int) -> frozenset[int] | None:
     """The processes that listen on this TCP port, over IPv4 or IPv6.
 
-    None when a listener's process cannot be seen, because it runs as another user or in another container.
+    None if a listener's process is not visible: it runs as another user or in another container.
     """
     wanted = {listener.inode for listener in _listeners(port)}
     owners = {pid: wanted & (_sockets(pid) or frozenset()) for pid in proc.pids()} if wanted else {}
@@ -54,10 +54,10 @@ def listener_pids(port: int) -> frozenset[int] | None:
 
 
 def is_ours(port: int, tree: frozenset[int]) -> bool:
-    """Whether it is one of `tree` that answers at 127.0.0.1:`port`, and not a stranger that took the port first.
+    """True if a process of `tree` answers at 127.0.0.1:`port`, and not another program that took the port first.
 
-    Decided from the tree's side, so that a stranger need not be visible. A member of the tree whose files cannot be
-    read (it changed its user) gets the benefit of the doubt.
+    Looks at the sockets of the tree only, so another program need not be visible. True too if a process of the tree
+    has unreadable files (it changed its user).
     """
     wanted = _answering_at_loopback(port)
     held = [_sockets(pid) for pid in tree]
@@ -73,7 +73,7 @@ class _Listener:
 
 
 def _answering_at_loopback(port: int) -> frozenset[int]:
-    """The sockets one of which gets a connection to 127.0.0.1. Those of IPv4 come before a wildcard of IPv6."""
+    """Inodes of the sockets that a connection to 127.0.0.1 may reach. IPv4 comes before an IPv6 wildcard."""
     listeners = _listeners(port)
     ipv4 = frozenset(one.inode for one in listeners if one.address in (LOOPBACK, "0.0.0.0"))
     return ipv4 or frozenset(one.inode for one in listeners if one.address in ("::", f"::ffff:{LOOPBACK}"))
@@ -107,7 +107,7 @@ def _address(family: socket.AddressFamily, words: str) -> str:
 
 
 def _sockets(pid: int) -> frozenset[int] | None:
-    """The inodes of a process's sockets; none once it has ended; None when it lives and may not be looked into."""
+    """The inodes of a process's sockets; empty if it has ended; None if it lives and is not readable."""
     folder = proc.PROC / str(pid) / "fd"
     try:
         names = os.listdir(folder)
@@ -121,14 +121,14 @@ def _socket_inode(path: str) -> int:
     try:
         target = os.readlink(path)
     except OSError:
-        # Closed while we looked.
+        # Closed meanwhile.
         return 0
     return int(target[len("socket:[") : -1]) if target.startswith("socket:[") else 0
 
 
 def _can_bind(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As engines do: connections of an earlier owner that linger in TIME_WAIT are no obstacle, listeners are.
+        # As engines do: connections in TIME_WAIT do not block a bind, listeners do.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, port))

@@ -1,7 +1,8 @@
-"""What /proc says about processes: who is below whom, since when, and under which identity.
+"""What /proc says about processes: parents, start times, identities, and the owner of each.
 
-Owns the reading of /proc/PID. Never signals anything, never raises for a process that ended while it was looked at:
-that is the ordinary case.
+Owns the reading of /proc/PID and the search for the owner of a process. A process with a replaced environment is found
+by its parents, one that left its parents by its identity. Never signals anything, and never raises for a process that
+has ended meanwhile: that is the normal case.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _DEAD_STATES = frozenset({b"Z", b"X", b"x"})
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """The few fields of /proc/PID/stat that are needed here."""
+    """The fields of /proc/PID/stat that are needed."""
 
     pid: int
     parent: int
@@ -29,12 +30,12 @@ class Stat:
 
 
 def pids() -> Iterator[int]:
-    """Every process id there is at this moment."""
+    """Every process id at this moment."""
     return (int(name) for name in os.listdir(PROC) if name.isdigit())
 
 
 def stat(pid: int) -> Stat | None:
-    """Parent, session and start time of a process, None when there is no such process."""
+    """Parent, session and start time of a process; None if it does not exist."""
     try:
         raw = (PROC / str(pid) / "stat").read_bytes()
     except OSError:
@@ -51,7 +52,7 @@ def stat(pid: int) -> Stat | None:
 
 
 def identity(pid: int) -> str | None:
-    """The identity in a process's environment; None when it has none, has ended, or belongs to another user."""
+    """The identity in a process's environment; None if it has none, has ended, or belongs to another user."""
     try:
         raw = (PROC / str(pid) / "environ").read_bytes()
     except OSError:
@@ -68,14 +69,14 @@ def below(pid: int) -> frozenset[int]:
     for seen in filter(None, map(stat, pids())):
         children.setdefault(seen.parent, []).append(seen)
     found = children.pop(pid, [])
-    # The list grows while it is walked; every process has one parent and is popped once, so it ends.
+    # The list grows while it is iterated; every process is popped once, so this ends.
     for process in found:
         found += children.pop(process.pid, [])
     return frozenset(process.pid for process in found if not process.is_dead)
 
 
 def self_and_above() -> frozenset[int]:
-    """This process and all its ancestors, up to the first one that cannot be seen."""
+    """This process and its ancestors, up to the first that is not visible."""
     found: set[int] = set()
     pid = os.getpid()
     while pid > 0 and pid not in found:
@@ -85,15 +86,15 @@ def self_and_above() -> frozenset[int]:
     return frozenset(found)
 
 
-# No tree of processes is as deep; and a table that is read while it changes may look like a circle.
+# Deeper than any process tree. A table that changes while it is read may look like a circle.
 DEPTH_MAX = 64
 
-# The owner with this identity; None if it is nobody's.
+# The owner with this identity; None if there is none.
 ByIdentity = Callable[[str], str | None]
 
 
 def owner_of(pid: int, roots: Mapping[int, str], by_identity: ByIdentity) -> str | None:
-    """The owner of one process; `roots` are processes whose owner is known, as is everything below them."""
+    """The owner of a process; None if unknown. `roots` maps processes to the owner of their whole tree."""
     for _ in range(DEPTH_MAX):
         if pid in roots:
             return roots[pid]
@@ -113,7 +114,7 @@ def owners_of(processes: Iterable[int], roots: Mapping[int, str], by_identity: B
 
 
 def trees(roots: Mapping[int, str]) -> dict[str, set[int]]:
-    """Every process at or below these, by owner. Reads the whole process table, once."""
+    """All processes at or below `roots`, by owner. Reads the whole process table once."""
     parents = {seen.pid: seen.parent for seen in map(stat, pids()) if seen is not None and not seen.is_dead}
     found: dict[str, set[int]] = {}
     for pid in parents:
@@ -129,7 +130,7 @@ def trees(roots: Mapping[int, str]) -> dict[str, set[int]]:
 
 
 def name_of(pid: int) -> str | None:
-    """What a process calls itself; None when it has ended."""
+    """The name of a process; None if it has ended."""
     try:
         return (PROC / str(pid) / "comm").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -1,15 +1,15 @@
-"""Stands between `greenroom lease` and the program it runs, so that nothing of the program outlives its wrapper.
+"""Runs the program of `greenroom lease`, so that nothing of it outlives its wrapper.
 
-Owns the program's tree, as `keeper.py` owns an engine's: it is a child subreaper, so that what a shell or a launcher
-started in between is found whoever its parent was. It holds a pipe from the wrapper, and at that pipe's end, which even
-`kill -9` of the wrapper brings about, it asks the tree to leave and kills what stays. Unlike an engine's keeper it
-leaves the program where it is: in the terminal's group, with its own input and output. A program that ends by itself
-may leave others running, as it may under any shell.
+Owns the program's process tree, as `keeper.py` owns an engine's: it is a child subreaper, so processes started by a
+shell or launcher in between are found too. It holds a pipe from the wrapper, and when that pipe closes, as it does even
+after `kill -9` of the wrapper, it sends SIGTERM to the tree and kills what is left. Unlike an engine's keeper it leaves
+the program in the terminal's process group, with its own input and output. A program that ends by itself may leave
+others running, as under any shell.
 
     python -P -m greenroom.process.program_keeper CONTROL_FD STATUS_FD TERM_S PROGRAM ARGUMENTS…
 
-STATUS is told `started PID` or `failed ERRNO`, then `exited CODE` or `signalled NUMBER`. CONTROL brings `seen` when the
-wrapper holds on to the program, whose number is nobody else's until then, and later `end`, or its own end.
+It writes `started PID` or `failed ERRNO` to STATUS, then `exited CODE` or `signalled NUMBER`. It reads `seen` from
+CONTROL once the wrapper has opened a pidfd (the program is not reaped before, so its pid is not reused), then `end`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import NoReturn
 
 from greenroom.process import keeper
 
-# What is meant for the program, or for the wrapper that passes it on; a terminal sends some of these to everybody.
+# Signals for the program, or for the wrapper, which passes them on. A terminal sends some to the whole group.
 DEAF_TO = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SEEN = b"seen\n"
 END = b"end\n"
-# Ignored by the interpreter for its own sake.
+# Ignored by the Python interpreter.
 _PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
@@ -44,7 +44,7 @@ class ProgramKeeper:
         self._poll = select.poll()
 
     def run(self, argv: list[str]) -> None:
-        """Run the program, and return when it has ended; or when nothing of it is left, if it had to end."""
+        """Run the program, and return when it has ended; if it was told to end, when its whole tree is gone."""
         heeded = _be_deaf()
         wake_fd = _wake_at_ended_children()
         for fd in (wake_fd, self._control_fd):
@@ -79,14 +79,14 @@ class ProgramKeeper:
             self._kill_at = time.monotonic() + self._term_s
 
     def _kill_if_due(self) -> None:
-        """Again and again: somebody may have been forked meanwhile."""
+        """Send SIGKILL repeatedly: processes may have been forked meanwhile."""
         if time.monotonic() >= self._kill_at:
             keeper.signal_tree(signal.SIGKILL)
             self._kill_at = time.monotonic() + self._kill_again_s
             self._kill_again_s = min(self._kill_again_s * 2, keeper.KILL_AGAIN_MAX_S)
 
     def _reap(self) -> bool:
-        """Collect every child that has ended. False when it is over."""
+        """Reap every child that has ended. False if nothing is left to wait for."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -100,13 +100,13 @@ class ProgramKeeper:
                 self._tell(f"exited {code}" if code >= 0 else f"signalled {-code}")
 
     def _tell(self, line: str) -> None:
-        # A wrapper that is gone is no reason to leave its program running.
+        # The wrapper may be gone; the program must still be ended.
         with contextlib.suppress(OSError):
             os.write(self._status_fd, line.encode() + b"\n")
 
 
 def _be_deaf() -> list[signal.Signals]:
-    """Ignore what is meant for others. Returns what was heeded before: a `nohup` above us counts for the program."""
+    """Ignore signals for others. Returns those not ignored before: `nohup` must still apply to the program."""
     heeded = [number for number in DEAF_TO if signal.getsignal(number) != signal.SIG_IGN]
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
@@ -114,7 +114,7 @@ def _be_deaf() -> list[signal.Signals]:
 
 
 def _wake_at_ended_children() -> int:
-    """A descriptor that is readable after each."""
+    """A descriptor that becomes readable when a child ends."""
     wake_read, wake_write = os.pipe()
     for fd in (wake_read, wake_write):
         os.set_blocking(fd, False)
@@ -124,14 +124,14 @@ def _wake_at_ended_children() -> int:
 
 
 def _launched(argv: list[str], heeded: list[signal.Signals]) -> tuple[int, int]:
-    """The pid of the program, once it is executing, and no error; or an error's number."""
+    """The pid of the program once exec has succeeded, and 0; or a pid and the errno of the failure."""
     error_read, error_write = os.pipe()
     me = os.getpid()
     pid = os.fork()
     if pid == 0:
         _become(argv, heeded, me, error_write)
     os.close(error_write)
-    # The writing end closes on exec: an empty answer means that the program runs.
+    # The writing end closes on exec: no bytes means that the program runs.
     with open(error_read, "rb") as errors:
         failure = errors.read()
     if failure:
@@ -140,12 +140,12 @@ def _launched(argv: list[str], heeded: list[signal.Signals]) -> tuple[int, int]:
 
 
 def _become(argv: list[str], heeded: list[signal.Signals], keeper_pid: int, error_fd: int) -> NoReturn:
-    """In the forked child: turn into the program, or say why not."""
+    """In the forked child: exec the program, or write the errno to `error_fd`."""
     try:
         for number in (*heeded, *_PYTHONS_OWN, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        # The second line of defence, for when somebody kills the keeper itself.
+        # The second line of defence: kill the program if the keeper dies.
         keeper.set_for_this_process(keeper.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == keeper_pid:
             os.execvp(argv[0], argv)
@@ -156,7 +156,7 @@ def _become(argv: list[str], heeded: list[signal.Signals], keeper_pid: int, erro
 
 
 def _let_go_of_input_and_output() -> None:
-    """They are the program's: whoever reads from it must hear when it has ended."""
+    """Close stdin, stdout and stderr: readers of the program must see them close when it ends."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)

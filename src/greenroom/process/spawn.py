@@ -1,8 +1,8 @@
-"""One engine process and everything below it: started, watched, and ended as a whole.
+"""Starts an engine process, watches it, and ends it with everything below it.
 
-Owns the life of a child from the fork to the moment nothing of its tree is left. The ladder (ask, wait, kill) runs in
-the keeper, so neither a cancelled task nor a dead gateway can interrupt it. Never knows whether an engine is ready,
-only whether it runs.
+Owns the life of a child from the fork until nothing of its tree is left. The ladder (SIGTERM, wait, SIGKILL) runs in
+the keeper, so neither a cancelled task nor a dead gateway can interrupt it. Knows whether an engine runs, not whether
+it is ready.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from greenroom.process.proc import IDENTITY_VARIABLE
 
 # A keeper starts in some 30 ms; on a machine that swaps, more. After this the start has failed.
 START_S = 30.0
-# What a keeper gets beyond the engine's own time to end a tree. One that takes longer is itself stuck and is killed.
+# Extra time for a keeper to end a tree. A keeper that takes longer hangs and is killed.
 KEEPER_GRACE_S = 10.0
-# An engine's last lines, as they go into the error of a failed start.
+# Number of last lines in the error of a failed start.
 LAST_LINES = 20
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run. `env` is the whole environment: nothing of the gateway's own is inherited.
+    """What to run. `env` is the whole environment: nothing is inherited from the gateway.
 
     `stop_argv` is run instead of SIGTERM, with `${PID}` in it replaced by the engine's pid.
     """
@@ -46,7 +46,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a process ended. Neither is known when its keeper was lost with it."""
+    """How a process ended. Both are None if its keeper was lost with it."""
 
     code: int | None
     signal: int | None
@@ -90,21 +90,21 @@ class Child:
         return await asyncio.shield(self._ended)
 
     async def stop(self, term_s: float) -> Exit:
-        """Ask the engine to leave, kill what is left after `term_s`, and return when its whole tree is gone.
+        """Ask the engine to stop, kill what is left after `term_s`, and return when its whole tree is gone.
 
-        May be called at any time, again, and by several tasks: the nearest deadline counts. A caller that is cancelled
-        stops waiting; the stop itself goes on.
+        May be called at any time, repeatedly, and by several tasks: the nearest deadline counts. A cancelled caller
+        stops waiting; the stop itself continues.
         """
         self._send(f"stop {max(0.0, term_s)}", term_s)
         await asyncio.shield(self._gone)
         return await self.wait()
 
     def kill(self) -> None:
-        """Kill the whole tree, and do not wait for it."""
+        """Kill the whole tree without waiting."""
         self._send("kill", 0.0)
 
     def on_exit(self, callback: Callable[[Exit], None]) -> None:
-        """Call back once on the loop when the engine's main process has ended, soon if it already has."""
+        """Call back once on the loop when the engine's main process has ended; soon, if it already has."""
         if self.exit is None:
             self._callbacks.append(callback)
         else:
@@ -115,7 +115,7 @@ class Child:
         return proc.below(self._link.pid) if self._link else frozenset()
 
     async def begin(self, command: Command) -> None:
-        """Start a keeper and wait until it runs the command, or `failure` says why not. Once, by `spawn`."""
+        """Start a keeper and wait until it runs the command, or `failure` says why not. Called once, by `spawn`."""
         try:
             order = _encode(command, self._identity)
             self._link = open_link(order, self._identity, self.log, self._on_report, self._on_gone)
@@ -150,7 +150,7 @@ class Child:
                 self._finish(Exit(None, int(number)))
 
     def _finish(self, exit: Exit) -> None:
-        # Whoever is told of the end will ask for the last lines.
+        # Callbacks will read the last lines.
         if self._link is not None:
             self._link.drain_log()
         self.exit = exit
@@ -171,7 +171,7 @@ class Child:
         if ended_well:
             self._gone.set_result(None)
         else:
-            # Its engine has a parent-death signal, but nothing below the engine has.
+            # The engine has a parent-death signal; processes below it do not.
             self._sweep = self._loop.create_task(self._end_remains(), name=f"sweep {self._identity}")
 
     async def _end_remains(self) -> None:
@@ -185,12 +185,12 @@ class Child:
 
 
 async def spawn(command: Command, *, identity: str, log: LogRing) -> Child:
-    """Start a command in a tree of its own and return once it is executing. Raises LoadFailed when it cannot be.
+    """Start a command in a process tree of its own and return once it runs. Raises LoadFailed if it cannot start.
 
-    `identity` must be unique to this start: everything that carries it is ended when its keeper is lost.
+    `identity` must be unique to this start: all processes that carry it are ended if the keeper is lost.
     """
     child = Child(identity, log)
-    # Whatever goes wrong from here on, nothing may be left running that no caller knows of.
+    # If anything fails from here on, end the child: no caller knows of it.
     try:
         async with asyncio.timeout(START_S):
             await child.begin(command)
@@ -213,7 +213,7 @@ def _could_not(command: Command, why: str, log: LogRing) -> errors.LoadFailed:
 
 
 def _encode(command: Command, identity: str) -> bytes:
-    """The order as the keeper reads it. Raises ValueError for what no program can be given."""
+    """The order in the keeper's format. Raises ValueError for values that no program can receive."""
     environment = {**command.env, IDENTITY_VARIABLE: identity}
     if not command.argv or not command.argv[0]:
         raise ValueError("the command is empty")

@@ -1,7 +1,7 @@
 """The state directory: one gateway at a time, a durable id, and a short private place for Unix sockets.
 
-Owns the lock, the id by which processes of earlier runs are recognised, and the run directory. Never stores anything
-else; others put their files beside it. Everything in it is readable by its owner only.
+Owns the lock, the id by which processes of earlier runs are recognised, and the run directory. Stores nothing else;
+other parts put their files next to these. Only its owner can read it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from greenroom import errors
 
 # The kernel's limit on the path of a Unix socket, without its final zero byte.
 UNIX_PATH_BYTES_MAX = 107
-# What a socket in the run directory may be called, at most.
+# The longest name of a socket in the run directory.
 SOCKET_NAME_BYTES_MAX = 32
 _PRIVATE = 0o700
-# What is in a state directory that was opened before. The temporary name of the id begins with a dot.
+# The files of a state directory. The temporary name of the id begins with a dot.
 _KEPT = ("learned", "needs", "leases")
 _OURS = frozenset(
     {"lock", "id", "run", "checked", "leases.jsonl", *(f"{name}.{kind}" for name in _KEPT for kind in ("json", "new"))}
 )
-# What a file system puts into its own top directory.
+# Created by a file system in its top directory.
 _NOBODYS = frozenset({"lost+found"})
 _ID = re.compile(r"[0-9a-f]{16}")
 
@@ -46,7 +46,7 @@ class StateDir:
     def open(cls, path: str | Path) -> StateDir:
         """Create the directory if need be and lock it.
 
-        Raises StateDirBusy when another gateway has it, ConfigError when it cannot be used or holds anything else.
+        Raises StateDirBusy if another gateway has it, ConfigError if it cannot be used or contains other files.
         """
         whole = Path(path).expanduser().resolve()
         if not _is_ours_to_take(whole):
@@ -68,7 +68,7 @@ class StateDir:
 
     @property
     def prefix(self) -> str:
-        """What the identities of all processes of this directory have in common, whichever run started them."""
+        """The common prefix of the identities of all processes of this directory, in every run."""
         return f"{self.id}:"
 
     def identity(self, slot: str) -> str:
@@ -76,15 +76,15 @@ class StateDir:
         return f"{self.prefix}{self.run}:{slot}"
 
     def unnamed(self, text: str) -> str:
-        """The text without our folders: to callers, files in them go by their names alone."""
+        """The text without the paths of our folders: callers see file names only."""
         for folder in (self.run_dir, self.path):
             text = text.replace(f"{folder}/", "")
-            # Not where it is the beginning of another's name.
+            # Not if it is the beginning of another name.
             text = re.sub(re.escape(str(folder)) + r"(?![\w.-])", "the state directory", text)
         return text
 
     def close(self) -> None:
-        """Empty the run directory and let another gateway in. May be called again."""
+        """Remove the run directory and release the lock. May be called again."""
         if self._lock_fd is None:
             return
         lock_fd, self._lock_fd = self._lock_fd, None
@@ -96,11 +96,11 @@ class StateDir:
 
 
 def _is_ours_to_take(path: Path) -> bool:
-    """Whether it is new, empty, or was a state directory before: its mode is changed and its `run` is emptied."""
+    """True if it is new, empty, or already a state directory: opening changes its mode and empties its `run`."""
     try:
         names = frozenset(os.listdir(path)) - _NOBODYS
     except OSError:
-        # Not there yet; or not to be looked at, which is told when it is made private.
+        # It does not exist yet, or is not readable, which _make_private reports.
         return True
     if _known_id(path / "id") is not None:
         return True
@@ -123,7 +123,7 @@ def _make_private(path: Path) -> None:
 
 
 def _is_private(path: Path) -> bool:
-    """Take away what others may do there. False when it is not ours, or is a link to somewhere else."""
+    """Remove the permissions of others. False if it is not ours or is a link."""
     seen = path.lstat()
     if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.geteuid():
         return False
@@ -141,7 +141,7 @@ def _lock(path: Path) -> int:
         os.close(lock_fd)
         who = f"the gateway with pid {holder}" if holder else "a gateway that is just starting"
         raise errors.StateDirBusy(f"{path} is held by {who}; stop it or choose another state directory") from None
-    # The lock goes with the process however it ends; the pid in it is only for people.
+    # The kernel releases the lock when the process ends; the pid in the file is only for messages.
     os.ftruncate(lock_fd, 0)
     os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
     return lock_fd
@@ -164,7 +164,7 @@ def _known_id(path: Path) -> str | None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Write so that after a crash there is the old file or the new one, never half of it."""
+    """Write atomically: after a crash there is the old file or the new one."""
     fresh_fd, fresh_path = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with open(fresh_fd, "w", encoding="ascii") as fresh:
@@ -178,7 +178,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _make_run_dir(path: Path, name: str) -> Path:
-    """An empty private directory whose path leaves room for a socket's name."""
+    """An empty private directory with a path short enough for sockets in it."""
     candidates = (path / "run", *(base / f"greenroom-{name}" for base in _short_bases()))
     run_dir = next((one for one in candidates if _leaves_room(one)), None)
     if run_dir is None:
@@ -190,7 +190,7 @@ def _make_run_dir(path: Path, name: str) -> Path:
 
 
 def _short_bases() -> tuple[Path, ...]:
-    """Where the run directory may go when the state directory's path is too long for a socket."""
+    """Places for the run directory if the path of the state directory is too long for a socket."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     usable = os.path.isabs(runtime) and os.access(runtime, os.W_OK | os.X_OK)
     return (Path(runtime), Path("/tmp")) if usable else (Path("/tmp"),)
