@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.workers.torch_host.kernels.fuse import fuse_modules
+from greenroom.workers.torch_host.kernels.fuse import fuse_modules, without_fused_modules
 from tests.workers.torch_host.engine_rig import random_model
 
 
@@ -68,3 +68,13 @@ def test_a_projection_called_with_something_else_computes_for_itself() -> None:
     fuse_modules(model)
     attention.q_proj(one)
     assert torch.allclose(attention.k_proj(other), want, atol=1e-5)
+
+
+def test_a_fused_model_runs_its_own_code_for_a_while() -> None:
+    model = random_model("llama")
+    in_one_buffer(model)
+    fuse_modules(model)
+    fused = changed(model)
+    with without_fused_modules(model):
+        assert changed(model) == set()
+    assert changed(model) == fused

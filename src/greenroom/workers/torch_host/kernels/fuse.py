@@ -36,7 +36,7 @@ def fuse_modules(model: torch.nn.Module) -> None:
 @contextmanager
 def without_fused_modules(model: torch.nn.Module) -> Iterator[None]:
     """Inside, the model runs its own code."""
-    fused = [part for part in model.modules() if getattr(vars(part).get("forward"), "is_quick", False)]
+    fused = [part for part in model.modules() if getattr(vars(part).get("forward"), "is_fused", False)]
     taken = [(part, vars(part).pop("forward")) for part in fused]
     try:
         yield
