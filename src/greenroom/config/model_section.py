@@ -41,14 +41,14 @@ class Model(Section):
     the folder of the configuration file."""
     cmd: str | tuple[str, ...] | None = None
     """command: the program and its arguments, split like a shell would, never run by one. ${PORT} is a free port;
-    ${GPUS}, ${GPU_COUNT} and ${TENSOR_SPLIT} are its GPUs, how many, and the MiB on each: where none of these stands it
-    is never spread over several."""
+    ${GPUS}, ${GPU_COUNT} and ${TENSOR_SPLIT} are its GPUs, their number, and the MiB on each; a command without any of
+    these is never spread over several."""
     cmd_stop: str | tuple[str, ...] | None = None
     """command: a program that stops the engine, instead of SIGTERM; ${PID} and ${PORT} are replaced."""
     check_endpoint: str = "/health"
-    """command: path that answers 200 once the engine is ready; "none" when the process being up is enough."""
+    """command: path that answers 200 once the engine is ready; "none" if a running process is ready."""
     listener: Literal["own", "any"] = "own"
-    """command: own: only the engine's own process tree may hold the port; any: anybody (containers of a daemon)."""
+    """command: own: only the engine's own process tree may hold the port; any: any process (containers of a daemon)."""
     sizes_itself: bool | None = None
     """command: it takes as much GPU memory as it finds free, so it starts while nothing else loads or leaves on its
     GPUs. When not given, true for vLLM, SGLang, LMDeploy, TensorRT-LLM and TGI, as far as cmd shows them."""
@@ -81,17 +81,17 @@ class Model(Section):
     args: tuple[str, ...] = ()
     """llamacpp: further arguments for llama-server, as they are."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """transformers: the kind of numbers its weights are kept in; auto takes the files' own."""
+    """transformers: the dtype of its weights; auto takes that of the files."""
     cache_tokens: Count | None = None
-    """transformers: tokens that the KV cache holds for all requests together; four contexts when not given."""
+    """transformers: tokens in the KV cache for all requests together; four contexts when not given."""
     isolate: bool = False
-    """transformers: a worker process of its own, so that no other model's fault can reach it, nor its own them."""
+    """transformers: a worker process of its own, so that a crash of it or of other models stays apart."""
     trust_remote_code: bool = False
-    """transformers: run Python code that lies in the model's folder. Only for folders you trust like a program."""
+    """transformers: run Python code from the model's folder. Only for folders you trust like a program."""
     allow_pickle: bool = False
     """transformers: load .bin files, which can run any code. Only for folders you trust like a program."""
     skip_check: bool = False
-    """transformers: serve it without the comparison with plain Transformers, which refuses what answers otherwise."""
+    """transformers: skip the comparison with plain Transformers, which refuses a model whose answers differ."""
     aliases: tuple[ModelId, ...] = ()
     """Other ids this model answers to."""
     name: str | None = None
@@ -114,11 +114,11 @@ class Model(Section):
     memory_mib: Mib | None = None
     """Memory it needs when ready, on a GPU or, without GPUs, on the host; estimated from the file when not given."""
     host_memory_mib: Mib = 0
-    """Host memory it needs besides, when it is on a GPU."""
+    """Host memory it needs in addition when it is on a GPU."""
     gpu_memory_budget_mib: MibAboveZero | None = None
-    """At most so much GPU memory is planned for it, whatever is estimated or was measured."""
+    """Upper bound of the GPU memory planned for it, whatever was estimated or measured."""
     device: Literal["auto", "cpu"] = "auto"
-    """cpu: it runs on the host alone, also where there are GPUs."""
+    """cpu: run it on the host only, even if there are GPUs."""
     devices: tuple[str, ...] = ()
     """Devices it must be placed on (gpu0, gpu1 or a GPU's UUID; host); any when not given."""
     concurrency: Count | None = None
@@ -126,7 +126,7 @@ class Model(Section):
     priority: Literal["high", "normal", "low"] | Annotated[int, Field(ge=0, le=100), NotBool] = "normal"
     """Priority of its requests when they name none; lower numbers go first (high 0, normal 1, low 2)."""
     category: Literal["llm", "vision", "diffusion"] = "llm"
-    """What kind of model it is: how long it stays warm depends on it, see stay_warm."""
+    """The kind of model, which decides how long it stays ready, see stay_warm."""
     ttl_s: Seconds | None = None
     """Unload after this long without a request, unless its caller said keep_alive; 0 = never; else see stay_warm."""
     pinned: bool = False

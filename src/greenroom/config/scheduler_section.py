@@ -40,9 +40,9 @@ class Group(Section):
     swap: bool = True
     """Only one member is ready at a time."""
     exclusive: bool = True
-    """A member that comes sends the members of all other groups away."""
+    """Loading a member evicts the members of all other groups."""
     persistent: bool = False
-    """Members of other groups do not send its members away."""
+    """Loading a member of another group does not evict its members."""
 
 
 class Matrix(Section):
@@ -51,13 +51,13 @@ class Matrix(Section):
     vars: dict[Name, ModelId] = {}
     """Short names for models, to be used in sets and evict_costs; they win over ids."""
     evict_costs: dict[Name, Count] = {}
-    """What sending a model away costs, by short name or id; 1 when not given. The set that costs least is chosen."""
+    """The cost of evicting a model, by short name or id; 1 when not given. The cheapest set is chosen."""
     sets: dict[Name, str]
     """Sets by name: a & b is both together, a | b one of them, +name another set, ( ) as needed; first wins ties."""
 
 
 class Company(Section):
-    """Who may be ready together: groups or a matrix, one of them."""
+    """Which models may be ready together: groups or a matrix, not both."""
 
     groups: dict[Name, Group] | None = None
     """Groups by name; {} has one model ready at a time."""
@@ -71,42 +71,42 @@ class Company(Section):
 
 
 class Scheduler(Section):
-    """Who goes next, and how many may wait."""
+    """The order of requests, and how many may wait."""
 
     policy: str = DEFAULTS.policy
-    """Who goes first and when models change places: default, fifo, or one that an installed package registers."""
+    """Orders requests and decides when models swap: default, fifo, or one that an installed package registers."""
     swapper: str = DEFAULTS.swapper
-    """Who has to leave for a newcomer: memory, coordinator (idle ones only), or one that an installed package has."""
+    """Chooses which models are evicted: memory, coordinator (idle ones only), or one of an installed package."""
     queue_depth_max: Count = DEFAULTS.queue_depth_max
     """Requests that may wait at once; one more is answered 503 queue_full with Retry-After."""
     overtakes_max: Overtakes = DEFAULTS.overtakes_max
     """How often requests for a ready model may go before an older one for a cold model once its batch is over."""
     residency_swaps: FactorFromZero = _written(DEFAULTS.residency_swaps)
-    """While others wait a model stays ready for at least this many times as long as bringing it took."""
+    """While requests for other models wait, a model stays ready for at least this many times its load time."""
     batch_swaps: FactorFromZero = _written(DEFAULTS.batch_swaps)
-    """And serves a batch of at most this many times as long as it takes to bring it and to end its answers."""
+    """It then serves a batch of at most this many times as long as its load and its running answers take."""
     lift_s: LiftSeconds = _written(DEFAULTS.lift_s)
-    """Waiting this long lifts a request by one class of priority."""
+    """Waiting this long raises a request by one priority class."""
     deadline_high_s: SecondsAboveZero = _written(DEFAULTS.deadlines_s[0])
-    """Waiting this long, a request of high priority insists on its model; never later than server.wait_max_s."""
+    """After this wait a request of high priority forces its model to load; never later than server.wait_max_s."""
     deadline_normal_s: SecondsAboveZero = _written(DEFAULTS.deadlines_s[1])
     """The same for normal priority."""
     deadline_low_s: SecondsAboveZero = _written(DEFAULTS.deadlines_s[2])
     """The same for low priority."""
     recency_s: SecondsAboveZero = _written(DEFAULTS.recency_s)
-    """How long ago requests still count, to a third, for how likely a model is to be asked for again."""
+    """A request this long ago still counts for a third in the estimate of how soon a model is needed again."""
     tenant_weights: dict[TenantName, TenantWeight] = {}
-    """Shares between tenants who wait for the same model; 1 for those who are not named."""
+    """Shares between tenants that wait for the same model; 1 for tenants not listed."""
     backoff_s: SecondsAboveZero = _written(DEFAULTS.backoff_s)
     """Pause after a first failed load; doubled with each further one."""
     backoff_max_s: SecondsAboveZero = _written(DEFAULTS.backoff_max_s)
     """Longest pause between failed loads."""
     keep_alive_max_s: Seconds | None = None
-    """The longest `keep_alive` a caller gets; -1, which is for ever, becomes this too. No bound when not given."""
+    """The longest `keep_alive` a caller gets; -1 (for ever) is reduced to it too. No bound when not given."""
     fit_memory: bool = True
-    """Whether models have to fit into memory together; false: company alone says who may be ready at once."""
+    """Whether models must fit into memory together; false: company alone decides which may be ready at once."""
     company: Company | None = None
-    """Rules about who may be ready together, as groups or as a matrix; without any only memory counts."""
+    """Rules about which models may be ready together, as groups or a matrix; without any only memory counts."""
 
     @model_validator(mode="after")
     def _obeys_rules(self) -> Self:

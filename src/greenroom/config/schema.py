@@ -83,27 +83,27 @@ class Gpu(Section):
 
 
 class Memory(Section):
-    """How memory is seen: where the figures of GPUs come from, and what is kept free."""
+    """Where the figures of GPU memory come from, and what is kept free."""
 
     probe: Literal["auto", "nvml", "file", "none"] = "auto"
-    """nvml: NVIDIA's own figures; file: GPUs that a file describes; none: no GPUs; auto: nvml where it works."""
+    """nvml: NVIDIA's own figures; file: GPUs described by a file; none: no GPUs; auto: nvml where it works."""
     file: str | None = None
-    """probe file: a JSON file that describes GPUs and what others use of them, read at every look."""
+    """probe file: a JSON file that describes GPUs and their use by other programs, read at every look."""
     look_every_s: LookSeconds = 5
-    """GPUs are looked at this often, besides whenever something has happened."""
+    """How often GPUs are looked at, besides after every event."""
     gpu_margin_mib: Mib = GPU_MARGIN_MIB
     """Memory of each GPU that is never planned with, for drivers and contexts."""
     green_room_mib: Mib | None = None
-    """Host memory for models that are asleep; what models may use of the host when not given."""
+    """Host memory for sleeping models; all host memory that models may use when not given."""
     spare_worker: bool = True
-    """Keep a worker ready for each Python that hosts models: the next start, also after a crash, takes no imports."""
+    """Keep a spare worker for each Python that hosts models: the next start, also after a crash, skips imports."""
 
 
 class StayWarm(Section):
-    """How long a model stays ready without a request, by its category, where neither it nor its caller says."""
+    """How long a model stays ready without requests, by category, if neither model nor caller says."""
 
     llm_s: Seconds = 300
-    """Language models, and whatever has no category of its own; 0 = for ever, as for the others."""
+    """Language models and models without a category; 0 = for ever, as for the others."""
     vision_s: Seconds = 60
     """Models that look at images."""
     diffusion_s: Seconds = 900
@@ -111,16 +111,16 @@ class StayWarm(Section):
 
 
 class Leases(Section):
-    """Memory for other programs, and who else may use these GPUs."""
+    """Memory for other programs, and GPUs shared with other gateways."""
 
     store: str | None = None
-    """redis://… or rediss://… where several gateways or hosts share GPUs; kept by this gateway when not given."""
+    """redis://… or rediss://… if several gateways or hosts share GPUs; kept by this gateway when not given."""
     host: Name | None = None
     """The name of this machine in that store; its own name when not given."""
     ttl_s: LeaseSeconds = 30
-    """A holder that is not heard of for this long has lost its lease."""
+    """A holder that does not renew for this long loses its lease."""
     wait_max_s: Seconds = 3_600
-    """The longest that a lease may be waited for."""
+    """The longest wait for a lease."""
 
     @model_validator(mode="after")
     def _obeys_rules(self) -> Self:
@@ -130,12 +130,12 @@ class Leases(Section):
 
 
 class Host(Section):
-    """This machine's memory, which is the budget where there are no GPUs."""
+    """This machine's memory, which is the budget if there are no GPUs."""
 
     memory_mib: MibAboveZero | None = None
     """Memory models may use; three quarters of the machine's when not given."""
     margin_mib: Mib = 0
-    """Memory of that which is never planned with."""
+    """Part of it that is never planned with."""
 
 
 class Ports(Section):
@@ -154,7 +154,7 @@ class Ports(Section):
 
 
 class Log(Section):
-    """What is written to standard error. LOG_LEVEL and LOG_FORMAT in the environment win."""
+    """Logging to standard error. LOG_LEVEL and LOG_FORMAT in the environment win."""
 
     level: LogLevel = LogLevel.INFO
     """debug, info, warning or error."""
@@ -168,7 +168,7 @@ class Config(Section):
     server: Server = Server()
     scheduler: Scheduler = Scheduler()
     gpus: tuple[Gpu, ...] = ()
-    """Simulated GPUs, gpu0, gpu1 …, instead of those that memory.probe finds; a budget without hardware."""
+    """Simulated GPUs, gpu0, gpu1 …, instead of those found by memory.probe; a budget without hardware."""
     memory: Memory = Memory()
     stay_warm: StayWarm = StayWarm()
     leases: Leases = Leases()
@@ -178,7 +178,7 @@ class Config(Section):
     state_dir: str = "~/.local/state/greenroom"
     """A directory of its own for the gateway's lock, identity and sockets; one gateway a directory."""
     model_roots: tuple[str, ...] = ()
-    """Folders below which files of models must lie once links are resolved; anywhere when empty."""
+    """Model files must be below one of these folders once links are resolved; anywhere when empty."""
     macros: dict[str, JsonValue] = {}
     """Names for values used below as ${name}."""
     models: dict[ModelId, Model] = {}

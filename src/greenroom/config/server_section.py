@@ -44,9 +44,9 @@ class ApiKey(Section):
     priority_max: Literal["high", "normal", "low"] = "high"
     """The best priority its requests may ask for; anything better is lowered to this."""
     admin: bool = False
-    """Whether it may manage the gateway (load, unload, logs, reload, all of /upstream) and sees what engines said."""
+    """Whether it may manage the gateway (load, unload, logs, reload, all of /upstream) and sees engine output."""
     leases: bool = False
-    """Whether it may take leases, for which models have to leave; a key with admin may anyway."""
+    """Whether it may take leases, which can evict models; a key with admin may anyway."""
 
     @model_validator(mode="after")
     def _obeys_rules(self) -> Self:
@@ -74,7 +74,7 @@ class Server(Section):
     header_timeout_s: Seconds = 10
     """How long a caller may take to send its headers."""
     body_timeout_s: Seconds = 30
-    """How long a caller may take to send its body, if that is longer than its size at body_rate_min_kib_s."""
+    """How long a caller may take to send its body; large bodies get as long as body_rate_min_kib_s allows."""
     body_rate_min_kib_s: Count = 8
     """The slowest upload that is still accepted."""
     keepalive_s: Seconds = 75
@@ -101,7 +101,7 @@ class Server(Section):
     """Disk for all spooled bodies together. Bodies above 256 KiB are spooled, to files without names in state_dir, of
     whose disk 32 MiB stay free; where that lies in memory (tmpfs) they count towards bodies_memory_mib too."""
     heartbeat: Heartbeat = Heartbeat.COMMENT
-    """What a waiting streaming caller hears: an SSE comment, an empty chunk, or nothing."""
+    """What a waiting streaming caller receives: an SSE comment, an empty chunk, or nothing."""
     heartbeat_after_s: Seconds = 10
     """Nothing is committed to a streaming caller before this, so that early failures keep their status."""
     heartbeat_every_s: SecondsAboveZero = 10
@@ -109,17 +109,17 @@ class Server(Section):
     wait_max_s: Seconds = 290
     """How long a request waits for its model before it is answered 503 model_loading (most clients give up at 300)."""
     stream_wait_max_s: Seconds = 3_600
-    """The same for streaming callers, who hear heartbeats meanwhile and can wait longer."""
+    """The same for streaming callers, which receive heartbeats meanwhile and can wait longer."""
     answer_idle_max_s: Seconds = 600
-    """An engine that sends no byte of an answer for this long is taken for hung and the answer is cut; 0 = never."""
+    """An answer is cut if its engine sends no byte for this long; 0 = never."""
     drain_s: Seconds = 30
     """How long running answers may go on after SIGTERM."""
     docs: bool = True
     """Serve the reference of the management API at /api/v1/docs."""
     record_activity: str | None = None
-    """File for one CSV row an answered request (time, model, tokens, tenant, priority); greenroom simulate reads it."""
+    """CSV file with a row per answered request (time, model, tokens, tenant, priority); greenroom simulate reads it."""
     record_events: str | None = None
-    """File for every event the scheduler is given and every effect it asks for, to replay its decisions elsewhere."""
+    """File for every event and effect of the scheduler, to replay its decisions elsewhere."""
 
 
 def _api_key_problems(key: ApiKey) -> Iterator[Problem]:
