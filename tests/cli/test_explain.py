@@ -74,21 +74,21 @@ def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixt
         ),
         (
             explained("swap", move="wake"),
-            ["qwen would be woken", "  how long that takes was not learned yet"],
+            ["qwen would be woken", "  how long that takes is not known yet"],
         ),
         (
             explained("wait", why="no_room", behind=["a"], position=7),
             [
-                "qwen would have to wait: nobody who would have to leave for it may do so yet",
+                "qwen would have to wait: the models that would have to leave for it may not do so yet",
                 "  requests for a would go first",
                 "  place in the queue: 7",
-                "  how long that takes was not learned yet",
+                "  how long that takes is not known yet",
             ],
         ),
         (explained("wait", why="new_word", eta_s=1.0), ["qwen would have to wait: new word"]),
         (
             explained("wait", why="new_word", calls_off=["b"], eta_s=1.0),
-            ["qwen would have to wait: new word", "  b would have to ask for a place anew, being less urgent"],
+            ["qwen would have to wait: new word", "  b would have to be planned again, being less urgent"],
         ),
         (
             explained("swap", move="load", too_late=True, eta_s=9.0),

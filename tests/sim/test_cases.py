@@ -99,7 +99,7 @@ def test_hardware_is_spoken_of_once_and_policies_for_every_machine() -> None:
 def test_what_changes_nothing_is_said_to_change_nothing() -> None:
     sentences = advice(results(Case("fifo", 7), Case("fifo", 8)))
     assert sentences[0].startswith("An eighth GPU would take the p95 wait from 0.0 s to 0.0 s")
-    assert sentences[0].endswith(": nobody waits either way.")
+    assert sentences[0].endswith(": no request waits either way.")
 
 
 def test_one_case_alone_is_summed_up() -> None:

@@ -1,4 +1,4 @@
-"""Which gateway a command speaks to, and the key it shows there.
+"""The address of the gateway that a command talks to, and the API key it sends.
 
 Owns the options `--url` and `--api-key-env` and their environment variables. Never connects.
 """
@@ -20,7 +20,7 @@ DEFAULT_URL = "http://127.0.0.1:8210"
 
 @dataclass(frozen=True, slots=True)
 class GatewayAddress:
-    """`url` is for messages; `prefix` is put before every path."""
+    """`url` is for messages; `prefix` goes before every path."""
 
     url: str
     scheme: str
@@ -40,7 +40,7 @@ class GatewayAddress:
 
 
 def add_options(parser: argparse.ArgumentParser, *, json_help: str | None = None) -> None:
-    """The options of every command that speaks to a gateway."""
+    """Add the options of every command that talks to a gateway."""
     parser.add_argument("--url", help=f"the gateway's address (default: ${URL_NAME} or {DEFAULT_URL})")
     parser.add_argument(
         "--api-key-env", metavar="NAME", help=f"environment variable that holds the API key (default: {KEY_NAME})"
@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser, *, json_help: str | None = None
 
 
 def address_of(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> GatewayAddress:
-    """Where these arguments and the environment point. Raises WrongUsage."""
+    """The gateway that the arguments and the environment name. Raises WrongUsage."""
     return parse(args.url or environ.get(URL_NAME) or DEFAULT_URL, _key(args.api_key_env, environ))
 
 
@@ -66,7 +66,7 @@ def parse(url: str, key: str | None = None) -> GatewayAddress:
         raise WrongUsage(f"{url!r} is not an address; write it like {DEFAULT_URL}")
     if "@" in parts.netloc:
         raise WrongUsage(f"an address holds no name and password; put the key into {KEY_NAME}")
-    # The base address that OpenAI's clients want ends in /v1; people will give the same one here.
+    # OpenAI's clients want an address that ends in /v1; people will give the same one here.
     prefix = parts.path.rstrip("/").removesuffix("/v1")
     return GatewayAddress(f"{parts.scheme}://{parts.netloc}{prefix}", parts.scheme, parts.hostname, port, prefix, key)
 

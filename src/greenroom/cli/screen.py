@@ -1,7 +1,7 @@
-"""What a command shows: tables, spinners and colours in a terminal, plain and stable lines in a pipe.
+"""Output of commands: tables, spinners and colours in a terminal, plain and stable lines in a pipe.
 
-Results go to standard output, everything said on the way to standard error. Text that comes from elsewhere (engines,
-models, other people's names) is stripped of what a terminal would act on. `rich` is loaded only where it draws.
+Results go to standard output, progress and hints to standard error. Text from elsewhere (engines, models, tenants) is
+stripped of control characters. `rich` is loaded only where it draws.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from greenroom.cli.failures import CommandFailed
 
-# Control characters but for tab and line break, and marks that turn the direction of text.
+# Control characters except tab and line break, and marks that change the direction of text.
 _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _STYLES: Final = {"ready": "green", "asleep": "cyan", "cold": "dim", "failed": "red"}
@@ -26,7 +26,7 @@ Row = Sequence[str]
 
 
 def harmless(text: str) -> str:
-    """The text without anything a terminal would act on."""
+    """The text without control characters that a terminal would act on."""
     return _UNSAFE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -41,13 +41,13 @@ def note(text: str) -> None:
 
 
 def hint(text: str) -> None:
-    """What to type next; only people are told."""
+    """A hint what to type next; only at a terminal."""
     if sys.stderr.isatty():
         print(dim(text), file=sys.stderr, flush=True)
 
 
 def program() -> str:
-    """How to call this program: by its name where the shell finds it, otherwise by the path it was called by."""
+    """How to call this program: `greenroom` if it is on PATH, otherwise the path it was called by."""
     called = sys.argv[0]
     return called if called.endswith("/greenroom") and shutil.which("greenroom") is None else "greenroom"
 
@@ -61,7 +61,7 @@ def say_json(value: Any, *, on_one_line: bool = False) -> None:
 
 
 def hush() -> None:
-    """Print nothing more: what goes to standard output cannot be written. Python would complain again at exit."""
+    """Send standard output to /dev/null: it cannot be written, and Python would complain again at exit."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, sys.stdout.fileno())
     os.close(nothing)
@@ -90,7 +90,7 @@ def seconds(value: float | None) -> str:
 
 
 def _two(count: int, size: int, large: str, small: str) -> str:
-    """So many small units, in large ones and what is left."""
+    """`count` small units as large ones and the rest: `1h30m`."""
     whole, left = divmod(count, size)
     return f"{whole}{large}" + (f"{left}{small}" if left else "")
 
@@ -108,7 +108,7 @@ def say_table(titles: Row, rows: Sequence[Row]) -> None:
 
 
 def plain_table(titles: Row, rows: Sequence[Row]) -> str:
-    """Columns set apart by two spaces, in capitals above; no cell but the last of a row may hold a space."""
+    """Columns separated by two spaces, titles in capitals. Only the last cell of a row may hold a space."""
     shown = [tuple(title.upper().replace(" ", "_") for title in titles)]
     shown += [tuple(harmless(cell).replace("\n", " ") or "-" for cell in row) for row in rows]
     widths = [max(len(row[column]) for row in shown) for column in range(len(titles))]
@@ -116,7 +116,7 @@ def plain_table(titles: Row, rows: Sequence[Row]) -> str:
 
 
 def drawn_table(titles: Row, rows: Sequence[Row]) -> Any:
-    """The same as a rich table, to be printed or shown live."""
+    """The same as a rich table, to print or to show live."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -132,7 +132,7 @@ def drawn_table(titles: Row, rows: Sequence[Row]) -> Any:
 
 @contextlib.contextmanager
 def spinner(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on standard error with a text that can be changed; in a pipe each new text is one line."""
+    """A spinner on standard error; the function it yields changes its text. In a pipe each new text is one line."""
     if not sys.stderr.isatty():
         note(text)
         yield note

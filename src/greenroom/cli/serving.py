@@ -1,8 +1,7 @@
-"""A gateway in the foreground: started, told by signals what to do, and ended. `serve` and `demo` share it.
+"""Runs a gateway in the foreground, for `serve` and `demo`.
 
-Owns the event loop, the signals and the wording of what can go wrong at the start. SIGTERM and SIGINT end it, a second
-one without waiting for running answers; SIGHUP reads the configuration again. As process 1 of a container it collects
-what has lost its parent and ended.
+Owns the event loop, the signals and the messages for a failed start. SIGTERM and SIGINT end it, a second one without
+waiting for running answers; SIGHUP reloads the configuration. As process 1 of a container it reaps orphans.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ if TYPE_CHECKING:
     from greenroom.app import App
     from greenroom.config.schema import Config
 
-# Every caller and every engine's connection is a file; many systems allow 1024 unless asked.
+# Every connection is an open file; many systems allow 1024 by default.
 OPEN_FILES_WANTED: Final = 65_536
 LEAVE_MAX_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """What to serve. `reread` gives the configuration anew at a reload, what was said on the command line included."""
+    """What to serve. `reread` loads the configuration again for a reload, with the command line's overrides applied."""
 
     config: Config
     path: Path | None = None
@@ -46,7 +45,7 @@ class ServePlan:
 
 
 def serve(plan: ServePlan, greet: Callable[[App], None]) -> int:
-    """Serve until a signal ends it. Raises CommandFailed or ConfigError if it cannot be started."""
+    """Serve until a signal ends it. Raises CommandFailed or ConfigError if it cannot start."""
     import uvloop
 
     from greenroom.telemetry import logs
@@ -77,13 +76,13 @@ async def _serve_until_ended(plan: ServePlan, greet: Callable[[App], None], sign
     except OSError as error:
         raise CommandFailed(why_not_started(error, plan.config)) from error
     except asyncio.CancelledError:
-        # A signal came before there was anything to shut down.
+        # A signal came before the gateway had started.
         return ExitStatus.OK
     signals.app = app
     try:
         greet(app)
     except OSError:
-        # Nobody reads the greeting (`| head`), or the disk it goes to is full: no reason not to serve.
+        # The greeting cannot be written (`| head`, a full disk): serve all the same.
         screen.hush()
     await app.closed.wait()
     _leave_in_time()
@@ -91,7 +90,7 @@ async def _serve_until_ended(plan: ServePlan, greet: Callable[[App], None], sign
 
 
 def _collect_orphans() -> None:
-    """Collect adopted children from now on, if this process is the one that gets them."""
+    """Reap orphans from now on, if this process adopts them."""
     from greenroom.process import keeper_link, orphans
 
     loop = asyncio.get_running_loop()
@@ -102,7 +101,7 @@ def _collect_orphans() -> None:
 
 
 def _leave_in_time() -> None:
-    """Everything has been let go of: what the loop still waits for, a thread or a socket, does not keep the process."""
+    """End the process soon: everything is released, and a thread or a socket that hangs must not keep it."""
 
     def leave() -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -116,10 +115,10 @@ def _leave_in_time() -> None:
 
 
 class _Signals:
-    """Passes signals on to the gateway; before there is one, an end ends the start and a reload has nothing to do.
+    """Passes signals on to the gateway. Before it has started, SIGTERM cancels the start and SIGHUP does nothing.
 
-    The handlers are Python's, not the loop's: a loop gives its own back when it closes, and a signal that came a moment
-    later would end the process as if it had failed.
+    The handlers are Python's, not the loop's: a loop removes its own when it closes, and a signal a moment later would
+    end the process as if it had failed.
     """
 
     def __init__(self) -> None:
@@ -135,7 +134,7 @@ class _Signals:
         self._loop.call_soon_threadsafe(_REACTIONS[signal.Signals(number)], self)
 
     def ignore(self) -> None:
-        """Nothing is left that a signal could do; the process is about to end by itself."""
+        """Ignore all signals: the process is about to end by itself."""
         for number in _REACTIONS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -146,7 +145,7 @@ class _Signals:
             self._starting.cancel()
 
     def read_again(self) -> None:
-        """A reload under way may have read the file before its last change: one more follows, however many ask."""
+        """Reload. If a reload is under way it may have read an older file, so one more follows, however many ask."""
         if self._reload is not None:
             self._asked_again = True
         elif self.app is not None:
@@ -175,12 +174,12 @@ async def _reload(app: App) -> None:
     except GreenroomError as error:
         get_logger("config").error("not reloaded, nothing was changed", error=error.message)
     except Exception as bug:
-        # Nobody waits for this task, so nobody else would say it.
+        # Nothing awaits this task, so it must be logged here.
         get_logger("config").bug("not reloaded", bug)
 
 
 def why_not_started(error: OSError, config: Config) -> str:
-    """One line that says what to do."""
+    """One line that says why the gateway did not start, and what to do."""
     server = config.server
     where = f"{server.host}:{server.port}"
     if error.errno == errno.EADDRINUSE:
@@ -193,7 +192,7 @@ def why_not_started(error: OSError, config: Config) -> str:
 
 
 def shown_url(app: App) -> str:
-    """The address to type on this machine: one that listens everywhere is reached by loopback."""
+    """The URL to use on this machine: loopback, if the gateway listens on all addresses."""
     address = app.edge.addresses[0]
     for everywhere, loopback in (("0.0.0.0:", "127.0.0.1:"), ("[::]:", "[::1]:")):
         if address.startswith(everywhere):

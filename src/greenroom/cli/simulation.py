@@ -1,7 +1,7 @@
-"""From a configuration and the command line to the setting and the workload of a simulation.
+"""Turns a configuration and the options of `greenroom simulate` into a simulated machine and a workload.
 
-Owns where numbers come from: what a model needs is the configuration's or its engine's estimate; how long its moves
-take is estimated from that size, unless the command line says.
+Owns where numbers come from: a model's need is configured or estimated by its engine; the duration of its moves is
+estimated from that size, unless an option gives it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from greenroom.sim.workloads import ARRIVALS_MAX, SPAN_MAX_S, Agents, Bursty, Mi
 if TYPE_CHECKING:
     from greenroom.sim.workloads import Workload
 
-# A start takes a moment before it reads; then a good disk, or memory over PCIe, sets the pace.
+# A fixed time to start, then the speed of a good disk (load) or of PCIe (wake).
 START_S = 3.0
 READ_MIB_PER_S = 1_500.0
 WAKE_S = 0.3
@@ -34,7 +34,7 @@ COPY_MIB_PER_S = 12_000.0
 
 @dataclass(frozen=True, slots=True)
 class SimulationPlan:
-    """What every case has in common, and the sentences that say where it comes from."""
+    """What all cases share, and sentences that say what was assumed."""
 
     base: SimConfig
     workload: Workload
@@ -62,7 +62,7 @@ def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
 
 
 def sizeless(config: Config, base: SimConfig) -> list[str]:
-    """Models that would fit anywhere because nobody knows their size; none where they need not fit."""
+    """Models of unknown size, which would fit anywhere. Empty if memory is not planned (`fit_memory: false`)."""
     if not config.scheduler.fit_memory:
         return []
     return [model.spec.id for model in base.models if not (model.spec.need.gpu_mib or model.spec.need.host_mib)]
@@ -81,7 +81,7 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
     )
     spec = ModelSpec(
         ModelId(name),
-        # Where rules about company stand alone, models take no room; to load them takes as long as ever.
+        # Without `fit_memory` models take no memory, but loading them takes as long as ever.
         need=need if config.scheduler.fit_memory else Need(),
         devices=tuple(DeviceId(device) for device in model.devices),
         can_split=engine.can_split(model),
@@ -122,7 +122,7 @@ def _recorded(known: Known, args: argparse.Namespace) -> tuple[Workload, str]:
     trace = trace_of(args.trace, known, args.seed)
     recorded = Recorded(trace.rows, args.stretch)
     stretched = f", time stretched by {args.stretch:g}" if args.stretch != 1 else ""
-    # Times whose distance is no finite number come here as infinity.
+    # A span that is not a finite number arrives here as infinity.
     if recorded.seconds > SPAN_MAX_S:
         raise CommandFailed(
             f"{args.trace}: {recorded.seconds:.3g} s from the first request to the last{stretched} are more than "

@@ -1,6 +1,6 @@
-"""The figures in plain words: would another GPU help, would a larger green room, which policy is better here.
+"""The figures in plain words: would another GPU or a larger green room help, and which policy is better.
 
-Owns the comparisons and what counts as a difference. Every sentence names the figures it rests on.
+Owns the comparisons and what counts as a difference. Every sentence names its figures.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from greenroom.sim.cases import Case, Result
 
-# Waits below this are not felt, and differences below this share are not worth a sentence's promise.
+# Waits below this are not noticed; differences below this share do not count.
 FELT_S = 0.1
 SHARE = 0.1
 
@@ -19,9 +19,9 @@ NEXT_GPU = {2: "a second", 3: "a third", 4: "a fourth", 5: "a fifth", 6: "a sixt
 
 
 def advice(results: Sequence[Result]) -> list[str]:
-    """What a person who plans hardware wants to know, most important first."""
+    """What matters for planning hardware, most important first."""
     known = {result.case: result for result in results}
-    # What hardware changes is said for the policy named first; what a policy changes, for every machine.
+    # Hardware is compared under the first policy only; policies are compared on every machine.
     first = [result for result in results if result.case.policy == results[0].case.policy]
     sentences = [*_gpus(first, known), *_green_rooms(first, known), *_policies(results, known)]
     return sentences or [_alone(result) for result in results]
@@ -62,7 +62,7 @@ def _cases(results: Sequence[Result], **fixed: object) -> list[Case]:
 
 
 def _beside(case: Case, results: Sequence[Result], without: str) -> str:
-    """In which of several cases this is said; nothing where there is only one."""
+    """The case that a sentence is about, in parentheses; empty if there is only one."""
     parts = []
     if without != "gpus" and case.gpus is not None and len({result.case.gpus for result in results}) > 1:
         parts.append(f"{case.gpus} GPU{'s' if case.gpus > 1 else ''}")
@@ -84,7 +84,7 @@ def _compared(what: str, old: Result, new: Result, beside: str) -> str:
 def _verdict(old: Result, new: Result) -> str:
     before, after = old.stats.waits.p95_s, new.stats.waits.p95_s
     if max(before, after) < FELT_S:
-        return "nobody waits either way"
+        return "no request waits either way"
     if abs(before - after) <= max(SHARE * before, FELT_S):
         return "hardly a difference"
     if after > before:

@@ -1,6 +1,6 @@
-"""What is compared: a policy on so many GPUs with so large a green room. From each to a setting of the simulator.
+"""The cases that `greenroom simulate` compares, and how to run them: a policy, a number of GPUs, a green room.
 
-Owns how a case changes the devices and whether models may sleep. What a model needs and how it behaves is given.
+Owns how a case changes the devices and whether models may sleep. Needs and timings of models are given.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def cases(
 
 
 def config_for(case: Case, base: SimConfig) -> SimConfig:
-    """The base with as many GPUs as the case says, and a green room of its size."""
+    """The base configuration with the case's policy, GPUs and green room."""
     devices = base.devices if case.gpus is None else _with_gpus(base.devices, case.gpus)
     if case.green_room_mib is None:
         return replace(base, policy=case.policy, devices=devices)
@@ -66,7 +66,7 @@ def config_for(case: Case, base: SimConfig) -> SimConfig:
 
 
 def _with_gpus(devices: Sequence[Device], count: int) -> tuple[Device, ...]:
-    """The first of those there are; further ones are like the last."""
+    """The first `count` GPUs; further ones are like the last."""
     gpus = [device for device in devices if device.kind is DeviceKind.GPU]
     like = [gpus[min(number, len(gpus) - 1)] for number in range(count)]
     named = [replace(gpu, id=DeviceId(f"gpu{number}")) for number, gpu in enumerate(like)]
@@ -74,14 +74,14 @@ def _with_gpus(devices: Sequence[Device], count: int) -> tuple[Device, ...]:
 
 
 def _with_sleep(model: SimModel, green_room_mib: int) -> SimModel:
-    """Asleep, a model keeps all it needs in the host's memory."""
+    """Asleep, a model keeps all its memory on the host."""
     need = model.spec.need
     asleep = Need(0, need.gpu_mib + need.host_mib) if green_room_mib else None
     return replace(model, spec=replace(model.spec, need_asleep=asleep))
 
 
 def _with_host(devices: Sequence[Device], models: Sequence[SimModel], green_room_mib: int) -> tuple[Device, ...]:
-    """Host memory for the green room, and beside it for what models need there when they are ready."""
+    """Host memory for the green room and for what ready models need there."""
     gpus = tuple(device for device in devices if device.kind is DeviceKind.GPU)
     beside_mib = sum(model.spec.need.host_mib for model in models)
     return (*gpus, Device(DeviceId("host"), DeviceKind.HOST, green_room_mib + beside_mib))
@@ -94,7 +94,7 @@ def run_all(
     seed: int,
     on_progress: Callable[[Case, float], None],
 ) -> list[Result]:
-    """Every case with the same callers. `on_progress` hears which case runs and what share of its time has passed."""
+    """Run every case with the same callers. `on_progress` gets the case and the share of its time that has passed."""
     return [Result(case, _run(case, base, workload, seed, on_progress)) for case in compared]
 
 
@@ -104,7 +104,7 @@ def _run(
     return simulate(config_for(case, base), workload, seed, on_progress=lambda share: on_progress(case, share))
 
 
-# How often those who watch hear how far it is.
+# How often progress is reported.
 PROGRESS_STEPS = 50
 
 
@@ -115,7 +115,7 @@ def simulate(
     watchers: Sequence[Watcher] = (),
     on_progress: Callable[[float], None] | None = None,
 ) -> Stats:
-    """Run until everything has drained. `on_progress` hears what share of the arrivals' time has passed."""
+    """Run until everything has drained. `on_progress` gets the share of the arrivals' time that has passed."""
     world = World(config, seed, watchers=watchers)
     workload.begin(world)
     if on_progress is not None:

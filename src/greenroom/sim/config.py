@@ -1,4 +1,4 @@
-"""What a simulated world is made of: models with their timings, devices, the scheduler's numbers and its policy.
+"""The configuration of a simulated world: models and their timings, devices, limits and policy.
 
 Owns the numbers of one run and nothing that changes during it.
 """
@@ -20,14 +20,14 @@ POLICIES = tuple(BUILT_IN)
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """How long things take with a model. The defaults are those of a mid-sized one on one recent GPU."""
+    """How long a model's moves and answers take. The defaults fit a mid-sized model on one recent GPU."""
 
     load_s: float = 20.0
     wake_s: float = 0.5
     sleep_s: float = 0.5
     unload_s: float = 1.0
     prefill_tokens_per_s: float = 2_000.0
-    # Of one request, whether it is alone or one of `concurrency`: batching costs a request little until then.
+    # Of each request, up to `concurrency` at once: batching slows a request little until then.
     tokens_per_s: float = 60.0
     concurrency: int = 16
 
@@ -39,14 +39,14 @@ class Timings:
         return self.sleep_s if kind is MoveKind.SLEEP else self.unload_s
 
     def prefill_s(self, prompt_len: int) -> float:
-        """Until the first byte of the answer."""
+        """Seconds until the first byte of the answer."""
         return prompt_len / self.prefill_tokens_per_s
 
     def service_s(self, prompt_len: int, output_len: int) -> float:
         return prompt_len / self.prefill_tokens_per_s + output_len / self.tokens_per_s
 
     def learned(self) -> Learned:
-        """What a gateway that has run for a while knows of this model."""
+        """What a gateway that has run for a while has learned of this model."""
         return Learned({kind: self.move_s(kind) for kind in MoveKind})
 
 
@@ -61,7 +61,7 @@ class SimModel:
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:
-    """One world. `jitter` is how far moves and answers stray from their usual time, as a share of it."""
+    """One world. `jitter` is how much the times of moves vary, as a share of the usual time."""
 
     models: tuple[SimModel, ...]
     devices: tuple[Device, ...]
@@ -70,11 +70,11 @@ class SimConfig:
     jitter: float = 0.1
     # Callers give up after this long; None: never.
     patience_s: float | None = None
-    # Loads that go at full speed beside each other, for machines whose disk is the bottleneck; None: all of them.
+    # Loads that read from disk at the same time, for machines where the disk is the bottleneck; None: all.
     loads_at_once: int | None = None
-    # Whether the scheduler knows from the start how long moves take, as after a restart.
+    # True if the scheduler knows from the start how long moves take, as after a restart.
     knows_times: bool = True
-    # Where policies and swappers are found by name: those of other packages may be tried, too.
+    # Policies and swappers by name, those of other packages included.
     policies: Policies = field(default_factory=lambda: BUILT_IN)
     swappers: Swappers = field(default_factory=lambda: SWAPPERS)
 
@@ -83,12 +83,12 @@ class SimConfig:
 
 
 def scheduler_for(effects: Effects, policies: Policies = BUILT_IN, swappers: Swappers = SWAPPERS) -> Scheduler:
-    """The scheduler of the gateway itself; `limits_for` tells it by which policy."""
+    """The gateway's own scheduler. Its limits name the policy (`limits_for`)."""
     return Scheduler(effects, policies, swappers)
 
 
 def limits_for(limits: Limits, policy: str, policies: Policies = BUILT_IN) -> Limits:
-    """The same numbers under that policy. Raises ConfigError for one that is not known."""
+    """The same limits with that policy. Raises ConfigError if it is unknown."""
     names = tuple(policies)
     if policy not in names:
         raise ConfigError(f"there is no policy {policy}: {' or '.join(names)}")

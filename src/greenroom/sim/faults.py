@@ -14,7 +14,7 @@ from greenroom.sim.records import SimCall
 
 
 class MoveFate(NamedTuple):
-    """How a move ends. One that hangs takes as long as its time limit and then has failed."""
+    """How a move ends. A move that hangs fails at its time limit."""
 
     outcome: Outcome
     took_s: float
@@ -25,12 +25,12 @@ class MoveFate(NamedTuple):
 class Ending(Enum):
     ANSWERED = "answered"
     CLIENT_GOES = "client_goes"
-    LOST_EARLY = "lost_early"  # before its first byte; its engine lives on
-    CRASH = "crash"  # the engine dies, with everything that runs there
+    LOST_EARLY = "lost_early"  # before its first byte; the engine goes on
+    CRASH = "crash"  # the engine dies with all its requests
 
 
 class ServeFate(NamedTuple):
-    """How an answer ends, and after how long. `left_in` is where a crash leaves the slot."""
+    """How an answer ends, and after how long. `left_in` is the tier in which a crash leaves the slot."""
 
     ending: Ending
     after_s: float
@@ -39,19 +39,19 @@ class ServeFate(NamedTuple):
 
 class Faults(Protocol):
     def on_move(self, move: Move, usual: MoveFate) -> MoveFate:
-        """A move begins."""
+        """A move begins: how it will end."""
         ...
 
     def on_abort(self, move: MoveId) -> bool:
-        """A move is to be stopped: whether it still can be. Otherwise it ends as it would have."""
+        """A move is to be aborted: True if it still can be. Otherwise it ends as it would have."""
         ...
 
     def on_grant(self, call: SimCall, usual_s: float) -> ServeFate | None:
-        """A request is granted. None: it is answered in the usual time."""
+        """A request is granted: how its answer will end. None: well, in the usual time."""
         ...
 
     def on_recall(self, lease: LeaseId, within_s: float) -> float:
-        """A lease is recalled: after how long its holder leaves."""
+        """A lease is recalled: the seconds until its holder leaves."""
         ...
 
 

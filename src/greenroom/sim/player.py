@@ -1,8 +1,8 @@
-"""Plays the scheduler's effects in virtual time, and how everything ends that was begun.
+"""Plays the scheduler's effects in virtual time: every move, answer and lease, from its effect to its end.
 
-Owns the clock, the callers and the truth about slots and memory (`house.py`). Every effect is judged against that truth
-and never against the scheduler's tables; a wrong one raises Violation. Effects only arrange what follows: no event is
-told while the scheduler handles another. How things begin is `world.py`'s, how they may go wrong `faults.py`'s.
+Owns the clock, the callers and the truth about slots and memory (`truth.py`). Every effect is checked against that
+truth, never against the scheduler's tables; a wrong one raises Violation. Effects only schedule what follows: no event
+is posted while the scheduler handles another. `world.py` begins things, `faults.py` makes them fail.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from greenroom.sim.records import NO_MODEL, Fate, SimCall, SimPlace, Violation
 from greenroom.sim.truth import GroundTruth
 from greenroom.sim.watchers import Watcher
 
-# What follows from being cut, aborted or crashed takes this long.
+# The delay between a cut, an abort or a crash and what follows from it.
 SOON_S = 0.01
-# Moves that read the model's file.
+# Moves that read the model from disk.
 READING = frozenset({MoveKind.LOAD, MoveKind.PREPARE})
 
 
@@ -50,15 +50,15 @@ class Player:
         self.clock = Clock()
         self.truth = GroundTruth()
         self.models: dict[ModelId, SimModel] = {}
-        self.calls: dict[str, SimCall] = {}  # those that wait or are served
+        self.calls: dict[str, SimCall] = {}  # waiting or served
         self.ended: list[SimCall] = []
         self.leases: dict[LeaseId, SimCall] = {}
         self.ops: dict[OpId, OpOutcome | None] = {}
         self.events_told = 0
-        self._specs: dict[tuple[ModelId, int], ModelSpec] = {}  # slots of old revisions keep theirs
+        self._specs: dict[tuple[ModelId, int], ModelSpec] = {}  # slots of old revisions keep their spec
         self._random = Random(f"{seed}:world")
         self._faults: Faults = faults or NoFaults()
-        # What each watcher wants to hear, looked up once: it is said millions of times.
+        # Bound methods, looked up once: they are called millions of times.
         self._tell = tuple(watcher.told for watcher in watchers)
         self._show = tuple(watcher.asked for watcher in watchers)
         self._settle = tuple(watcher.settled for watcher in watchers)
@@ -68,7 +68,7 @@ class Player:
         self.scheduler = scheduler_for(self, config.policies, config.swappers)
 
     def post(self, event: ev.Event) -> None:
-        """Tell the scheduler. Whatever is told must have been made true before."""
+        """Post an event to the scheduler. The truth must be changed before."""
         self.events_told += 1
         for tell in self._tell:
             tell(event)
@@ -99,7 +99,7 @@ class Player:
             self.clock.arrange(fate.after_s, self._meet, (call, call.grants, fate))
 
     def _place_lease(self, call: SimCall, slot: SlotId) -> None:
-        # The effect does not say how much was granted where, and the holder has to know: the one look into its tables.
+        # The effect does not carry the claim, which the holder must know: the one look into the scheduler's view.
         claim = self.scheduler.view.slots[slot].claim
         place = self.truth.places[slot] = SimPlace(slot, NO_MODEL, 1)
         place.tier = Tier.READY
@@ -114,7 +114,7 @@ class Player:
         self._end(call, Fate.REJECTED)
         self.leases.pop(LeaseId(request), None)
         if call.on_end is not None:
-            # A caller may ask again at once, which must not happen inside the scheduler.
+            # A caller may ask again at once, which must not happen inside an effect.
             self.clock.arrange(0.0, self._tell_end, call)
 
     def cut(self, request: RequestId, reason: Reason) -> None:
@@ -137,7 +137,7 @@ class Player:
         self.clock.arrange(fate.took_s, self._end_move, (move, fate))
 
     def _wait_for_disk(self, took_s: float) -> float:
-        """How long this load waits until an earlier one has read its file."""
+        """The seconds that this load waits for earlier loads to finish reading."""
         starts = max(self.clock.now, heappop(self._disk_free_at))
         heappush(self._disk_free_at, starts + took_s)
         return starts - self.clock.now
@@ -176,16 +176,16 @@ class Player:
     # --- how things end -----------------------------------------------------------------------------------------------
 
     def leave(self, call: SimCall) -> None:
-        """A client goes away, whether it waits or is served; nothing happens if it has ended."""
+        """A client goes away while it waits or is served; does nothing if its request has ended."""
         if call.fate is Fate.WAITING or call.fate is Fate.GRANTED:
             self._end(call, Fate.GONE)
             self.post(ev.RequestGone(self.clock.told, RequestId(call.id)))
             self._tell_end(call)
 
     def crash(self, slots: Sequence[SlotId], left_in: Tier = Tier.COLD, cause: str = "crash") -> None:
-        """A process dies and takes these slots with it. Those it served hear of it a moment later."""
+        """A process dies and takes these slots with it. Its requests break off a moment later."""
         places = self.truth.places
-        # Memory that another program holds has no engine that could die.
+        # A lease has no engine that could die.
         there = [places[slot] for slot in slots if slot in places and places[slot].has_engine]
         if not there:
             return
@@ -195,18 +195,18 @@ class Player:
         self.post(ev.SlotsLost(self.clock.told, tuple(place.id for place in there), left_in, cause))
 
     def _asleep_claim(self, place: SimPlace, left_in: Tier) -> Claim | None:
-        """What is left of a slot whose process died; None: nothing."""
+        """The claim of the copy that is left when a slot's process dies; None: nothing is left."""
         if place.tier is Tier.ASLEEP:
             return place.asleep_claim if left_in is Tier.ASLEEP else None
         model = self.models.get(place.model)
         need = model.spec.need_asleep if model is not None else None
         if left_in is not Tier.ASLEEP or need is None:
             return None
-        # A copy that has slept before is as large as it was then.
+        # A slot that has slept before is as large as it was then.
         return place.asleep_claim or asleep(need, place.ready_claim, list(self.truth.devices.values()))
 
     def end_lease(self, lease: LeaseId) -> None:
-        """Its holder leaves, or no longer waits; nothing happens if it is gone."""
+        """The holder leaves, or no longer waits; does nothing if the lease is gone."""
         call = self.leases.pop(lease, None)
         if call is None:
             return
@@ -216,7 +216,7 @@ class Player:
         self.post(ev.LeaseGone(self.clock.told, lease))
 
     def _answered(self, served: tuple[SimCall, int]) -> None:
-        """The answer ends, if this is still the grant that was meant."""
+        """The answer ends, unless the request was granted anew since."""
         call, grants = served
         if call.fate is Fate.GRANTED and call.grants == grants:
             self._end(call, Fate.SERVED)
@@ -224,7 +224,7 @@ class Player:
             self._tell_end(call)
 
     def _meet(self, served: tuple[SimCall, int, ServeFate]) -> None:
-        """The answer ends in some other way."""
+        """The answer ends in the way that was drawn for it."""
         call, grants, fate = served
         if call.fate is not Fate.GRANTED or call.grants != grants:
             return
@@ -238,7 +238,7 @@ class Player:
             self._answered((call, grants))
 
     def _break_off(self, served: tuple[SimCall, int]) -> None:
-        """Its engine is gone: before the first byte it may be served again, after it the answer stays broken."""
+        """Its engine is gone: before the first byte the request waits again, after it the answer stays broken."""
         call, grants = served
         if call.fate is not Fate.GRANTED or call.grants != grants:
             return
@@ -254,7 +254,7 @@ class Player:
         self.post(ev.ServeDone(self.clock.told, RequestId(call.id), lost_before_first_byte=True))
 
     def _end_move(self, ending: tuple[Move, MoveFate]) -> None:
-        """Exactly one `MoveDone` for each move: the first ending counts."""
+        """Post exactly one `MoveDone` for each move: the first ending counts."""
         move, fate = ending
         if move.id not in self.truth.moving:
             return
@@ -266,7 +266,7 @@ class Player:
     def _fire(self, due: tuple[Timer, int]) -> None:
         timer, number = due
         known = self._timers.get(timer)
-        # A clock that was set back makes a timer later than it was arranged for.
+        # After the clock was set back, a timer is due later than it was scheduled for.
         if known is not None and known[1] == number and known[0] <= self.clock.told:
             del self._timers[timer]
             self.post(ev.TimerFired(self.clock.told, timer))
@@ -306,11 +306,13 @@ class Player:
 
 Subject = TypeVar("Subject")
 
-# Once the clock was stepped, what is told is a sum with rounding; a timer must not fire that little bit early.
+# After a clock step, `told` is a rounded sum; a timer must not fire that little bit early.
 ROUNDING_S = 1e-6
 
 
 class Clock:
+    """Virtual time and what is scheduled in it. `told` is the scheduler's clock, which may be stepped."""
+
     __slots__ = ("_agenda", "_number", "_offset_s", "now", "told")
 
     def __init__(self) -> None:
@@ -321,21 +323,21 @@ class Clock:
         self._agenda: list[tuple[float, int, Callable[[Any], object], Any]] = []
 
     def arrange(self, after_s: float, action: Callable[[Subject], object], subject: Subject) -> None:
-        """Let this happen to that subject after so many seconds."""
+        """Call action(subject) after this many seconds."""
         self._number += 1
         heappush(self._agenda, (self.now + max(0.0, after_s), self._number, action, subject))
 
     def arrange_at(self, at: float, action: Callable[[Subject], object], subject: Subject) -> None:
-        """The same at a moment; at once if that has passed."""
+        """Call it at this time; at once if that has passed."""
         self._number += 1
         heappush(self._agenda, (max(at, self.now), self._number, action, subject))
 
     def arrange_when_told(self, at: float, action: Callable[[Subject], object], subject: Subject) -> None:
-        """The same when the scheduler's clock shows that moment."""
+        """Call it when the scheduler's clock shows this time."""
         self.arrange_at(at - self._offset_s + ROUNDING_S if self._offset_s else at, action, subject)
 
     def advance(self, until: float) -> bool:
-        """Let the next thing happen, unless it is later than that or there is none."""
+        """Run the next action. Returns False if there is none up to `until`."""
         if not self._agenda or self._agenda[0][0] > until:
             return False
         at, _, action, subject = heappop(self._agenda)
@@ -345,12 +347,12 @@ class Clock:
         return True
 
     def pass_to(self, now: float) -> None:
-        """Let time pass in which nothing happens."""
+        """Advance the time without running anything."""
         self.now = now
         self.told = now + self._offset_s
 
     def step(self, by_s: float) -> None:
-        """The scheduler's clock jumps; what really happens goes on as before."""
+        """The scheduler's clock jumps; real time goes on as before."""
         self._offset_s += by_s
         self.told = self.now + self._offset_s
 

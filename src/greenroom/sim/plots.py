@@ -1,7 +1,7 @@
-"""Line plots as SVG text: axes, grid, legend, nothing that has to be fetched or run.
+"""Line plots as SVG text: axes, grid, legend. Nothing in them is fetched or run.
 
-Owns drawing only. Text and axes take the colour of the page around them, so that a plot reads on light and on dark;
-lines differ by colour and by dashes, so that it also reads without colours.
+Owns drawing only. Text and axes take the colour of the page, so that a plot is readable on light and on dark; lines
+differ by colour and by dashes, so that it is readable without colours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From the smallest to the largest value shown. A logarithmic one begins above zero; smaller values stand there."""
+    """The range of values shown. A logarithmic axis begins above zero, and shows smaller values at its start."""
 
     label: str
     low: float
@@ -131,7 +131,7 @@ def _stroke(number: int) -> str:
 
 
 def thinned(points: Sequence[Point], most: int = POINTS_MAX) -> list[Point]:
-    """At most so many of them, evenly taken, the last one always among them."""
+    """At most this many of the points, evenly spaced, the last one included."""
     if len(points) <= most:
         return list(points)
     stride = (len(points) - 1) / (most - 1)

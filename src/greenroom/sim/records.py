@@ -1,4 +1,4 @@
-"""Requests, leases and slots as the world sees them. The scheduler's own records are never looked at."""
+"""Requests, leases and slots as the simulated world sees them, independent of the scheduler's own records."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 from greenroom.core.effects import RejectCode
 from greenroom.core.model import NO_CLAIM, NO_TENANT, Claim, ModelId, Move, SlotId, TenantId, Tier
 
-# What a lease's place serves.
+# The model of a place that is a lease.
 NO_MODEL = ModelId("")
 
 
 class Violation(AssertionError):
-    """The scheduler asked for something that cannot or must not be."""
+    """The scheduler asked for something impossible or forbidden."""
 
 
 class Fate(Enum):
@@ -26,7 +26,7 @@ class Fate(Enum):
 
 
 class SimArrival(NamedTuple):
-    """One row of a workload: who asks which model for how much, and when."""
+    """One request of a workload: time, model, lengths, tenant and priority."""
 
     at: float
     model: ModelId
@@ -37,7 +37,7 @@ class SimArrival(NamedTuple):
 
 
 class SimCall:
-    """A request, or a lease asked for by another program."""
+    """A request, or a lease that another program asks for."""
 
     __slots__ = (
         "arrived",
@@ -83,7 +83,7 @@ class SimCall:
         self.tenant = tenant
         self.is_lease = is_lease
         self.fate = Fate.WAITING
-        # The model that serves it, or the one it asked for first.
+        # The model that serves it; before that, its first candidate.
         self.model = candidates[0] if candidates else NO_MODEL
         self.slot: SlotId | None = None
         self.grants = 0
@@ -93,7 +93,7 @@ class SimCall:
         # Its engine died in the middle of the answer.
         self.was_broken = False
         self.code: RejectCode | None = None
-        # Who wants to know when it has ended, however it ended.
+        # Called when it has ended, however it ended.
         self.on_end: Callable[[SimCall], None] | None = None
 
     @property
@@ -103,7 +103,7 @@ class SimCall:
 
 
 class SimPlace:
-    """A slot, or the memory another program holds: where it is and what it takes by all that was told of it."""
+    """A slot, or the memory of a lease: its tier and its claim, by all events so far."""
 
     __slots__ = (
         "asleep_claim",
@@ -126,17 +126,17 @@ class SimPlace:
         self.revision = revision
         self.tier = Tier.COLD
         self.holds: Claim = NO_CLAIM
-        # What it held before the move that is under way.
+        # What it held before its current move.
         self.held: Claim = NO_CLAIM
         self.ready_claim: Claim = NO_CLAIM
         self.asleep_claim: Claim = NO_CLAIM
         self.move: Move | None = None
         self.running: dict[str, SimCall] = {}
         self.concurrency = 1
-        # Its process died during the move that is under way.
+        # Its process died during its current move.
         self.fell = False
 
     @property
     def has_engine(self) -> bool:
-        """Otherwise another program holds this memory."""
+        """False for a lease."""
         return self.model != NO_MODEL

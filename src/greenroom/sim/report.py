@@ -1,6 +1,6 @@
 """The report: one HTML file with the answer in words, the figures, and the plots. Nothing in it is fetched or run.
 
-Owns the page. The words are `advice.py`'s, the lines `plots.py`'s, the figures `stats.py`'s.
+Owns the page. The sentences come from `advice.py`, the plots from `plots.py`, the figures from `stats.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from greenroom.sim.cases import Result
 from greenroom.sim.plots import Line, Point, linear, logarithmic, plot
 from greenroom.sim.stats import Stats, Waits
 
-# On a logarithmic axis those who did not wait stand here.
+# Where a logarithmic axis shows requests that did not wait.
 AT_ONCE_S = 0.01
-# Enough to see a run, few enough for a page with many of them.
+# Enough to see a run, few enough for a page with many plots.
 BUCKETS = 100
 # Groups in one table of details; the largest are shown.
 GROUPS_MAX = 50

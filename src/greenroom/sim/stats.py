@@ -1,7 +1,7 @@
-"""What a run came to: waits, swaps, fairness, busy devices. Figures only; `report.py` puts them into words.
+"""The figures of a run: waits, swaps, fairness, use of devices. `advice.py` and `report.py` put them into words.
 
-Owns the definitions. A wait is from arrival to the grant that served; a swap is a move that brings a model to a device
-(load or wake), whatever had to leave for it.
+Owns the definitions. A wait is from arrival to the grant that served; a swap is a load or a wake, whether or not
+another model had to leave.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ def waits_of(values: Iterable[float]) -> Waits:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of all do not exceed."""
+    """The smallest value that at least this share of all values do not exceed."""
     return ordered[max(0, ceil(share * len(ordered)) - 1)]
 
 
 def jain(values: Sequence[float]) -> float:
-    """1 when all fare alike, 1/n when one has everything."""
+    """Jain's fairness index: 1 if all are equal, 1/n if one has everything."""
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """Shares of a device's memory and time: serving requests, and on the way between tiers."""
+    """Shares of a device's memory and time: serving requests, and moving between tiers."""
 
     busy: float
     moving: float
@@ -81,7 +81,7 @@ class Stats:
     by_class: Mapping[str, Waits]
     by_tenant: Mapping[str, Waits]
     by_model: Mapping[str, Waits]
-    # Over tenants: of the seconds each was served per second from arrival to the end of its answer.
+    # Over tenants: seconds of service per second from arrival to the end of the answer.
     jain: float
     loads: int
     wakes: int
@@ -155,7 +155,7 @@ def _split(calls: Iterable[SimCall], key: Callable[[SimCall], Key]) -> list[tupl
 
 
 def _swiftness(calls: Sequence[SimCall]) -> float:
-    """Seconds of service per second spent here: 1 when nobody ever waited."""
+    """Seconds of service per second in the system: 1 if no request waited."""
     spent_s = sum(call.ended_at - call.arrived for call in calls)
     return sum(call.ended_at - call.granted_at for call in calls) / spent_s if spent_s > 0 else 1.0
 

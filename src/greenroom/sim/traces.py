@@ -1,10 +1,10 @@
 """Recorded traces from CSV files: the gateway's own recordings, and public logs of one model spread over several.
 
-Owns the two formats. Both have a header; its names decide which it is:
-- `t, model, prompt_len, output_len` and, where known, `tenant` and `priority`: t in seconds from anywhere;
-- `TIMESTAMP, ContextTokens, GeneratedTokens`: models are drawn, the first given most often.
-Rows may stand in any order; time begins with the earliest. A length that is not known is empty, and taken as the mean
-of those that are. A row that is wrong is an error with file and line.
+Owns the two formats, which differ by their header:
+- `t, model, prompt_len, output_len` and optionally `tenant` and `priority`: t in seconds from any moment;
+- `TIMESTAMP, ContextTokens, GeneratedTokens`: models are drawn, the first most often.
+Rows may be in any order; time begins with the earliest. An unknown length is empty, and counts as the mean of the known
+ones. A wrong row is an error with file and line.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from greenroom.sim.workloads import Draw, zipf
 
 ROWS_MAX = 2_000_000
 TOKENS_MAX = 100_000_000
-# A whole number of more digits is wrong in every column, and is never turned into one.
+# A number of more digits is wrong in every column, and is never converted.
 DIGITS_MAX = 12
-# Callers could once ask for less than 0, and recordings of then are still around.
+# Older gateways allowed priorities below 0, and their recordings are still around.
 PRIORITY_MIN, PRIORITY_MAX = -100, 100
 NAME_CHARS_MAX = 256
-# Of a cell that is shown in an error.
+# Of a cell in an error message.
 SHOWN_CHARS_MAX = 60
 
-# Stands for a length that the file does not say, while it is read; and what that length is if the file says none.
+# Marks an unknown length while reading; and the length used if the file has none at all.
 UNKNOWN_LEN = -1
 USUAL_LEN = 200
 
@@ -58,35 +58,35 @@ class _Wrong(ValueError):
 
 
 class _OtherModel(_Wrong):
-    """It is for a model that is not configured."""
+    """The row is for a model that is not configured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the configuration knows: its models, or those to spread a trace over that names none; their other names."""
+    """The configured models and their aliases. A trace that names no models is spread over them."""
 
     models: Sequence[str]
     aliases: Mapping[str, str] = field(default_factory=dict)
     priorities: Mapping[str, int] = field(default_factory=dict)
-    # Whether rows for other models are left out; else they are wrong.
+    # True if rows for other models are left out; otherwise they are an error.
     skips_others: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The rows in order of time, and in words what is not as the file has it."""
+    """The rows in order of time, and remarks on what differs from the file."""
 
     rows: list[SimArrival]
     remarks: tuple[str, ...] = ()
 
 
 def read_trace(path: str | Path, known: Known | None = None, seed: int = 0) -> list[SimArrival]:
-    """The rows in order of time. Without `known` any model is taken as it is named."""
+    """The rows in order of time. Without `known` any model is accepted."""
     return trace_of(path, known, seed).rows
 
 
 def trace_of(path: str | Path, known: Known | None = None, seed: int = 0) -> Trace:
-    """The same rows, with remarks on those left out and those completed."""
+    """The rows in order of time, with remarks on those left out and those completed."""
     rows, skipped = _read(path, known, seed)
     if not rows:
         raise TraceError(f"{path}: there is no row in it{' for a model of the configuration' if skipped else ''}")
@@ -106,7 +106,7 @@ def trace_of(path: str | Path, known: Known | None = None, seed: int = 0) -> Tra
 
 
 def _usual(title: str, lengths: Sequence[int]) -> tuple[int, str]:
-    """The length that those unknown are taken to have, and the remark on it; none where all are known."""
+    """The length for rows without one, and a remark on it; the remark is empty if all lengths are known."""
     known = [length for length in lengths if length != UNKNOWN_LEN]
     if len(known) == len(lengths):
         return USUAL_LEN, ""
@@ -115,7 +115,7 @@ def _usual(title: str, lengths: Sequence[int]) -> tuple[int, str]:
 
 
 def _read(path: str | Path, known: Known | None, seed: int) -> tuple[list[SimArrival], int]:
-    """The rows as they stand, and how many were left out."""
+    """The rows in the order of the file, and how many were left out."""
     rows: list[SimArrival] = []
     count = 0
     try:
@@ -178,7 +178,7 @@ def _own(row: Row, known: Known | None, models: frozenset[str] | None) -> SimArr
         model = known.aliases.get(model, model)
         usual = known.priorities.get(model, usual)
         if model not in models:
-            # Looking for the nearest is slow; nobody reads it where the row is left out.
+            # Looking for the nearest name is slow, and useless if the row is left out.
             near = "" if known.skips_others else _nearest(model, known.models)
             raise _OtherModel(f"there is no model {_shown(model)} in the configuration{near}")
     return SimArrival(

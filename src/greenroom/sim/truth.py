@@ -1,7 +1,7 @@
-"""The world's own truth about slots and memory, against which every order of the scheduler is judged.
+"""The ground truth about slots and memory, against which every effect of the scheduler is checked.
 
-Owns who is where and what each device holds by all that was told. Never looks into the scheduler. An order that cannot
-or must not be carried out raises Violation.
+Owns the tier of every slot, what each device holds, and the meters of the run. Never looks into the scheduler. An
+effect that is impossible or forbidden raises Violation.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ LEAVING = (MoveKind.SLEEP, MoveKind.UNLOAD)
 
 
 class GroundTruth:
+    """Devices, places and moves as they really are."""
+
     def __init__(self) -> None:
         self.devices: dict[DeviceId, Device] = {}
         self.foreign_mib: dict[DeviceId, int] = {}
-        # What is held through other gateways.
+        # Held through other gateways.
         self.others_mib: dict[DeviceId, int] = {}
-        # What all places hold together, kept beside them so that judging an order costs nothing.
+        # The sum of what all places hold, kept so that a check costs nothing.
         self.held_mib: dict[DeviceId, int] = {}
         self.places: dict[SlotId, SimPlace] = {}
         self.moving: dict[str, Move] = {}
@@ -59,7 +61,7 @@ class GroundTruth:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def hold(self, place: SimPlace, claim: Claim) -> None:
-        """From now on this place takes that."""
+        """Set what this place holds."""
         for device, mib in place.holds.items():
             self.held_mib[device] -= mib
         for device, mib in claim.items():
@@ -67,7 +69,7 @@ class GroundTruth:
         place.holds = claim
 
     def take(self, place: SimPlace, claim: Claim) -> None:
-        """The same for memory that must be free, by all the scheduler was told. Raises Violation if it is not."""
+        """Set what this place holds. Raises Violation if that is not free, by all the scheduler was told."""
         for device, mib in claim.items():
             more = mib - place.holds.get(device, 0)
             if more > 0 and self.held_mib[device] + more > self.usable_mib(device):
@@ -75,7 +77,7 @@ class GroundTruth:
         self.hold(place, claim)
 
     def usable_mib(self, device: DeviceId) -> int:
-        """What is left to places by all that was told of strangers and of other gateways."""
+        """What places may use of a device: its capacity without foreign processes and other gateways."""
         there = self.devices.get(device)
         outside_mib = self.foreign_mib.get(device, 0) + self.others_mib.get(device, 0)
         return 0 if there is None else there.usable_mib - outside_mib
@@ -87,7 +89,7 @@ class GroundTruth:
     # --- moves --------------------------------------------------------------------------------------------------------
 
     def begin(self, move: Move, now: float) -> SimPlace:
-        """A move starts. Raises Violation unless it is legal from where its slot is, and its memory is free."""
+        """A move starts. Raises Violation unless it is legal from its slot's tier and its memory is free."""
         place = self.places.get(move.slot)
         if place is None:
             place = self.places[move.slot] = SimPlace(move.slot, move.model, move.revision)
@@ -96,7 +98,7 @@ class GroundTruth:
         if place.tier not in LEGAL_MOVES[move.kind][0]:
             raise Violation(f"{place.id} is {place.tier.value} and is to {move.kind.value}")
         if move.kind in LEAVING:
-            _leaves_nobody(place)
+            _require_idle(place)
         place.held = place.holds
         if move.kind is not MoveKind.UNLOAD:
             self.take(place, larger(place.holds, move.claim))
@@ -107,11 +109,11 @@ class GroundTruth:
         return place
 
     def end(self, move: Move, outcome: Outcome, seen: Claim | None, now: float) -> SimPlace:
-        """A move has ended. What did not arrive leaves nothing behind, except that who slept still sleeps."""
+        """A move has ended. After a failure nothing is left, except that a slot that slept still sleeps."""
         place = self.places[move.slot]
         del self.moving[move.id]
         self.meters.move_ended(place, now)
-        # Whoever carried the move out may not have noticed that the process died meanwhile.
+        # The move may be reported as done although the process died meanwhile.
         is_done = outcome is Outcome.DONE and not place.fell
         is_untouched = move.kind in LEAVING and outcome is Outcome.NO_LEASE and not place.fell
         place.move, place.fell = None, False
@@ -133,7 +135,7 @@ class GroundTruth:
         if place.tier is Tier.READY:
             place.ready_claim = claim
         else:
-            # Weights that were folded take less of a host than was planned for, until it is loaded anew.
+            # Folded weights take less host memory than planned, until the model is loaded again.
             told = {on: mib for on, mib in (seen or NO_CLAIM).items() if self._is_host(on)}
             claim = place.asleep_claim = {on: min(mib, told.get(on, mib)) for on, mib in claim.items()}
         self.hold(place, larger(claim, seen) if seen else claim)
@@ -144,7 +146,7 @@ class GroundTruth:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def serve(self, call: SimCall, slot: SlotId, now: float) -> SimPlace:
-        """A request is let in. Raises Violation unless the slot is ready for it and has room."""
+        """A request is granted. Raises Violation unless the slot is ready and has room for it."""
         place = self.places.get(slot)
         if place is None or place.tier is not Tier.READY or place.move is not None:
             raise Violation(f"{call.id} is granted {slot}, which is not ready")
@@ -188,17 +190,17 @@ class GroundTruth:
         return next((tier for tier in Tier if tier in tiers), Tier.COLD)
 
 
-def _leaves_nobody(place: SimPlace) -> None:
+def _require_idle(place: SimPlace) -> None:
     if place.running:
         raise Violation(f"{place.id} ({place.model}) leaves while it serves {', '.join(place.running)}")
 
 
-# A run that moves more often than this keeps counting, but no longer keeps when.
+# A run with more moves than this is still counted, but times are no longer kept.
 MARKS_MAX = 200_000
 
 
 class Tiers(NamedTuple):
-    """How many slots are where from this moment on."""
+    """How many slots are in each tier from this time on."""
 
     at: float
     ready: int
@@ -226,15 +228,17 @@ class Level:
 
 
 class Meters:
+    """Sums that grow while the world runs: moves, memory that served and moved over time, tiers over time."""
+
     def __init__(self) -> None:
         self.moves: dict[MoveKind, int] = dict.fromkeys(MoveKind, 0)
-        # When each move that brings a model to a GPU began.
+        # When each load and wake began.
         self.swaps_at: list[float] = []
         self.tiers: list[Tiers] = []
         self._moving = 0
         self._busy_mib: dict[DeviceId, Level] = {}
         self._moving_mib: dict[DeviceId, Level] = {}
-        # What each busy place was counted with, because its claim may change meanwhile.
+        # The claim that each place was counted with: its claim may change meanwhile.
         self._counted: dict[str, Claim] = {}
 
     def move_began(self, place: SimPlace, now: float) -> None:
@@ -267,15 +271,15 @@ class Meters:
         self.tiers.append(Tiers(now, ready, asleep, self._moving))
 
     def busy_mib_s(self, device: DeviceId, now: float) -> float:
-        """Memory of slots that were serving, times how long."""
+        """Memory of serving slots, times how long."""
         return self._busy_mib[device].area(now) if device in self._busy_mib else 0.0
 
     def moving_mib_s(self, device: DeviceId, now: float) -> float:
-        """Memory of slots that were on their way, times how long."""
+        """Memory of moving slots, times how long."""
         return self._moving_mib[device].area(now) if device in self._moving_mib else 0.0
 
     def _count(self, levels: dict[DeviceId, Level], place: SimPlace, now: float) -> None:
-        # A slot never serves and moves at once, so one entry for each is enough.
+        # A slot never serves and moves at once, so one entry per slot is enough.
         self._counted[place.id] = place.holds
         for device, mib in place.holds.items():
             levels.setdefault(device, Level()).add(mib, now)

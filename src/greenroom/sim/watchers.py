@@ -1,7 +1,7 @@
-"""Everything that passed between world and scheduler, as one hash or as lists.
+"""Watchers see every event and effect of a simulated run; these keep them as one hash or as lists.
 
-Two runs with the same hash took the same decisions. Records hold no sets, so the text of each is the same in every
-process, whatever the hash seed of strings.
+Two runs with the same hash took the same decisions. Records hold no sets, so their text does not depend on the hash
+seed of the process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from greenroom.core import events as ev
 
 
 class Watcher(Protocol):
-    """One who sees everything that passes between the world and the scheduler."""
+    """Sees everything that passes between the world and the scheduler."""
 
     def told(self, event: ev.Event) -> None:
         """The scheduler is about to handle this."""
@@ -48,7 +48,7 @@ class TraceHash:
 
 
 class Transcript:
-    """A watcher that keeps events and effects, each effect behind the number of the event that caused it."""
+    """A watcher that keeps events and effects, each effect with the number of the event that caused it."""
 
     def __init__(self) -> None:
         self.events: list[ev.Event] = []

@@ -1,7 +1,7 @@
-"""Who asks for what and when: drawn workloads, and loops of agents that ask again when they were answered.
+"""Workloads: random arrivals, recorded ones, and loops of agents that ask again after each answer.
 
-Owns arrivals and nothing about how they fare. A workload draws from random numbers of its own, so that the same seed
-brings the same callers to every policy.
+Owns arrivals only. A workload has random numbers of its own, so that the same seed brings the same callers to every
+policy.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from greenroom.core.model import NO_TENANT, ModelId, TenantId
 from greenroom.sim.records import SimArrival, SimCall
 from greenroom.sim.world import World
 
-# Popularity of models falls like 1 / rank^s; 1 is what public logs of many models look like.
+# Popularity of models falls like 1 / rank^s; public logs of many models look like 1.
 ZIPF_EXPONENT = 1.0
 
-# What a run is made for: as many requests as a trace may have, within some thirty years.
+# Bounds of a run: as many requests as a trace may have, within some thirty years.
 ARRIVALS_MAX = 2_000_000
 SPAN_MAX_S = 1e9
 
@@ -28,16 +28,16 @@ SPAN_MAX_S = 1e9
 class Workload(Protocol):
     @property
     def seconds(self) -> float:
-        """From the first arrival that may come to the last."""
+        """The time span of the arrivals."""
         ...
 
     def begin(self, world: World) -> None:
-        """Arrange the arrivals in this world."""
+        """Schedule the arrivals in this world."""
         ...
 
 
 class Draw:
-    """One of several things, drawn by weight."""
+    """Draws one of several things by weight."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._things = list(weights)
@@ -45,12 +45,12 @@ class Draw:
         self._last = len(self._things) - 1
 
     def one(self, random: Random) -> str:
-        """What `random.choices` would draw, without what it does to draw many."""
+        """The same as `random.choices` would draw, but faster for one."""
         return self._things[bisect(self._sums, random.random() * self._sums[-1], 0, self._last)]
 
 
 def zipf(names: Sequence[str], exponent: float = ZIPF_EXPONENT) -> dict[str, float]:
-    """The first is asked for most often."""
+    """Weights by rank: the first is the most popular."""
     return {name: 1.0 / rank**exponent for rank, name in enumerate(names, start=1)}
 
 
@@ -61,7 +61,7 @@ class Mix:
     models: Mapping[str, float]
     tenants: Mapping[str, float] = field(default_factory=lambda: {NO_TENANT: 1.0})
     priorities: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
-    # Priorities that models have of their own; others are drawn.
+    # Priorities of models that have their own; for others they are drawn.
     priority_of: Mapping[str, int] = field(default_factory=dict)
     prompt_len: float = 300.0
     output_len: float = 200.0
@@ -95,7 +95,7 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class Poisson:
-    """Callers who know nothing of each other: so many a second, for so long."""
+    """Independent callers: `rate` requests a second for `seconds`."""
 
     mix: Mix
     rate: float
@@ -104,7 +104,7 @@ class Poisson:
 
     @property
     def expected(self) -> float:
-        """About how many come; of a time below a second as if it were one."""
+        """About how many requests come; a time below a second counts as one second."""
         return self.rate * max(1.0, self.seconds)
 
     def begin(self, world: World) -> None:
@@ -131,7 +131,7 @@ class Bursty:
 
     @property
     def expected(self) -> float:
-        """About how many come; of a time below a second as if it were one."""
+        """About how many requests come; a time below a second counts as one second."""
         return self.rate * max(1.0, self.seconds)
 
     def begin(self, world: World) -> None:
@@ -154,8 +154,8 @@ class Bursty:
 class Agents:
     """Loops that alternate models: a planner, a tool's model, the planner again; each step waits for the one before.
 
-    Every agent has a pair of models of its own, drawn from the mix, and thinks between its steps. One that is refused
-    thinks and asks again.
+    Every agent has its own pair of models, drawn from the mix, and pauses between steps. After a refusal it pauses and
+    asks again.
     """
 
     mix: Mix
@@ -166,7 +166,7 @@ class Agents:
 
     @property
     def expected(self) -> float:
-        """About how many come if every answer comes at once; at least one of each agent."""
+        """About how many requests come if every answer takes no time; at least one per agent."""
         return self.agents * max(1.0, self.seconds / self.think_s)
 
     def begin(self, world: World) -> None:
@@ -186,12 +186,12 @@ class Agent:
         self._step = 0
 
     def _other_than(self, model: ModelId) -> ModelId:
-        """Another one, if there is another one."""
+        """Another model, if there is one."""
         others = {name: weight for name, weight in self._loop.mix.models.items() if name != model}
         return ModelId(Draw(others).one(self._random)) if others else model
 
     def think(self, _: SimCall | None = None) -> None:
-        """Think, then ask the next model, unless the time is over."""
+        """Pause, then ask the next model, unless the time is over."""
         after_s = self._random.expovariate(1.0 / self._loop.think_s)
         if self._world.now + after_s < self._loop.seconds:
             self._world.after(after_s, self._ask)
@@ -205,7 +205,7 @@ class Agent:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Arrivals that are known beforehand, in order of time, such as those of a trace. `stretch` makes time longer."""
+    """Known arrivals in order of time, such as those of a trace. `stretch` multiplies their times."""
 
     rows: Sequence[SimArrival]
     stretch: float = 1.0

@@ -1,6 +1,6 @@
-"""The world: what can happen in it. Callers come, operators ask, programs want memory, machines and files change.
+"""The simulated world: callers arrive, operators ask, programs want memory, machines and configurations change.
 
-Owns how things begin. How the scheduler's orders are played and judged, and how everything ends, is `player.py`'s.
+Owns how things begin. `player.py` plays and checks the scheduler's effects, and ends what was begun.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from greenroom.sim.player import Player
 from greenroom.sim.records import Fate, SimArrival, SimCall, Violation
 from greenroom.sim.watchers import Watcher
 
-# A world that has not come to rest after so many events never will.
+# A world that is not at rest after this many events never will be.
 EVENTS_MAX = 50_000_000
 
 
@@ -51,12 +51,12 @@ class World(Player):
 
     @property
     def now(self) -> float:
-        """Time that really passed; what the scheduler is told may have been stepped."""
+        """Real time; the scheduler's clock may have been stepped."""
         return self.clock.now
 
     @property
     def is_at_rest(self) -> bool:
-        """Nobody waits or is served, nothing moves and every operator was answered."""
+        """True if no request waits or is served, nothing moves and every operator was answered."""
         return not self.calls and not self.truth.moving and None not in self.ops.values()
 
     def waiting(self) -> list[SimCall]:
@@ -65,7 +65,7 @@ class World(Player):
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def run(self, until: float = float("inf")) -> None:
-        """Let everything happen up to that time, or until nothing is arranged any more."""
+        """Run everything up to that time, or until nothing is scheduled any more."""
         advance = self.clock.advance
         while advance(until):
             if self.events_told > EVENTS_MAX:
@@ -86,7 +86,7 @@ class World(Player):
     # --- callers ------------------------------------------------------------------------------------------------------
 
     def feed(self, arrivals: Iterable[SimArrival]) -> None:
-        """Let these arrive, each at its time; they are asked for one by one, in order of time."""
+        """Let these requests arrive, each at its time. The iterable must be in order of time; it is read one by one."""
         self._arrange_next(iter(arrivals))
 
     def _arrange_next(self, arrivals: Iterator[SimArrival]) -> None:
@@ -111,7 +111,7 @@ class World(Player):
         budget_s: float | None = None,
         keep_alive_s: float | None = None,
     ) -> SimCall:
-        """A request comes now."""
+        """A request arrives now."""
         number = self._next_number()
         candidates = model if isinstance(model, tuple) else (model,)
         call = SimCall(f"r{number}", number, candidates, self.clock.now, prompt_len, output_len, priority, tenant)
@@ -165,19 +165,19 @@ class World(Player):
                     place.concurrency = spec.concurrency
 
     def change_memory(self, foreign_mib: Mapping[DeviceId, int]) -> None:
-        """Processes nobody declared now use so much."""
+        """Foreign processes now use this much."""
         self.truth.set_foreign(foreign_mib)
         self.post(ev.MemoryChanged(self.clock.told, foreign_mib))
 
     def change_others(self, leases: Sequence[OtherLease]) -> None:
-        """These, and no others, are held through other gateways now."""
+        """These leases, and no others, are now held through other gateways."""
         self.truth.set_others(leases)
         self.post(ev.MemoryChanged(self.clock.told, {}, leases=tuple(leases)))
 
     def ask_move(
         self, kind: MoveKind, model: ModelId, evict: tuple[ModelId, ...] = (), grace_s: float | None = None
     ) -> OpId:
-        """An operator asks."""
+        """An operator asks for a move."""
         op = OpId(f"o{self._next_number()}")
         self.ops[op] = None
         self.post(ev.MoveAsked(self.clock.told, op, kind, model, evict, grace_s))
@@ -193,7 +193,7 @@ class World(Player):
         patience_s: float | None = None,
         gpus: int = 1,
     ) -> LeaseId:
-        """Another program wants memory."""
+        """Another program asks for memory."""
         number = self._next_number()
         lease = LeaseId(f"l{number}")
         self.leases[lease] = self.calls[lease] = SimCall(

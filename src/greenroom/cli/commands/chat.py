@@ -29,9 +29,9 @@ BYE: Final = frozenset({"/exit", "/quit", "/bye"})
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="its id or an alias")
-    parser.add_argument("prompt", nargs="*", help="the question; - stands for standard input")
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="the longest answer")
+    parser.add_argument("prompt", nargs="*", help="the question; - is standard input")
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="the most tokens of an answer")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is the most predictable")
     address.add_options(parser, json_help="print the whole answer as JSON; needs a prompt")
 
@@ -58,7 +58,7 @@ COMMAND = Subcommand("chat", "Talk to a model. Without a prompt: a conversation,
 
 
 def _prompt(words: list[str]) -> str | None:
-    """The question, None if there is none yet."""
+    """The question; None if it is to be typed at the prompt."""
     if words:
         texts = [_stdin() if word == "-" else word for word in words]
         return ("\n\n" if "-" in words else " ").join(texts)
@@ -76,9 +76,9 @@ def _stdin() -> str:
 
 def _talk(conversation: Conversation) -> int:
     with contextlib.suppress(ImportError):
-        # Arrow keys and earlier lines at the prompt, where Python has them.
+        # Line editing and history at the prompt, where Python has them.
         import readline  # noqa: F401
-    screen.hint(f"talking to {conversation.model}; /new begins anew, Ctrl-C stops an answer, Ctrl-D ends")
+    screen.hint(f"talking to {conversation.model}; /new starts over, Ctrl-C stops an answer, Ctrl-D ends")
     while True:
         try:
             line = input("> ").strip()
@@ -107,7 +107,7 @@ def _one_turn(conversation: Conversation, line: str) -> None:
 
 
 PATH: Final = "/v1/chat/completions"
-# Older ones are dropped; models forget long before.
+# Older messages are dropped; no model's context is that long.
 MESSAGES_MAX: Final = 200
 DONE: Final = "[DONE]"
 WAITING: Final = "waiting "
@@ -122,11 +122,11 @@ class Conversation:
         self._messages: list[dict[str, str]] = []
 
     def forget(self) -> None:
-        """Begin anew; what the model was told first stays."""
+        """Start over; the system prompt stays."""
         self._messages.clear()
 
     def answer(self, prompt: str, *, answer_max_s: float) -> Any:
-        """The gateway's whole answer. Raises CommandFailed."""
+        """The gateway's answer, not streamed. Raises CommandFailed."""
         return self._client.post(PATH, self._body(prompt), answer_max_s=answer_max_s)
 
     def say(self, prompt: str) -> str:
@@ -138,7 +138,7 @@ class Conversation:
             try:
                 self._show_stream(body, answer)
             except NotAStream as whole:
-                # Not every engine that can be a model knows how to stream.
+                # Not every engine can stream.
                 answer.show_whole(whole)
         answer.conclude(time.monotonic() - began)
         self._remember(prompt, answer.text)
@@ -154,7 +154,7 @@ class Conversation:
                     elif event.data == DONE:
                         answer.is_whole = True
                     elif delta := answer.take(event):
-                        # The spinner goes before the first word comes.
+                        # The spinner ends before the first word is shown.
                         waiting.close()
                         answer.show(delta)
 
@@ -180,12 +180,12 @@ class _Shown:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Also when it broke off: what is said next begins a line of its own.
+        # Also when it broke off: the next output starts on a new line.
         if self._is_begun:
             self._write("\n")
 
     def take(self, event: ServerEvent) -> Mapping[str, Any]:
-        """The piece of the answer in this event; empty if there is none. Raises GatewayRefused for an error event."""
+        """The delta in this event; empty if it has no text. Raises GatewayRefused for an error event."""
         try:
             data = json.loads(event.data)
             if error := data.get("error"):
@@ -199,7 +199,7 @@ class _Shown:
         return delta if delta.get("content") or delta.get("reasoning_content") else {}
 
     def show(self, delta: Mapping[str, Any]) -> None:
-        """Thoughts are for people only: dim in a terminal, nothing in a pipe."""
+        """Print a delta. Reasoning is dim in a terminal and left out in a pipe."""
         is_terminal = sys.stdout.isatty()
         if is_terminal and (thought := delta.get("reasoning_content")):
             self._write(screen.dim(str(thought)))
@@ -208,7 +208,7 @@ class _Shown:
             self._write(screen.harmless(str(said)) if is_terminal else str(said))
 
     def show_whole(self, came: NotAStream) -> None:
-        """An answer that came at once. Raises what came if it is none."""
+        """Show an answer that was not streamed. Raises `came` if it is not a chat answer."""
         match came.value:
             case {"choices": [{"message": {"content": str()} as message}, *_]}:
                 self.show(message)
@@ -231,7 +231,7 @@ class _Shown:
 
 @contextlib.contextmanager
 def _waiting(model: str) -> Iterator[Any]:
-    """What is shown until the first word: a spinner for people; in a pipe a line only if it takes long."""
+    """Progress until the first word: a spinner at a terminal; in a pipe one line per heartbeat."""
     if sys.stderr.isatty():
         with screen.spinner(f"waiting for {model}") as show:
             yield show
@@ -240,7 +240,7 @@ def _waiting(model: str) -> Iterator[Any]:
 
 
 def _outlook(model: str, comment: str) -> str:
-    """`waiting model=m position=2 eta_s=4` in words."""
+    """The heartbeat `waiting model=m position=2 eta_s=4` in words."""
     said = dict(part.partition("=")[::2] for part in comment.removeprefix(WAITING).split())
     words = [f"waiting for {model}"]
     if "position" in said:

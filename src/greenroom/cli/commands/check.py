@@ -1,4 +1,4 @@
-"""`greenroom check`: what is wrong with a configuration, and what it would serve. Starts nothing."""
+"""`greenroom check`: every mistake in a configuration, and what it would serve. Starts nothing."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def run(args: argparse.Namespace) -> int:
 
 COMMAND = Subcommand(
     "check",
-    "Say everything that is wrong with a configuration file, and what it would serve.",
+    "List every mistake in a configuration file, and show what it would serve.",
     add_options,
     run,
 )
 
 
 def summary(loaded: LoadedConfig) -> dict[str, Any]:
-    """What the file would serve, and on what."""
+    """What the file would serve, and on which devices."""
     from greenroom.core.model import DeviceId
     from greenroom.runtime.memory.devices import devices
     from greenroom.runtime.memory.needs import Needs
@@ -91,7 +91,7 @@ def summary(loaded: LoadedConfig) -> dict[str, Any]:
 
 
 def _look(config: Config) -> tuple[Reading, list[str]]:
-    """The GPUs there are; and what to say if they cannot be seen, with which `serve` would not start."""
+    """The GPUs, and a warning if they cannot be measured: `serve` would not start then."""
     from greenroom.errors import ProbeFailed
     from greenroom.runtime.memory.probes.selection import NoProbe, open_probe
 
@@ -104,7 +104,7 @@ def _look(config: Config) -> tuple[Reading, list[str]]:
 
 
 def _too_large(models: Sequence[Mapping[str, Any]], config: Config) -> list[str]:
-    """Models whose files or names say that they can never fit; needs that are given were compared by the loader."""
+    """Warnings for models whose estimate can never fit. The loader checks those with `memory_mib`."""
     from greenroom.config.problems import budget_mib
 
     budget = budget_mib(config)
@@ -117,7 +117,7 @@ def _too_large(models: Sequence[Mapping[str, Any]], config: Config) -> list[str]
 
 
 def _no_store_client(config: Config) -> list[str]:
-    """The start would be refused."""
+    """A warning if leases are kept in Redis and its client is missing: `serve` would not start."""
     if config.leases.store is None or importlib.util.find_spec("redis") is not None:
         return []
     install = f"{sys.executable} -m pip install 'greenroom[redis]'"
@@ -125,7 +125,7 @@ def _no_store_client(config: Config) -> list[str]:
 
 
 def _no_packages(config: Config) -> list[str]:
-    """Hosted models whose Python lacks what they need; each Python is asked once, without running any of it."""
+    """Warnings for hosted models whose Python lacks packages. Each Python is asked once; nothing is imported."""
     from greenroom.cli.commands.engines import looked_at
     from greenroom.engines.registry import engine_for
 
@@ -136,7 +136,7 @@ def _no_packages(config: Config) -> list[str]:
 
 def _lacks(row: Mapping[str, Any]) -> str | None:
     if row["why"] is not None:
-        # That there is no such program was said with the other missing files.
+        # The loader has reported a missing program already.
         return f"python: {row['why']}" if shutil.which(row["where"]) else None
     needed = [one["package"] for one in row["missing"] if not one["optional"]]
     if not needed:
@@ -178,7 +178,7 @@ def _say(result: Mapping[str, Any], as_json: bool) -> None:
 
 
 def _key(key: Mapping[str, Any]) -> str:
-    """Its name, and what it may do besides asking models."""
+    """The name of a key and its rights."""
     return f"{key['name']} (admin)" if key["admin"] else f"{key['name']} (leases)" if key["leases"] else key["name"]
 
 

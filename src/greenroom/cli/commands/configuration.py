@@ -13,12 +13,12 @@ from greenroom.cli.address import KEY_NAME
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import ExitStatus
 
-# A file may lie on a slow disk, and sizes of model files are looked up.
+# The file may be on a slow disk, and the sizes of model files are looked up.
 RELOAD_MAX_S: Final = 120.0
-# What the gateway calls each kind of change, the mark before its line, and what it means.
+# The gateway's word for each kind of change, the mark before its line, and its meaning.
 KINDS: Final = (
     ("added", "+", "new"),
-    ("removed", "-", "finishes its answers and goes"),
+    ("removed", "-", "finishes its answers and leaves"),
     ("changed", "~", "gets a new engine at its next request"),
     ("relabelled", "=", "keeps running, with new settings"),
     ("at_once", "*", "applied"),
@@ -61,9 +61,9 @@ def told(changes: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _add_key_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", default="laptop", help="who will hold it (default: laptop)")
-    parser.add_argument("--admin", action="store_true", help="it may manage the gateway, besides asking models")
-    parser.add_argument("--leases", action="store_true", help="it may take leases, besides asking models")
+    parser.add_argument("name", nargs="?", default="laptop", help="the owner of the key (default: laptop)")
+    parser.add_argument("--admin", action="store_true", help="may manage the gateway as well as use models")
+    parser.add_argument("--leases", action="store_true", help="may take leases as well as use models")
     parser.add_argument("--json", action="store_true", help="print name, key and sha256 as JSON")
 
 
@@ -77,7 +77,7 @@ def _key(args: argparse.Namespace) -> int:
         return ExitStatus.OK
     screen.say(f"key: {key}")
     screen.say("\nFor the configuration, which never holds the key itself:\n")
-    # JSON's quoting is YAML's, and a name may need it.
+    # A name may need quotes; JSON's are valid YAML.
     lines = [
         f"    - name: {json.dumps(args.name, ensure_ascii=False)}",
         f"sha256: {sha256}",

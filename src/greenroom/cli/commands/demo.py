@@ -1,7 +1,7 @@
 """`greenroom demo`: two real, small models under a budget that holds one of them at a time.
 
-Owns the demo's configuration, which exists in memory only, and what a newcomer is told to type. The models are made
-ready by `demo_models.py`.
+Owns the demo's configuration, which exists in memory only, and the greeting for newcomers. `demo_models.py` makes the
+models.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     _need_llama_cpp()
     models = _prepared()
-    # Until the gateway listens to signals itself.
+    # Until the gateway handles signals itself.
     with failures.end_at_once():
         from greenroom.cli import serving
 
@@ -64,7 +64,7 @@ COMMAND = Subcommand(
 
 
 def _served_already(config: Config) -> str:
-    """Nobody has chosen the demo's state directory; who starts it twice has to choose another port."""
+    """The user did not choose the demo's state directory, so the message is about the port."""
     port = _port(config)
     other = port + 1 if port < PORT_MAX else port - 1
     return (
@@ -74,7 +74,7 @@ def _served_already(config: Config) -> str:
 
 
 def _need_llama_cpp() -> None:
-    """Say what is missing before anything is fetched."""
+    """Raises CommandFailed if llama.cpp is missing, before anything is downloaded."""
     if shutil.which("llama-server") is None and importlib.util.find_spec("xllamacpp") is None:
         raise CommandFailed("the demo needs llama.cpp: pip install 'greenroom[demo]'")
 
@@ -86,7 +86,7 @@ def _prepared() -> list[DemoModel]:
         bar: list[demo_models.Progress] = []
 
         def say(step: str, done: int, total: int) -> None:
-            # The bar takes a moment to load, and is not wanted when everything is there.
+            # Loading the bar takes a moment, and it is not needed if both models are there.
             if not bar:
                 bar.append(stack.enter_context(demo_models.progress_bar()))
             bar[0](step, done, total)
@@ -95,7 +95,7 @@ def _prepared() -> list[DemoModel]:
 
 
 def configuration(models: Sequence[DemoModel], said: Overrides) -> Config:
-    """Both models, and a simulated GPU that holds the larger one and nothing besides."""
+    """Both models, and a simulated GPU that holds only the larger one."""
     from greenroom.cli.demo_models import cache_dir
     from greenroom.config.schema import Config, Gpu
 
@@ -105,7 +105,7 @@ def configuration(models: Sequence[DemoModel], said: Overrides) -> Config:
             models={model.id: _model(model) for model in models},
         )
     )
-    # Its own directory, by port, so that a demo runs beside other gateways and other demos.
+    # One directory per port, so that several demos can run beside other gateways.
     state_dir = said.state_dir or str(cache_dir() / f"state-{_port(config)}")
     return config.model_copy(update={"state_dir": state_dir})
 
@@ -128,15 +128,15 @@ def _model(model: DemoModel) -> Model:
         ctx_size=4096 if chats else 2048,
         threads=_threads(),
         preload=chats,
-        # The first answer warms it up just as well, and the demo changes models often.
+        # The first answer warms it up just as well, and the demo swaps often.
         args=("--no-warmup", *(SAMPLING if chats else ())),
         description="SmolLM2 135M Instruct, a chat model" if chats else "all-MiniLM-L6-v2, sentence embeddings",
     )
 
 
 def _threads() -> int:
-    """Half of the cores: llama.cpp's threads wait for each other at every step, so on a busy machine one that does not
-    get its core holds up all of them. Models this small do not profit from more than four."""
+    """Half of the cores: llama.cpp's threads wait for each other at every step, so one without a core delays all.
+    Models this small do not profit from more than four."""
     return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // 2))
 
 
@@ -147,7 +147,7 @@ def _greet(app: App, took_s: float) -> None:
     url = shown_url(app)
     screen.say(f"greenroom serves smollm2 (chat) and minilm (embeddings) at {url} (in {screen.seconds(took_s)})")
     where = "" if url == DEFAULT_URL else f" --url {url}"
-    screen.say("They do not fit into memory together. Watch them change places, in another terminal:\n")
+    screen.say("They do not fit into memory together. Watch them swap, in another terminal:\n")
     screen.say(f"  {screen.program()} ps --watch{where}")
     screen.say("\nAsk one:\n")
     screen.say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\")

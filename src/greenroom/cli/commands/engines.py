@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from greenroom.config.schema import Config, Model
 
 TITLES: Final = ("engine", "installed", "version", "models", "where")
-# Models named in a line; --json has them all.
+# Models named in one line; --json has them all.
 NAMED_MAX: Final = 5
 
 Row = dict[str, Any]
@@ -54,14 +54,14 @@ def run(args: argparse.Namespace) -> int:
 
 COMMAND = Subcommand(
     "engines",
-    "Say which engines are installed, in which Python or program, and what to type to install the rest.",
+    "Show which engines are installed, in which Python or program, and how to install the rest.",
     add_options,
     run,
 )
 
 
 def _config(given: str | None) -> tuple[Config, str | None]:
-    """The configuration, or an empty one and why it is: engines are there without models too."""
+    """The configuration; or an empty one, and the reason: engines are listed without models too."""
     from greenroom.config import loader
     from greenroom.config.schema import Config
 
@@ -78,7 +78,7 @@ def _config(given: str | None) -> tuple[Config, str | None]:
 
 
 def looked_at(config: Config) -> list[Row]:
-    """One row for each engine and each place it runs from; engines that no model uses have their usual place."""
+    """One row for each engine and each place it runs from; the default place if no model uses it."""
     from greenroom.engines.registry import ENGINES, engine_for
 
     look: Mapping[str, Callable[..., Row]] = {"llamacpp": _llamacpp, "transformers": _transformers, "command": _command}
@@ -127,7 +127,7 @@ def _llamacpp(program: str | None, python: str | None) -> Row:
 
 
 def _command(program: str | None) -> Row:
-    """Which programs there are is the operator's to say, with `cmd`."""
+    """The program of a `cmd`; without one, the engine as such."""
     if program is None:
         return _row("command", True, "any program that listens on a port", {})
     found = shutil.which(program)
@@ -183,7 +183,7 @@ def _shown(row: Row) -> tuple[str, ...]:
 
 
 def _advice(row: Row) -> list[str]:
-    """What is missing, what for, and what to type."""
+    """Lines that say what is missing, what it is for, and how to install it."""
     if row["why"] is not None:
         return [f"{row['engine']}: {row['why']}"]
     lines = []
@@ -197,7 +197,7 @@ def _advice(row: Row) -> list[str]:
 # --- what is installed ----------------------------------------------------------------------------------------------
 
 
-# Looking into metadata takes a tenth of a second; a cold disk some seconds.
+# Reading metadata takes a tenth of a second, on a cold disk some seconds.
 ASK_MAX_S: Final = 20.0
 _ASK: Final = """
 import json, sys
@@ -216,7 +216,7 @@ _NUMBERS: Final = re.compile(r"\d+(?:\.\d+)*")
 
 @dataclass(frozen=True, slots=True)
 class RequiredPackage:
-    """A package, from which version on it will do, and what it is there for. Only some calls miss an optional one."""
+    """A package, its lowest version, and what it is for. Without an optional one only some requests fail."""
 
     name: str
     at_least: str
@@ -228,7 +228,7 @@ class RequiredPackage:
         return f"{self.name}>={self.at_least}"
 
 
-# As the extra of the same name says; pyproject.toml is compared with this by a test.
+# The same as the extra of that name in pyproject.toml; a test compares them.
 TRANSFORMERS: Final = (
     RequiredPackage("torch", "2.11", "computes, on GPUs and on the CPU"),
     RequiredPackage("transformers", "5.17", "knows the models' shapes and their tokenizers"),
@@ -241,19 +241,19 @@ LLAMACPP: Final = (RequiredPackage("xllamacpp", "2026.10", "llama.cpp's own serv
 
 @dataclass(frozen=True, slots=True)
 class InstalledPackages:
-    """What is there. `why` is set where the interpreter itself could not be asked."""
+    """The versions found. `why` is set if the interpreter could not be asked."""
 
     python: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     why: str | None = None
 
     def lacks(self, wanted: Sequence[RequiredPackage]) -> list[RequiredPackage]:
-        """Those that are missing or too old."""
+        """The packages that are missing or too old."""
         return [one for one in wanted if not _will_do(self.versions.get(one.name), one.at_least)]
 
 
 def ask_python(python: str, wanted: Sequence[RequiredPackage]) -> InstalledPackages:
-    """What this interpreter has of these. Never raises."""
+    """The versions of these packages in this interpreter. Never raises."""
     found = shutil.which(python)
     if found is None:
         return InstalledPackages(why=f"there is no Python {python}")
@@ -266,20 +266,20 @@ def ask_python(python: str, wanted: Sequence[RequiredPackage]) -> InstalledPacka
 
 
 def ask_program(program: str) -> str | None:
-    """The version a program says it is, where it says one. Never raises."""
+    """The version that `PROGRAM --version` prints, if any. Never raises."""
     match = _VERSION.search(_said([program, "--version"]) or "")
     return match[1] if match else None
 
 
 def install_words(python: str | None, missing: Sequence[RequiredPackage], extra: str) -> str:
-    """What to type so that it is there. Into our own environment by our own extra, into others by the packages."""
+    """The command that installs them: our own extra for our own Python, the packages for another."""
     if python is None:
         return f"{sys.executable} -m pip install 'greenroom[{extra}]'"
     return f"{python} -m pip install " + " ".join(f"'{one.requirement}'" for one in missing)
 
 
 def _said(command: list[str]) -> str | None:
-    """Started in the root folder: what lies in the current one must not stand in for a package."""
+    """What the command prints. It runs in /, so that files in the current folder cannot pass for packages."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`greenroom estimate`: what a model will need, part by part, and how that compares with what was measured."""
+"""`greenroom estimate`: the memory a model will need, part by part, compared with what was measured."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ GPUS_MAX = 1_024
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="PATH|MODEL", help="a .gguf file, a folder with config.json, or a model's id")
     parser.add_argument("-c", "--config", metavar="FILE", help="the configuration (default: as for serve)")
-    parser.add_argument("--ctx", type=_number, metavar="TOKENS", help="as if its context were so long")
-    parser.add_argument("--gpus", type=_gpu_count, metavar="N", help="as if it were on so many GPUs; 0: on the host")
+    parser.add_argument("--ctx", type=_number, metavar="TOKENS", help="assume a context of this length")
+    parser.add_argument("--gpus", type=_gpu_count, metavar="N", help="assume this many GPUs; 0: on the host")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 COMMAND = Subcommand(
     "estimate",
-    "Say what a model will need, part by part, from its file or its folder. Starts nothing.",
+    "Show what memory a model will need, part by part, from its file or folder. Starts nothing.",
     add_options,
     run,
 )
@@ -57,7 +57,7 @@ COMMAND = Subcommand(
 
 
 def _config(args: argparse.Namespace) -> Config:
-    """The configuration, or none at all where a path is asked about and there is none."""
+    """The configuration; an empty one if there is none and a path is asked about."""
     from greenroom.config import loader
     from greenroom.config.schema import Config
 
@@ -82,7 +82,7 @@ def _subject(name: str, config: Config) -> Subject:
 
 
 def _model_of(path: Path) -> Model:
-    """A model as it would be configured with nothing but its path."""
+    """The model as if configured with nothing but its path."""
     from greenroom.config.schema import Model
 
     if path.is_dir():
@@ -93,7 +93,7 @@ def _model_of(path: Path) -> Model:
 
 
 def _with_context(subject: Subject, ctx: int | None) -> Subject:
-    """The last word on a command line counts, whatever was said before."""
+    """The model with this context: the last option on a command line wins."""
     from dataclasses import replace
 
     from greenroom.config.kinds import words
@@ -115,7 +115,7 @@ def _book(config: Config) -> Any:
 
 
 def _kinds(config: Config, gpus: int | None) -> dict[DeviceId, str]:
-    """The GPUs there are, and what kind each is: figures are remembered by kind."""
+    """The GPUs by id, with the kind of each: measurements are kept by kind."""
     from greenroom.core.model import DeviceId
     from greenroom.runtime.memory.probes.selection import open_probe
 
@@ -128,7 +128,7 @@ def _kinds(config: Config, gpus: int | None) -> dict[DeviceId, str]:
     found = {DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus}
     if gpus is None:
         return found
-    # As many as were asked about: those there are, and others of no kind that was ever measured.
+    # As many as asked for: the real ones, then made-up ones of an unknown kind.
     return dict([*found.items(), *((DeviceId(f"gpu{number}"), "") for number in range(gpus))][:gpus])
 
 

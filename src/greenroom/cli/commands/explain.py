@@ -1,4 +1,4 @@
-"""`greenroom explain`: what would happen if a request for a model came now. Nothing is changed."""
+"""`greenroom explain`: what would happen if a request for a model came now. Changes nothing."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import ExitStatus
 
-# What the scheduler's words for waiting and refusing mean to people.
+# The scheduler's reasons to wait and to refuse, as sentences.
 WAITING: Final = {
     "busy": "it is ready and answers as many requests at once as it can",
     "leaving": "it is on its way out and has to be gone first",
-    "no_room": "nobody who would have to leave for it may do so yet",
-    "kept_for_others": "its place is kept for requests that have waited too long already",
-    "crowd": "requests for many models wait already and are looked through in turn, this one with them",
+    "no_room": "the models that would have to leave for it may not do so yet",
+    "kept_for_others": "its memory is kept for requests that have waited too long already",
+    "crowd": "requests for many models wait already and are handled in turn",
     "came_back": "its model was lost before the answer began, so it waits once more",
     "no_memory": "a load found less memory free than was promised; it is tried again soon",
-    "no_lease": "the memory it wants was given to somebody else; it will be asked for again",
+    "no_lease": "the memory it wants was leased to another program; it is asked for again soon",
     "store_down": "the lease store does not answer",
 }
 REFUSED: Final = {
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 COMMAND = Subcommand(
     "explain",
-    "Say what would happen if a request for a model came now, and why. Nothing is changed.",
+    "Say what would happen if a request for a model came now, and why. Changes nothing.",
     add_options,
     run,
 )
@@ -71,7 +71,7 @@ def _ask(args: argparse.Namespace) -> dict[str, object]:
 
 
 def words(explained: Explained) -> list[str]:
-    """The answer in sentences: what would happen, who would leave, how long it would take."""
+    """The answer in sentences: what would happen, which models would leave, how long it would take."""
     first = _SENTENCES[explained["action"]](explained)
     leaving = [f"  {one['model']} would {_leave(one)}: {one['why']}" for one in explained["evict"]]
     return [first, *leaving, *_place(explained)]
@@ -113,7 +113,7 @@ def _place(explained: Explained) -> list[str]:
     if explained["behind"]:
         lines.append(f"  requests for {_list(explained['behind'])} would go first")
     if called_off := explained.get("calls_off"):
-        lines.append(f"  {_list(called_off)} would have to ask for a place anew, being less urgent")
+        lines.append(f"  {_list(called_off)} would have to be planned again, being less urgent")
     if explained.get("too_late"):
         lines.append(
             "  this caller would be refused: its time is over by then; the model would be brought all the same"
@@ -126,12 +126,12 @@ def _place(explained: Explained) -> list[str]:
 def _time(explained: Explained) -> list[str]:
     action, eta_s, retry_s = explained["action"], explained["eta_s"], explained["retry_after_s"]
     if action == "refuse":
-        # At once would be as much in vain as now.
+        # Without a retry time, another try would fail as well.
         return [f"  worth another try in about {screen.seconds(retry_s)}"] if retry_s else []
     if action == "serve":
         return []
     if eta_s is None:
-        return ["  how long that takes was not learned yet"]
+        return ["  how long that takes is not known yet"]
     return [f"  its answer would begin in about {screen.seconds(eta_s)}"]
 
 

@@ -1,4 +1,4 @@
-"""`greenroom gpus`: every GPU with what is used of it, by which models and leases, and by which strangers."""
+"""`greenroom gpus`: every GPU and its use by models, leases and foreign processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Seen = Mapping[str, Any]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-w", "--watch", action="store_true", help=f"show it anew every {WATCH_EVERY_S:g} s")
+    parser.add_argument("-w", "--watch", action="store_true", help=f"refresh every {WATCH_EVERY_S:g} s")
     parser.add_argument("--local", action="store_true", help="look at this machine's GPUs directly, without a gateway")
     parser.add_argument("-c", "--config", metavar="FILE", help="with --local: the configuration whose probe is used")
     address.add_options(parser, json_help="print everything that is known as JSON (one line each with --watch)")
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 COMMAND = Subcommand(
     "gpus",
-    "Show every GPU: how much of its memory is used, by which models and leases, and by whom else.",
+    "Show every GPU: how much memory is used, by which models and leases, and by which other processes.",
     add_options,
     run,
 )
@@ -66,7 +66,7 @@ def _show_again(seen: Seen) -> None:
         screen.note(line)
 
 
-# --- where it is looked ---------------------------------------------------------------------------------------------
+# --- where figures come from ----------------------------------------------------------------------------------------
 
 
 def _remote(args: argparse.Namespace) -> Callable[[], Seen]:
@@ -85,7 +85,7 @@ def _remote(args: argparse.Namespace) -> Callable[[], Seen]:
 
 
 def _local(config_file: str | None) -> Callable[[], Seen]:
-    """The same shape as a gateway's answer, without what only a gateway knows."""
+    """This machine's GPUs in the shape of a gateway's answer, without what only a gateway knows."""
     from greenroom.config import loader
     from greenroom.config.schema import Config
     from greenroom.runtime.memory.probes.selection import NoProbe, make_probe
@@ -137,7 +137,7 @@ def _row(gpu: Seen) -> tuple[str, ...]:
 
 
 def _who(gpu: Seen) -> list[str]:
-    """Models and leases by name, strangers by their process."""
+    """Holders of memory: models and leases by name, foreign processes by pid."""
     holders = [
         f"{holder['model'] or 'lease ' + str(holder['lease'])} {max(holder['claim_mib'], holder['seen_mib'] or 0)}"
         for holder in gpu["holders"]
@@ -147,9 +147,9 @@ def _who(gpu: Seen) -> list[str]:
 
 
 def trouble(seen: Seen) -> list[str]:
-    """Without which the table would be misread, so that it is said in a pipe too: nothing is there, or it is old."""
+    """Warnings without which the table would be misread, shown in a pipe too: no GPUs, or old figures."""
     probe = seen["probe"]
-    # Only who looks by himself knows why there are none.
+    # Only a local look says why there are none.
     why = f": {str(probe['why']).rstrip('.')}" if probe.get("why") else ""
     lines = [] if seen["gpus"] else [f"no GPUs are used here (probe: {probe['kind']}){why}"]
     if probe["failure"]:
@@ -161,7 +161,7 @@ def summary(seen: Seen) -> list[str]:
     host = seen["host"]
     lines = [f"host: {host['available_mib']:,} of {host['total_mib']:,} MiB available"]
     if not seen["probe"]["pids_visible"]:
-        lines.append("processes cannot be seen here: what is used beyond all claims counts as somebody else's")
+        lines.append("processes cannot be seen here: use beyond all claims counts as foreign")
     return lines
 
 

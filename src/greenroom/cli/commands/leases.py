@@ -22,15 +22,21 @@ from greenroom.errors import BadRequest, StoreDown
 def _add_lease_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mib", type=_above_0, required=True, metavar="N", help="memory on each GPU")
     parser.add_argument(
-        "--gpus", type=_above_0, default=1, metavar="K", help="on so many GPUs, all or nothing (default: 1)"
+        "--gpus", type=_above_0, default=1, metavar="K", help="on this many GPUs, all or nothing (default: 1)"
     )
-    parser.add_argument("--device", action="append", default=[], metavar="GPU", help="only this one; may be repeated")
+    parser.add_argument("--device", action="append", default=[], metavar="GPU", help="only this GPU; may be repeated")
     parser.add_argument("--name", help="what it is for (default: the program's name)")
     parser.add_argument("--priority", default="normal", help="high, normal, low or a number (default: normal)")
-    parser.add_argument("--preemptible", action="store_true", help="it may be asked to leave for the more urgent")
-    parser.add_argument("--grace-s", type=float, default=30.0, metavar="S", help="how long it may stay then")
-    parser.add_argument("--ttl-s", type=float, default=30.0, metavar="S", help="lost when not heard of for so long")
-    parser.add_argument("--wait", type=float, default=60.0, metavar="S", help="how long to wait for it (default: 60)")
+    parser.add_argument("--preemptible", action="store_true", help="may be recalled for a program of higher priority")
+    parser.add_argument(
+        "--grace-s", type=float, default=30.0, metavar="S", help="seconds to leave after a recall (default: 30)"
+    )
+    parser.add_argument(
+        "--ttl-s", type=float, default=30.0, metavar="S", help="seconds without renewal until it is lost (default: 30)"
+    )
+    parser.add_argument(
+        "--wait", type=float, default=60.0, metavar="S", help="seconds to wait for the memory (default: 60)"
+    )
     parser.add_argument("--url", help="the gateway's address, or a redis:// one (default: $GREENROOM_LEASES, …_URL)")
     parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
     parser.add_argument("command", nargs="+", help="after `--`: the program and its arguments")
@@ -57,7 +63,7 @@ def _lease(args: argparse.Namespace) -> int:
     except BadRequest as wrong:
         raise WrongUsage(wrong.message) from None
     began = time.monotonic()
-    # Where there is no GPU a lease is for the host's memory.
+    # Without a GPU a lease is for host memory.
     screen.note(f"waiting for {args.mib:,} MiB" + (f" on each of {args.gpus} GPUs" if args.gpus > 1 else ""))
     with contextlib.ExitStack() as stack:
         try:
@@ -70,12 +76,12 @@ def _lease(args: argparse.Namespace) -> int:
 
 
 LEASE = Subcommand(
-    "lease", "Run a program with memory on GPUs of its own; idle models leave for it.", _add_lease_options, _lease
+    "lease", "Run a program with GPU memory of its own; idle models leave for it.", _add_lease_options, _lease
 )
 
 
 def _above_0(said: str) -> int:
-    """Raises ArgumentTypeError, which argparse tells as wrong usage."""
+    """Raises ArgumentTypeError, which argparse reports as wrong usage."""
     if not said.strip().isdecimal() or int(said) < 1:
         raise argparse.ArgumentTypeError(f"{said} is no whole number above 0")
     return int(said)
@@ -114,7 +120,7 @@ def _leases(args: argparse.Namespace) -> int:
 
 LEASES = Subcommand(
     "leases",
-    "Show who holds memory on GPUs: other programs by their leases, and models.",
+    "Show who holds GPU memory: programs with leases, and models.",
     _add_leases_options,
     _leases,
 )
@@ -128,7 +134,7 @@ def _at_gateway(args: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def _in_redis(url: str) -> Mapping[str, Any]:
-    """What Redis says, in the shape of a gateway's answer."""
+    """The leases in Redis, in the shape of a gateway's answer."""
     import asyncio
     from dataclasses import asdict
 

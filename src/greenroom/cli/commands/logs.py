@@ -1,4 +1,4 @@
-"""`greenroom logs`: what a model's engine printed."""
+"""`greenroom logs`: the output of a model's engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINES: Final = 200
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="its id or an alias")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with new lines until interrupted")
+    parser.add_argument("-f", "--follow", action="store_true", help="follow new lines until interrupted")
     parser.add_argument("-n", "--lines", type=_count, default=LINES, metavar="N", help=f"last lines (default: {LINES})")
     address.add_options(parser, json_help="print JSON; with -f one string a line")
 
@@ -37,9 +37,7 @@ def run(args: argparse.Namespace) -> int:
     for line in answer["lines"]:
         screen.say(line)
     if not answer["lines"]:
-        screen.note(
-            f"{answer['model']} has printed nothing yet; it does when it is loaded: greenroom load {args.model}"
-        )
+        screen.note(f"{answer['model']} has printed nothing yet; load it first: greenroom load {args.model}")
     return ExitStatus.OK
 
 

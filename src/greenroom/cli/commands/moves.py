@@ -16,7 +16,7 @@ from greenroom.cli.failures import CommandFailed, ExitStatus
 if TYPE_CHECKING:
     from greenroom.cli.client import Client
 
-# A load ends at the model's own deadline; this is for a gateway that has died without closing its connections.
+# A load has a deadline of its own; this is for a gateway that died without closing its connections.
 MOVE_MAX_S: Final = 7_200.0
 LOOK_EVERY_S: Final = 0.5
 
@@ -77,7 +77,7 @@ PREPARE = Subcommand(
     _prepare,
 )
 
-# What to type or to expect next, by the gateway's answer.
+# What to type or to expect next, given the gateway's answer.
 Hint = Callable[[Mapping[str, Any]], str]
 
 
@@ -125,7 +125,7 @@ def outlook(client: Client, model: str, waited_s: float) -> str:
     except CommandFailed:
         # The request for the move itself reports what is wrong.
         return so_far
-    # An alias is not among the ids; it is shown without its outlook.
+    # An alias is not among the ids, so it has no time to go.
     moving = next((known["moving"] for known in models if known["id"] == model), None) or {}
     eta_s = moving.get("eta_s")
     return so_far if eta_s is None else f"{so_far}, about {screen.seconds(eta_s)} to go"

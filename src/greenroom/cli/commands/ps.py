@@ -1,4 +1,4 @@
-"""`greenroom ps`: who is on stage, in the green room or at home, what they hold, who waits."""
+"""`greenroom ps`: every model, its tier, its memory and its requests."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ MOVING: Final = {
     "unload": "unloading",
 }
 
-# Where a model of each tier is, in one word; and how a summary says it.
+# The place of each tier: as one word for the table, and for the summary.
 PLACES: Final = {"ready": "on-stage", "asleep": "green-room", "cold": "at-home"}
 SAID: Final = {"ready": "on stage", "asleep": "in the green room", "cold": "at home"}
 # Models named in a line of the summary; the table has them all.
 NAMED_MAX: Final = 5
-# Of what went wrong with a model; the whole is in its log.
+# Of an error message in the table; the whole is in the model's log.
 CAUSE_CHARS_MAX: Final = 80
 
 Status = Mapping[str, Any]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-w", "--watch", action="store_true", help=f"show it anew every {WATCH_EVERY_S:g} s")
+    parser.add_argument("-w", "--watch", action="store_true", help=f"refresh every {WATCH_EVERY_S:g} s")
     address.add_options(parser, json_help="print the gateway's whole status as JSON (one line each with --watch)")
 
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 COMMAND = Subcommand(
     "ps",
-    "Show every model: where it is, its memory, who uses it and who waits for it.",
+    "Show every model: where it is, its memory, and its running and waiting requests.",
     add_options,
     run,
 )
@@ -71,7 +71,7 @@ def rows(status: Status) -> list[tuple[str, ...]]:
 
 
 def tier(model: Status) -> str:
-    """The tier, or the move that is under way."""
+    """The tier, or the move in progress."""
     moving = model.get("moving")
     return MOVING.get(moving["kind"], str(moving["kind"])) if moving else str(model["tier"])
 
@@ -110,12 +110,12 @@ def _notes(model: Status) -> list[str]:
 
 
 def _was_lost(model: Status) -> bool:
-    """Its process ended, and nothing keeps it from being brought back."""
+    """True if its process ended and it can be loaded again at once."""
     return str(model["last_error"]["message"]).startswith(f"{model['id']} was lost: ")
 
 
 def _cause(model: Status) -> str:
-    """What went wrong, in the room that a table has; the row names the model already."""
+    """The error, short enough for a table and without the model's name, which the row has."""
     message = " ".join(str(model["last_error"]["message"]).split())
     for before in ("could not be loaded: ", "was lost: "):
         message = message.removeprefix(f"{model['id']} {before}")
@@ -124,7 +124,7 @@ def _cause(model: Status) -> str:
 
 
 def summary(status: Status) -> list[str]:
-    """A line for each place where models are, for each device, and for the queue."""
+    """A line for each tier with models, for each device, and for the queue."""
     lines = [place(status, tier) for tier in SAID if any(model["tier"] == tier for model in status["models"])]
     lines += [
         f"{device['id']}: {device['used_mib']:,} of {device['capacity_mib']:,} MiB used"
@@ -135,7 +135,7 @@ def summary(status: Status) -> list[str]:
 
 
 def place(status: Status, tier: str) -> str:
-    """Who is there and what they hold: `on stage: qwen, llama (GPU 32,100 MiB, host 32,000 MiB)`."""
+    """The models in one tier and their memory: `on stage: qwen, llama (GPU 32,100 MiB, host 32,000 MiB)`."""
     there = [model for model in status["models"] if model["tier"] == tier]
     names = ", ".join(model["id"] for model in there[:NAMED_MAX])
     names += f" and {len(there) - NAMED_MAX} more" if len(there) > NAMED_MAX else ""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from greenroom.cli.serving import ServePlan
     from greenroom.config.schema import Config
 
-# More would scroll the address away.
+# More would scroll the address off the screen.
 MODELS_SHOWN_MAX: Final = 12
 
 
@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
-    # Until the gateway listens to signals itself.
+    # Until the gateway handles signals itself.
     with failures.end_at_once():
         from greenroom.cli import serving
 
@@ -51,8 +51,8 @@ def _plan(args: argparse.Namespace) -> ServePlan:
     said = Overrides.of(args)
     loaded = loader.load(loader.find(args.config))
     config = said.applied(loaded.config)
-    # The warnings are those of what will run: the command line may have mended the file, or the other way round.
-    # An open door is no warning here: the start will refuse it, in the same words.
+    # Warnings are about the configuration that will run, with the overrides applied.
+    # An address open to others without keys is no warning here: the start refuses it, in the same words.
     warnings = [text for text in problems(config) if text != open_door(config.server)]
     return ServePlan(config, loaded.path, lambda: _reread(loaded.path, said), warnings)
 
@@ -77,7 +77,7 @@ def _greet(app: App, took_s: float) -> None:
 
 
 def _next(app: App, url: str) -> list[str]:
-    """What to type in another terminal."""
+    """What to type next, in another terminal."""
     lines = [f"export {URL_NAME}={url}"] if url != DEFAULT_URL else []
     if app.config.server.api_keys:
         lines.append(f"export {KEY_NAME}=…")
@@ -95,7 +95,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """None: the file decides."""
+    """What the command line overrides, now and after every reload. None: the file decides."""
 
     host: str | None = None
     port: int | None = None
@@ -126,9 +126,9 @@ def add_override_options(parser: argparse.ArgumentParser) -> None:
         "--port", type=_port, help="port to listen on; 0 takes a free one (default: 8210, or the file's)"
     )
     parser.add_argument(
-        "--insecure", action="store_true", help="allow an address that others can reach without any API key"
+        "--insecure", action="store_true", help="allow an address that others can reach, without any API key"
     )
-    parser.add_argument("--state-dir", metavar="DIR", help="where the gateway keeps its lock; one gateway a directory")
+    parser.add_argument("--state-dir", metavar="DIR", help="the gateway's state; one gateway per directory")
     parser.add_argument("--log-level", choices=LEVELS, help="how much is logged (LOG_LEVEL wins)")
 
 

@@ -1,4 +1,4 @@
-"""`greenroom simulate`: would another GPU help, would a larger green room? Asks the gateway's own scheduler."""
+"""`greenroom simulate`: would another GPU or a larger green room help? Runs the gateway's own scheduler."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ WORKLOADS = ("poisson", "bursty", "agents")
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-c", "--config", metavar="FILE", help="the configuration (default: as for serve)")
     parser.add_argument("--trace", metavar="CSV", help="requests to play: t, model, prompt_len, output_len …")
-    parser.add_argument("--stretch", type=_above_zero, default=1.0, help="make the trace's time this much longer")
+    parser.add_argument("--stretch", type=_above_zero, default=1.0, help="multiply the trace's times by this")
     parser.add_argument(
         "--skip-unknown", action="store_true", help="leave out rows for models that are not in the configuration"
     )
-    parser.add_argument("--workload", choices=WORKLOADS, default="poisson", help="without a trace: how requests come")
+    parser.add_argument("--workload", choices=WORKLOADS, default="poisson", help="without a trace: how requests arrive")
     parser.add_argument("--rate", type=_above_zero, default=1.0, help="requests a second (poisson, bursty)")
-    parser.add_argument("--agents", type=_count, default=8, help="loops that alternate models (agents)")
-    parser.add_argument("--seconds", type=_above_zero, default=3600.0, help="how long requests come")
+    parser.add_argument("--agents", type=_count, default=8, help="number of loops that alternate models (agents)")
+    parser.add_argument("--seconds", type=_above_zero, default=3600.0, help="how long requests arrive")
     parser.add_argument("--policy", metavar="NAMES", help="one, or several such as default,fifo (default: the file's)")
     parser.add_argument("--gpus", type=_counts, metavar="COUNTS", help="such as 2, 1..4 or 1,2,4 (default: the file's)")
     parser.add_argument("--gpu-mib", type=_count, metavar="MIB", help="memory of each GPU (default: the file's)")
@@ -41,25 +41,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--green-room-mib", type=_sizes, metavar="SIZES", help="host memory where models may sleep, such as 0,65536"
     )
     _add_timing_options(parser)
-    parser.add_argument("--seed", type=int, default=0, help="everything drawn is drawn from this number")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--out", metavar="HTML", help="write a report with plots")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
 
 
 def _add_timing_options(parser: argparse.ArgumentParser) -> None:
-    """How models behave, where the estimate from their size is not good enough."""
+    """Options for how long things take, where the estimate from a model's size is not good enough."""
     parser.add_argument("--load-s", type=_from_zero, help="seconds a load takes (default: by the model's size)")
     parser.add_argument("--wake-s", type=_from_zero, help="seconds a wake takes (default: by the model's size)")
-    parser.add_argument("--tokens-per-s", type=_above_zero, default=60.0, help="of one answer (default: 60)")
     parser.add_argument(
-        "--prefill-tokens-per-s", type=_above_zero, default=2_000.0, help="of one prompt (default: 2000)"
+        "--tokens-per-s", type=_above_zero, default=60.0, help="decoding speed of one answer (default: 60)"
+    )
+    parser.add_argument(
+        "--prefill-tokens-per-s", type=_above_zero, default=2_000.0, help="prefill speed of one prompt (default: 2000)"
     )
     parser.add_argument("--concurrency", type=_count, help="requests a model answers at once (default: the file's)")
-    parser.add_argument("--loads-at-once", type=_count, help="loads the disk can feed beside each other (default: all)")
+    parser.add_argument("--loads-at-once", type=_count, help="loads that read from disk at once (default: all)")
+    parser.add_argument("--patience-s", type=_above_zero, help="seconds until callers give up (default: never)")
     parser.add_argument(
-        "--patience-s", type=_above_zero, help="how long callers wait before they give up (default: ever)"
+        "--jitter", type=_share, default=0.1, help="how much move times vary, as a share (default: 0.1)"
     )
-    parser.add_argument("--jitter", type=_share, default=0.1, help="how far moves stray from their time (default: 0.1)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 COMMAND = Subcommand(
     "simulate",
-    "Play a recorded or drawn workload through the scheduler and say what other hardware would change.",
+    "Play a recorded or generated workload through the scheduler and say what other hardware would change.",
     add_options,
     run,
 )
@@ -119,7 +121,7 @@ def _cases(args: argparse.Namespace, usual_policy: str) -> tuple[Case, ...]:
 
 @contextlib.contextmanager
 def _progress(count: int) -> Iterator[Callable[[Case, float], None]]:
-    """A bar on standard error for each case; in a pipe nothing."""
+    """A progress bar per case on standard error; nothing in a pipe."""
     if not sys.stderr.isatty():
         yield lambda case, share: None
         return
@@ -139,7 +141,7 @@ def _progress(count: int) -> Iterator[Callable[[Case, float], None]]:
 
 
 def _table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows; columns in which nothing is to be seen are left out."""
+    """Titles and rows; columns without information are left out."""
     shown: list[tuple[str, list[str]]] = [("policy", [result.case.policy for result in results])]
     if results[0].case.gpus is not None:
         shown.append(("gpus", [str(result.case.gpus) for result in results]))
@@ -159,7 +161,7 @@ def _table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
 
 
 def _waited(waits: Waits, name: str) -> str:
-    """Where nobody was served nobody waited, which is not the same as no time at all."""
+    """A wait; `-` if no request was served, which is not the same as 0."""
     return f"{getattr(waits, name):.1f}s" if waits.count else "-"
 
 
@@ -214,12 +216,12 @@ def _write(path: str, results: Sequence[Result], assumed: Sequence[str]) -> None
 
 
 def _replace(path: Path, page: str) -> None:
-    """Write all of it or nothing: what is there stays until the new page is whole."""
+    """Write the whole page or nothing: an existing file stays until the new one is complete."""
     if path.exists() and not path.is_file():
         # A device or a pipe must not become a file. A folder raises here.
         path.write_text(page, encoding="utf-8")
         return
-    # A link stays one: what it leads to is replaced.
+    # A link stays a link: its target is replaced.
     target = path.resolve()
     draft = target.with_name(f".greenroom-{os.getpid()}.draft")
     try:
@@ -230,7 +232,7 @@ def _replace(path: Path, page: str) -> None:
 
 
 def _refuse_to_overwrite(out: str, inputs: Mapping[str, str | Path | None]) -> None:
-    """Before anything is run: the report must not be a file that is read, by whatever name."""
+    """Raises WrongUsage if the report would overwrite an input, by whatever name."""
     path = Path(os.path.expanduser(out))
     for what, file in inputs.items():
         if file is not None and path.exists() and Path(file).exists() and path.samefile(file):
