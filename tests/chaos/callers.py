@@ -1,6 +1,6 @@
-"""The callers of a scenario: they come, alone or in bursts, wait, lose patience, leave, or ask again in loops.
+"""The callers of a scenario: they arrive alone or in bursts, lose patience, leave, or ask again in loops.
 
-Owns the arrivals and the clients who leave by themselves, and draws them from random numbers of its own.
+Owns the arrivals and the clients that leave by themselves, and has random numbers of its own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Callers:
         self._come_later(world)
 
     def _candidates(self, world: World) -> tuple[ModelId, ...]:
-        """Mostly one model; now and then one that is not, or no longer, there."""
+        """Mostly one model; now and then one that does not, or no longer, exist."""
         first = ModelId(self._models.one(self._random))
         if self._random.random() >= self._traffic.choosy:
             return (first,)

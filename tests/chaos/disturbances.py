@@ -1,6 +1,6 @@
-"""What happens at times of its own: memory of strangers and other gateways, configurations, operators, leases, crashes.
+"""Events at random times: foreign memory, other gateways, configurations, operators, leases, crashes.
 
-Owns the timed faults of a storm and what must be put right before the liveness phase.
+Owns the timed faults of a storm, and undoes them before the liveness phase.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Disturbances:
             world.after(self._random.expovariate(self._scenario.odds.disturbance_rate), self._strike)
 
     def stop(self, world: World) -> None:
-        """Nothing more happens, strangers leave, devices come back, leases end; and so does the store's absence."""
+        """End all disturbances: foreign memory goes, devices come back, leases end."""
         self._is_over = True
         for lease in list(world.leases):
             world.end_lease(lease)
@@ -89,11 +89,11 @@ class Disturbances:
         random = self._random
         device = random.choice(self._scenario.config.devices)
         world.change_memory({device.id: int(device.capacity_mib * random.choice((0.0, 0.2, 0.6)))})
-        # Strangers leave again before long.
+        # Foreign processes leave again before long.
         world.after(AWAY_MAX_S * random.random(), lambda world: world.change_memory({device.id: 0}))
 
     def other_gateways(self, world: World) -> None:
-        """They hold more, less or nothing any more; what they hold they give back before long."""
+        """They hold more, less or nothing; they release it before long."""
         random, self._others = self._random, self._others + 1
         number = self._others
         leases = [self._lease_elsewhere(place) for place in range(random.choice((0, 1, 2)))]
@@ -125,7 +125,7 @@ class Disturbances:
         self._faults.store_down_until = world.now + STORE_DOWN_MAX_S * self._random.random()
 
     def stray_word(self, world: World) -> None:
-        """Something said twice, or of somebody unknown. It must be ignored."""
+        """An event that was posted before, or for an unknown id. It must be ignored."""
         told = world.clock.told
         words: list[ev.Event] = [
             ev.ServeDone(told, RequestId("nobody")),
@@ -212,7 +212,7 @@ class Disturbances:
             world.change_config([SimModel(spec, model.timings)])
 
     def _may_pin(self, model: SimModel) -> bool:
-        """One that stays for good must leave room, and be allowed in everybody's company."""
+        """A pinned model must leave room, and be allowed together with every other."""
         smallest = min(device.usable_mib for device in self._scenario.config.devices)
         return self._scenario.config.limits.company is None and 5 * model.spec.need.gpu_mib < smallest
 

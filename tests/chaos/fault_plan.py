@@ -1,4 +1,4 @@
-"""What goes wrong when something begins: moves that fail, hang or run out of memory, answers that are lost or crash.
+"""What goes wrong when something begins: moves fail, hang or run out of memory, answers are lost or crash.
 
 Owns the answers to the world's questions (`faults.py`). What happens at times of its own is `turmoil.py`'s.
 """
@@ -14,7 +14,7 @@ from greenroom.sim.records import SimCall
 from greenroom.sim.world import World
 from tests.chaos.scenario import HOST, Scenario
 
-# A hang ends at the time limit of whoever carries the move out.
+# A hang ends at the time limit of the move.
 HANG_MAX_S = 40.0
 
 COMING = (
@@ -60,7 +60,7 @@ class FaultPlan:
         self.copies_survive = True
 
     def stop(self) -> None:
-        """From now on all goes well. What hangs already still has to end."""
+        """No more faults. What hangs already still has to end."""
         self._is_over, self.store_down_until = True, 0.0
 
     def attach(self, world: World) -> None:
@@ -72,7 +72,7 @@ class FaultPlan:
         return self._with_copy(move, self._drawn(move, usual))
 
     def _with_copy(self, move: Move, fate: MoveFate) -> MoveFate:
-        """Not a fault: that somebody takes less than planned once it sleeps."""
+        """Not a fault: a folded copy takes less host memory than planned."""
         sleeps = move.kind in (MoveKind.SLEEP, MoveKind.PREPARE) and HOST in move.claim
         if not (sleeps and self._folded) or fate.outcome is not Outcome.DONE or fate.seen is not None:
             return fate

@@ -147,7 +147,7 @@ class Play:
         world.shut_down(DRAIN_S)
 
     def _liveness(self, world: World) -> None:
-        """No fault any more: what is left drains, and whoever asks now is served."""
+        """No more faults: what is left drains, and new requests are served."""
         self._faults.stop()
         self._disturbances.stop(world)
         world.run(until=world.now + SETTLING_S)
@@ -160,7 +160,7 @@ class Play:
                 world.arrive(ModelId(name), 10, 10)
 
     def _rest(self, world: World) -> None:
-        """Everything ends in bounded time by itself; then the house is closed and nothing is left."""
+        """Everything ends in bounded time by itself; after the shutdown nothing is left."""
         within_s = self._drain_bound_s(world)
         world.run(until=world.now + within_s)
         if not world.is_at_rest:
@@ -173,14 +173,14 @@ class Play:
         self.checkers.at_rest()
 
     def _drain_bound_s(self, world: World) -> float:
-        """Each turn of a model serves at least one who waits, and takes no longer than this."""
+        """Each turn of a model serves at least one waiting request, and takes no longer than `turn_s`."""
         timings = [model.timings for model in (*world.models.values(), *self.scenario.config.models)]
         swap_s = max(one.load_s + one.sleep_s + one.unload_s for one in timings) * (1.0 + self.scenario.config.jitter)
         limits = world.scheduler.state.limits
         service_s = max((usual.service_s(10_000, 2_000) for usual in timings), default=0.0)
         turn_s = swap_s * (2.0 + limits.residency_swaps + limits.batch_swaps) + service_s
         if not draws_stay(limits):
-            # Somebody more urgent may be waited for until it leaves by itself.
+            # A more urgent model may stay until it leaves by itself.
             turn_s += STAY_MAX_S
         return limits.deadlines_s[2] + limits.backoff_max_s + turn_s * (2 + len(world.calls))
 

@@ -18,7 +18,7 @@ from greenroom.core.policy.coresidency.matrix import Matrix
 from greenroom.sim.config import SimConfig, SimModel, Timings
 
 HOST = DeviceId("host")
-# The longest that any model stays when nobody asks for it, unless it stays for good.
+# The longest that an idle model stays, unless it stays for good.
 STAY_MAX_S = 30.0
 TENANTS = tuple(TenantId(name) for name in ("ada", "bert", "cleo", "dora", "emil"))
 
@@ -31,7 +31,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Who asks. `rate` is requests a second over all models; shares of callers with a budget, little patience …"""
+    """The callers. `rate` is requests a second over all models; then shares of callers with a budget, and so on."""
 
     arrivals: int
     rate: float
@@ -95,7 +95,7 @@ def _storm(seed: int, random: Random) -> Scenario:
     if rules is None:
         models = tuple(_with_pins(random, model, biggest) for model in models)
     policy = "fifo" if random.random() < 0.15 else "default"
-    # The coordinator's rules let the urgent keep the others out for as long as they stay: so nobody stays for ever.
+    # Under the coordinator an urgent model keeps others out as long as it stays: so none stays for ever.
     if random.random() < 0.15:
         limits = replace(limits, swapper="coordinator")
         models = tuple(relabelled(model, ttl_s=model.spec.ttl_s or 5.0) for model in models)
@@ -118,7 +118,7 @@ def _storm(seed: int, random: Random) -> Scenario:
 
 
 def _folding(scenario: Scenario) -> Scenario:
-    """In a third of them workers host the models: a copy stays on the host on stage too, and is smaller than planned.
+    """In a third of them workers host the models: a copy stays on the host while ready, smaller than planned.
 
     Drawn apart, so that nothing else of the scenario is drawn differently.
     """
@@ -227,7 +227,7 @@ def draw_rules(random: Random, models: list[ModelId]) -> Rules | None:
 
 
 def draws_stay(limits: Limits) -> bool:
-    """Whether models may stay for good without keeping anybody out for good."""
+    """True if a model may stay for good without keeping others out for good."""
     return limits.swapper != "coordinator"
 
 
@@ -289,7 +289,7 @@ def _calm(seed: int, random: Random) -> Scenario:
 
 
 def _duel(seed: int, random: Random) -> Scenario:
-    """Two or three tenants who always wait for the same model, answers of very different length, and long lifts."""
+    """Two or three tenants that always wait for the same model, answers of very different length, and long lifts."""
     timings = Timings(2.0, 0.2, 0.1, 0.1, concurrency=random.choice((1, 2, 4)))
     spec = ModelSpec(ModelId("m0"), need=Need(1_000))
     limits = Limits(

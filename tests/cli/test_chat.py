@@ -31,7 +31,7 @@ def spoken(*texts: str) -> Answer:
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    """Somebody at a terminal types these, then Ctrl-D."""
+    """A user at a terminal types these, then Ctrl-D."""
     waiting: Iterator[str] = iter(lines)
 
     def read(prompt: str) -> str:

@@ -61,6 +61,6 @@ def test_a_second_demo_on_the_same_port_is_told_to_take_another(
     assert main(["demo", "--port", "8210"]) == 1
     err = capsys.readouterr().err
     assert "a demo serves port 8210 already" in err and "make serve PORT=8211" in err and "pid 4711" in err
-    # Who has chosen the directory chooses another one.
+    # A user who chose the directory chooses another one.
     assert main(["demo", "--state-dir", "/c/state-8210"]) == 1
     assert "make serve" not in capsys.readouterr().err

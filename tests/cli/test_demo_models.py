@@ -28,7 +28,7 @@ HIDDEN = 8
 
 
 def silent(step: str, done: int, total: int) -> None:
-    """A Progress nobody looks at."""
+    """A Progress that is ignored."""
 
 
 def wheel_of(directory: Path, package: Wheel, files: dict[str, bytes]) -> Wheel:
@@ -49,7 +49,7 @@ def wheel_of(directory: Path, package: Wheel, files: dict[str, bytes]) -> Wheel:
 
 
 def small_bert() -> dict[str, bytes]:
-    """A BERT of two layers in the layout of the real one, the parts nobody uses included."""
+    """A BERT of two layers in the layout of the real one, unused parts included."""
     random = np.random.default_rng(0)
     shapes = {"embeddings.word_embeddings.weight": (len(WORDS), HIDDEN), "pooler.dense.weight": (HIDDEN, HIDDEN)}
     shapes |= {"embeddings.position_embeddings.weight": (16, HIDDEN)}

@@ -173,13 +173,12 @@ def test_what_does_not_answer_like_a_python_is_none(says: str, tmp_path: Path) -
     assert found.python is None and "does not answer like a Python" in str(found.why)
 
 
-def test_one_that_hangs_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_is_not_waited_for_without_end(tmp_path: Path) -> None:
     path = tmp_path / "hangs"
     path.write_text("#!/bin/sh\nexec sleep 60\n")
     path.chmod(0o755)
-    monkeypatch.setattr(engines_module, "ASK_MAX_S", 0.2)
-    assert ask_python(str(path), TRANSFORMERS).why is not None
-    assert ask_program(str(path)) is None
+    assert ask_python(str(path), TRANSFORMERS, max_s=0.2).why is not None
+    assert ask_program(str(path), max_s=0.2) is None
 
 
 def test_the_extra_is_what_the_command_says_to_install() -> None:

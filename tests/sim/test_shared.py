@@ -67,7 +67,7 @@ class KeepsWhatIsOver(OfSlots):
 
 
 def careless(gateway: Gateway) -> Grants:
-    """Neither asks anybody nor looks."""
+    """Neither asks for a lease nor measures."""
 
     async def never(claim: Claim) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""Events reach every listener in order; a slow one is told how many it lost, and holds nobody up."""
+"""Events reach every listener in order; a slow one is told how many it lost, and delays no other."""
 
 from __future__ import annotations
 

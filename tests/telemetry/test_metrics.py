@@ -1,4 +1,4 @@
-"""What is counted, how it is shown, and that nobody can make us count without end."""
+"""What is counted, how it is shown, and that no caller can create series without end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is let in, and that a key is never kept."""
+"""Which keys are accepted, and that a key is never kept."""
 
 from __future__ import annotations
 

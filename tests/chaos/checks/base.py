@@ -1,4 +1,4 @@
-"""The checkers: hands each event and effect to the checkers that want to hear of it.
+"""What all checks share, and the watcher that hands each event and effect to the checks that need it.
 
 A checker is a small class that keeps its own truth about one property and raises Violation when it is broken. It names
 the methods it needs after events (`serve_done`) and effects (`grant`); `tell` is called before every event, `settled`

@@ -32,13 +32,13 @@ ROUNDING_S = 1e-6
 
 
 class Dues:
-    """Who is due when. Setting a new time forgets the old one."""
+    """Due times by name. Setting a new time replaces the old one."""
 
     def __init__(self) -> None:
         self._due: dict[str, float] = {}
         self._heap: list[tuple[float, str]] = []
         self._seen: dict[str, float] = {}
-        # Before this nobody is overdue, so nobody need ask.
+        # Nothing is overdue before this time.
         self.quiet_until = inf
 
     def __contains__(self, who: str) -> bool:
@@ -66,7 +66,7 @@ class Dues:
 
 
 class Patience(Check):
-    """Nobody waits past the end of its patience, and no answer goes on when its budget is used up."""
+    """No request waits past its deadline, and no answer goes on when its budget is used up."""
 
     def __init__(self) -> None:
         self._gives_up: dict[str, float] = {}
@@ -179,7 +179,7 @@ class IdleGo(Check):
         elif event.outcome is not Outcome.NO_LEASE or move.kind in ARRIVING:
             self._was_ready.discard(move.slot)
         elif move.slot in self._was_ready:
-            # Nobody has touched it. It may have to leave for other reasons, and then goes on.
+            # It was not touched. If it leaves for another reason, that move goes on.
             self._ready[move.slot] = move.model
             self._watch(move.slot)
 

@@ -14,41 +14,41 @@ from greenroom.sim.records import Violation
 from tests.chaos.checks.base import Check
 
 
-class Place(Enum):
+class State(Enum):
     WAITS = "waits"
     SERVED = "is served"
 
 
 class Ends(Check):
     def __init__(self) -> None:
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, State] = {}
         self._came_back: set[str] = set()
         # One that was lost twice must be rejected before the event is over.
         self._must_end: str | None = None
 
     def request_arrived(self, event: ev.RequestArrived) -> None:
-        self._places[event.request] = Place.WAITS
+        self._places[event.request] = State.WAITS
 
     def lease_asked(self, event: ev.LeaseAsked) -> None:
-        self._places[event.lease] = Place.WAITS
+        self._places[event.lease] = State.WAITS
 
     def grant(self, request: RequestId | LeaseId, slot: SlotId, reason: Reason) -> None:
-        if self._places.get(request) is not Place.WAITS or request == self._must_end:
+        if self._places.get(request) is not State.WAITS or request == self._must_end:
             raise Violation(f"{request} is granted though it {self._said_of(request)}")
-        self._places[request] = Place.SERVED
+        self._places[request] = State.SERVED
 
     def reject(self, request: RequestId | LeaseId, rejection: Rejection, reason: Reason) -> None:
-        if self._places.pop(request, None) is not Place.WAITS:
+        if self._places.pop(request, None) is not State.WAITS:
             raise Violation(f"{request} is rejected though it {self._said_of(request)}")
         self._came_back.discard(request)
 
     def cut(self, request: RequestId, reason: Reason) -> None:
-        if self._places.get(request) is not Place.SERVED:
+        if self._places.get(request) is not State.SERVED:
             raise Violation(f"{request} is cut though it {self._said_of(request)}")
 
     def serve_done(self, event: ev.ServeDone) -> None:
         if event.lost_before_first_byte and event.request in self._places:
-            self._places[event.request] = Place.WAITS
+            self._places[event.request] = State.WAITS
             if event.request in self._came_back:
                 self._must_end = event.request
             self._came_back.add(event.request)

@@ -1,6 +1,6 @@
-"""Fair shares: tenants who always wait for the same model get the same virtual service, but for a stated difference.
+"""Fair shares: tenants that always wait for the same model get the same virtual service, up to a stated bound.
 
-Watches duels: tenants of one class, one model, nobody's class lifted by age. Virtual service is slot-seconds by the
+Watches duels: tenants of one class, one model, no request lifted by age. Virtual service is slot-seconds by the
 weight of the tenant; a slot's time is shared by the answers it gives at once. The scheduler charges an estimate at the
 grant and settles it at the end, so what it believes differs from what was had by at most one answer for each one in
 flight. With c answers at once, the longest of them taking m, the lightest weight w and the longest load l, two tenants
@@ -31,7 +31,7 @@ class FairShares(Check):
         self._is_on = False
 
     def tell(self, event: ev.Event) -> None:
-        """Time has passed: those who are served have had their share of it."""
+        """Time has passed: add its share to each running request."""
         passed_s, self._now = max(0.0, event.now - self._now), event.now
         for request in self._running:
             tenant = self._tenant_of[request]
@@ -52,7 +52,7 @@ class FairShares(Check):
         self._is_on = False
 
     def move_done(self, event: ev.MoveDone) -> None:
-        # It is loaded once, and from then on everybody waits.
+        # It is loaded once, and from then on every tenant waits.
         self._is_on = True
         self._served_s = dict.fromkeys(self._tenants, 0.0)
 

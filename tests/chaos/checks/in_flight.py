@@ -89,7 +89,7 @@ class BusyStay(Check):
                 del self._serves[slot]
 
     def slots_lost(self, event: ev.SlotsLost) -> None:
-        """Whoever was served there hears of it later; the slot itself is gone, or only its copy is left."""
+        """Its requests end later; the slot itself is gone, or only its copy is left."""
         for slot in event.slots:
             self._serves.pop(slot, None)
             for request in [request for request, where in self._slot_of.items() if where == slot]:

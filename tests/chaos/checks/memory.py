@@ -1,6 +1,6 @@
-"""What memory promises: sleepers within the green room, leases whole and apart, loads as large as they were measured.
+"""Memory: sleepers fit into the green room, leases are whole and apart, loads are as large as measured.
 
-Also whom the coordinator's rules let go, while that swapper is configured.
+Also which models the coordinator's rules let leave, while that swapper is configured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _TO_SLEEP = (MoveKind.SLEEP, MoveKind.PREPARE)
 
 
 class GreenRoom(Check):
-    """Those who sleep and go on sleeping take no more host memory than they may, if any of them could leave."""
+    """Slots that stay asleep take no more host memory than allowed, as long as one of them could leave."""
 
     def __init__(self) -> None:
         self.judged = 0
@@ -31,7 +31,7 @@ class GreenRoom(Check):
         if self._limit_mib is None or self.world is None:
             return
         there = [place for place in self.world.truth.places.values() if _sleeps(place)]
-        # All of them together mostly fit; only if they do not does it matter who is about to leave.
+        # All together mostly fit; only if not does it matter which are about to leave.
         if not there or sum(map(self._host_mib, there)) <= self._limit_mib:
             return
         there = [place for place in there if not self._is_to_wake(place)]
@@ -62,7 +62,7 @@ def _sleeps(place: SimPlace) -> bool:
 
 
 class LeasesWhole(Check):
-    """Whoever asked for memory on several GPUs has it on each of so many different ones, or has nothing."""
+    """A lease on several GPUs has memory on each of that many different ones, or nothing."""
 
     def __init__(self) -> None:
         self.judged = 0
@@ -128,7 +128,7 @@ class Needs(Check):
 
 
 class CoordinatorRules(Check):
-    """Under the coordinator nobody leaves for a model that only less urgent requests wait for."""
+    """Under the coordinator no model leaves for one that only less urgent requests wait for."""
 
     def __init__(self) -> None:
         self.judged = 0
@@ -171,7 +171,7 @@ class CoordinatorRules(Check):
     def move(self, move: Move, reason: Reason) -> None:
         self._judge(move, reason)
         if move.kind in (MoveKind.WAKE, MoveKind.SLEEP):
-            # The stay of a sleeper is over; whoever wakes it decides how urgent it is from then on.
+            # A sleeper's stay is over; the request that wakes it sets its priority from then on.
             self._served.pop(move.slot, None)
 
     def _judge(self, move: Move, reason: Reason) -> None:

@@ -1,4 +1,4 @@
-"""Who goes first among those who wait for one model: arrival within a lane, and no class waits for ever.
+"""The order of requests that wait for one model: by arrival within a lane, and no class waits for ever.
 
 A lane is (tenant, priority, model). Its age counts from the arrival of its first, or from when it was last served if
 that is later. Between lanes the default policy promises that the late go first, by age, and that no other lane is
@@ -39,7 +39,7 @@ Lanes = dict[tuple[TenantId, int], list[Caller]]
 
 
 class Order(Check):
-    """Only callers who named one model stand in lanes here: the others may be served elsewhere at any time."""
+    """Only requests for one model are in lanes here: the others may be served elsewhere at any time."""
 
     def __init__(self, choosy_come: bool) -> None:
         self._choosy_come = choosy_come
@@ -112,7 +112,7 @@ class Order(Check):
             self._judge_between(caller, lanes)
 
     def _served(self, model: ModelId, tenant: TenantId, priority: int) -> None:
-        """Whoever is first in this lane now is no older than this moment, unless a choosy one stood before it."""
+        """The first in this lane is now no older than this time, unless a choosy request stood before it."""
         lane = self._lanes.get(model, {}).get((tenant, priority))
         if lane:
             lane[0].aged_from_max = max(lane[0].aged_from_max, self._now)

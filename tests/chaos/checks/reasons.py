@@ -1,4 +1,4 @@
-"""Nobody is refused without a reason that was there when it was said."""
+"""Every refusal has a reason that holds at that moment."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Reasons(Check):
         self._waiting.pop(request, None)
 
     def settled(self, event: ev.Event) -> None:
-        """And nobody is let in to wait where the queue is full."""
+        """No request may join a full queue."""
         is_new = isinstance(event, ev.RequestArrived) and event.request in self._waiting
         if is_new and len(self._waiting) > self._limits.queue_depth_max:
             raise Violation(f"{len(self._waiting)} wait, and no more than {self._limits.queue_depth_max} may")
@@ -135,7 +135,7 @@ class Reasons(Check):
                 return self._is_too_large(named)
 
     def _is_too_large(self, named: tuple[ModelId, ...]) -> bool:
-        """Judged only where it cannot be a matter of pins, splits or raised needs: a small model, nobody pinned."""
+        """Judged only where pins, splits and raised needs cannot matter: a small model, and nothing pinned."""
         world = self.world
         if world is None or not named or any(model.spec.pinned for model in world.models.values()):
             return True

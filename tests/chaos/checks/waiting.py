@@ -24,7 +24,7 @@ ROUNDING_S = 0.1
 
 
 class Late:
-    """One that is late: who stood before it then, and who passed them since."""
+    """A late request: the requests before it at that time, and those that have passed it since."""
 
     __slots__ = ("before", "counts", "passed")
 
@@ -47,7 +47,7 @@ class Late:
 
 
 class WaitingBound(Check):
-    """W ≤ late + turn · (1 + Σ ⌈(ahead + passed) / c⌉), where a turn is a swap, its time on stage and a drain."""
+    """W ≤ late + turn · (1 + Σ ⌈(ahead + passed) / c⌉), where a turn is a swap, its residency and a drain."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.judged = 0
@@ -64,7 +64,7 @@ class WaitingBound(Check):
         self._now = 0.0
 
     def tell(self, event: ev.Event) -> None:
-        """Whoever has become late since the last event: nothing has changed meanwhile, so this is how it stood."""
+        """Follow the requests that became late since the last event; the queue has not changed meanwhile."""
         self._now = event.now
         while self._late_at and self._late_at[0][0] <= event.now:
             at, request = heappop(self._late_at)
@@ -176,7 +176,7 @@ class Overtakes(Check):
         _, model = self._arrived.pop(request)
         del self._waiting[model][request]
         self._granted_at[request] = self._now
-        # The first of each queue came first, and nobody leaves here.
+        # The first of each queue arrived first, and no caller leaves here.
         others = [next(iter(waiting.values())) for name, waiting in self._waiting.items() if waiting and name != model]
         if not others:
             self._overtaken[slot] = 0

@@ -80,7 +80,7 @@ class Gateway:
         self.name = name
         self._models = models
         self._loop = asyncio.get_running_loop()
-        # A dead gateway tells nobody anything, whatever is still unwound of it.
+        # A dead gateway sends nothing, whatever of it is still unwinding.
         self.is_dead = False
         self.clock: Callable[[], float] = self._loop.time
         scheduler = Scheduler(self)
@@ -126,7 +126,7 @@ class Gateway:
         self._end_tasks()
 
     def kill(self) -> None:
-        """At once, and nobody is told. Its engines are ended by their keepers a moment later."""
+        """Kill it at once, silently. Its keepers end its engines a moment later."""
         self.is_dead = True
         if self.sharing._task is not None:
             self.sharing._task.cancel()
@@ -152,7 +152,7 @@ class Gateway:
         return f"{self.name}/{slot}"
 
     def told(self) -> dict[str, Any]:
-        """What was the case, for who finds that something is wrong."""
+        """The state, for the message of a failure."""
         state = self.state
         return {
             "down": self.sharing.failure,
@@ -282,7 +282,7 @@ class Gateway:
             else:
                 raise error
         elif move.id not in self._aborted:
-            # The gateway was killed, and nobody is left to be told.
+            # The gateway was killed; there is nothing left to tell.
             return
         self._post_and_look(MoveDone(self.clock(), move.id, outcome, seen))
 

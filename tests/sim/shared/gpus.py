@@ -1,4 +1,4 @@
-"""What is real in a simulation: the memory of GPUs, who uses it, and whether that was allowed."""
+"""The real GPUs of a simulation: their memory, its use, and whether that use was allowed."""
 
 from __future__ import annotations
 

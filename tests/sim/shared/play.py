@@ -69,7 +69,7 @@ class Play:
         self._models = {name: self._specs(name) for name in ("a", "b", "c")[: chance.randint(2, 3)]}
         self._load_s = {spec.id: chance.uniform(0.1, 2.0) for specs in self._models.values() for spec in specs}
         self.gateways: dict[str, Gateway] = {}
-        # Whom each gateway owes an answer, over all its lives.
+        # The callers that each gateway owes an answer, over all its restarts.
         self._open: dict[str, dict[RequestId, tuple[ModelId, int]]] = {name: {} for name in self._models}
         self._asking_again: Counter[str] = Counter()
         self._lives: Counter[str] = Counter()
@@ -124,7 +124,7 @@ class Play:
         self.played.served += 1
 
     def refused(self, gateway: str, request: RequestId, code: RejectCode) -> None:
-        """A caller who is refused asks again, as somebody new."""
+        """A refused caller asks again, as a new request."""
         self.played.refusals[code.value] += 1
         # Engines that crash again and again are backed off from.
         if code not in (RejectCode.STORE_DOWN, RejectCode.LOAD_FAILED, RejectCode.SHUTTING_DOWN):
@@ -133,7 +133,7 @@ class Play:
             self.cut(gateway, request)
 
     def cut(self, gateway: str, request: RequestId) -> None:
-        """Who was not answered asks again."""
+        """Callers without an answer ask again."""
         name = gateway.partition("#")[0]
         if (asked := self._open[name].pop(request, None)) is not None:
             self._asking_again[name] += 1
@@ -178,7 +178,7 @@ class Play:
             gateway._grants = self._plant(gateway)
         self.gateways[name] = gateway
         await gateway.start()
-        # Whoever was not answered by the last one asks again.
+        # Callers that the last one did not answer ask again.
         asked, self._open[name] = list(self._open[name].values()), {}
         for model, priority in asked:
             self._ask(name, model, priority)
@@ -219,7 +219,7 @@ class Play:
     async def _train(self, store: SharedStore, lease: Lease) -> None:
         claim = {DeviceId(device): mib for device, mib in lease.claim.items()}
         if not self.gpus.has_room(claim):
-            # Somebody stood still past the end of his lease, or died a moment ago. Only gateways look before.
+            # A holder hung past the end of its lease, or died a moment ago. Only gateways measure before.
             self.played.faults["trainer_found_less"] += 1
             await self._release(store, lease)
             return
@@ -335,7 +335,7 @@ class Play:
         self.played.drained_s = loop.time() - began
 
     async def _rest(self) -> None:
-        """What is written down is what is there: no lease of anybody who has gone, none missing of who is there."""
+        """The store is right: no lease of a holder that has gone, none missing of one that is there."""
         deadline = asyncio.get_running_loop().time() + REST_TTLS * self.ttl_s
         while (wrong := self._wrongly_written()) is not None:
             self._raise_errors()

@@ -18,7 +18,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def _run_once(self) -> None:
-        """One turn. When nobody is ready, time goes on to the next who will be."""
+        """One turn. If nothing is ready, time jumps to the next timer."""
         inside: Any = self
         scheduled = inside._scheduled
         while scheduled and scheduled[0]._cancelled:

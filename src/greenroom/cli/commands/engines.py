@@ -252,12 +252,12 @@ class InstalledPackages:
         return [one for one in wanted if not _will_do(self.versions.get(one.name), one.at_least)]
 
 
-def ask_python(python: str, wanted: Sequence[RequiredPackage]) -> InstalledPackages:
+def ask_python(python: str, wanted: Sequence[RequiredPackage], max_s: float = ASK_MAX_S) -> InstalledPackages:
     """The versions of these packages in this interpreter. Never raises."""
     found = shutil.which(python)
     if found is None:
         return InstalledPackages(why=f"there is no Python {python}")
-    said = _said([found, "-c", _ASK, *(one.name for one in wanted)])
+    said = _said([found, "-c", _ASK, *(one.name for one in wanted)], max_s)
     try:
         answer = json.loads(said or "")
         return InstalledPackages(str(answer["python"]), dict(answer["found"]))
@@ -265,9 +265,9 @@ def ask_python(python: str, wanted: Sequence[RequiredPackage]) -> InstalledPacka
         return InstalledPackages(why=f"{python} does not answer like a Python")
 
 
-def ask_program(program: str) -> str | None:
+def ask_program(program: str, max_s: float = ASK_MAX_S) -> str | None:
     """The version that `PROGRAM --version` prints, if any. Never raises."""
-    match = _VERSION.search(_said([program, "--version"]) or "")
+    match = _VERSION.search(_said([program, "--version"], max_s) or "")
     return match[1] if match else None
 
 
@@ -278,7 +278,7 @@ def install_words(python: str | None, missing: Sequence[RequiredPackage], extra:
     return f"{python} -m pip install " + " ".join(f"'{one.requirement}'" for one in missing)
 
 
-def _said(command: list[str]) -> str | None:
+def _said(command: list[str], max_s: float) -> str | None:
     """What the command prints. It runs in /, so that files in the current folder cannot pass for packages."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
@@ -289,7 +289,7 @@ def _said(command: list[str]) -> str | None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=ASK_MAX_S,
+            timeout=max_s,
             check=False,
         )
     except (OSError, ValueError, subprocess.SubprocessError):
