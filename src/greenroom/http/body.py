@@ -1,4 +1,4 @@
-"""Bodies of requests while they are ours: in memory when small, in an unlinked file when large, always within a budget.
+"""Bodies of requests: in memory when small, in an unlinked file when large, always within a budget.
 
 Owns the bytes and the budget they are counted against. Files that lie in memory (tmpfs) count as memory. Never
 interprets the bytes, and never waits: writing to and reading from the spool file are plain calls that end in the page
@@ -183,7 +183,7 @@ class Body:
 
 
 def _open_unlinked(directory: str) -> int:
-    """A file without a name: it is gone when closed, even if we are killed."""
+    """A file without a name: the system deletes it when it is closed, even if we are killed."""
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError:
@@ -204,7 +204,7 @@ def _free_bytes(directory: str) -> float:
     try:
         seen = os.statvfs(directory)
     except OSError:
-        # Writing there will say what is wrong.
+        # The write will report what is wrong.
         return math.inf
     return seen.f_frsize * seen.f_bavail
 

@@ -1,8 +1,8 @@
 """One client's connection: bytes in, one exchange at a time out.
 
-Owns the transport, the phase the connection is in, its deadlines and how it ends. Requests sent ahead wait as raw bytes
+Owns the transport, the phase of the connection, its deadlines and how it ends. Requests sent ahead wait as raw bytes
 until the answer before them is done, so answers keep their order and nothing is executed early. Never interprets bytes:
-`reader.py` reads requests and `exchange.py` writes answers.
+`request.py` reads requests and `exchange.py` writes answers.
 
     READ ─▶ ANSWER ─▶ READ …      TUNNEL: left HTTP      LINGER: refused, draining so that the answer gets read
 """
@@ -34,7 +34,7 @@ TUNNEL: Final = 2
 LINGER: Final = 3
 CLOSED: Final = 4
 
-# The other side sends nothing more, or is gone. Where the system does not know the first, only the second.
+# The peer has closed its sending side, or is gone. Systems without the first flag report only the second.
 _HUNG_UP: Final[int] = getattr(select, "POLLRDHUP", select.POLLHUP)
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
@@ -125,7 +125,7 @@ class ClientConnection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         # A client that closes its sending side has left: one that only half-closes cannot be told from it.
-        # What it sent ahead is not begun any more: nobody would be there for the answer.
+        # Requests that it sent ahead are not begun: there is no client to answer.
         unanswered = self._exchange is not None
         self._phase = CLOSED
         self._backlog = b""
@@ -185,7 +185,7 @@ class ClientConnection(asyncio.Protocol):
             self._take_backlog()
 
     def cut(self, *, hard: bool) -> None:
-        """Close without a word: in order, or by a reset where an orderly close would look like the answer's end."""
+        """Close without an answer: by a reset if an orderly close would look like the end of an answer."""
         self._forget_exchange()
         self._phase = CLOSED
         if not hard:
@@ -197,7 +197,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport.abort()
 
     def take_over(self, receiver: RawReceiver) -> asyncio.Transport:
-        """Leave HTTP: hand what was sent ahead, then every later byte, to `receiver`."""
+        """Leave HTTP: give `receiver` the bytes that were sent ahead, then every later byte."""
         self._forget_exchange()
         self._phase = TUNNEL
         self._receiver = receiver
@@ -216,7 +216,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Between requests, with nothing of the next one here."""
+        """Between requests, with no byte of the next one received."""
         return self._phase == READ and not self._backlog and not self._reader.has_begun
 
     def close_idle(self) -> None:
@@ -238,7 +238,7 @@ class ClientConnection(asyncio.Protocol):
             self.close_idle()
 
     def sweep(self, now: float) -> None:
-        """End this connection if one of its deadlines has passed. An answer has none, only the reading of it."""
+        """End this connection if one of its deadlines has passed. Only clients have deadlines, answers have none."""
         if self._phase == READ:
             if self._body_since >= 0:
                 self._check_body(now)
@@ -258,7 +258,7 @@ class ClientConnection(asyncio.Protocol):
     # --- reading requests -------------------------------------------------------------------------------------------
 
     def _advance(self, data: bytes) -> None:
-        """Take requests out of these bytes until they are used up or an answer has to come first."""
+        """Read requests from these bytes until they are used up, or until an answer must be sent first."""
         reader = self._reader
         requests_left = self._state.limits.pipelined_per_turn_max
         self._advancing = True
@@ -294,7 +294,7 @@ class ClientConnection(asyncio.Protocol):
                 asyncio.get_running_loop().call_soon(self._take_backlog)
 
     def _await_rest(self, head: Head | None) -> None:
-        """Part of a request is here: start the deadline for the rest of it."""
+        """Part of a request has come: start the deadline for the rest."""
         if head is not None:
             if self._body_since < 0:
                 self._body_since = self._state.now
@@ -312,7 +312,7 @@ class ClientConnection(asyncio.Protocol):
             self._advance(data)
 
     def _set_aside(self, data: bytes) -> None:
-        """Keep bytes sent ahead. Beyond a bound the client has to wait; then only the sweep sees it leave."""
+        """Keep bytes sent ahead. Above a bound reading is paused; then only the sweep sees the client leave."""
         self._backlog += data
         if len(self._backlog) > self._state.limits.pipelined_bytes_max and not self._reading_paused:
             self._reading_paused = True
@@ -351,9 +351,9 @@ class ClientConnection(asyncio.Protocol):
     # --- ending -----------------------------------------------------------------------------------------------------
 
     def _linger(self) -> None:
-        """Say that nothing more comes, then read and drop a bounded rest.
+        """Close the sending side, then read and drop a bounded number of bytes.
 
-        A close with bytes still unread would destroy the answer on its way to the client.
+        Closing with unread bytes would reset the connection, and the client could lose the answer.
         """
         self._phase = LINGER
         self._reader.drop()
@@ -382,16 +382,16 @@ class ClientConnection(asyncio.Protocol):
             receiver.client_gone()
 
     def _is_over(self, now: float) -> bool:
-        """True if the client has lingered long enough, or has left while its bytes are not read."""
+        """True if lingering has taken long enough, or the client has left while reading is paused."""
         if self._phase == LINGER:
             return now > self._deadline
         if self._phase == TUNNEL:
-            # The engine takes nothing. What the client sent before it left is the engine's, if it goes on soon.
+            # The engine does not read. It is given a short time for what the client sent before it left.
             return now > self._deadline and not self.transport.is_reading() and self._has_hung_up()
         return self._reading_paused and self._has_hung_up()
 
     def _has_hung_up(self) -> bool:
-        """Whether the client has left, seen without reading what it sent before."""
+        """Whether the client has left. Does not read what it sent before."""
         poll = select.poll()
         poll.register(self.transport.get_extra_info("socket").fileno(), _HUNG_UP)
         return bool(poll.poll(0))
@@ -406,7 +406,7 @@ class ClientConnection(asyncio.Protocol):
         if self._reader.has_begun:
             self.turn_away(TooSlow("The headers did not arrive in time."))
         else:
-            # Nothing was asked, so nothing is answered.
+            # No request was begun, so none is answered.
             self.close_idle()
 
     def _check_body(self, now: float) -> None:

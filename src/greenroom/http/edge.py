@@ -1,8 +1,8 @@
 """The listening side: sockets, the connections on them, and the one sweep that watches their deadlines.
 
-Owns who may connect and how long clients may take. Never knows routes, tenants or models: it asks `admit` at the end
-of a request's headers, hands complete requests to `handle`, and has `refuse` render what it must answer itself. All
-three are called on the loop and must not block. Why this is ours: docs/adr/0002-own-http-edge.md.
+Owns the limits on connections and the clients' deadlines. Knows no routes, tenants or models: it asks `admit` at the
+end of a request's headers, gives complete requests to `handle`, and lets `refuse` render errors that it must answer
+itself. All three are called on the loop and must not block. Why this is ours: docs/adr/0002-own-http-edge.md.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _LAST_RESORT: Final[Refusal] = (
 class Edge:
     """Accepts connections and turns their bytes into exchanges.
 
-    `admit(head)` gives the most bytes its body may have, or raises the error to answer with. `handle(exchange)` is
-    called when head and body are complete. `refuse(exchange, head, error)` renders an error; both may be missing.
+    `admit(head)` returns how many bytes the body may have at most, or raises the error to answer with.
+    `handle(exchange)` is called when head and body are complete. `refuse(exchange, head, error)` renders an error;
+    exchange and head may be None.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Edge:
             connection.transport.abort()
 
     def refusal(self, exchange: Exchange | None, head: Head | None, error: GreenroomError) -> Refusal:
-        """What to answer for this error. Never raises: a renderer that fails is itself answered with 500."""
+        """The answer for this error. Never raises: if rendering fails, the answer is a plain 500."""
         try:
             return self._refuse(exchange, head, error)
         except Exception:
@@ -150,7 +151,7 @@ class Edge:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.bind(path)
-            # Only our own user, and before anyone can connect: the file's mode is this listener's only lock.
+            # For our own user only, set before clients can connect: the file's mode is the only protection.
             os.chmod(path, 0o600)
             server = await self._loop.create_unix_server(self._accept, sock=sock, backlog=self.limits.backlog)
         except BaseException:
@@ -177,7 +178,7 @@ class Edge:
 
 
 def _is_loopback(ip: str) -> bool:
-    # A Unix socket has no address; whoever may open its file is as near as loopback.
+    # A Unix socket has no address; a client that may open its file is local.
     if not ip:
         return True
     address = ipaddress.ip_address(ip.partition("%")[0])
@@ -191,7 +192,7 @@ def _spell(name: tuple[object, ...]) -> str:
 
 
 def _remove_stale_socket(path: str) -> None:
-    """Remove a socket a dead process left. One that still answers is left alone, and bind then says why."""
+    """Remove the socket of a dead process. One that still accepts is kept, and bind then raises OSError."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return

@@ -1,7 +1,7 @@
 """One connection to an engine: a request out, its answer back in.
 
-Owns the parser of answers and the framing of their end. Never changes what passes through: bodies are told to the sink
-as they came, joined once for each read. The parser's callbacks only take notes, which are told after each read.
+Owns the parser of answers and how their end is found. Never changes a body: the sink gets its bytes as they came,
+joined once for each read. The parser's callbacks only take notes; the sink is called after each read.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _ONE_WRITE_MAX: Final = 64 * 1024
 
 
 class Sink(Protocol):
-    """Who hears an engine's answer: `head`, any number of `body`, then `complete`; `lost` may end it at any time.
+    """Receives an engine's answer: `head`, any number of `body`, then `complete`; `lost` may end it at any time.
 
-    `answer` is all of it at once, for one that came in a single read.
+    `answer` replaces all of these for an answer that came in a single read.
     `upstream` is set when a connection has taken the request, and again when it was retried on another one. `wanted`
-    turns false when nobody waits for the answer any more.
+    turns false when the answer is no longer needed.
     """
 
     upstream: Connection | None
@@ -57,7 +57,7 @@ class ConnectionPool(Protocol):
 
 
 class EngineReceiver(Protocol):
-    """Who gets an engine's bytes once the connection has left HTTP."""
+    """Receives an engine's bytes once the connection has left HTTP."""
 
     def engine_data(self, data: bytes) -> None: ...
     def engine_gone(self) -> None: ...
@@ -66,7 +66,7 @@ class EngineReceiver(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """Busy from `begin` until the sink has heard `complete` or `lost`; idle otherwise."""
+    """Busy from `begin` until the sink was called with `complete` or `lost`; idle otherwise."""
 
     __slots__ = (
         "_body",
@@ -136,7 +136,7 @@ class Connection(asyncio.Protocol):
     # --- what the pool and the sink ask for -------------------------------------------------------------------------
 
     def begin(self, head: bytes, body: Payload, sink: Sink) -> None:
-        """Send a request. `sink` hears its answer."""
+        """Send a request. `sink` receives the answer."""
         self._sink = sink
         self._head = head
         self._body = body
@@ -165,13 +165,13 @@ class Connection(asyncio.Protocol):
                 self.transport.resume_reading()
 
     def abort(self) -> None:
-        """Close at once and tell nobody: engines take it as the wish to stop answering."""
+        """Close at once without calling the sink. Engines stop working on an answer when its connection closes."""
         self._sink = self._receiver = None
         self._let_go_of_request()
         self.transport.abort()
 
     def lose(self, what: str) -> None:
-        """Close at once and tell the sink that it was the engine's doing."""
+        """Close at once and call the sink's `lost`: the engine failed."""
         sink, receiver, before_first_byte = self._sink, self._receiver, not self._heard
         self.abort()
         if sink is not None:
@@ -257,7 +257,7 @@ class Connection(asyncio.Protocol):
             self._sink_failed(sink)
 
     def _sink_failed(self, sink: Sink) -> None:
-        """A bug of ours. The sink still has to hear an end, even if its answer was already complete here."""
+        """A bug of ours. The sink must still see an end, even if the answer was already complete here."""
         log.exception("passing on an answer failed")
         if self._sink is None or self._sink is sink:
             self.abort()
@@ -267,7 +267,7 @@ class Connection(asyncio.Protocol):
         if self._receiver is not None:
             self._receiver.engine_data(data)
         else:
-            # An idle connection has nothing to say; one that does cannot be trusted with a request.
+            # An engine must not send on an idle connection; one that does is not given another request.
             self.abort()
 
     # --- telling the sink -------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class Connection(asyncio.Protocol):
             self.lose(f"sent more than {RESPONSE_HEAD_BYTES_MAX} bytes of headers")
 
     def _tell(self, sink: Sink) -> None:
-        """Pass on what one read has brought, as long as the sink still listens."""
+        """Pass on what one read brought, unless the sink has ended meanwhile."""
         if not self._head_told:
             if self._complete and not self._fault:
                 self._end(sink, self._status)
@@ -310,7 +310,7 @@ class Connection(asyncio.Protocol):
         return body
 
     def _end(self, sink: Sink, status: int) -> None:
-        """The answer is complete. With a status all of it is told, else only its end."""
+        """The answer is complete. With a status the sink gets all of it, else only its end."""
         reusable = self._keep_alive and not self._surplus and self._unsent is None
         headers, body = self._headers, self._take_parts() if status else b""
         self._sink = None
@@ -318,9 +318,9 @@ class Connection(asyncio.Protocol):
         self._unsent = None
         self._forget_answer()
         self._served += 1
-        # Given back first, so that whoever hears of the end can use the connection at once.
+        # Released first, so that the sink can use the connection again at once.
         if reusable:
-            # The client of this answer may still be slow; the next one has nothing to do with that.
+            # Reading may be paused for a slow client; the next client must not wait for it.
             if self._reading_paused:
                 self.resume_reading()
             self._pool.released(self)
@@ -334,7 +334,7 @@ class Connection(asyncio.Protocol):
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def _send_more(self) -> None:
-        """Write pieces of a spooled body until the engine has enough for now."""
+        """Write pieces of a spooled body until the write buffer is full."""
         try:
             while self._writable and self._unsent is not None:
                 piece = next(self._unsent, None)

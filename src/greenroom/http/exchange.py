@@ -29,7 +29,7 @@ _BODILESS: Final = frozenset((204, 304))
 
 
 class RawReceiver(Protocol):
-    """Who gets a connection's bytes once it has left HTTP."""
+    """Receives a client's bytes once its connection has left HTTP."""
 
     def client_data(self, data: bytes) -> None: ...
     def client_gone(self) -> None: ...
@@ -158,7 +158,7 @@ class Exchange:
         return self._connection.take_over(receiver)
 
     def leave(self) -> None:
-        """The connection's word that the client left. Not for upper layers."""
+        """Called by the connection when the client has left. Not for upper layers."""
         if self.gone or self.finished:
             return
         self.gone = True
@@ -169,13 +169,13 @@ class Exchange:
             callback()
 
     def pause(self) -> None:
-        """The connection's word that the client reads too slowly. Not for upper layers."""
+        """Called by the connection when the client reads too slowly. Not for upper layers."""
         self.paused = True
         if self.on_pause is not None:
             self.on_pause()
 
     def resume(self) -> None:
-        """The connection's word that the client reads again. Not for upper layers."""
+        """Called by the connection when the client reads again. Not for upper layers."""
         self.paused = False
         if self.on_resume is not None:
             self.on_resume()

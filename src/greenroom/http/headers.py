@@ -1,4 +1,4 @@
-"""Which headers pass between clients and engines, and the heads of requests to engines.
+"""Which headers pass between clients and engines, and the heads that we write to both.
 
 Owns the two lists: client headers reach an engine only by name (allow-list), engine headers reach a client unless they
 belong to the hop between the engine and us. Never touches bodies.
@@ -18,11 +18,11 @@ Headers = list[tuple[bytes, bytes]]
 
 # Everything else a client sends stays here: keys, cookies, encodings we would have to undo, names of other hops.
 REQUEST_ALLOWED: Final = frozenset((b"accept", b"content-type"))
-# What a WebSocket handshake needs besides.
+# A WebSocket handshake also needs these.
 UPGRADE_ALLOWED: Final = frozenset(
     (b"sec-websocket-extensions", b"sec-websocket-key", b"sec-websocket-protocol", b"sec-websocket-version")
 )
-# Names that configuration cannot let through either: we write them ourselves, or they would confuse the framing.
+# Never forwarded, even if configured: we write them ourselves, or they would break the framing.
 NEVER_FORWARDED: Final = frozenset(
     (
         b"accept-encoding",
@@ -73,9 +73,9 @@ def build_request(
     upgrade: bytes | None = None,
     ours: Headers | None = None,
 ) -> bytes:
-    """The head of a request to an engine. `headers` are the client's, of which none passes that is named in `ours`.
+    """The head of a request to an engine. `headers` are the client's; those named in `ours` are replaced.
 
-    Raises GatewayBug if it would not be one head.
+    Raises GatewayBug for values that would break the head.
     """
     if _TARGET.fullmatch(target) is None:
         raise GatewayBug("The target of a request to an engine must be a path of printable characters.")
@@ -103,7 +103,7 @@ def build_request(
 def response_headers(headers: Headers, extra: Headers, defaults: Headers | None = None) -> Headers:
     """The engine's headers that may pass to the client, then ours. Ours replace the engine's of the same name.
 
-    `defaults` are told where the engine says nothing of the kind.
+    `defaults` are added where the engine sends no header of that name.
     """
     kept: Headers = []
     ours = [name for name, _ in extra]
@@ -115,7 +115,7 @@ def response_headers(headers: Headers, extra: Headers, defaults: Headers | None 
         elif name not in ours and not name.startswith(b"access-control-"):
             kept.append(header)
     if len(ours) > len(extra):
-        # Names listed in Connection belong to that hop too, wherever they stood.
+        # Names listed in Connection belong to that hop too.
         kept = [header for header in kept if header[0] not in ours]
     kept += extra
     if defaults:

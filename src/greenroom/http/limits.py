@@ -29,18 +29,18 @@ class EdgeLimits:
     keepalive_s: float = DEFAULTS.keepalive_s
     # A client that accepts no byte for this long while we have bytes for it is cut.
     write_timeout_s: float = DEFAULTS.write_timeout_s
-    # After an early refusal this much is read and thrown away, so that the client can read why.
+    # After an early refusal this much is read and dropped, so that the client can read the answer.
     linger_s: float = 5.0
     linger_bytes_max: int = 16 * MIB
 
     headers_max: int = DEFAULTS.headers_max
     header_bytes_max: int = DEFAULTS.header_bytes_max
     request_line_max: int = DEFAULTS.request_line_max
-    # What a chunked body may spend on sizes, extensions and trailers beyond as much as its content.
+    # Bytes of sizes, extensions and trailers that a chunked body may have, beyond as many as its content.
     chunk_overhead_bytes_max: int = 16 * KIB
 
     connections_max: int = DEFAULTS.connections_max
-    # Loopback is exempt: there everyone has the same address.
+    # Loopback is exempt: there all clients have the same address.
     connections_per_ip_max: int = DEFAULTS.connections_per_ip_max
     backlog: int = 2048
 
@@ -48,7 +48,7 @@ class EdgeLimits:
     body_in_memory_max: int = 256 * KIB
     bodies_total_max: int = DEFAULTS.bodies_memory_mib * MIB
     spool_total_max: int = DEFAULTS.bodies_spool_mib * MIB
-    # So much stays free on the disk of the spool, where leases and what was learned are written down too.
+    # This much stays free on the disk of the spool, which also holds leases and learned times.
     spool_leaves_bytes: int = 32 * MIB
 
     # Requests sent ahead wait as raw bytes: above this many we stop reading until the answers before them are done.
@@ -63,7 +63,7 @@ class EdgeLimits:
 
 @dataclass(slots=True)
 class EdgeStats:
-    """Counts since start. Plain integers: whoever publishes them reads them."""
+    """Counts since start. Plain integers, which the metrics and the management API read."""
 
     accepted: int = 0
     # Connections closed at accept because there were too many, in all or from one address.

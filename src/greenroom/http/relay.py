@@ -1,7 +1,7 @@
 """Copies an engine's answer to a client.
 
 Owns the joint between one exchange and one connection to an engine: back-pressure, a client that leaves, an engine that
-is lost. Never decodes a body; what is read from it is read from the last 8 KiB, once, by whoever needs it.
+is lost. Never decodes a body: callers read usage, timings or an error from its last 8 KiB.
 
     fresh:      the engine's status and headers go to the client
     committed:  heartbeats have already sent 200 and SSE headers: the engine must answer just that, anything else is bad
@@ -42,7 +42,7 @@ class RelayOutcome(enum.Enum):
 class Relay:
     """A Sink. Ends in exactly one outcome: await `wait()`, or be told by `on_done`.
 
-    On COMPLETE the answer is finished; on ENGINE_LOST and BAD_HEAD it is the caller's to end, by `fail` once started.
+    On COMPLETE the answer is finished. On ENGINE_LOST and BAD_HEAD the caller must end it: by `fail` if it has started.
     """
 
     __slots__ = (
@@ -92,7 +92,7 @@ class Relay:
         self.status = 0
         self.headers: Headers = []
         self.first_data_at: float | None = None
-        # What has passed and was looked at: its length and its last 8 KiB. Then what has passed since.
+        # Length and last 8 KiB of what was passed on and read; then the pieces passed on since.
         self._read_bytes = 0
         self._tail = b""
         self._unread: list[bytes] = []
@@ -130,7 +130,7 @@ class Relay:
 
     @property
     def at_boundary(self) -> bool:
-        """Between two events of what the client has been sent, so that another event may be inserted."""
+        """True if the client has been sent whole events only, so that another event may be inserted."""
         if self._filter is not None and self._filter.at_boundary:
             return True
         if self._counter is not None:
@@ -158,7 +158,7 @@ class Relay:
         self._settle(RelayOutcome.STOPPED)
 
     def fail(self, error_event: bytes) -> None:
-        """End a started answer with an error: as one more event where one may stand, else by cutting it short."""
+        """End a started answer with an error: as one more event at a boundary, else by cutting the answer."""
         self._drop_upstream()
         if self.at_boundary:
             self.exchange.write(error_event)
@@ -209,7 +209,7 @@ class Relay:
         self._settle(RelayOutcome.COMPLETE)
 
     def upgraded(self, headers: Headers, rest: bytes) -> None:
-        """Nobody asked the engine to leave HTTP."""
+        """The engine left HTTP though no upgrade was requested: it is lost."""
         if self.upstream is not None:
             self.upstream.lose("switched protocols unasked")
 
@@ -225,7 +225,7 @@ class Relay:
             self._settle(RelayOutcome.ENGINE_LOST)
 
     def _note_head(self, status: int, headers: Headers) -> int | None:
-        """Remember the head. Gives back the length it promises."""
+        """Remember the head. Returns the length that it promises."""
         self.before_first_byte = False
         self.status = status
         self.headers = headers
@@ -239,7 +239,7 @@ class Relay:
 
     def _pass_head(self, length: int | None) -> None:
         if self._counter is None or length is not None:
-            # Without events, or with a promised length, nothing may be left out.
+            # An answer without events, or with a promised length, must be passed on whole.
             self._filter = None
         if not self.committed:
             kept = response_headers(self.headers, self._extra, self._defaults)
@@ -250,7 +250,7 @@ class Relay:
             self._pause()
 
     def _read(self) -> None:
-        """Look at what has passed since the last time."""
+        """Read what was passed on since the last time."""
         if not self._unread:
             return
         data = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
@@ -305,7 +305,7 @@ class Relay:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         on_done, self._on_done = self._on_done, None
-        # Whoever listens holds this relay; letting go of it here leaves no cycle for the collector.
+        # The listener holds this relay; dropping the callbacks here leaves no reference cycle.
         self._on_bad_head = None
         if on_done is not None:
             on_done(self)

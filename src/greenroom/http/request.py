@@ -32,7 +32,7 @@ _HOST: Final = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1
 _LENGTH_DIGITS_MAX: Final = 18
 _VERSIONS: Final = {b"HTTP/1.1": "1.1", b"HTTP/1.0": "1.0"}
 
-# Names that mean something only before the body. After it they could only be meant to confuse someone.
+# Names that are valid only before the body. In a trailer they could only confuse a parser.
 FORBIDDEN_IN_TRAILERS: Final = frozenset(
     (
         b"authorization",
@@ -218,7 +218,7 @@ class RequestReader:
         except GreenroomError as error:
             if not self.is_complete or head.upgrade is not None:
                 raise
-            # Nothing more of this request comes, so the next one's place in the bytes is known: only say no.
+            # The request has ended, so the start of the next one is known: answer the error and go on reading.
             self.refusal = error
             return
         if head.content_length > limit:
@@ -333,9 +333,9 @@ class Head:
         self.chunked = False
         self.expects_continue = False
         self.upgrade: bytes | None = None
-        # What every answer to this request carries besides, whoever gives it.
+        # Headers that every answer to this request gets, also errors.
         self.answer_headers: Headers | None = None
-        # What the upper layer found out at `admit` and wants to have at `handle`.
+        # Set by the upper layer at `admit`, for its own use at `handle`.
         self.note: object = None
 
     def get(self, name: bytes) -> bytes | None:
@@ -360,7 +360,9 @@ class Head:
 
 
 def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_alive: bool, limits: EdgeLimits) -> Head:
-    """Check what the parser let through. Raises BadFraming, HeadersTooLarge, MethodNotAllowed or ExpectationFailed.
+    """Check what the parser does not.
+
+    Raises BadFraming, HeadersTooLarge, MethodNotAllowed or ExpectationFailed.
 
     `raw` is a whole head that the parser has accepted, so its characters are sound: lines end in CRLF, none is folded.
     """
@@ -369,7 +371,7 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
         raise HeadersTooLarge(
             f"The request line may have {limits.request_line_max} bytes and the request {limits.headers_max} headers."
         )
-    # The parser forgives line ends before the method, doubled spaces and other versions; here one spelling is right.
+    # The parser accepts line ends before the method, doubled spaces and other versions; we do not.
     parts = line.split(b" ")
     version = _VERSIONS.get(parts[-1])
     if version is None or len(parts) != 3 or parts[0] != method:

@@ -1,8 +1,8 @@
-"""Server-sent events as they pass by: counted and, in one case, held back. Never decoded on the way.
+"""Server-sent events: counted as they pass, one of them held back, and heartbeats for clients that wait.
 
-Owns what must be right however the bytes are split into reads. An event ends at a blank line; a run of blank lines
-counts once. Lines end in LF or CRLF; no engine uses the lone CR that the standard also allows, and if one did, no event
-would be inserted into its stream, because the ends of its own would not be seen.
+Works however the bytes are split into reads. Never decodes an event on the way, and never decides when a heartbeat is
+sent. An event ends at a blank line; a run of blank lines counts once. Lines end in LF or CRLF. The standard also allows
+a lone CR, which no engine uses; in such a stream no event would be inserted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-# A line longer than this is passed on as it comes: better one event too many than a buffer without end.
+# An event longer than this is passed on as it comes, so that the buffer stays bounded.
 HELD_BYTES_MAX: Final = 1024 * 1024
 
 _BREAKS: Final = b"\r\n"
@@ -89,7 +89,7 @@ class UsageFilter:
         return not self._passes
 
     def feed(self, data: bytes) -> bytes:
-        """What may be passed on now."""
+        """Returns the bytes that may be passed on now."""
         if self._passes:
             return data
         held = self._held
@@ -105,7 +105,7 @@ class UsageFilter:
         return _without_usage(ready) if _may_be_usage(ready) else ready
 
     def flush(self) -> bytes:
-        """What is still held, whole event or not. From now on everything passes."""
+        """Returns what is still held, even part of an event. From now on all bytes pass."""
         self._passes = True
         rest = bytes(self._held)
         self._held.clear()
@@ -113,7 +113,7 @@ class UsageFilter:
 
 
 def _may_be_usage(events: bytes) -> bool:
-    """Asked of every read, so the plain search goes first: most events do not even have the word."""
+    """Called for every read, so the cheap search comes first: most events do not contain the word."""
     return _USAGE in events and _EMPTY_CHOICES.search(events) is not None
 
 
@@ -122,7 +122,7 @@ def _without_usage(events: bytes) -> bytes:
 
 
 def _is_usage(event: bytes) -> bool:
-    """Decoded only where the pattern was found, which a stream has once: text that looks like it stays."""
+    """Decodes only where the pattern was found, usually once a stream: an answer's text may look like it."""
     if not _may_be_usage(event):
         return False
     lines = [line[5:] for line in event.splitlines() if line.startswith(b"data:")]

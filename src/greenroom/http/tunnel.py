@@ -79,7 +79,7 @@ class Tunnel(Relay):
     def engine_gone(self) -> None:
         self._end()
 
-    # Who reads too slowly makes the other side wait.
+    # A side that reads too slowly pauses the other one.
 
     def client_paused(self) -> None:
         if self._engine is not None:

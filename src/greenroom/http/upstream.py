@@ -1,7 +1,7 @@
-"""Connections to one engine: who gets which, and what happens when there is none.
+"""A pool of connections to one engine: idle ones are reused, new ones made when there is none.
 
-Owns the pool and its idle connections. Never interprets an answer: `engine_connection.py` reads it and tells a `Sink`.
-How many are open at once is bounded by how many exchanges there are; only idle ones need a bound of their own.
+Owns the pool and its idle connections. Never interprets an answer: `engine_connection.py` reads it and calls a `Sink`.
+Open connections are bounded by the number of exchanges; only idle ones need a bound of their own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EngineAddress:
 class Pool:
     """Connections to one address. `idle_s` must be shorter than the engine's own keep-alive time.
 
-    Callers know the engine by `name`: where it listens is nobody's business.
+    Errors name the engine by `name`: callers must not learn its address.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Pool:
         self._loop = asyncio.get_running_loop()
 
     def lost(self, what: str) -> EngineLost:
-        """The error of an engine that did this instead of answering."""
+        """The error for an engine that did `what` instead of answering."""
         return EngineLost(f"{self.name} {what}. Ask again: if it has ended, it is brought back.")
 
     @property
@@ -68,7 +68,7 @@ class Pool:
         return len(self._idle)
 
     async def send(self, head: bytes, body: Payload, sink: Sink) -> None:
-        """Send a request; `sink` hears the rest, a failure to connect included. Waits only if it has to connect."""
+        """Send a request. `sink` receives the answer, or the failure to connect. Waits only if it must connect."""
         if not self.send_now(head, body, sink):
             await self._send_fresh(head, body, sink)
 
@@ -86,7 +86,7 @@ class Pool:
         return False
 
     def close(self) -> None:
-        """Cut every connection, idle or busy. Each busy sink hears `lost`. Later requests are lost at once."""
+        """Cut every connection, idle or busy. Busy sinks get `lost`. Later requests are lost at once."""
         self._closed = True
         self._idle.clear()
         for task in list(self._retrying):
@@ -106,7 +106,7 @@ class Pool:
             return
         connection.idle_since = self._loop.time()
         self._idle.append(connection)
-        # The list is in order of age, so one look at its start keeps it free of what nobody will use.
+        # The list is ordered by age, so the first one is the only one to check for expiry.
         if self._idle[0].idle_since < connection.idle_since - self._idle_s:
             self._idle.pop(0).abort()
 
@@ -161,7 +161,7 @@ class Pool:
 
 
 def _reason(error: OSError) -> str:
-    """In the system's words: asyncio's own add the address."""
+    """The system's message; asyncio's own would add the address."""
     if error.errno:
         return os.strerror(error.errno)
     return error.strerror or "no connection in time"

@@ -36,7 +36,7 @@ class AsgiBridge:
     ) -> None:
         """Answer this request. Handlers find `request_id`, `is_admin` and `caller` in the scope's state."""
         state = {"request_id": request_id, "is_admin": is_admin, "caller": caller}
-        # Before its task runs: the client may leave first, and the application must hear of it.
+        # Made before its task runs: the client may leave first, and the application must be told.
         call = _AsgiCall(exchange, request_id)
         running = self._run(call, exchange, scope_of(exchange.head, path, state), request_id)
         task = asyncio.get_running_loop().create_task(running, name=f"asgi {request_id}")
@@ -67,7 +67,7 @@ class AsgiBridge:
 
 
 def asked_by_admin(request: Request) -> bool:
-    """Whether the caller may manage this gateway, and so be shown what operators are."""
+    """Whether the caller is an admin, who is shown more."""
     return bool(request.scope.get("state", {}).get("is_admin"))
 
 
@@ -119,7 +119,7 @@ class _AsgiCall:
 
 
 def scope_of(head: Head, path: bytes, state: dict[str, Any]) -> MutableMapping[str, Any]:
-    """A request as ASGI describes it; `path` is what it is routed by."""
+    """A request as ASGI describes it; `path` is the path to route."""
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.4"},

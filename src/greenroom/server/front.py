@@ -1,7 +1,7 @@
-"""The front door: who may come in, how much they may bring, and who answers them.
+"""The front door: which requests are admitted, how large their bodies may be, and which part answers them.
 
-Owns the order of checks. Everything is decided on the raw path that is then routed by, so that no other spelling of a
-path can reach what it was not authorised for.
+Owns the order of checks, the guard against DNS rebinding, and the CORS headers. Everything is decided on the raw path
+that is then routed, so that no other spelling of a path reaches what it was not authorised for.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from greenroom.server.inference.requests import Inference
 from greenroom.server.inference.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX
 from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, presented_key
 
-# Answered to anyone: load balancers and orchestrators ask it and hold no key.
+# Open without a key, for load balancers and orchestrators.
 OPEN_PATHS: Final = frozenset({b"/health"})
-# What a browser says of a page of our own, and of an address that a person has typed or kept.
+# Sec-Fetch-Site of our own pages, and of an address that was typed or bookmarked.
 OWN_SITES: Final = (b"same-origin", b"none")
 GUARDED: Final = frozenset((b"host", b"origin", b"sec-fetch-site", b"referer"))
 READING: Final = (b"GET", b"HEAD")
@@ -39,7 +39,7 @@ class FrontDoor:
         management: AsgiBridge,
         needs: Callable[[Head, bytes], Permission],
     ) -> None:
-        """`needs` says what the management API wants of who asks for this path."""
+        """`needs` returns the permission that the management API requires for a path."""
         self._inference = inference
         self._management = management
         self._needs = needs
@@ -85,14 +85,14 @@ class FrontDoor:
             self._management.handle(exchange, routed_path(head), request_id, is_admin=is_admin, caller=caller)
 
     def refuse(self, exchange: Exchange | None, head: Head | None, error: GreenroomError) -> tuple[int, Headers, bytes]:
-        """What the edge answers itself: to a caller without a key, to a request that is none, to one too many."""
+        """Render an error that the edge answers itself: no valid key, a malformed request, too many connections."""
         self._inference.refused(error)
         return render.response(error, self._inference.next_id(), to_operator=False)
 
     def _check_page(self, head: Head, said: dict[bytes, bytes]) -> None:
-        """No page of another origin may load, change or hold anything by an image, a frame or a form, which name none.
+        """Refuse requests that a page of another site makes by an image, a frame or a form, which send no Origin.
 
-        Browsers say for whom they ask in Sec-Fetch-Site; programs do not. Those too old for it say at most Referer.
+        Browsers send Sec-Fetch-Site, programs do not. Browsers too old for it send at most Referer.
         """
         site, referer = said.get(b"sec-fetch-site"), said.get(b"referer")
         if site in OWN_SITES or (site is None and referer is None):
@@ -100,7 +100,7 @@ class FrontDoor:
         asks_model = head.path in MODEL_ROUTES or head.path.startswith(UPSTREAM_PREFIX)
         only_reads = not asks_model and head.method in READING
         if site is not None:
-            # What only reads may be linked to: the person sees it, the other page does not.
+            # Links to pages that only read are allowed: the user sees the answer, the other page does not.
             if not (only_reads and head.get(b"sec-fetch-dest") == b"document"):
                 self.hosts.refuse_page()
         elif referer is not None and not only_reads:
@@ -118,7 +118,7 @@ class FrontDoor:
         if head.path.startswith(UPSTREAM_PREFIX):
             self._inference.check_open(head, caller)
             if head.upgrade is not None and head.upgrade.lower() != b"websocket":
-                # HTTP/2 (h2c) would reach every path of the engine. A server need not take up what it is offered.
+                # HTTP/2 (h2c) would reach every path of the engine. A server may ignore an offered upgrade.
                 head.upgrade = None
             return
         needed = self._needs(head, routed_path(head))
@@ -133,13 +133,13 @@ def _not_allowed(caller: Caller, needed: Permission) -> NotAllowed:
 
 
 def _caller(head: Head) -> Caller:
-    """Who was admitted."""
+    """The caller that `admit` noted."""
     assert isinstance(head.note, Caller), "every path to a model is authorised"
     return head.note
 
 
 def routed_path(head: Head) -> bytes:
-    """The path the management API routes by: decoded once, here, for the check and for the routing alike."""
+    """The path that the management API routes: decoded once, for the check and for the routing."""
     path = unquote_to_bytes(head.path)
     if b"\0" in path:
         raise BadRequest("The path holds a NUL.")
@@ -188,7 +188,7 @@ class HostRule:
             self._remembered.add(pair)
 
     def refuse_page(self) -> None:
-        """For a page of another origin that does not name it. Raises HostNotAllowed, unless every page is allowed."""
+        """Refuse a page of another site that sends no Origin. Raises HostNotAllowed unless every origin is allowed."""
         if not self._any_origin:
             raise HostNotAllowed(
                 "Pages of other sites may not have a browser ask this server. If one may, add its origin to "
@@ -196,7 +196,7 @@ class HostRule:
             )
 
     def check_referer(self, host: bytes | None, referer: bytes) -> None:
-        """For a browser that says of a page only its address. Raises HostNotAllowed."""
+        """Check the page by its Referer, for browsers that send no Sec-Fetch-Site. Raises HostNotAllowed."""
         scheme, _, rest = referer.partition(b"://")
         if not self._allows_origin(scheme + b"://" + rest.partition(b"/")[0], _host_name(host)):
             self.refuse_page()
@@ -249,9 +249,9 @@ def _shown(value: bytes) -> str:
     return value[:100].decode("ascii", "backslashreplace")
 
 
-# What a page may read of an answer besides its body.
+# Headers of an answer that a page may read.
 EXPOSED = b"x-request-id, x-queue-wait-ms, retry-after"
-# A preflight need not be asked again for this long.
+# How long browsers may remember a preflight.
 REMEMBER_S = 600
 
 
@@ -264,12 +264,12 @@ def answer_headers(origin: bytes) -> Headers:
 
 
 def is_preflight(head: Head) -> bool:
-    """A browser's question, without credentials, whether the request it wants to send is welcome."""
+    """True for a browser's CORS preflight, which carries no credentials."""
     return head.method == b"OPTIONS" and head.get(b"access-control-request-method") is not None
 
 
 def preflight_headers(head: Head) -> Headers:
-    """Whatever it wants to send: the request itself is then checked like every other."""
+    """Allow whatever the page asks for: the request itself is checked like every other."""
     headers: Headers = [
         (b"access-control-allow-methods", b"GET, HEAD, POST, PUT, PATCH, DELETE"),
         (b"access-control-max-age", b"%d" % REMEMBER_S),
@@ -277,6 +277,6 @@ def preflight_headers(head: Head) -> Headers:
     if wanted := head.get(b"access-control-request-headers"):
         headers.append((b"access-control-allow-headers", wanted))
     if head.get(b"access-control-request-private-network") == b"true":
-        # Asked by browsers that keep pages of the internet from private addresses. This page's origin is allowed.
+        # For browsers that protect private addresses from pages of the internet. This page's origin is allowed.
         headers.append((b"access-control-allow-private-network", b"true"))
     return headers

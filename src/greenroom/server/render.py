@@ -1,8 +1,8 @@
 """Errors as callers see them. The only place that builds error responses.
 
-Owns the shape of error bodies and events, and who is shown what of an error: operators all of it, others `public` and
-the id under which an operator finds the rest. Engine text is bounded and cleaned, a bug of ours is never explained to a
-stranger. Never logs and never sends.
+Owns the shape of error bodies and events, and how much of an error is shown: all of it to operators, `public` and a
+request id to other callers. Engine text is bounded and cleaned; bugs of ours are shown in neutral words only. Never
+logs and never sends.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Header = tuple[bytes, bytes]
 
 DETAILS_BYTES_MAX = 4_096
 MESSAGE_BYTES_MAX = 2_048
-# Clients obey Retry-After blindly; a model that loads is worth another look after two minutes at most.
+# Clients obey Retry-After; for a model that is loading they should come back after two minutes at most.
 LOADING_RETRY_AFTER_MAX_S = 120
 
-# What stands beside an error for operators only: who has how much of which device.
+# Extra fields of an error for operators only: which models hold how much of which device.
 OPERATORS_FIELDS = frozenset({"memory"})
 
 _TERMINAL_CODE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?", re.DOTALL)
@@ -32,14 +32,14 @@ _HEADER_SAFE = re.compile(r"[!-~]{1,128}")
 
 
 class Words(NamedTuple):
-    """What somebody is told of an error."""
+    """The text of an error as a caller sees it."""
 
     message: str
     details: str | None
 
 
 def words(error: BaseException, request_id: str, *, to_operator: bool) -> Words:
-    """What an operator, or anybody else, is told. Cleaned and within bounds."""
+    """The text for an operator, or for other callers. Cleaned and bounded."""
     shown = _shown(error, request_id)
     message, details = shown.message, shown.details
     if not to_operator:
@@ -70,7 +70,7 @@ def response(error: BaseException, request_id: str, *, to_operator: bool) -> tup
 
 
 def error_body(error: BaseException, request_id: str, *, to_operator: bool) -> bytes:
-    """`{"error": {message, type, code, param, details, …}}`; what the error has beside these stands beside them."""
+    """`{"error": {message, type, code, param, details, …}}`; extra fields of the error follow."""
     shown = _shown(error, request_id)
     return _encoded(shown, _core_of(shown, request_id, to_operator), to_operator)
 
@@ -84,7 +84,7 @@ def error_event(error: BaseException, request_id: str, *, to_operator: bool) -> 
 
 
 def _shown(error: BaseException, request_id: str) -> GreenroomError:
-    """The error itself if it was meant to be seen; else a neutral one, because its words could tell secrets."""
+    """The error itself if callers may see it; else a neutral one, because its text could hold secrets."""
     if isinstance(error, GreenroomError) and not isinstance(error, GatewayBug):
         return error
     which = f" Its log has more under request {request_id}." if request_id else ""
@@ -92,7 +92,7 @@ def _shown(error: BaseException, request_id: str) -> GreenroomError:
 
 
 class _Neutral(GreenroomError):
-    """A bug of ours, without its words. Not a GatewayBug, so that it is shown as it is."""
+    """Stands for a bug of ours, without its text. Not a GatewayBug, so that it is shown as it is."""
 
 
 def _core_of(error: GreenroomError, request_id: str, to_operator: bool) -> dict[str, Any]:
@@ -107,13 +107,13 @@ def _core_of(error: GreenroomError, request_id: str, to_operator: bool) -> dict[
 
 
 def _encoded(error: GreenroomError, core: dict[str, Any], to_operator: bool) -> bytes:
-    # Nothing beside may take the place of what every client relies on.
+    # Extra fields must not replace those that every client relies on.
     kept_back = core.keys() if to_operator else core.keys() | OPERATORS_FIELDS
     beside = {name: value for name, value in error.beside.items() if name not in kept_back}
     try:
         return msgspec.json.encode({"error": {**core, **beside}}, enc_hook=str)
     except (TypeError, ValueError, RecursionError):
-        # A value that cannot be JSON must not cost the caller the whole explanation.
+        # If an extra value cannot be JSON, the error is sent without the extra fields.
         return msgspec.json.encode({"error": core})
 
 
@@ -126,8 +126,8 @@ def _retry_after_s(error: GreenroomError) -> int | None:
 
 
 def _clean(text: str, bytes_max: int) -> str:
-    """Without control characters and within its bound. The end is kept: the last lines say why."""
-    # Cutting first bounds the work; four bytes is the longest a character can be, and what is removed leaves room.
+    """Without control characters, and bounded. The end is kept: the last lines say why."""
+    # Cut first, to bound the work: a character has at most four bytes, and removed ones leave room.
     text = text[-4 * bytes_max :]
     text = _CONTROL.sub("", _TERMINAL_CODE.sub("", text))
     encoded = text.encode("utf-8", "replace")

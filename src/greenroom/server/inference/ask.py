@@ -1,6 +1,7 @@
-"""What a caller asks, read from its request: which model, how urgently, for whom, and what the engine shall be sent.
+"""What a caller asks for: the model, the priority, the tenant, and the body that the engine is sent.
 
-Owns the reading of `x_*` fields and headers, which are never forwarded. Raises the error to answer with.
+Owns the reading of `x_*` fields and headers, which are never forwarded, and the settings that requests go by. Raises
+the error to answer with.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from greenroom.server.inference.routes import UPSTREAM_PREFIX, Route, is_open, s
 from greenroom.tenancy.keys import Caller
 from greenroom.tenancy.tenants import Tenants, cap, parse_priority
 
-# The headers that are words to us; one pass over a request's headers finds them.
+# The headers that are for the gateway; one pass over a request's headers finds them.
 _OURS: Final = frozenset(
     (
         *(b"x-priority", b"x-tenant-id", b"x-client-id", b"x-heartbeat", b"x-request-timeout-s"),
@@ -39,7 +40,7 @@ _HEARTBEATS: Final = {kind.value.encode(): kind for kind in Heartbeat}
 CLIENT_CHARS_MAX: Final = 128
 _EMPTY: Final[frozenset[str]] = frozenset()
 
-# What an operator sets and strips for one revision of a model, encoded.
+# The fields that an operator sets (encoded) and strips for one revision of a model.
 _Rewrites = tuple[Entry, dict[str, bytes], frozenset[str]]
 
 
@@ -84,7 +85,7 @@ def arrival(
     budget_s: float | None,
     keep_alive_s: float | None = None,
 ) -> RequestArrived:
-    """A `patient` caller hears heartbeats and can wait long; who hears nothing gives up after a while unannounced."""
+    """The event for the scheduler. A `patient` caller gets heartbeats and can wait long; others soon give up."""
     wait_s = settings.stream_wait_max_s if patient else settings.wait_max_s
     answer_by: float | None = None
     if budget_s is not None:
@@ -94,7 +95,7 @@ def arrival(
 
 
 class Ask:
-    """`payload` makes the body for the engine. It is called when the slot is granted, so that waiting costs no copy."""
+    """`payload` makes the body for the engine. It is called at the grant, so that a waiting request holds no copy."""
 
     __slots__ = (
         "asked_as",
@@ -141,15 +142,15 @@ class Ask:
         self.heartbeat = heartbeat
         self.payload = payload
         self.budget_s = budget_s
-        # Who asks may manage this gateway, and is told of errors what only operators are.
+        # The caller is an admin, and is shown all of an error.
         self.to_operator = to_operator
-        # How long its model shall stay afterwards; None: not said.
+        # How long the model should stay afterwards; None if not given.
         self.keep_alive_s: float | None = None
         # The body as it was read, for a payload that is made at once. Cleared when the request has to wait.
         self.kept: list[peek.Peeked] | None = None
-        # What an engine that keeps a prefix cache is told of whose it is.
+        # For engines that keep a prefix cache: tenant, tag and mode.
         self.cache_headers: Headers | None = None
-        # We asked the engine for usage and the caller did not: its one event is dropped.
+        # We asked the engine for usage and the caller did not: the event with it is dropped.
         self.drop_usage = False
 
 
@@ -166,7 +167,7 @@ class AskReader:
         return self._json(exchange, route, caller, settings)
 
     async def read_form(self, exchange: Exchange, route: Route, caller: Caller, settings: Settings) -> Ask:
-        """A form with a file. Large ones are read in turns, so that others are served meanwhile."""
+        """A form with a file. Large forms are read in turns, so that other requests are served meanwhile."""
         _expect_post(exchange.head)
         form = await multipart.scan_in_turns(exchange.body, exchange.head.get(b"content-type"))
         ask = self._ask(exchange, route, caller, settings, form.model, form.priority, stream=form.stream)
@@ -180,7 +181,7 @@ class AskReader:
         return ask
 
     def read_upstream(self, exchange: Exchange, route: Route, caller: Caller, settings: Settings) -> Ask:
-        """A pass-through: everything after the model's id goes to its engine as it is."""
+        """A pass-through: the path after the model's id goes to its engine unchanged."""
         head = exchange.head
         if not caller.admin:
             # Again: the models may have changed while the body came.
@@ -200,7 +201,7 @@ class AskReader:
             )
 
     def _upstream(self, head: Head) -> tuple[str, bytes]:
-        """The model that is named after /upstream/, and the path its engine is asked for."""
+        """The model named after /upstream/, and the path for its engine."""
         found = split_model(head.path[len(UPSTREAM_PREFIX) :], self._catalog.is_known)
         if found is None:
             raise ModelNotFound(
@@ -271,7 +272,7 @@ class AskReader:
         return ask
 
     def _rewrites_of(self, entry: Entry) -> tuple[dict[str, bytes], frozenset[str]]:
-        """What the operator sets and strips for this model, encoded once."""
+        """The fields that the operator sets and strips for this model, encoded once."""
         known = self._rewrites.get(entry.id)
         if known is None or known[0] is not entry:
             config = entry.config
@@ -288,7 +289,7 @@ def _expect_post(head: Head) -> None:
 
 
 def _as_text(value: object) -> str:
-    """A form's fields are text; what is not is written as JSON."""
+    """Fields of a form are text; other values are written as JSON."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
@@ -299,7 +300,7 @@ def _check_ability(entry: Entry, ability: Ability) -> None:
 
 
 def _priority(in_body: str | int | None, said: Mapping[bytes, bytes], entry: Entry, caller: Caller) -> int:
-    """The body's word, else the header's, else the model's; never better than the key allows."""
+    """From the body, else from the header, else from the model; never better than the key allows."""
     if in_body is not None:
         priority = parse_priority(in_body)
     elif (in_header := said.get(b"x-priority")) is not None:
@@ -319,13 +320,13 @@ def _heartbeat(said: Mapping[bytes, bytes], default: Heartbeat) -> Heartbeat:
 
 
 def _budget_s(said: Mapping[bytes, bytes]) -> float | None:
-    """How long the whole answer may take, by the header."""
+    """How long the whole answer may take, by the request's header."""
     raw = said.get(b"x-request-timeout-s")
     return None if raw is None else peek.read_budget_s(raw.decode("latin-1"), param="X-Request-Timeout-S")
 
 
 def _smaller(one: float | None, other: float | None) -> float | None:
-    """Of two budgets the one that ends first."""
+    """The smaller of two budgets, either of which may be missing."""
     if one is None or other is None:
         return one if other is None else other
     return min(one, other)
@@ -334,14 +335,14 @@ def _smaller(one: float | None, other: float | None) -> float | None:
 # --- what the engine is told of its prefix cache ---
 
 TAG_CHARS_MAX: Final = 64
-# Everything printable but the space, which may be lost at the ends, and the mark that stands for what is written so.
+# All printable characters but the space, which may be stripped, and the percent sign, which escapes.
 _PLAIN: Final = "".join(chr(code) for code in range(0x21, 0x7F) if code != ord("%"))
 _TAG: Final = re.compile(rb"[!-~]([ -~]*[!-~])?")
 _MODES: Final = frozenset((b"prefix", b"none", b"auto"))
 
 
 def cache_headers(is_kept: bool, tenant: TenantId, said: Mapping[bytes, bytes]) -> Headers | None:
-    """What goes to an engine that keeps such a cache (`is_kept`); None for others. Raises BadRequest, for all alike."""
+    """The headers for an engine that keeps a prefix cache (`is_kept`); None for others. Raises BadRequest for both."""
     tag, mode = said.get(b"x-cache-tag"), said.get(b"x-cache-mode")
     if tag:
         check_tag(tag, "X-Cache-Tag")
@@ -358,7 +359,7 @@ def cache_headers(is_kept: bool, tenant: TenantId, said: Mapping[bytes, bytes]) 
 
 
 def tenant_word(tenant: str) -> str:
-    """A tenant as a header can carry it: other characters than those of a plain word are percent-encoded."""
+    """A tenant's name for a header: characters that a header cannot carry are percent-encoded."""
     return quote(tenant, safe=_PLAIN)
 
 

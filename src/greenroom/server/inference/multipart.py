@@ -1,4 +1,4 @@
-"""Forms with files (audio, images): found out what they ask, and passed on without being loaded.
+"""Forms with files (audio, images): their fields are read, and the rest is passed on without being loaded.
 
 Owns the scan of a multipart/form-data body (RFC 7578) in bounded memory, and its rewriting for the engine. Strict on
 purpose: where two parsers could read a body differently it is refused, and what an engine gets are part headers written
@@ -30,7 +30,7 @@ from greenroom.server.inference.peek import (
 PARTS_MAX = 100
 # Text fields are kept up to this size; larger ones are passed on unread, unless they are ours to read.
 FIELD_BYTES_MAX = 64 * 1024
-# So much is scanned before others get their turn: about a millisecond.
+# This much is scanned before other requests get their turn: about a millisecond.
 _TURN_BYTES = 1024 * 1024
 _FEED_BYTES_MIN = 16 * 1024
 
@@ -85,7 +85,7 @@ class MultipartForm:
 
     @property
     def keep_alive_s(self) -> float | None:
-        """An empty field says nothing: that is how forms leave one out."""
+        """An empty field counts as missing: that is how forms leave one out."""
         name = KEEP_ALIVE_S if self.fields.get(KEEP_ALIVE_S) else KEEP_ALIVE
         said = self.fields.get(name)
         return keep_alive_s(said, param=name) if said else None
@@ -188,7 +188,7 @@ class _Cursor:
 
 
 def scan(source: BodySource, content_type: bytes | None) -> MultipartForm:
-    """Find out what a form asks. Raises BadRequest for anything but one plain, complete form with a model."""
+    """Read a form's fields. Raises BadRequest for anything but one plain, complete form with a model."""
     scanner = _Scanner(source, read_boundary(content_type))
     for chunk in _gathered(source.chunks()):
         scanner.feed(chunk)
@@ -196,7 +196,7 @@ def scan(source: BodySource, content_type: bytes | None) -> MultipartForm:
 
 
 async def scan_in_turns(source: BodySource, content_type: bytes | None) -> MultipartForm:
-    """Like `scan`, for bodies that take long: others get their turn on the loop every mebibyte."""
+    """Like `scan`, for large bodies: yields to the loop after every mebibyte."""
     scanner = _Scanner(source, read_boundary(content_type))
     since_turn = 0
     for chunk in _gathered(source.chunks()):
@@ -331,7 +331,7 @@ class _Scanner:
             self._form.fields[head.name] = self._text.decode("utf-8", "replace")
 
     def _read(self, head: PartHead) -> str:
-        """A field we act on: it must be there once, as text, and mean something."""
+        """A field that the gateway acts on: it must be there once, as valid text."""
         name = head.name
         if name in self._form.fields:
             raise BadRequest(f"The form has more than one field {name}.", param=name)

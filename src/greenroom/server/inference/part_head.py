@@ -24,7 +24,7 @@ _PARAMETER = re.compile(rb"[ \t]*;[ \t]*(?:(" + _TOKEN + rb')[ \t]*=[ \t]*("(?:[
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
 _HEADER = re.compile(rb"(" + _TOKEN + rb"):([^\x00-\x08\x0a-\x1f\x7f]*)")
 _PLAIN_ENCODINGS = frozenset((b"7bit", b"8bit", b"binary"))
-# Browsers write these so; every parser reads them the same way.
+# Browsers write them like this, and every parser reads them the same way.
 _IN_QUOTES = str.maketrans({'"': "%22", "\\": "%5C", "\r": "%0D", "\n": "%0A", "\0": "%00"})
 
 
@@ -111,7 +111,7 @@ def _unquoted(said: bytes, name: bytes) -> bytes:
     if not said.startswith(b'"'):
         return said
     inner = said[1:-1]
-    # In a file's name a backslash harms nobody, because we write the name anew. Elsewhere it means two things.
+    # In a file's name a backslash does no harm, because we write the name anew. Elsewhere parsers disagree.
     if b"\\" in inner and name != b"filename":
         raise BadRequest("A quoted parameter of the form has a backslash.")
     return re.sub(rb'\\(["\\])', rb"\1", inner)

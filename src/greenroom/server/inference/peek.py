@@ -2,7 +2,7 @@
 
 Owns what we read of a request's body and how it is put together again for the engine. Values stay the bytes they were
 sent as: never decoded, never rounded, never reordered inside. A key that is sent twice counts once, with its last
-value, both for us and for the engine, so that nobody can be routed by one model and served by another.
+value, for us and for the engine, so that the model that was routed is the model that serves.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ FIELDS_MAX: Final = 1_000
 _SMALL_BYTES: Final = 64 * 1024
 _UTF8_STEP_BYTES: Final = 256 * 1024
 CLIENT_ID_CHARS_MAX: Final = 128
-# All keys with this prefix are words to us. Engines never see them.
+# Keys with this prefix are for the gateway. Engines never see them.
 OURS: Final = "x_"
 
-# The names under which it is sent: as others call it, and as a word to us, which wins where both are there.
+# The two names of the field. The second one wins where both are sent.
 KEEP_ALIVE: Final = "keep_alive"
 KEEP_ALIVE_S: Final = "x_keep_alive_s"
 FOR_EVER: Final = -1.0
 
-# Far more than anybody needs to write a time.
+# Far more than a time needs.
 _TIME_CHARS_MAX: Final = 64
 _NUMBER: Final = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _UNITS_S: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -47,7 +47,7 @@ Fields = dict[str, Raw]
 
 
 class Peeked:
-    """`fields` has everything that was sent; the rest is what we understand of it."""
+    """`fields` has everything that was sent; the other attributes are read from it."""
 
     __slots__ = ("budget_s", "client_id", "fields", "keep_alive_s", "model", "priority", "stream")
 
@@ -76,7 +76,7 @@ _INCLUDE_USAGE: Final = b'{"include_usage":true}'
 def peek(body: bytes) -> Peeked:
     """Read the top level. Raises BadRequest, which names the field or the position that is wrong."""
     fields = _read_fields(body)
-    # A string that is malformed inside is caught here too, so that no engine has to.
+    # Checks also the strings inside of values, so that engines get valid UTF-8.
     if not body.isascii():
         _expect_utf8(body)
     model = fields.get("model")
@@ -105,7 +105,7 @@ def join(fields: Mapping[str, Raw], *, drop: frozenset[str], put: Mapping[str, b
 
 
 def ask_for_usage(fields: Mapping[str, Raw]) -> tuple[bytes | None, bool]:
-    """What stream_options must become for the engine to tell usage (None: it is right), and whether the client asked.
+    """The stream_options that make the engine send usage (None: unchanged), and whether the client asked for usage.
 
     Raises BadRequest when stream_options is not an object.
     """
@@ -124,7 +124,7 @@ def ask_for_usage(fields: Mapping[str, Raw]) -> tuple[bytes | None, bool]:
 
 
 def check_model(name: str) -> str:
-    """Raises BadRequest for what no model can be called."""
+    """Raises BadRequest for a name that no model can have."""
     if not name:
         raise BadRequest("model is empty; it says which model to ask.", param="model")
     if len(name) > ID_CHARS_MAX:
@@ -141,7 +141,7 @@ def check_client_id(name: str) -> str:
 
 
 def check_budget_s(seconds: float, *, param: str = "x_budget_s") -> float:
-    """Raises BadRequest unless it is a time one can wait."""
+    """Raises BadRequest unless it is a positive number of seconds."""
     if not (math.isfinite(seconds) and seconds > 0):
         raise BadRequest(f"{param} is a number of seconds above 0.", param=param)
     return seconds
@@ -149,7 +149,7 @@ def check_budget_s(seconds: float, *, param: str = "x_budget_s") -> float:
 
 def read_budget_s(said: str, *, param: str = "x_budget_s") -> float:
     """A budget that was sent as text. Raises BadRequest."""
-    # Python reads more than people write for a number: 1_0, nan, digits of other scripts.
+    # float() accepts too much: 1_0, nan, digits of other scripts.
     seconds = float(said) if _SECONDS.fullmatch(said.strip()) else math.nan
     return check_budget_s(seconds, param=param)
 
@@ -164,7 +164,7 @@ def _read_ours(peeked: Peeked) -> None:
 
 
 def _read_keep_alive(fields: Fields) -> float | None:
-    """Both names are read, so that neither can be wrong unnoticed; ours wins."""
+    """Both names are read, so that a mistake in either is reported; `x_keep_alive_s` wins."""
     seconds: float | None = None
     for name in (KEEP_ALIVE, KEEP_ALIVE_S):
         said = _value(_time_or_null, fields.get(name), name, wrong_keep_alive)
@@ -185,14 +185,14 @@ def keep_alive_s(said: float | str, *, param: str) -> float:
 
 
 def wrong_keep_alive(param: str) -> BadRequest:
-    """Whatever is wrong with it is told in these words."""
+    """The error for every kind of mistake in it."""
     return BadRequest(
         f'{param} is a number of seconds or a time such as "5m" or "1h30m"; 0 leaves when idle, -1 stays.', param=param
     )
 
 
 def capped(seconds: float | None, most_s: float | None) -> float | None:
-    """What the caller gets of it under the operator's bound."""
+    """The time within the operator's bound."""
     if seconds is None or most_s is None:
         return seconds
     return most_s if seconds == FOR_EVER else min(seconds, most_s)
@@ -246,13 +246,13 @@ def _refuse_json(body: bytes, error: msgspec.DecodeError) -> NoReturn:
 
 
 def _lower(error: Exception) -> str:
-    """Its words, to go on with inside a sentence."""
+    """The decoder's message, to continue a sentence with."""
     said = str(error).removeprefix("JSON is malformed: ")
     return said[:1].lower() + said[1:]
 
 
 def _expect_utf8(body: bytes) -> None:
-    """Step by step, so that checking a large body does not make a larger text of it."""
+    """Check step by step, so that a large body is never held as text."""
     try:
         if len(body) <= _SMALL_BYTES:
             body.decode()

@@ -1,6 +1,6 @@
-"""Requests to models: read, begun, and when they have ended counted and remembered.
+"""All requests to models: each is read, begun, and when it has ended counted and recorded.
 
-What a request asks is read by `ask.py`; how it is served is in `running.py`.
+`ask.py` reads what a request asks for; `running.py` serves one request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from greenroom.tenancy.keys import Caller
 
 _log = get_logger("server")
 
-# The status written down for a caller who left before the answer was complete; nothing is sent.
+# The status that is recorded if the caller left before the answer was complete; nothing is sent.
 CLIENT_CLOSED: Final = 499
 SWITCHED: Final = 101
 
@@ -50,7 +50,7 @@ class Inference:
         write_down: Callable[[Record], None] | None = None,
         waits: Callable[[Entry], None] | None = None,
     ) -> None:
-        """`write_down` is told of every request that has ended, `waits` of every one that has to wait for a model."""
+        """`write_down` is called for every request that has ended, `waits` for every one that must wait for a model."""
         self._reader = reader
         self._loop = loop
         self._activity = activity
@@ -61,7 +61,7 @@ class Inference:
         self._waits = waits
         self._tickets = tickets
         self._tasks: set[asyncio.Task[None]] = set()
-        # Ids of different runs do not meet; within one they are counted.
+        # The prefix keeps ids of different runs apart; within a run they are counted.
         self._prefix, self._numbers = f"r-{secrets.token_hex(4)}-", itertools.count(1)
         self.sweep = RequestSweep(self._sweep_s, clock)
         self._shared = RequestServices(tickets, self.sweep, clock, self._outlook, self._spawn, self._ended)
@@ -70,7 +70,7 @@ class Inference:
         """Answer this request. Returns at once."""
         if route.is_multipart:
             reading = self._own(self._handle_form(exchange, route, caller), "form")
-            # What is read is not a request yet: nothing but its connection is held.
+            # While a form is read, the request holds nothing but its connection.
             reading.add_done_callback(lambda task: exchange.cut() if task.cancelled() else None)
             return
         request_id = self.next_id()
@@ -93,7 +93,7 @@ class Inference:
         try:
             self._begin(exchange, await self._reader.read_form(exchange, route, caller, self.settings), request_id)
         except Exception as error:
-            # The form of a client that has left cannot be read any more, and there is nobody to refuse.
+            # If the client has left, its form cannot be read any more, and there is no one to answer.
             if not exchange.gone:
                 self._refuse(exchange, error, request_id, caller)
 

@@ -1,8 +1,8 @@
 """One request from its arrival to its last byte: granted, relayed, ended; or waiting with heartbeats until it can be.
 
-Owns the order of things for one request. A request for a ready model is sent on at once and then lives by callbacks; a
-task exists only while something has to be waited for. A client that leaves ends it at any point; so does the operator's
-cut, an engine that hangs, an engine that is lost. One lost before its first byte is tried again, once.
+Owns the order of steps for one request. A request for a ready model is sent on at once and continues by callbacks; a
+task exists only while the request must wait. It ends at any point if the client leaves, an operator cuts it, or the
+engine hangs or is lost. If the engine is lost before its first byte, the request is tried again, once.
 """
 
 from __future__ import annotations
@@ -38,17 +38,16 @@ _SSE: Final[Headers] = [
     (b"x-accel-buffering", b"no"),
 ]
 _NO_BUFFERING: Final = (b"x-accel-buffering", b"no")
-# What is said of the prefix cache where the engine keeps none for tenants. Engines that do speak for themselves, where
-# they know it when their answer begins.
+# Headers about the prefix cache, for engines that keep none for tenants. Other engines send their own.
 _NOT_CACHED: Final[Headers] = [(b"x-cache-hit", b"false"), (b"x-cache-tokens-reused", b"0")]
 _DID_NOT_WAIT: Final = (b"x-queue-wait-ms", b"0")
-# What an engine said of its own failure goes into the error up to this length.
+# An engine's own error text goes into our error up to this length.
 SAID_MAX: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class RequestServices:
-    """What all requests have in common. `ended` is told of each exactly once."""
+    """What all requests use. `ended` is called exactly once for each."""
 
     tickets: Tickets
     sweep: RequestSweep
@@ -59,7 +58,7 @@ class RequestServices:
 
 
 class Running:
-    """One request being served. `relay` is the last one, kept for what it saw."""
+    """One request being served. `relay` is the last one, kept for its counts and its last bytes."""
 
     __slots__ = (
         "_beat_at",
@@ -100,7 +99,7 @@ class Running:
     def begin(self) -> None:
         """Ask for a slot. If one and a connection to it are free, send at once; else a task waits for them.
 
-        From the moment it holds a ticket it ends by itself, whatever goes wrong.
+        Once it holds a ticket, the request ends by itself, whatever goes wrong.
         """
         shared = self._shared
         event = self._arrival(shared.clock())
@@ -133,16 +132,16 @@ class Running:
         return True
 
     def _relayed(self, relay: Relay) -> None:
-        """The relay has ended. What is not simply over is sorted out by a task."""
+        """The relay has ended. If the request is not over, a task goes on with it."""
         if relay.outcome is RelayOutcome.COMPLETE or relay.outcome is RelayOutcome.CLIENT_GONE:
             self._end(None)
         else:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Have a task wait for what is missing. The request ends with the task, however that ends."""
+        """Let a task wait for the slot or the connection. The request ends with the task."""
         if self.ask.kept:
-            # Waiting costs no more than the body itself, which may be on disk.
+            # A waiting request holds only its body, which may be on disk.
             self.ask.kept.clear()
         self._task = task = self._shared.spawn(self)
         # By callback: a task that is cancelled before its first step never enters its body.
@@ -150,12 +149,12 @@ class Running:
         self.exchange.on_gone = self._leave
 
     def _leave(self) -> None:
-        """The client is gone while the task waits. While a relay runs, the relay listens itself."""
+        """The client left while the task waits. While a relay runs, the relay notices it."""
         assert self._task is not None, "only a task waits"
         self._task.cancel()
 
     def _stopped_waiting(self, task: asyncio.Task[None]) -> None:
-        """End what a cancelled task has left: the client is gone. Were it the loop that ends, nobody could be told."""
+        """End the request of a cancelled task: its client is gone, or the loop is ending."""
         if task.cancelled():
             self.exchange.cut()
             if self.relay is not None:
@@ -163,7 +162,7 @@ class Running:
             self._end(None)
 
     async def run(self) -> None:
-        """The part that waits, until it ends as an answer or as an error."""
+        """The part that waits, until the request has an answer or an error."""
         error: GreenroomError | None = None
         try:
             await self._serve()
@@ -181,13 +180,13 @@ class Running:
             assert slot is not None
             payload = self.ask.payload()
             relay = self._new_relay(None)
-            # One that is to be cut is stopped already.
+            # A request that was cut meanwhile is stopped already.
             if relay.wanted:
                 await slot.pool.send(self._engine_head(len(payload)), payload, relay)
             await relay.wait()
 
     async def _must_try_again(self, relay: Relay) -> bool:
-        """Whether a relay that ended was lost before the engine's first byte. Raises what it failed of otherwise."""
+        """True if the engine was lost before its first byte. Raises the error if the relay failed otherwise."""
         ticket, exchange = self.ticket, self.exchange
         ticket.on_cut(None)
         if relay.outcome is RelayOutcome.COMPLETE or relay.outcome is RelayOutcome.CLIENT_GONE:
@@ -252,7 +251,7 @@ class Running:
     # --- how it ends ------------------------------------------------------------------------------------------------
 
     def _end(self, error: GreenroomError | None) -> None:
-        """Once, whatever happened: the caller is told, the slot given back, the request written down."""
+        """Exactly once: answer an error if there is one, release the slot, record the request."""
         if not self.ticket.is_open:
             return
         self.exchange.on_gone = None
@@ -265,14 +264,14 @@ class Running:
             self._shared.ended(self, error)
 
     def _told(self, failure: Exception) -> GreenroomError:
-        """What the caller is told of it."""
+        """The error that the caller gets."""
         if isinstance(failure, GreenroomError):
             return failure
         _log.bug("request broke", failure, request=self.request_id)
         return GatewayBug("Something went wrong in the gateway.")
 
     def _tell(self, error: GreenroomError) -> None:
-        """By status while nothing was sent, by an event in a stream, by cutting the answer short otherwise."""
+        """Send the error: as a status if nothing was sent, as an event in a stream, else by cutting the answer."""
         exchange, relay = self.exchange, self.relay
         if exchange.gone or exchange.finished:
             return
@@ -287,7 +286,7 @@ class Running:
             exchange.finish()
 
     def _bad_head(self, status: int, headers: Headers, body: bytes) -> None:
-        """Heartbeats have begun the stream and the engine answers with something else: its words go into the error."""
+        """Heartbeats began the stream but the engine does not answer with one: its text goes into the error."""
         said = body[:SAID_MAX].decode("utf-8", "replace")
         self._said = _EngineSaid(f"{self.ask.entry.id} answered {status}.", details=said, status=status)
 
@@ -310,7 +309,7 @@ class Running:
         return relay is None or relay.outcome is not None or relay.first_data_at is None
 
     def _beat(self, now: float) -> None:
-        """Tell a streaming caller that it is not forgotten. The first one commits to 200 and a stream."""
+        """Send a heartbeat. The first one commits the answer to 200 and a stream."""
         exchange, relay = self.exchange, self.relay
         if exchange.gone or exchange.finished or exchange.paused:
             return
@@ -336,7 +335,7 @@ class Running:
         )
 
     def _check_progress(self, relay: Relay, now: float) -> None:
-        """An engine that sends nothing for too long is hung, unless it is the client who does not read."""
+        """An engine that sends nothing for too long is hung, unless the client does not read."""
         total = relay.total_bytes
         tunnelled = isinstance(relay, Tunnel) and relay.is_open
         if total != self._bytes_seen or self.exchange.paused or tunnelled:
@@ -347,7 +346,7 @@ class Running:
 
 
 class _EngineSaid(EngineFault):
-    """An engine's own error, told inside a stream. Its status is kept, and its words are as if they had come alone."""
+    """An engine's own error, sent inside a stream, with its status and its text."""
 
     details_are_the_callers = True
 
