@@ -1,7 +1,7 @@
-"""`POST /v1/cache/flush`: forget what prefix caches keep of everybody, of a model, of a tenant, or under a tag.
+"""`POST /v1/cache/flush`: empty prefix caches, all of them or those of a model, a tenant or a tag.
 
-Owns who may flush what: an admin everything, a tenant's key what is that tenant's. Only engines that keep a cache of
-their own kind for each tenant have anything to forget; asleep and cold models keep nothing.
+Owns the permissions: an admin's key may flush everything, another key only its tenant's entries. Only engines that
+keep a cache for each tenant have entries; models that are asleep or cold have none.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _log = get_logger("server")
 
 
 class FlushOrder(Order):
-    """What to forget. `tenantId` and `modelId` also narrow the other scopes."""
+    """What to flush. `tenantId` and `modelId` also narrow the other scopes."""
 
     scope: Literal["all", "model", "tenant", "tag"]
     tenantId: Annotated[str, Field(min_length=1, max_length=TENANT_CHARS_MAX)] | None = None  # noqa: N815
-    """Whose; for a key without `admin` always its own tenant."""
+    """The tenant; a key without `admin` can only name its own."""
     modelId: Annotated[str, Field(min_length=1, max_length=ID_CHARS_MAX)] | None = None  # noqa: N815
     tag: Annotated[str, Field(min_length=1, max_length=TAG_CHARS_MAX)] | None = None
     """What callers sent as `X-Cache-Tag`."""
     verifiedOpToken: Any = None  # noqa: N815
-    """Taken for the sake of clients that send one. It is not looked at: the API key decides."""
+    """Accepted because clients send it. It is ignored: the API key decides."""
 
 
 class Flushed(View):
@@ -60,7 +60,7 @@ class Caches:
         app.post(PATH)(self.flush_cache)
 
     async def flush_cache(self, request: Request, order: FlushOrder) -> Flushed:
-        """Forget what prefix caches keep. An admin's key may flush anything, another only what is its tenant's."""
+        """Empty prefix caches. An admin's key may flush everything, another key only its tenant's entries."""
         model = self._model(order)
         tenant = _tenant(order, request.scope.get("state", {}))
         tag = _tag(order)
@@ -86,7 +86,7 @@ class Caches:
         return entry.id
 
     def _keepers(self, model: ModelId | None) -> Sequence[LiveSlot]:
-        """Slots that have a cache now. One that sleeps, or is about to, keeps nothing."""
+        """Slots that have a cache now. A slot that is asleep or about to be has none."""
         slots = self._gateway.loop.scheduler.view.slots
         return [
             live
@@ -110,7 +110,7 @@ class Caches:
 
 
 def _tenant(order: FlushOrder, state: dict[str, Any]) -> str | None:
-    """Whose entries, as the engine knows the tenant; None: everybody's. Raises NotAllowed."""
+    """The tenant whose entries to flush, by its name in the engine; None for all tenants. Raises NotAllowed."""
     asked = order.tenantId
     if not state.get("is_admin"):
         asked = _own_tenant(order, state.get("caller"))

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from greenroom.errors import BadRequest, GatewayBug, GreenroomError, MethodNotAllowed, NotFound
 from greenroom.server import render
 
-# Of many mistakes in one request so many are named.
+# This many mistakes of one request are named.
 MISTAKES_SHOWN_MAX = 3
 
 

@@ -1,6 +1,6 @@
-"""What would happen if a request came now. The core is asked, not a copy of its rules; nothing changes.
+"""What would happen if a request came now. The scheduler itself makes the plan; nothing changes.
 
-Owns how its plan is told. The question is put as a request would put it: with the same patience and the same budget.
+Owns how the plan is shown. The question has the same waiting time and budget as a real request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Action = Literal["serve", "join", "wait", "swap", "refuse"]
 
 
 class ExplainAsk(Order):
-    """A request as it might come, without what it would say."""
+    """A request as it might come, without its prompt."""
 
     model: Annotated[str, Field(max_length=ID_CHARS_MAX)]
     """Its id or an alias."""
@@ -33,7 +33,7 @@ class ExplainAsk(Order):
     """high, normal, low or a number; the model's own when not given."""
     tenant: Annotated[str, Field(max_length=NAME_CHARS_MAX)] = ""
     stream: bool = False
-    """Whether it would be answered by a stream, whose caller can wait longer."""
+    """Whether the answer would be a stream; its caller can wait longer."""
     x_budget_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Seconds the whole answer may take."""
 
@@ -47,32 +47,32 @@ class Evicted(View):
 
 
 class Explained(View):
-    """What would happen to a request. Nothing was changed to find out."""
+    """What would happen to a request. Asking changes nothing."""
 
     action: Action
-    """serve: at once. join: its model is being loaded already. swap: its model would be brought now. wait: nothing can
+    """serve: at once. join: its model is being loaded already. swap: its model would be loaded now. wait: nothing can
     be done now. refuse: it would be answered with an error."""
     model: str
     slot: str | None = None
     """The slot that would serve it, if there is one already."""
     move: str | None = None
-    """How its model would be brought: load, or wake."""
+    """How its model would become ready: load, or wake."""
     why: str | None = None
     """What it would wait for, or why it would be refused."""
     behind: list[str] = []
     """Models whose requests go first."""
     evict: list[Evicted] = []
-    """Who would leave for it."""
+    """Models that would leave for it."""
     calls_off: list[str] = []
-    """Less urgent models that are about to be brought and would have to ask for their place anew."""
+    """Less urgent models that are about to load and would have to wait again."""
     too_late: bool = False
-    """Its model would be brought, but not in the time this caller has: the caller would be refused."""
+    """Its model would be loaded, but not within the caller's time: the request would be refused."""
     position: int | None = None
-    """Its place among all who wait; null if it would not wait."""
+    """Its place in the queue; null if it would not wait."""
     eta_s: float | None = None
-    """Seconds until its answer would begin; null where nothing was learned yet."""
+    """Seconds until its answer would begin; null if no times are known yet."""
     retry_after_s: float | None = None
-    """When a refused one may be worth another try, if that is known."""
+    """When a refused request may be worth another try, if that is known."""
 
 
 PATH = "/api/v1/explain"
@@ -88,7 +88,7 @@ class Explaining:
         app.post(PATH)(self.explain)
 
     async def explain(self, ask: ExplainAsk) -> Explained:
-        """What would happen if this request came now: served, or whom it would wait for and who would leave."""
+        """What would happen if this request came now: is it served, what does it wait for, which models leave?"""
         entry = self._gateway.catalog.find(ask.model)
         if entry is None:
             raise unknown_model(ask.model, "model")
@@ -143,7 +143,7 @@ def _action(plan: Plan) -> Action:
 
 
 def _particulars(plan: Plan) -> dict[str, object]:
-    """What only this kind of plan says."""
+    """Fields that only this kind of plan has."""
     match plan:
         case Serve(slot) | Join(slot):
             return {"slot": slot}

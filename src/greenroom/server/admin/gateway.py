@@ -1,6 +1,6 @@
-"""What the management API needs of a running gateway: its tables to read, its orders to give.
+"""What the management API needs of a running gateway: tables to read and operations to call.
 
-Owns nothing. `app.py` hands in the real one, tests a small one made of real tables; neither is imported here.
+Protocols only. `app.py` passes in the real gateway, tests a small one with real tables; neither is imported here.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ class ManagedLeases(LeaseStore, Protocol):
         ...
 
     def known(self) -> Sequence[Lease]:
-        """Everybody's leases as they were when the store was last heard of. Asks nobody."""
+        """All leases as of the last answer of the store. Does not ask the store."""
         ...
 
     async def acquire(self, ask: LeaseAsk, asker: str = "") -> Lease:
-        """As every store does; `asker` names this call for `unheard`."""
+        """As in every store; `asker` identifies this call for `unheard`."""
         ...
 
     async def unheard(self, id: str, asker: str) -> None:
-        """Who made this call had left before it was answered. Gives the lease back, unless another was told of it."""
+        """The caller left before its answer. Releases the lease, unless another call was answered with it."""
         ...
 
     async def find(self, id: str) -> Lease:
@@ -86,7 +86,7 @@ class ManagedLeases(LeaseStore, Protocol):
 
 
 class SharedStore(Protocol):
-    """The lease store that this gateway shares with others, as far as it can be asked about it."""
+    """The state of the lease store that this gateway shares with others."""
 
     @property
     def failure(self) -> str | None:
@@ -100,7 +100,7 @@ class SharedStore(Protocol):
 
     @property
     def grace_left_s(self) -> float:
-        """So long it grants nothing new, because it may have lost what it knew."""
+        """For so long it grants nothing new, because it may have lost leases."""
         ...
 
     @property
@@ -119,7 +119,7 @@ class Listening(Protocol):
 
 
 class WatchedMemory(Protocol):
-    """The watch over memory, as far as it can be asked."""
+    """What the watch over memory has seen."""
 
     @property
     def kind(self) -> str:
@@ -201,7 +201,7 @@ class Gateway(Protocol):
     def edge(self) -> Listening: ...
 
     async def flush(self, slot: SlotId, tenant: str | None, tag: str | None) -> tuple[int, int]:
-        """Forget what this slot's prefix cache keeps of them; None: of all. Gives entries removed and bytes freed.
+        """Empty this slot's prefix cache, or a tenant's or tag's part. Returns entries removed and bytes freed.
 
         Raises EngineFault, in bounded time.
         """

@@ -1,8 +1,8 @@
 """Leases over HTTP: memory for programs that are not models. Asked for, renewed, looked at, given back.
 
-Owns how they are asked for and shown, and whose they are: a key without `admin` sees and ends only its own tenant's.
-Who gets one is decided by the scheduler. A caller that leaves while it waits has given up; one that leaves before it
-heard of its lease has none.
+Owns how leases are requested and shown, and the permissions: a key without `admin` sees and ends only leases of its own
+tenant. The scheduler decides which are granted. A caller that leaves while it waits gives up; a caller that leaves
+before it is answered holds no lease.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _NUMBER_MAX = 2**63 - 1
 GPUS_MAX = 1_024
 
 LeaseName = Annotated[str, Field(min_length=1, max_length=128, pattern=PROGRAM_ID)]
-# What a tenant's ids begin with in the store is not counted.
+# Without the prefix of a tenant's ids in the store.
 LeaseInPath = Annotated[str, Field(min_length=1, max_length=PROGRAM_ID_MAX, pattern=PROGRAM_ID)]
 _Seconds = Annotated[float, Field(ge=0, le=SECONDS_MAX, allow_inf_nan=False), NotBool]
 
 
 class HolderView(View):
-    """Which process holds a lease. Where the gateway can see it, its end frees the memory at once."""
+    """The process that holds a lease. If the gateway can see it, its end frees the memory at once."""
 
     host: Annotated[str, Field(max_length=256)]
     pid: Annotated[int, Field(ge=1, le=_PID_MAX), NotBool]
     start_ticks: Annotated[int, Field(ge=0, le=_NUMBER_MAX), NotBool]
-    """When it began, in ticks since the machine did: field 22 of /proc/PID/stat."""
+    """When it started, in ticks since boot: field 22 of /proc/PID/stat."""
     pid_ns: Annotated[int, Field(ge=0, le=_NUMBER_MAX), NotBool]
-    """The inode of /proc/PID/ns/pid: numbers mean something else in a container."""
+    """The inode of /proc/PID/ns/pid: process ids differ inside a container."""
 
 
 class LeaseOrder(Order):
@@ -58,28 +58,28 @@ class LeaseOrder(Order):
     mib: Annotated[int, Field(ge=1, le=MIB_MAX), NotBool]
     """On each GPU."""
     gpus: Annotated[int, Field(ge=1, le=GPUS_MAX), NotBool] = 1
-    """On so many different GPUs, all or nothing."""
+    """The number of different GPUs, all or nothing."""
     name: Name = "lease"
-    """What it is for, for people."""
+    """A name for people."""
     devices: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=GPUS_MAX)] = ()
     """Only on these (gpu0, or a UUID or its beginning); on any when not given."""
     priority: Priority = "normal"
-    """high, normal, low or a number: whom it makes leave, and who goes first."""
+    """high, normal, low or a number. Decides what it may evict, and its place in the queue."""
     preemptible: bool = False
-    """Whether it may be asked to leave for somebody more urgent."""
+    """Whether it may be recalled for something more urgent."""
     grace_s: _Seconds = 30.0
-    """How long it may stay when it was asked to leave."""
+    """How long the holder may stay after a recall."""
     ttl_s: Annotated[float, Field(ge=1, le=3_600, allow_inf_nan=False), NotBool] | None = None
-    """Lost when not renewed for so long; the gateway's leases.ttl_s when not given."""
+    """The lease is lost if it is not renewed for this long; the gateway's leases.ttl_s when not given."""
     wait_s: _Seconds = 0.0
-    """How long to wait for it; the answer comes when it is held. 0 takes what is free and makes nobody leave."""
+    """How long to wait; the answer comes when the lease is held. 0 takes only free memory and evicts nothing."""
     pid: Annotated[int, Field(ge=1, le=_PID_MAX), NotBool] | None = None
-    """The process that holds it, as this machine numbers it; its end frees the memory at once."""
+    """The holder's process id on this machine; its end frees the memory at once."""
     holder: HolderView | None = None
-    """The same for who may run elsewhere or in a container, where numbers mean something else."""
+    """The holder, if it may run on another machine or in a container, where process ids differ."""
     id: LeaseName | None = None
-    """Its name among leases: asking again with the same one, by the same holder and for the same memory, is asking
-    once; anything else with it is refused. One is made up when not given."""
+    """The lease's id. Asking again with the same id, holder and memory returns the same lease; anything else with that
+    id is refused. Generated when not given."""
 
 
 class LeaseView(View):
@@ -89,7 +89,7 @@ class LeaseView(View):
     """slot: a model of this gateway. It is neither renewed nor released here."""
     state: Literal["held", "pending", "waiting"]
     token: int
-    """Grows with every grant, also over restarts: whoever shows a lower one is late."""
+    """Grows with every grant, also across restarts: a lower token is outdated."""
     claim: dict[str, int]
     """MiB by device."""
     cuda_visible_devices: str
@@ -97,16 +97,16 @@ class LeaseView(View):
     preemptible: bool
     ttl_s: float
     expires_in_s: float
-    """Renew it before."""
+    """Renew it before this time has passed."""
     recall_in_s: float | None
-    """It was asked to leave within so many seconds; below zero it is overdue. null: it was not asked to."""
+    """Seconds left after a recall; below zero it is overdue. null: not recalled."""
     overdue: bool
     holder: HolderView | None
 
 
 class LeaseList(View):
     leases: list[LeaseView]
-    """Of programs in the order they were asked for, then models that hold memory."""
+    """Leases of programs in order of request, then models that hold memory."""
 
 
 class RenewOrder(Order):
@@ -120,7 +120,7 @@ Token = Annotated[int | None, Query(ge=0, le=2**63 - 1, description="Only if it 
 
 
 class _CallerLeft(LeaseDenied):
-    """Nobody hears of this."""
+    """Ends the call; its caller is gone."""
 
 
 class LeaseRoutes:
@@ -135,7 +135,7 @@ class LeaseRoutes:
         app.post(f"{_ONE}/renew")(self.renew_lease)
 
     async def acquire_lease(self, request: Request, order: LeaseOrder) -> LeaseView:
-        """Memory for another program. Held until it is released, or its holder ends or is not heard of any more."""
+        """Get memory for another program. Held until it is released, its holder ends, or it is not renewed."""
         ask, count = self._ask(request, order), self._gateway.metrics.lease_asked
         own = _own(request)
         try:
@@ -151,7 +151,7 @@ class LeaseRoutes:
         return shown(lease, own)
 
     async def list_leases(self, request: Request) -> LeaseList:
-        """Who holds memory, or waits for it; for a key without `admin` its own tenant's leases."""
+        """Leases held or waited for, and models that hold memory; without an admin's key only the tenant's leases."""
         leasing, own = self._gateway.leasing, _own(request)
         leases = [shown(lease, own) for lease in await leasing.leases() if lease.id.startswith(own)]
         if leasing.lists_slots or own:
@@ -160,17 +160,17 @@ class LeaseRoutes:
         return LeaseList(leases=[*leases, *(_slot_shown(slot) for slot in slots if slot.lease is None)])
 
     async def show_lease(self, request: Request, lease_id: LeaseInPath) -> LeaseView:
-        """One lease as it is now, also while it is waited for."""
+        """One lease as it is now, also one that still waits."""
         own = _own(request)
         with _called_as_asked(own):
             return shown(await self._gateway.leasing.find(own + lease_id), own)
 
     async def release_lease(self, request: Request, lease_id: LeaseInPath, token: Token = None) -> None:
-        """Give it back. Doing so again changes nothing, nor does a token that is not its own."""
+        """Release a lease. Releasing it again, or with a wrong token, changes nothing."""
         await self._gateway.leasing.release(_own(request) + lease_id, token)
 
     async def renew_lease(self, request: Request, lease_id: LeaseInPath, order: RenewOrder) -> LeaseView:
-        """Say that the holder lives, and hear whether it is asked to leave."""
+        """Renew a lease. The answer says whether it was recalled."""
         own = _own(request)
         with _called_as_asked(own):
             return shown(await self._gateway.leasing.renew(own + lease_id, order.token), own)
@@ -193,7 +193,7 @@ class LeaseRoutes:
     async def _while_listened_to(self, request: Request, ask: LeaseAsk) -> Lease:
         leasing, call = self._gateway.leasing, secrets.token_hex(8)
         acquiring = asyncio.ensure_future(leasing.acquire(ask, call))
-        # The body was read before, so that the next thing to come is the caller's leaving.
+        # The body was read before, so the next message is the caller's disconnect.
         leaving = asyncio.ensure_future(request.receive())
         try:
             await asyncio.wait((acquiring, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -205,14 +205,14 @@ class LeaseRoutes:
             raise _CallerLeft("The caller has left.")
         finally:
             leaving.cancel()
-            # Its end is not awaited: it gives up at once when it is cancelled.
+            # Not awaited: it stops at once when it is cancelled.
             acquiring.cancel()
 
 
 def _own(request: Request) -> str:
-    """What the ids of this caller's leases begin with in the store, so that no tenant can name another's.
+    """The prefix of this caller's lease ids in the store, so that no tenant can name another tenant's lease.
 
-    Nothing for an admin's key, which names every lease by its whole id.
+    Empty for an admin's key, which names every lease by its whole id.
     """
     caller: Caller | None = request.scope["state"].get("caller")
     if caller is None or caller.admin or caller.tenant is None:
@@ -222,7 +222,7 @@ def _own(request: Request) -> str:
 
 @contextlib.contextmanager
 def _called_as_asked(own: str) -> Iterator[None]:
-    """Errors name leases as their caller does, without what their ids begin with in the store."""
+    """Errors name leases as their caller does, without the prefix."""
     try:
         yield
     except GreenroomError as error:
@@ -232,7 +232,7 @@ def _called_as_asked(own: str) -> Iterator[None]:
 
 
 def _priority(request: Request, order: LeaseOrder) -> int:
-    """What was asked for, or the best the caller's key may have: as for requests to models."""
+    """The priority asked for, or the best that the key allows: as for requests to models."""
     caller: Caller | None = request.scope["state"].get("caller")
     priority = parse_priority(order.priority, param="priority")
     return priority if caller is None else cap(priority, caller)
@@ -271,7 +271,7 @@ def shown(lease: Lease, own: str = "") -> LeaseView:
 
 
 def _slot_shown(slot: Slot) -> LeaseView:
-    """A model's own claim, so that one list shows who holds what."""
+    """A model's own claim, so that one list shows all that hold memory."""
     claim = {str(device): mib for device, mib in slot.claim.items()}
     held = Lease(
         slot.id,

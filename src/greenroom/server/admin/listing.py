@@ -45,10 +45,10 @@ class Listing:
 
 
 def addressed(catalog: Catalog, request: Request, prefix: str, model_id: str, order: str = "") -> Entry:
-    """The model that stands in the path between `prefix` and `order`. Raises ModelNotFound.
+    """The model named in the path between `prefix` and `order`. Raises ModelNotFound.
 
-    Read from the raw path: the framework's own reading, `model_id`, has lost which slashes were encoded and serves
-    only to name what was not found.
+    Read from the raw path, because the framework's `model_id` does not say which slashes were encoded; it is only used
+    in the error.
     """
     raw, start = request.scope["raw_path"], prefix.encode() + b"/"
     found = split_model(raw[len(start) :], catalog.is_known) if raw.startswith(start) else None
@@ -63,12 +63,12 @@ def unknown_model(name: str, param: str) -> ModelNotFound:
 
 
 PATH = "/api/v1/models"
-# What can be ordered of a model stands behind its id, and takes what methods it takes.
+# Orders for a model follow its id and have routes of their own.
 _BELOW = (b"/load", b"/unload", b"/sleep", b"/prepare", b"/logs", b"/logs/stream", b"/")
 
 
 class OneModel(APIRoute):
-    """A model's id may have slashes, so that this path would fit whatever stands below it too."""
+    """Matches a model's id, which may have slashes, but not the orders that follow an id."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         return (Match.NONE, {}) if scope["raw_path"].endswith(_BELOW) else super().matches(scope)
@@ -84,7 +84,7 @@ class ModelStatuses:
         app.router.add_api_route(PATH + "/{model_id:path}", self.model_status, route_class_override=OneModel)
 
     async def model_statuses(self, request: Request) -> ModelStatusList:
-        """Every model; unlisted ones, process ids and what engines said are for admin keys only."""
+        """Every model. Unlisted ones, process ids and engine messages are for admin keys only."""
         return ModelStatusList(models=self._look().models(to_operator=asked_by_admin(request)))
 
     async def model_status(self, request: Request, model_id: ModelPath) -> ModelView:

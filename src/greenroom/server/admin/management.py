@@ -1,8 +1,8 @@
 """The management API: listings, health, metrics, status, events, and orders. An ASGI application behind the edge.
 
-Owns how its parts are put together and what no part should have to think of: errors in one shape, HEAD, paths that no
-route may see, and what each route needs of its caller, which the front door asks first. Every handler is a coroutine
-on the loop that owns the scheduler's state; none runs in a thread, where that state could change under it.
+Owns how the routes are put together and what they share: errors in one shape, HEAD, paths that no route may see, and
+the permission that each route requires, which the front door checks first. Every handler is a coroutine on the loop
+that owns the scheduler's state; none runs in a thread, where that state could change meanwhile.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from greenroom.tenancy.keys import Permission
 
 OPENAPI_PATH = "/api/v1/openapi.json"
 DOCS_PATH = "/api/v1/docs"
-# What keys without `admin` may use, each by what the key may see or do there. Whatever is not named needs an admin's.
+# Routes for keys without `admin`, and the permission each requires. All other routes require an admin's key.
 _NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
     ("GET", "/health"): Permission.ASK,
     ("GET", "/metrics"): Permission.ASK,
@@ -60,7 +60,7 @@ def make_management(gateway: Gateway) -> Management:
     began = gateway.clock()
 
     def uptime_s() -> float:
-        # By the clock that is never set, unlike the wall's.
+        # By the monotonic clock, which is never set.
         return gateway.clock() - began
 
     def look() -> Snapshot:
@@ -90,7 +90,7 @@ def _empty_app() -> FastAPI:
         redirect_slashes=False,
         generate_unique_id_function=_route_name,
         responses={"default": {"model": ErrorBody, "description": "What went wrong."}},
-        # The gateway counts for itself; nothing may be sent anywhere because of a variable in the environment.
+        # The gateway has its own metrics; no environment variable may make the framework send data.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     add_error_answers(app)
@@ -111,7 +111,7 @@ def _add_docs(app: FastAPI, gateway: Gateway) -> None:
 
 
 class Management:
-    """The application, and what its routes need."""
+    """The application, and the permissions that its routes require."""
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
@@ -122,7 +122,7 @@ class Management:
         receive: Callable[[], Awaitable[Message]],
         send: Callable[[Message], Awaitable[None]],
     ) -> None:
-        # No path of ours and no id has such characters, and the patterns of routes overlook a line break at the end.
+        # No route and no id has such characters, and route patterns ignore a line break at the end.
         if not scope["path"].isprintable():
             await error_answer(scope, nothing_at(scope["path"]))(scope, receive, send)
         else:
@@ -136,7 +136,7 @@ class Management:
             yield from ((method, route.path) for method in route.methods or () if method != "HEAD")
 
     def needs(self, head: Head, path: bytes) -> Permission:
-        """What a request for this path needs. The routes themselves say where it leads, as they will for the answer."""
+        """The permission that a request for this path requires. Matched by the routes that will answer it."""
         scope = _as_get(scope_of(head, path, {}))
         needed = Permission.MANAGE
         for route in self._app.routes:
@@ -145,7 +145,7 @@ class Management:
             if match is Match.FULL:
                 return _NEEDS.get((scope["method"], route.path), Permission.MANAGE)
             if match is Match.PARTIAL:
-                # Whoever may use the path is told which methods it takes.
+                # A key that may use the path is told which methods it takes.
                 others = (_NEEDS[key] for method in route.methods or () if (key := (method, route.path)) in _NEEDS)
                 needed = next(others, needed)
         return needed
@@ -187,7 +187,7 @@ def _parameters(operation: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _body_fields(schema: Mapping[str, Any], operation: Mapping[str, Any]) -> Iterator[str]:
-    """An order is one named shape, or nothing."""
+    """The fields of the request body, if it has a named shape."""
     content = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
     for option in (content, *content.get("anyOf", ())):
         name = option.get("$ref", "").rpartition("/")[2]

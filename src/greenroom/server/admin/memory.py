@@ -1,6 +1,6 @@
-"""What the management API says of GPUs, as published shapes, and how a look at them becomes these.
+"""GPUs, host memory and the green room as the management API shows them.
 
-Owns names and meaning of fields. Reads the last look and the scheduler's ledger; never looks itself.
+Owns the route, its published shapes, and how they are filled from the last look at memory and the scheduler's ledger.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from greenroom.server.admin.gateway import Gateway, WatchedMemory
 from greenroom.server.admin.views import GpuView, GreenRoomView, ProbeView, View
 
 PATH = "/api/v1/gpus"
-# Who asks more often than this is shown the same look again.
+# A look this recent is shown again.
 FRESH_S = 0.5
 LEASE_WORD = core_id("")
 _TO_SLEEP = (MoveKind.SLEEP, MoveKind.PREPARE)
@@ -34,7 +34,7 @@ class GpuHolderView(View):
 
 
 class StrangerView(View):
-    """A process nobody declared. It is never ended by us."""
+    """A process that belongs to no model and no lease. The gateway never ends it."""
 
     pid: int
     name: str | None
@@ -44,12 +44,12 @@ class StrangerView(View):
 class WholeGpuView(GpuView):
     holders: list[GpuHolderView]
     strangers: list[StrangerView]
-    """Those that can be seen, the largest first."""
+    """Visible ones, the largest first."""
 
 
 class HostMemoryView(View):
     total_mib: int
-    """Of the machine, or of the container it is limited to."""
+    """Of the machine, or of the container's limit."""
     available_mib: int
     shm_total_mib: int
     shm_free_mib: int
@@ -70,7 +70,7 @@ class Gpus:
         app.get(PATH)(self.list_gpus)
 
     async def list_gpus(self) -> GpuList:
-        """Every GPU now: what the driver says, what models and leases hold, and what processes nobody declared use."""
+        """Every GPU now: the driver's figures, what models and leases hold, and what other processes use."""
         gateway = self._gateway
         if gateway.clock() - gateway.memory_watch.last.at > FRESH_S:
             await gateway.memory_watch.look_now()
@@ -141,7 +141,7 @@ class GpuPicture:
         return GpuHolderView(
             slot=slot.id,
             model=slot.model if slot.lease is None else None,
-            # The scheduler's id of a lease has a word before the one its holder knows.
+            # The scheduler's id of a lease is the holder's id with a prefix.
             lease=None if slot.lease is None else slot.lease.removeprefix(LEASE_WORD),
             claim_mib=self._state.ledger.holdings[slot.id].claim.get(device, 0),
             seen_mib=self._look.shares.seen.get(slot.id, {}).get(device),
@@ -167,7 +167,7 @@ def green_room_view(state: SchedulerView) -> GreenRoomView:
 
 
 def green_room_used_mib(state: SchedulerView) -> int:
-    """What those hold on hosts who are asleep or about to be; who wakes holds it still."""
+    """Host MiB of slots that are asleep, falling asleep or waking."""
     return sum(_host_mib(state, slot) for slot in state.slots.values() if slot.lease is None and _is_there(slot))
 
 
@@ -181,7 +181,7 @@ def _host_mib(state: SchedulerView, slot: Slot) -> int:
 
 
 def _free_mib(state: SchedulerView, size_mib: int | None, used_mib: int) -> int | None:
-    """The smaller of what its size leaves and what the hosts have; None where there is no host to plan with."""
+    """What is left of its size, or of the hosts' memory if that is less; None without a host to plan with."""
     free = state.ledger.free_mib(frozenset())
     hosts = [device.id for device in state.ledger.devices.values() if device.kind is DeviceKind.HOST]
     if not hosts:

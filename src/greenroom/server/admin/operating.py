@@ -1,6 +1,6 @@
-"""What an operator can order: load, unload, sleep, prepare, reload; and what an engine printed, to see why.
+"""What an operator can order: load, unload, sleep, prepare, reload. Also the output of engines.
 
-MoveOrders are answered when they are done. One who leaves meanwhile changes nothing: the move goes on.
+Orders are answered when they are done. A caller that leaves meanwhile changes nothing: the move goes on.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Operating:
         return await self._move(MoveKind.SLEEP, entry, (), order.grace_s if order is not None else None)
 
     async def prepare(self, request: Request, model_id: ModelPath, order: views.LoadOrder | None = None) -> views.Moved:
-        """Bring a cold model into the green room, beside everything that is served, so that it can wake at once.
+        """Load a cold model into the green room while others are served, so that it can wake quickly.
 
         422 if its engine cannot sleep.
         """
@@ -86,7 +86,7 @@ class Operating:
         return await self._move(MoveKind.PREPARE, entry, evict, None)
 
     async def logs(self, request: Request, model_id: ModelPath, lines: Lines = 200) -> views.LogLines:
-        """The last lines its engine printed, also of engines that have ended."""
+        """The last lines that the model's engine printed, also if it has ended."""
         entry = self._entry(request, model_id, "/logs")
         tail = self._gateway.slots.log(entry.id).tail(lines)
         return views.LogLines(model=entry.id, lines=[shown_line(line) for line in tail])
@@ -94,7 +94,7 @@ class Operating:
     async def stream_logs(
         self, request: Request, model_id: ModelPath, lines: Lines = 200, no_history: NoHistory = None
     ) -> Response:
-        """What its engine prints, as server-sent events of one line each, or as plain text by `Accept`."""
+        """The engine's output as it is printed: server-sent events of one line each, or plain text by `Accept`."""
         refuse_head(request)
         entry = self._entry(request, model_id, "/logs/stream")
         history = lines if no_history in (None, "false", "0") else 0

@@ -1,4 +1,4 @@
-"""What is the case now, read from the gateway's tables into the shapes of `views.py`.
+"""The state of the gateway at one moment, read from its tables into the shapes of `views.py`.
 
 Owns how tables become answers. Never changes anything and never waits, so that an answer is of one moment.
 """
@@ -82,7 +82,7 @@ class Snapshot:
             return "saturated"
         if not self._is_store_up and not any(self.word(entry) is StatusWord.LOADED for entry in catalog):
             return "failed"
-        # Only while they are backed off: were it longer, nobody would ask and find out that they work again.
+        # Only during the back-off: later, requests must come through to find out whether models load again.
         if len(catalog) and all(self.word(entry) is StatusWord.FAILED for entry in catalog):
             return "failed"
         return "healthy"
@@ -124,7 +124,7 @@ class Snapshot:
         )
 
     def models(self, *, to_operator: bool) -> list[views.ModelView]:
-        """All of them; only those that are not `unlisted` for others than operators."""
+        """All models for operators; for others without those that are `unlisted`."""
         waiting = Counter(waiter.model for waiter in self._callers())
         shown = (entry for entry in self._gateway.catalog if to_operator or not entry.config.unlisted)
         return [self._model(entry, waiting[entry.id], to_operator) for entry in shown]
@@ -273,7 +273,7 @@ def status_word(state: SchedulerView, model: ModelId, now: float) -> StatusWord:
     # 1. Takes requests.
     if any(slot.is_serving for slot in slots):
         return StatusWord.LOADED
-    # 2. Will, without anyone asking again. An older revision may still be leaving meanwhile.
+    # 2. Will take requests without another order. An older revision may still be leaving meanwhile.
     if any(slot.is_arriving or _is_preparing(slot) for slot in slots):
         return StatusWord.LOADING
     # 3. Takes no more requests, but has its memory and may still be answering.
@@ -287,7 +287,7 @@ def status_word(state: SchedulerView, model: ModelId, now: float) -> StatusWord:
 
 
 def tier_of(slots: list[Slot]) -> Tier:
-    """A model is where the nearest of its slots is."""
+    """The best tier of a model's slots."""
     tiers = {slot.tier for slot in slots if not slot.lost}
     return next((tier for tier in (Tier.READY, Tier.ASLEEP) if tier in tiers), Tier.COLD)
 
@@ -303,7 +303,7 @@ def _is_preparing(slot: Slot) -> bool:
 
 
 def need_view(need: Need, account: Account | None) -> views.NeedView:
-    """`account` is None where models take no room, so that nothing was worked out."""
+    """`account` is None if models take no memory, so that there is no estimate."""
     measured = None if account is None else account.measured
     seen = measured if measured is not None and measured.is_seen else None
     estimate = None if account is None or account.estimate is None else account.estimate.need

@@ -1,4 +1,4 @@
-"""Answers that go on: events and log lines, one piece at a time, until somebody has had enough.
+"""Answers that go on: events and log lines, one piece at a time, until one side ends the stream.
 
 Owns framing, heartbeats and the end of a stream: the client leaves, the gateway drains, or the source is over. Never
 buffers: a source bounds its own queue and drops what a slow reader cannot take.
@@ -21,11 +21,11 @@ from greenroom.errors import MethodNotAllowed, Overload
 from greenroom.process.logs import LogRing
 from greenroom.telemetry.hub import Event, Hub
 
-# Proxies between us and the reader close what is silent for a minute or less.
+# Proxies close connections that are silent for a minute or less.
 HEARTBEAT_S = 15.0
-# How soon a quiet stream sees that the gateway drains.
+# How soon a quiet stream notices that the gateway drains.
 LOOK_S = 1.0
-# How long a stream of a gateway that drains waits for what was told just then.
+# How long a stream waits for its last events when the gateway drains.
 LAST_WORD_S = 0.05
 # Dashboards and shells; each costs a connection and a queue.
 STREAMS_MAX = 200
@@ -61,7 +61,7 @@ def plain_frame(line: str) -> bytes:
 
 
 def shown_line(line: str) -> str:
-    """An engine may print what its callers sent: nothing of it may steer the reader's terminal."""
+    """Without control characters: an engine may print what its callers sent, which must not reach a terminal."""
     return _CONTROL.sub("", _TERMINAL_CODE.sub("", line))
 
 
@@ -77,7 +77,7 @@ class Feed(Protocol):
 
 
 class EventFeed:
-    """What happens from now on, or from after that event on."""
+    """Events from now on, or those after the given event."""
 
     def __init__(self, hub: Hub, after: int | None) -> None:
         self._subscription = hub.subscribe(after)
@@ -91,10 +91,10 @@ class EventFeed:
 
 
 class LogFeed:
-    """The last lines in one piece, then each as it is printed. A line that was half printed comes again when whole."""
+    """The last lines in one piece, then each as it is printed. A half-printed line is sent again when complete."""
 
     def __init__(self, ring: LogRing, history: int, frame: Callable[[str], bytes]) -> None:
-        # Both in one turn of the loop: no line is lost between them and none comes twice.
+        # Both in one turn of the loop, so that no line is lost between them or sent twice.
         self._past = ring.tail(history)
         self._subscription = ring.subscribe()
         self._frame = frame
@@ -114,7 +114,7 @@ class LogFeed:
 
 
 class Streams:
-    """Every stream there is, counted."""
+    """Counts the open streams, and refuses too many."""
 
     def __init__(self, is_draining: Callable[[], bool], clock: Callable[[], float]) -> None:
         self.is_draining = is_draining
@@ -129,7 +129,7 @@ class Streams:
 
 
 class _Streamed(Response):
-    """Listens for the client's leaving itself: what is sent to one who left is silently dropped."""
+    """Watches for the client's disconnect itself: what is sent after it is silently dropped."""
 
     def __init__(self, streams: Streams, open_feed: Callable[[], Feed], media_type: str) -> None:
         super().__init__(media_type=media_type, headers=_HEADERS)
@@ -165,7 +165,7 @@ class _Streamed(Response):
                     piece = asyncio.ensure_future(feed.piece())
                     beat_at = clock() + HEARTBEAT_S
                 elif self._streams.is_draining():
-                    # What was told in this very moment is still on its way to here.
+                    # An event that was published just now may still be on its way.
                     if not (await asyncio.wait((piece,), timeout=LAST_WORD_S))[0]:
                         return
                 elif self._is_sse and clock() >= beat_at:

@@ -15,13 +15,13 @@ from greenroom.tenancy.tenants import parse_priority
 
 Tier = Literal["ready", "asleep", "cold"]
 
-# Orders name few models; more is a mistake.
+# An order names few models; more is a mistake.
 EVICT_MAX = 100
 GRACE_MAX_S = 3_600
 
 
 def _read_priority(said: object) -> int:
-    """Raises BadRequest, which validation lets pass: it would name each kind that the value is not."""
+    """Raises BadRequest, which passes through validation; validation's own error would list every type of the field."""
     if isinstance(said, float) and said.is_integer():
         said = int(said)
     return parse_priority(said, param="priority")
@@ -113,13 +113,13 @@ class DeviceView(View):
     free_mib: int
     """What can still be planned with; promised memory is not free."""
     foreign_mib: int
-    """Used by processes nobody declared."""
+    """Used by processes that belong to no model and no lease."""
 
 
 class MovingView(View):
     kind: Literal["load", "wake", "sleep", "prepare", "unload"]
     since_s: float | None
-    """Null while it waits for memory that others are giving back."""
+    """Null while it waits for memory that is being freed."""
     eta_s: float | None
 
 
@@ -137,12 +137,12 @@ class SlotView(View):
     memory: dict[str, int]
     """MiB by device."""
     unload_in_s: float | None
-    """Seconds until it leaves for being idle; null while it answers, and if only another's need makes it leave."""
+    """Seconds until it leaves because it is idle; null while it answers, and if it has no idle limit."""
     pid: int | None
 
 
 class NeedView(View):
-    """What its next load is planned with, and what that can be compared with."""
+    """The memory its next load is planned with, with the figures behind it."""
 
     gpu_mib: int
     host_mib: int
@@ -153,7 +153,7 @@ class NeedView(View):
     """The most it was seen to use on GPUs; null if that was never seen."""
     measured_host_mib: int | None
     estimated_gpu_mib: int | None
-    """What its file or its name makes one expect; null if neither says anything, or memory_mib was declared."""
+    """Estimated from its file or its name; null if that is impossible, or memory_mib was declared."""
     estimated_host_mib: int | None
     estimate_error: float | None
     """How far the estimate was from what was measured: 0.05 is 5 % too much."""
@@ -182,7 +182,7 @@ class ModelView(View):
     """MiB by device, of all its slots."""
     need: NeedView
     unload_in_s: float | None
-    """Seconds until the last of its slots leaves for being idle, as far as that is known."""
+    """Seconds until the last of its slots leaves because it is idle, if that is known."""
     moving: MovingView | None
     slots: list[SlotView]
     failures: int
@@ -225,11 +225,11 @@ class GpuView(View):
     total_mib: int
     """What can be allocated, without what the driver keeps for itself."""
     used_mib: int
-    """By everybody, as the driver says it."""
+    """By all processes, as the driver reports it."""
     foreign_mib: int
-    """Of that, by processes nobody declared."""
+    """Of that, by processes that belong to no model and no lease."""
     free_mib: int
-    """What can still be planned with, after claims, promises, strangers and the margin."""
+    """What can still be planned with, after claims, promises, foreign processes and the margin."""
     utilisation: int | None
     """Percent of the time that something ran on it; null where that cannot be seen."""
     temperature_c: int | None
@@ -249,22 +249,22 @@ class LeaseStoreView(View):
     why: str | None
     """Why it cannot be used."""
     grace_left_s: float
-    """A store that is new, or lost what it knew, grants nothing for so long: those who hold leases come first."""
+    """A store that is new, or lost its data, grants nothing for this long, so that holders can renew first."""
     slots_without_lease: int
-    """Models that run though the store gave their memory to somebody else."""
+    """Models that run though the store has granted their memory elsewhere."""
 
 
 class GreenRoomView(View):
-    """Host memory where models wait that are asleep."""
+    """Host memory of models that are asleep."""
 
     size_mib: int | None
     """`memory.green_room_mib`; null: as much as the host has."""
     used_mib: int
-    """Held by those who are asleep there, or on their way."""
+    """Held by models that are asleep, falling asleep or waking."""
     free_mib: int | None
     """What is left of its size, as far as the host has it."""
     models: list[str]
-    """Who is asleep."""
+    """Models that are asleep."""
 
 
 class StatusView(View):
@@ -314,11 +314,11 @@ class RequestView(View):
     status: int | None
     error_code: str | None
     error_message: str | None
-    """What a key without `admin` is told of it."""
+    """The error as a key without `admin` sees it."""
     reason: str | None
     """What went wrong, for admin keys only."""
     details: str | None
-    """What its engine printed last, for admin keys only."""
+    """The last lines of its engine, for admin keys only."""
     prompt_tokens: int | None
     completion_tokens: int | None
     cached_tokens: int | None
@@ -333,7 +333,7 @@ class RequestList(View):
 
 class DecisionList(View):
     decisions: list[dict[str, Any]]
-    """Newest last. Each has `seq` (counted in this run), `at` (Unix time), `what` was decided, about whom, `why`."""
+    """Newest last. Each has `seq` (counted in this run), `at` (Unix time), `what` was decided, its subject, `why`."""
 
 
 class LogLines(View):
@@ -377,7 +377,7 @@ class Reloaded(View):
     changed: list[str]
     """These get a new slot; the old one drains."""
     relabelled: list[str]
-    """These only read differently; their engines keep running."""
+    """Only their descriptions changed; their engines keep running."""
     removed: list[str]
     at_once: list[str]
     """Keys outside models that were applied."""

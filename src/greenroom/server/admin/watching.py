@@ -29,7 +29,7 @@ API = "/api/v1"
 # As many as are kept.
 REQUESTS_SHOWN_MAX = 2_000
 DECISIONS_SHOWN_MAX = 500
-# Events and decisions are counted; this is more than any gateway will ever have told.
+# Events and decisions are counted; no gateway ever reaches this number.
 EVENT_ID_MAX = 2**53
 # Left out of what is shown of a request: in a list, and for a key without `admin`.
 _BRIEF = {"details": None}
@@ -48,7 +48,7 @@ class Watching:
         self._streams = streams
         self._look = look
         self._uptime_s = uptime_s
-        # Rendering runs beside the loop; two at once would only slow each other and the loop down.
+        # Rendering runs in a thread; two at once would only slow each other and the loop down.
         self._rendering = asyncio.Lock()
 
     def add_to(self, app: FastAPI) -> None:
@@ -82,7 +82,7 @@ class Watching:
         return self._look().status()
 
     async def events(self, request: Request, after: EventId = None, last_event_id: LastEventId = None) -> Response:
-        """What happens, as server-sent events: one a move, rejection, reload …; `data` is JSON."""
+        """Server-sent events: one for each move, rejection, reload …; `data` is JSON."""
         refuse_head(request)
         # A browser that comes back sends both; the header is newer than the address it was given once.
         begin = after if last_event_id is None else last_event_id
@@ -100,7 +100,7 @@ class Watching:
         """One request by its `X-Request-Id`; without an admin's key only one of the caller's tenant."""
         record, is_admin = self._gateway.activity.get(request_id), asked_by_admin(request)
         caller: Caller | None = request.scope.get("state", {}).get("caller")
-        # Another's is answered like one that never was, so that ids cannot be tried out.
+        # A request of another tenant is answered like an unknown one, so that ids cannot be guessed.
         if record is None or not (is_admin or (caller is not None and record.tenant == caller.tenant)):
             raise NotFound(f"There is no request {request_id}; only those that run or ended lately are kept.")
         return views.RequestView(**record.as_dict() | ({} if is_admin else _DISCREET))
@@ -111,7 +111,7 @@ class Watching:
         model: str | None = None,
         since: Since = 0,
     ) -> views.DecisionList:
-        """What the scheduler decided lately, and why; of one model also whom it made leave."""
+        """Recent decisions of the scheduler, and why; for one model also the evictions made for it."""
         entry = self._gateway.catalog.find(model) if model is not None else None
         wanted = model if entry is None else entry.id
         newest_first = (
@@ -124,12 +124,12 @@ class Watching:
 
 
 def gauges(gateway: Gateway, uptime_s: float) -> Gauges:
-    """Models that are configured always have their numbers, zeros included; others only while they hold something."""
+    """Configured models always have values, zeros included; others only while they hold something."""
     state = gateway.loop.scheduler.view
     waiting: Counter[str] = Counter({entry.id: 0 for entry in gateway.catalog})
     in_flight = waiting.copy()
     waiting.update(caller.model for caller in state.callers())
-    # A lease has a slot too, whose id anybody may make up: it must not become the name of a model.
+    # A lease has a slot too. Callers choose its id, which must not become a model's label.
     models = [slot for slot in state.slots.values() if slot.lease is None]
     in_flight.update(slot.model for slot in models for _ in slot.in_flight)
     return Gauges(
@@ -154,7 +154,7 @@ def _store(gateway: Gateway) -> StoreFigures | None:
 
 
 def _leases(gateway: Gateway) -> LeaseFigures:
-    """Of programs, wherever they are kept. Devices always have their number, zero included."""
+    """Leases of programs, in whichever store. Devices always have a value, zero included."""
     devices = gateway.loop.scheduler.view.ledger.devices
     total: dict[str, float] = {str(device): 0 for device in devices}
     programs = [lease for lease in gateway.leasing.known() if lease.kind == "program"]

@@ -18,6 +18,7 @@ from msgspec import Raw
 
 from greenroom.config.kinds import ID_CHARS_MAX, SECONDS_MAX
 from greenroom.errors import BadRequest
+from greenroom.server.inference.bounded_json import TooManyKeys, decode_counting
 from greenroom.tenancy.tenants import bad_priority
 
 # Top-level fields. The largest API has about forty; each costs some two hundred bytes here.
@@ -276,28 +277,3 @@ def _value(
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         error = BadRequest(f"{param} is not {wanted}.", param=param) if isinstance(wanted, str) else wanted(param)
         raise error from None
-
-
-class TooManyKeys(Exception):
-    """The object has more keys than allowed."""
-
-
-class _Key(str):
-    """A type of its own, so that the making of each key can be counted."""
-
-    __slots__ = ()
-
-
-def decode_counting(body: bytes, keys_max: int) -> dict[str, Raw]:
-    """Millions of keys would take seconds and gigabytes: raises TooManyKeys at the first that is too many."""
-    count = 0
-
-    def make_key(_: type, name: str) -> _Key:
-        nonlocal count
-        count += 1
-        if count > keys_max:
-            raise TooManyKeys
-        return _Key(name)
-
-    decoded = msgspec.json.Decoder(dict[_Key, Raw], dec_hook=make_key).decode(body)
-    return {str(name): raw for name, raw in decoded.items()}
