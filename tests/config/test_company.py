@@ -1,4 +1,4 @@
-"""Rules about who may be ready together: what can be said, what is refused, and what becomes of it."""
+"""Rules about which models may be ready together: accepted, refused, and translated for the core."""
 
 from __future__ import annotations
 

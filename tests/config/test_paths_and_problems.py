@@ -90,7 +90,7 @@ def test_more_than_the_budget_is_told(loads: Loads, budget: str, told: list[str]
           c: {{cmd: "sh ${{PORT}}", memory_mib: 500}}
           d: {{cmd: "sh ${{PORT}}", pinned: true}}
         """)
-    # d is pinned too, but nobody can say yet what it needs.
+    # d is pinned too, but its need is not known yet.
     assert [text.replace("(a, b, d)", "(a, b)") for text in problems(config)] == told
 
 

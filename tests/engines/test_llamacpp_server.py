@@ -51,7 +51,7 @@ def test_a_looping_model_follows_its_script_at_temperature_one_until_it_is_stopp
 
 def test_streams_end_with_timings_and_with_usage_where_the_gateway_looks_for_them() -> None:
     with worker(tiny("alpha")) as engine:
-        # A chat stream tells its usage only to those who ask, but its timings to everybody, in the last chunk.
+        # A chat stream sends usage only if asked, but timings always, in the last chunk.
         *_, last, done = engine.stream("/v1/chat/completions", CHAT)
         assert done == "[DONE]"
         chunk = json.loads(last)

@@ -1,4 +1,4 @@
-"""The tiny models themselves: made once, whole, whoever makes them at the same time."""
+"""The tiny models themselves: made once and whole, even by several processes at once."""
 
 from __future__ import annotations
 

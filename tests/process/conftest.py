@@ -25,8 +25,11 @@ class Start:
     def __init__(self) -> None:
         self.identities: list[str] = []
 
-    async def __call__(self, *mode: str, identity: str | None = None, log: LogRing | None = None) -> Child:
-        return await spawn(engine_command(*mode), identity=identity or self.identity(), log=log or LogRing())
+    async def __call__(
+        self, *mode: str, identity: str | None = None, log: LogRing | None = None, **bounds: float
+    ) -> Child:
+        command = engine_command(*mode)
+        return await spawn(command, identity=identity or self.identity(), log=log or LogRing(), **bounds)
 
     def identity(self) -> str:
         self.identities.append(new_identity())

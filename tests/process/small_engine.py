@@ -72,7 +72,7 @@ def flood(lines: int) -> None:
 
 
 def flood_for_ever() -> None:
-    """Never stops printing, not even when nobody reads any more."""
+    """Never stops printing, even if its output is not read any more."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The keeper of a program under a lease: the whole tree ends with the wrapper, and with nobody else."""
+"""The keeper of a program under a lease: the whole tree ends with the wrapper, and only with it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import pytest
 
 from greenroom import errors
 from greenroom.process import orphans
-from greenroom.process import spawn as spawn_module
 from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Child, Command, Exit, spawn
 
@@ -306,9 +305,8 @@ async def test_engine_dies_with_its_keeper_before_anything_is_swept(
     await until(lambda: not is_alive(child.pid))
 
 
-async def test_keeper_that_is_stuck_is_killed_in_the_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawn_module, "KEEPER_GRACE_S", 0.3)
-    child = await start("fork-setsid")
+async def test_keeper_that_is_stuck_is_killed_in_the_end(start: Start) -> None:
+    child = await start("fork-setsid", keeper_grace_s=0.3)
     pids = await pids_of(child, 2)
     os.kill(keeper_of(child), signal.SIGSTOP)
     await child.stop(term_s=0.1)
@@ -324,11 +322,10 @@ async def test_keeper_is_deaf_to_what_is_meant_for_the_gateway(start: Start, num
     assert await child.stop(term_s=20) == Exit(None, signal.SIGTERM)
 
 
-async def test_start_that_hangs_is_given_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawn_module, "START_S", 0.0)
+async def test_start_that_hangs_is_given_up(start: Start) -> None:
     identity = start.identity()
     with pytest.raises(errors.LoadFailed, match="nothing happened within"):
-        await start("fork-setsid", identity=identity)
+        await start("fork-setsid", identity=identity, start_s=0.0)
     assert orphans.find(identity) == []
 
 

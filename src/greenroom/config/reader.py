@@ -28,7 +28,8 @@ VALUES_MAX = 200_000
 Scalar = str | int | float | bool | None
 Value = Scalar | list["Value"] | dict[str, "Value"]
 
-_Loader: type[yaml.SafeLoader | yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+Parser = type[yaml.SafeLoader | yaml.CSafeLoader]
+FASTEST: Parser = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]")
 _INT = re.compile(r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]{1,16}")
 _FLOAT = re.compile(r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)")
@@ -47,12 +48,12 @@ class SourceFile:
     problems: tuple[Problem, ...]
 
 
-def read(path: Path) -> SourceFile:
+def read(path: Path, parser: Parser = FASTEST) -> SourceFile:
     """Read a file. Raises ConfigError if it cannot be read as one mapping."""
     text = _text(path)
     try:
-        _check_size(path, text)
-        node = _Loader(text).get_single_node()
+        _check_size(path, text, parser)
+        node = parser(text).get_single_node()
     except yaml.MarkedYAMLError as error:
         raise _bad_yaml(path, text, error) from None
     except yaml.YAMLError as error:
@@ -97,10 +98,10 @@ def _bytes(path: Path) -> bytes:
     return data
 
 
-def _check_size(path: Path, text: str) -> None:
+def _check_size(path: Path, text: str, parser: Parser) -> None:
     """Check bounds on the events, which takes no recursion, before anything that recurses."""
     depth = 0
-    for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
+    for count, event in enumerate(yaml.parse(text, Loader=parser)):
         line = event.start_mark.line + 1
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1

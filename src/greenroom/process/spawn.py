@@ -64,7 +64,7 @@ class Exit:
 class Child:
     """A running engine. Made by `spawn`."""
 
-    def __init__(self, identity: str, log: LogRing) -> None:
+    def __init__(self, identity: str, log: LogRing, keeper_grace_s: float = KEEPER_GRACE_S) -> None:
         self.pid = 0
         self.start_ticks = 0
         self.log = log
@@ -72,6 +72,7 @@ class Child:
         # Why it could not be started, when it could not.
         self.failure: str | None = None
         self._identity = identity
+        self._keeper_grace_s = keeper_grace_s
         self._link: KeeperLink | None = None
         self._callbacks: list[Callable[[Exit], None]] = []
         self._loop = asyncio.get_running_loop()
@@ -128,7 +129,7 @@ class Child:
         if self._link is None:
             return
         self._link.send(command)
-        due = self._loop.time() + allowed_s + KEEPER_GRACE_S
+        due = self._loop.time() + allowed_s + self._keeper_grace_s
         if self._overdue is not None and self._overdue.when() <= due:
             return
         if self._overdue is not None:
@@ -184,20 +185,27 @@ class Child:
             self._gone.set_result(None)
 
 
-async def spawn(command: Command, *, identity: str, log: LogRing) -> Child:
+async def spawn(
+    command: Command,
+    *,
+    identity: str,
+    log: LogRing,
+    start_s: float = START_S,
+    keeper_grace_s: float = KEEPER_GRACE_S,
+) -> Child:
     """Start a command in a process tree of its own and return once it runs. Raises LoadFailed if it cannot start.
 
     `identity` must be unique to this start: all processes that carry it are ended if the keeper is lost.
     """
-    child = Child(identity, log)
+    child = Child(identity, log, keeper_grace_s)
     # If anything fails from here on, end the child: no caller knows of it.
     try:
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(start_s):
             await child.begin(command)
     except (OSError, ValueError) as error:
         # A TimeoutError is an OSError too.
         await child.stop(term_s=0.0)
-        raise _could_not(command, str(error) or f"nothing happened within {START_S:.0f} s", log) from error
+        raise _could_not(command, str(error) or f"nothing happened within {start_s:.0f} s", log) from error
     except BaseException:
         await child.stop(term_s=0.0)
         raise
