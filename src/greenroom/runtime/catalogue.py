@@ -1,7 +1,7 @@
-"""Models by name: what the configuration says of each, its engine, and the scheduler's view of it.
+"""Models by name: the configuration of each, its engine, and its spec for the scheduler.
 
-Owns ids, aliases and revisions. A model gets a new revision when its process would be another; the old one keeps its
-entry for as long as a slot holds it.
+Owns ids, aliases and revisions. A model gets a new revision when its process would differ; slots of the old revision
+keep the old entry.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class SharedSettings:
-    """What is said for all models and goes into each entry."""
+    """Settings for all models that go into each entry."""
 
     fits_memory: bool
     stay_warm: StayWarm
@@ -43,23 +43,23 @@ class SharedSettings:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A configuration that was looked at and is not taken in yet."""
+    """A configuration that was read and is not applied yet."""
 
     entries: Mapping[ModelId, Entry]
     shared: SharedSettings
 
 
 class Catalog:
-    """`needs` says what each model will take; it reads headers of files where a configuration is taken in."""
+    """`needs` tells the memory of each model; it reads headers of files when a configuration is loaded."""
 
     def __init__(self, needs: Needs | None = None) -> None:
         self.needs = needs or Needs()
         self._entries: Mapping[ModelId, Entry] = {}
         self._names: dict[str, Entry] = {}
-        # Revisions only grow, also over a removal, so that a slot of an old one is never taken for a new one.
+        # Revisions only grow, also after a removal, so that an old slot is never taken for a new one.
         self._revisions: dict[ModelId, int] = {}
         self._shared = SharedSettings(fits_memory=True, stay_warm=StayWarm())
-        # What operators call devices becomes the scheduler's ids.
+        # Translates names of devices into the scheduler's ids.
         self.device_of: Callable[[str], DeviceId] = DeviceId
 
     def __iter__(self) -> Iterator[Entry]:
@@ -70,7 +70,7 @@ class Catalog:
 
     @property
     def fits_memory(self) -> bool:
-        """Whether models have to fit into memory together."""
+        """Whether models must fit into memory together."""
         return self._shared.fits_memory
 
     def find(self, name: str) -> Entry | None:
@@ -81,28 +81,28 @@ class Catalog:
         return name in self._names
 
     def engine_of(self, model: ModelId) -> str:
-        """What runs this model, by its name. A reload may have removed the model while it was being asked about."""
+        """The name of its engine. A reload may have removed the model meanwhile."""
         entry = self._entries.get(model)
         return "an engine" if entry is None else entry.engine.name
 
     def revision(self, model: ModelId, revision: int) -> Entry | None:
-        """The current entry, if it still is of that revision."""
+        """The current entry if it has this revision, else None."""
         entry = self._entries.get(model)
         return entry if entry is not None and entry.spec.revision == revision else None
 
     def fill(self, config: Config) -> tuple[ModelSpec, ...]:
-        """Take in the first configuration."""
+        """Load the first configuration. Returns all specs."""
         self._shared = shared = SharedSettings.of(config)
         names = {ModelId(name): model for name, model in config.models.items()}
         self._replace({model_id: self._entry(model_id, 1, model, shared) for model_id, model in names.items()})
         return tuple(entry.spec for entry in self)
 
     def change(self, config: Config, changes: Changes) -> tuple[ModelSpec, ...]:
-        """Take in a later one: only what changed gets a new entry. Returns the new specs."""
+        """Load a later configuration: only what changed gets a new entry. Returns the new specs."""
         return self.take(self.draft(config, changes))
 
     def draft(self, config: Config, changes: Changes) -> Draft:
-        """What a later one would make of this. Reads files, so it may block and fail; nothing is changed by it."""
+        """Read a later configuration without applying it. Reads files, so it may block and fail."""
         fresh: dict[ModelId, Entry] = {}
         shared, before = SharedSettings.of(config), self._shared
         for name, model in config.models.items():
@@ -117,7 +117,7 @@ class Catalog:
         return Draft(fresh, shared)
 
     def take(self, draft: Draft) -> tuple[ModelSpec, ...]:
-        """Be as this says from now on. Returns the new specs."""
+        """Apply this draft. Returns the new specs."""
         fresh, self._shared = draft.entries, draft.shared
         new = tuple(entry.spec for model_id, entry in fresh.items() if self._entries.get(model_id) is not entry)
         self._replace(fresh)
@@ -126,7 +126,7 @@ class Catalog:
     def _entry(self, model_id: ModelId, revision: int, model: Model, shared: SharedSettings) -> Entry:
         engine = engine_for(model)
         subject = Subject(model_id, model, engine)
-        # Where rules about company stand alone, models take no room.
+        # With `fit_memory: false` models take no room.
         need, asleep = Need(), Need() if engine.hosted else None
         if shared.fits_memory:
             need, asleep = self.needs.need_of(subject)[0], self.needs.asleep_of(subject)

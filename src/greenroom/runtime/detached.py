@@ -1,7 +1,7 @@
-"""Work that may block, done beside the loop by a thread that nobody has to wait for.
+"""Runs blocking work in a thread that can be left behind.
 
-Owns nothing that lasts: one thread a call. Unlike the loop's own pool of threads, whose work is waited for when the
-process ends, a thread that hangs here (a dead disk, a dead network mount) is simply left behind.
+Owns one thread for each call. The exit of the process waits for the loop's own thread pool; a thread that hangs here (a
+dead disk, a dead network mount) does not delay it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 async def run_detached(work: Callable[[], Result], name: str) -> Result:
-    """What `work` returns or raises. Cancelled, it is no longer waited for and goes on alone."""
+    """Return or raise what `work` does. If this is cancelled, the thread runs on by itself."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 
@@ -29,7 +29,7 @@ async def run_detached(work: Callable[[], Result], name: str) -> Result:
             tell(_succeed, done, result)
 
     def tell(how: Callable[..., None], *said: object) -> None:
-        # A loop that has been closed meanwhile refuses this; then nobody is left to hear it.
+        # A closed loop raises this; no caller is left then.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(how, *said)
 

@@ -1,7 +1,7 @@
 """The scheduler's effects, carried out for real. The simulator has the other implementation.
 
-Owns timers and the hand-over of grants and rejections to tickets and leases. Each effect is logged and told with its
-reason.
+Owns timers and the hand-over of grants and rejections to tickets and leases. Each effect is logged and published with
+its reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from greenroom.runtime.tickets import Ticket
 
 
 class LeaseEffects(Protocol):
-    """Who asked the scheduler for memory without being a model."""
+    """Takes the scheduler's decisions on leases."""
 
     def granted(self, lease: LeaseId, slot: SlotId) -> None: ...
 
@@ -100,7 +100,7 @@ class AsyncEffects:
             self._timers[timer] = loop.call_at(at, self._fire, timer, at)
 
     def _fire(self, timer: Timer, at: float) -> None:
-        """Loops round to milliseconds and may be early; a timer that fires has been reached."""
+        """Timers round to milliseconds and may be early: the event never has a time before `at`."""
         self._timers.pop(timer, None)
         self._post(TimerFired(max(self._clock(), at), timer))
 

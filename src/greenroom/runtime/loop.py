@@ -25,7 +25,7 @@ class SchedulerLoop:
         self._awaited: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
 
     def post(self, event: Event) -> None:
-        """Handle this event, and all that follow from it. Raises only if this very event cannot be handled."""
+        """Handle this event and all that follow from it. Raises only if this event itself cannot be handled."""
         if self._running:
             self._queue.append(event)
             return

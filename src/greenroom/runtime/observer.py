@@ -1,7 +1,7 @@
-"""What is told of the scheduler's doings: one log line, one event and one count per thing that happened.
+"""Reports what the scheduler does: one log line, one event and one count for each thing that happens.
 
-Owns the words. Keeps the last decisions with their reasons for those who ask later: numbered from 1 in each run, with
-the wall clock's time.
+Owns the wording. Keeps the last decisions with their reasons for `/api/v1/decisions`: numbered from 1 in each run, with
+wall-clock times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from greenroom.telemetry.metrics import Metrics
 
 _log = get_logger("scheduler")
 
-# Decisions kept for those who ask why.
+# Decisions kept for `/api/v1/decisions`.
 DECISIONS_MAX = 500
 
 
@@ -34,7 +34,7 @@ class Observer:
         self._metrics = metrics
         self._wall = wall
         self._numbers = itertools.count(1)
-        # Moves that have begun and not ended, to tell of whom an abort is.
+        # Moves under way, to name the model of an abort.
         self._moving: dict[MoveId, Move] = {}
         self.decisions: deque[Mapping[str, Any]] = deque(maxlen=DECISIONS_MAX)
 
@@ -78,12 +78,12 @@ class Observer:
     # --- the green room ---------------------------------------------------------------------------------------------
 
     def woke(self, model: str, size_bytes: int, seconds: float) -> None:
-        """So many bytes of weights were copied to a device in so long."""
+        """Weights of this size were copied to a device in this time."""
         self._metrics.green_room.woke(model, size_bytes, seconds)
         self._copied("woke", model, size_bytes, seconds)
 
     def prepared(self, model: str, size_bytes: int, seconds: float) -> None:
-        """So many bytes of weights were read from disk into host memory in so long."""
+        """Weights of this size were read from disk into host memory in this time."""
         self._metrics.green_room.prepared(model, size_bytes, seconds)
         self._copied("prepared", model, size_bytes, seconds)
 
@@ -94,19 +94,19 @@ class Observer:
         self._hub.publish(what, said)
 
     def worker_started(self, worker: str, *, spare: bool) -> None:
-        """A process that can host models is up. A spare one hosts none yet."""
+        """A worker is up. A spare one hosts no model yet."""
         self._metrics.green_room.worker_started(spare=spare)
         _log.info("worker started", worker=worker, spare=spare)
         self._hub.publish("worker_started", {"worker": worker, "spare": spare})
 
     def worker_lost(self, worker: str, slots: int, cause: str) -> None:
-        """It ended and was not asked to, and so many slots with it. Each of these is told of by `lost` too."""
+        """A worker with this many slots ended without being asked to. Each slot is reported by `lost` too."""
         self._metrics.green_room.worker_lost()
         _log.warning("worker lost", worker=worker, slots=slots, cause=cause)
         self._hub.publish("worker_lost", {"worker": worker, "slots": slots, "cause": cause})
 
     def prefetched(self, model: str, size_bytes: int, seconds: float) -> None:
-        """So much of its files was read ahead while somebody waited for it."""
+        """This much of its files was read ahead while requests waited for it."""
         self._metrics.green_room.prefetched(model, size_bytes)
         _log.info("prefetched", model=model, bytes=size_bytes, took_s=round(seconds, 3))
 
@@ -118,5 +118,5 @@ class Observer:
 
 
 def _plain(said: _Said) -> _Said:
-    """As people are to read it."""
+    """The same text, with leases called by their own names."""
     return cast(_Said, said.replace(LEASE_MARK, "")) if isinstance(said, str) else said

@@ -1,6 +1,6 @@
-"""What operators ask for: load, unload and the other moves, answered when they are done.
+"""Moves that operators ask for: load, unload, sleep, wake and prepare, answered when they are done.
 
-The caller may leave; the move goes on, because it belongs to the model.
+Owns the errors of such a move. The caller may leave; the move goes on, because it belongs to the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from greenroom.errors import (
 from greenroom.runtime.effects import AsyncEffects
 from greenroom.runtime.moves.mover import Mover
 
-# As for callers. The store is asked more often than this whether it is back.
+# As for callers. The store itself is tried more often.
 RETRY_AFTER_S = 1.0
 
 
@@ -61,7 +61,7 @@ class Operations:
         if outcome is not OpOutcome.DONE:
             raise self._error(kind, model, outcome)
         if kind is MoveKind.UNLOAD:
-            # Nobody expects it to be there any more, however it was lost before.
+            # The model is meant to be away: an earlier error of it no longer matters.
             self._mover.failures.pop(model, None)
 
     def _error(self, kind: MoveKind, model: ModelId, outcome: OpOutcome) -> GreenroomError:
@@ -89,7 +89,7 @@ class Operations:
                     retry_after_s=RETRY_AFTER_S,
                 )
             case _ if kind is MoveKind.SLEEP and model not in self._mover.failures:
-                # The scheduler lets nobody keep a GPU's memory because there is no bed for him.
+                # A slot that cannot sleep for want of host memory is unloaded rather than kept on its GPU.
                 return NoPlace(
                     f"{model} was unloaded instead: the green room had no place for it. Raise `memory.green_room_mib`, "
                     "or unload somebody who is asleep; `greenroom ps` shows who is."

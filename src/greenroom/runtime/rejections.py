@@ -1,4 +1,4 @@
-"""What the scheduler's rejections mean to a caller: an error that says what happened and what to do."""
+"""Translates the scheduler's rejections into errors that say what happened and what to do."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from greenroom.errors import (
     Unloaded,
 )
 
-# Clients are never sent away for longer than this: an estimate of minutes is a guess.
+# The longest Retry-After: an estimate of minutes is a guess.
 RETRY_AFTER_MAX_S = 120.0
 # Why the scheduler cuts an answer whose caller's time is over.
 
 
 class Rejections:
-    """`is_draining` tells whether the gateway is on its way out, `is_ready` whether a model serves, though busy.
+    """`is_draining` tells whether the gateway shuts down, `is_ready` whether a model serves, even if it is busy.
 
-    `is_whole` tells whether there are several GPUs and a model's engine can be put on one of them only; `progress` how
-    much of a model that is being loaded is there, where that is known.
+    `is_whole` tells whether there are several GPUs and the model's engine can use only one of them; `progress` which
+    share of a model is loaded, where that is known.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Rejections:
             said = f"{model} could not be loaded."
             return LoadFailed(said, public=said, retry_after_s=retry_s)
         kind = type(cause) if isinstance(cause, LoadFailed) else LoadFailed
-        # What would fail again in the same way is not to be tried again at some time.
+        # A final error would fail again in the same way: no retry is suggested.
         again_s = None if kind.final else retry_s
         return kind(
             cause.message, public=cause.public, details=cause.details, retry_after_s=again_s, beside=cause.beside
@@ -114,7 +114,7 @@ def _too_large(rejection: Rejection, is_whole: bool) -> TooLarge:
 
 
 def _held(rejection: Rejection) -> str:
-    """Who else has memory there, through other gateways."""
+    """Names holders of memory there through other gateways."""
     return f"; {', '.join(rejection.held_by)} hold some" if rejection.held_by else ""
 
 
@@ -124,7 +124,7 @@ def _numbers(rejection: Rejection) -> dict[str, dict[str, int]]:
 
 
 def _late(rejection: Rejection, retry_s: float | None, is_ready: bool, progress: float | None) -> ModelLoading:
-    """Nobody may be told that a model goes on loading which is there and only has too much to do."""
+    """The error of a request that waited too long. It must not say that a model loads if that is ready and busy."""
     eta_s, public = rejection.retry_after_s, None
     if not is_ready and rejection.needs_mib:
         message = (

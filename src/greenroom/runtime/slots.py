@@ -1,4 +1,4 @@
-"""Slots that live: the process, the connections to it, and its last lines. The shell's half of the core's slots."""
+"""Live slots: the process of each, its connections and its log. The shell's half of the core's slots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Child
 from greenroom.runtime.catalogue import Entry
 
-# A connection that breaks is often the first sign of a dead process; its exit follows within this, or it lives.
+# A broken connection is often the first sign of a dead process; its exit is seen within this time, or it lives.
 EXIT_FOLLOWS_S = 0.5
 
 
@@ -25,13 +25,13 @@ class LiveSlot:
         self.socket = socket
 
     async def settle(self) -> None:
-        """Give a broken connection's process the moment it needs to be seen dead, so that its loss is told first."""
+        """Wait a moment after a broken connection, so that the exit of a dead process is reported first."""
         try:
             async with asyncio.timeout(EXIT_FOLLOWS_S):
                 await self.child.wait()
         except TimeoutError:
             return
-        # The exit's callbacks run in this turn of the loop; after the next one they have been heard.
+        # Callbacks of the exit run in this turn of the loop; after the next turn they are done.
         await asyncio.sleep(0)
 
 
@@ -46,6 +46,6 @@ class LiveSlots:
         return self._logs.setdefault(model, LogRing())
 
     def forget_logs(self, known: frozenset[str]) -> None:
-        """Models that are no longer configured keep no lines, and who follows them is told that there is no more."""
+        """Drop the logs of models that are no longer configured; followers of these logs are told that they end."""
         for model in [model for model in self._logs if model not in known]:
             self._logs.pop(model).close()

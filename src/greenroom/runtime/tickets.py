@@ -1,4 +1,4 @@
-"""A request's place in the gateway: granted, rejected or waiting. What the server holds while the scheduler decides.
+"""Tickets: a request that waits for the scheduler's decision, was granted a slot, or was rejected.
 
 In-flight is counted at the grant. A ticket is closed exactly once, whatever happened to it: `ServeDone` if it holds a
 grant, `RequestGone` if it still waits, nothing if it was rejected.
@@ -46,12 +46,12 @@ class Ticket:
         return self.slot is not None
 
     def on_cut(self, callback: Callable[[], None] | None) -> None:
-        """Call this when the running answer must end; at once if that was said already."""
+        """Call this when the running answer must end; at once if it was cut already."""
         self._on_cut = callback
         if callback is not None and self.cut_error is not None:
             callback()
 
-    # --- told by the scheduler's effects ---------------------------------------------------------------------------
+    # --- called by the scheduler's effects --------------------------------------------------------------------------
 
     def grant(self, slot: LiveSlot, now: float) -> None:
         self.slot, self.granted_at = slot, now
@@ -72,7 +72,7 @@ class Ticket:
 
 
 class Tickets:
-    """Hands out tickets and takes them back."""
+    """All open tickets. The server gets one by `arrive` and gives it back by `close`."""
 
     def __init__(self, post: Callable[[Event], None], clock: Clock) -> None:
         self.open: dict[str, Ticket] = {}
@@ -80,7 +80,7 @@ class Tickets:
         self._clock = clock
 
     def arrive(self, event: RequestArrived) -> Ticket:
-        """Ask for a slot. The decision may have come when this returns."""
+        """Ask for a slot. The ticket may be decided when this returns."""
         ticket = Ticket(event.request, event.now)
         self.open[event.request] = ticket
         try:
@@ -94,7 +94,7 @@ class Tickets:
         return ticket
 
     def lost(self, ticket: Ticket) -> None:
-        """The engine went away before its first byte: back to the waiting, or rejected if that happened before."""
+        """The engine was lost before its first byte: the request waits again, or is rejected the second time."""
         ticket.slot = None
         self._post(ServeDone(self._clock(), ticket.id, lost_before_first_byte=True))
 

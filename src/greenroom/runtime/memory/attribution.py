@@ -1,7 +1,8 @@
-"""Whose memory it is: a look at the GPUs, shared out between our slots, leases, and strangers.
+"""Attributes used GPU memory to our slots, to leases and to strangers.
 
-Pure arithmetic. Who a process belongs to is found out elsewhere and handed in. Where processes cannot be seen, what is
-used beyond all that was declared is a stranger's.
+`attribute` is pure arithmetic on one reading; `MemoryOwners` lists what was given memory, from the scheduler's tables.
+Never looks at a process: `watch.py` does, in a thread. Where processes cannot be seen, use beyond all declared claims
+counts as strangers'.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from greenroom.runtime.workers.hosted_slots import HostedSlots
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Somebody who was given memory: a slot, or whoever holds a lease.
+    """A slot, a lease or a worker that was given memory.
 
-    `roots` are pids: they and all below them are his. `held` is what he was last seen to use, or his claim if that was
-    never measured. A `hidden` one runs where his processes cannot be told from strangers' (a container of a daemon).
-    `claim` is what he was given; by it those share who hold memory with the same process. One that `is_host` is a
-    process in which others live: they name it as their `host`, and its word on what each of them holds is `told`.
+    `roots` are pids: these processes and their descendants belong to it. `held` is what it was last seen to use, or its
+    claim if that was never measured. A `hidden` owner runs where its processes look like strangers' (a container of a
+    daemon). `claim` is what it was given; owners with the same process share its use by their claims. An owner that
+    `is_host` is a process in which others live: they name it as `host`, and `told` is what it says that each holds.
     """
 
     held: Claim
@@ -39,15 +40,15 @@ class Owner:
 @dataclass(frozen=True, slots=True)
 class Attribution:
     foreign_mib: Mapping[DeviceId, int] = field(default_factory=dict)
-    seen: Mapping[str, Claim] = field(default_factory=dict)  # By owner; only devices where his processes were seen.
+    seen: Mapping[str, Claim] = field(default_factory=dict)  # By owner; only devices where its processes were seen.
     strangers: Mapping[DeviceId, Mapping[int, int]] = field(default_factory=dict)  # MiB by pid.
     unseen: frozenset[DeviceId] = frozenset()  # Devices whose processes cannot be seen.
-    # What processes in which several live use beside what they say that those hold.
+    # What workers use beyond what they say that their slots hold.
     own_mib: Mapping[DeviceId, int] = field(default_factory=dict)
 
 
 def attribute(reading: Reading, owners: Mapping[str, Owner], owner_of: Mapping[int, str]) -> Attribution:
-    """`owner_of` says whose a process is; those it does not name are strangers."""
+    """`owner_of` names the owner of each pid; all other pids are strangers."""
     foreign: dict[DeviceId, int] = {}
     strangers: dict[DeviceId, Mapping[int, int]] = {}
     seen: dict[str, dict[DeviceId, int]] = {owner: {} for owner in owners}
@@ -69,7 +70,7 @@ def attribute(reading: Reading, owners: Mapping[str, Owner], owner_of: Mapping[i
 
 
 def _own_mib(owners: Mapping[str, Owner], seen: dict[str, dict[DeviceId, int]]) -> dict[DeviceId, int]:
-    """Share out what processes use in which others live: by their word, and the rest is their own."""
+    """Attribute the use of workers: to their slots what the worker says, and the rest to the worker itself."""
     own: dict[DeviceId, int] = {}
     for guest, owner in owners.items():
         if owner.host is not None:
@@ -83,7 +84,7 @@ def _own_mib(owners: Mapping[str, Owner], seen: dict[str, dict[DeviceId, int]]) 
 
 
 def _with_the_same_roots(owners: Mapping[str, Owner]) -> list[list[str]]:
-    """One program may hold several leases; it cannot be seen for which of them it uses what."""
+    """Owners that share a process: a program may hold several leases, and its use of each cannot be seen."""
     groups: dict[frozenset[int], list[str]] = {}
     for name, owner in owners.items():
         if owner.roots:
@@ -92,7 +93,7 @@ def _with_the_same_roots(owners: Mapping[str, Owner]) -> list[list[str]]:
 
 
 def _share(group: Sequence[str], owners: Mapping[str, Owner], seen: dict[str, dict[DeviceId, int]]) -> None:
-    """Each has what he was given as far as it is used, and the last what is used beyond all of that."""
+    """Attribute the use of one process to each owner up to its claim, and the rest to the last owner."""
     for device in {device for name in group for device in seen[name]}:
         left = sum(seen[name].pop(device, 0) for name in group)
         *others, last = [name for name in group if owners[name].claim.get(device)] or [group[-1]]
@@ -103,14 +104,14 @@ def _share(group: Sequence[str], owners: Mapping[str, Owner], seen: dict[str, di
 
 
 def _foreign_mib(gpu: GpuReading, strangers_mib: int, hidden_mib: int) -> int:
-    """What no process of ours explains is a stranger's too: one in another container, or one that is just ending."""
+    """Use that no visible process explains counts as strangers' too: another container, or a process that ends."""
     assert gpu.processes is not None
     ours_mib = sum(gpu.processes.values()) - strangers_mib
     return max(0, max(strangers_mib, gpu.used_mib - ours_mib) - hidden_mib)
 
 
 def _hidden_mib(device: DeviceId, owners: Mapping[str, Owner], seen: Mapping[str, Claim]) -> int:
-    """What owners hold here whose processes look like strangers': it must not count twice."""
+    """What hidden owners hold here: it must not count as strangers' too."""
     return sum(owner.held.get(device, 0) for name, owner in owners.items() if owner.hidden and device not in seen[name])
 
 
@@ -118,13 +119,13 @@ def _sorted(claim: Claim) -> Claim:
     return {device: claim[device] for device in sorted(claim)}
 
 
-# How much of a stopped slot's memory may stay away: drivers keep a little, and figures are rounded.
+# How much of a stopped slot's memory may stay in use: drivers keep a little, and figures are rounded.
 KEPT_SHARE = 0.05
 KEPT_MIB = 64
 
 
 def not_back(before: Reading, now: Reading, released: Claim) -> Claim:
-    """What of `released` is still used, per GPU, beyond what drivers may keep."""
+    """MiB of `released` that are still used, by GPU, beyond what drivers may keep."""
     then = {gpu.uuid: gpu for gpu in before.gpus}
     found: dict[DeviceId, int] = {}
     for gpu in now.gpus:
@@ -135,27 +136,27 @@ def not_back(before: Reading, now: Reading, released: Claim) -> Claim:
 
 
 def away(before: GpuReading, now: GpuReading, mib: int) -> int:
-    """What of this memory of one GPU is still used; 0 if that is no more than drivers may keep."""
+    """MiB of this memory that are still used on one GPU; 0 if that is no more than drivers may keep."""
     away_mib = min(mib, now.used_mib - (before.used_mib - mib) - _grown_mib(before, now))
     return away_mib if away_mib > max(KEPT_MIB, mib * KEPT_SHARE) else 0
 
 
 def short_of(now: Reading, claim: Claim) -> Claim:
-    """What of this claim is not free, per GPU. One that cannot be seen is taken to have it."""
+    """MiB of this claim that are not free, by GPU. A GPU that cannot be seen counts as free."""
     free = {DeviceId(gpu.uuid): max(0, gpu.total_mib - gpu.used_mib) for gpu in now.gpus}
     return {device: mib - free[device] for device, mib in claim.items() if device in free and mib > free[device]}
 
 
 def _grown_mib(before: GpuReading, now: GpuReading) -> int:
-    """What others took meanwhile, as far as they can be seen."""
+    """What other processes took meanwhile, as far as they can be seen."""
     then = before.processes or {}
     return sum(max(0, mib - then.get(pid, 0)) for pid, mib in (now.processes or {}).items())
 
 
-# Who holds leases, by the slot of each: only processes of this machine that are known.
+# The pids of holders of leases, by the slot of each: only known processes of this machine.
 LeasePids = Callable[[], Mapping[SlotId, int]]
 
-# No slot is called so.
+# No slot id begins with this.
 OTHER_WORD = "other gateway's "
 
 
@@ -168,7 +169,7 @@ class MemoryOwners:
         identity: str,
         hosted: HostedSlots | None = None,
     ) -> None:
-        """`identity` is what the identities of all slots of this run begin with."""
+        """`identity` is the common prefix of the identities of all slots of this run."""
         self._state = state
         self._slots = slots
         self.lease_pids = lease_pids
@@ -183,12 +184,12 @@ class MemoryOwners:
             for slot_id, holding in ledger.holdings.items()
             if slot_id in slots
         }
-        # What they use looks like strangers' and is in the ledger already.
+        # Their use looks like strangers', and is in the ledger already.
         others = {f"{OTHER_WORD}{lease.id}": Owner(lease.claim, hidden=True) for lease in ledger.others}
         return {**ours, **others, **self._workers()}
 
     def _workers(self) -> dict[str, Owner]:
-        """Processes in which slots live. Where they cannot be seen, each is taken to use what is set aside for one."""
+        """Processes in which slots live. A worker that cannot be seen counts with what is set aside for it."""
         own = {
             worker.id: {} if worker.key is None else dict.fromkeys(worker.key.gpus or (), WORKER_GPU_MIB)
             for worker in self._hosted.workers.values()
@@ -199,13 +200,13 @@ class MemoryOwners:
         }
 
     def by_identity(self, identity: str) -> str | None:
-        """The slot with this identity. Each try to start one has a number of its own behind a dot."""
+        """The slot with this identity. Each attempt to start it has its own number after a dot."""
         if not identity.startswith(self._identity):
             return None
         return identity[len(self._identity) :].rpartition(".")[0] or None
 
     def _owner(self, slot: Slot, holding: HoldingFacts, lease_pids: Mapping[SlotId, int]) -> Owner:
-        # Per device what was seen, or the claim where nothing ever was.
+        # On each device what was seen, or the claim where nothing was ever seen.
         held: Claim = {**holding.claim, **holding.seen}
         hosted = self._hosted.there.get(slot.id)
         if hosted is not None:
@@ -217,12 +218,12 @@ class MemoryOwners:
         return Owner(held, hidden=True) if pid is None else Owner(held, frozenset({pid}), claim=holding.claim)
 
     def _roots(self, slot: SlotId) -> frozenset[int]:
-        """Of a slot that is only being loaded the processes are known by their identity."""
+        """The pid of a live slot. Processes of a slot that is being loaded are found by their identity."""
         live = self._slots.live.get(slot)
         pid = None if live is None else live.child.pid
         return frozenset() if pid is None else frozenset({pid})
 
     def _is_hidden(self, slot: SlotId) -> bool:
-        """An engine that need not hold its port itself may run elsewhere, in a container of a daemon."""
+        """Whether the engine may run elsewhere, in a container of a daemon: it need not hold its port itself."""
         live = self._slots.live.get(slot)
         return live is not None and live.entry.config.listener == "any"

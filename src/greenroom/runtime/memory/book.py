@@ -1,11 +1,11 @@
-"""The book of needs: what models were seen to take, kept across restarts.
+"""The book of needs: how much memory models were seen to take, kept across restarts.
 
-Owns one small JSON file. A figure belongs to a file, an engine with its version, the arguments and a kind of GPU
-together; change one of them and it is another figure. The book is a help, never a need: a file that cannot be read or
-written costs a warning and nothing else. How a file is replaced and where warnings go is handed in.
+Owns one small JSON file. A figure is keyed by the model's file, the engine with its version, the arguments and the kind
+of GPU. A file that cannot be read or written costs a warning and nothing else. How a file is replaced and where
+warnings go is passed in.
 
-What is remembered is the peak itself. The safety that a plan needs on top is each device's margin: added here as well
-it would be counted twice, and a figure that was measured would no longer be one.
+The book keeps the measured peak itself. The safety margin of a plan belongs to each device: added here as well, it
+would count twice.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from greenroom.core.model import Need
 
 FILE_NAME: Final = "needs.json"
 VERSION: Final = 1
-# Also of models that are configured no more, for when they come back; the longest unseen are forgotten first.
+# Includes models that are no longer configured, in case they return; the oldest are forgotten first.
 FIGURES_MAX: Final = 10_000
-# As much as so many figures can need; a larger file is not ours.
+# More than so many figures need; a larger file is not ours.
 FILE_BYTES_MAX: Final = 16 * 1024 * 1024
-# Names of GPUs come from a driver and the rest are hashes; anything longer is not ours.
+# Names of GPUs come from a driver, and the rest are hashes; longer text is not ours.
 TEXT_MAX: Final = 512
-# A petabyte. More than that was never measured.
+# A petabyte: more than any measurement.
 MIB_MAX: Final = 2**30
-# A load that once ran out of memory may have met a stranger; one that did so again needs more than it shows.
+# A load that ran out of memory once may have met a stranger. One that did so again needs more than is measured.
 RAISES_FORGIVEN: Final = 1
 
 _NOTHING: Final = Need()
@@ -39,7 +39,7 @@ Warn = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class BookKey:
-    """Whose figure it is. `file`, `engine` and `arguments` are identities, `gpu` a name, empty for the host."""
+    """The key of a figure. `file`, `engine` and `arguments` are identities; `gpu` is a name, empty for the host."""
 
     file: str
     engine: str
@@ -49,9 +49,9 @@ class BookKey:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The most it was seen to take. Nothing (0, None) where it could not be seen.
+    """The most that a model was seen to take; 0 or None where that could not be seen.
 
-    `raised` is the least to plan with since a load ran out of memory, and `raises` how often that happened.
+    `raised` is the least to plan with after loads ran out of memory, and `raises` counts them.
     """
 
     gpu_mib: int = 0
@@ -65,7 +65,7 @@ class Measured:
 
 
 class NeedBook:
-    """`write` may block, `recall` and `note` never do. A book without a folder is forgotten at the end."""
+    """`recall` and `note` never block; what `writing` returns may. A book without a folder is kept in memory only."""
 
     def __init__(self, folder: Path | None, replace_file: Replace, warn: Warn) -> None:
         self._path = None if folder is None else folder / FILE_NAME
@@ -79,7 +79,7 @@ class NeedBook:
         return self._figures.get(key)
 
     def note(self, key: BookKey, measured: Measured) -> None:
-        """It was loaded and seen to take this; the peak is kept."""
+        """A loaded model was seen to take this much. The peak is kept."""
         old = self._figures.get(key, Measured())
         peak = replace(old, gpu_mib=max(old.gpu_mib, measured.gpu_mib), host_mib=_most(old.host_mib, measured.host_mib))
         self._keep(key, _forgiven(peak) if measured.is_seen else peak)
@@ -91,14 +91,14 @@ class NeedBook:
         self._keep(key, replace(old, raised=raised, raises=old.raises + 1))
 
     def _keep(self, key: BookKey, measured: Measured) -> None:
-        # To the end, where the newest stand.
+        # Moved to the end: the newest are last.
         self._figures.pop(key, None)
         self._figures[key] = measured
         for oldest in list(self._figures)[: max(0, len(self._figures) - FIGURES_MAX)]:
             del self._figures[oldest]
 
     def writing(self) -> Callable[[], None]:
-        """What is to be done, perhaps in another thread, to have the file say what the book says now. Never raises."""
+        """A function that writes the current figures to the file. It may run in a thread and never raises."""
         figures = dict(self._figures)
         return lambda: self._write(figures)
 
@@ -109,7 +109,7 @@ class NeedBook:
         try:
             self._replace_file(self._path, text)
         except OSError as error:
-            # Once, until it works again: a disk that is full stays full for a while.
+            # Warned once until a write succeeds: a full disk stays full for a while.
             if not self._failed:
                 self._warn(f"remembered needs cannot be written to {self._path}", error.strerror or str(error))
             self._failed = True
@@ -118,7 +118,7 @@ class NeedBook:
 
 
 def _forgiven(measured: Measured) -> Measured:
-    """A load that worked and was seen says what it really takes."""
+    """A load that succeeded and was measured lowers a need that was raised only once."""
     if not measured.raises or measured.raises > RAISES_FORGIVEN:
         return measured
     least = Need(min(measured.raised.gpu_mib, measured.gpu_mib), min(measured.raised.host_mib, measured.host_mib or 0))
@@ -146,7 +146,7 @@ def _said(key: BookKey, measured: Measured) -> dict[str, Any]:
 
 
 def _read(path: Path, warn: Warn) -> dict[BookKey, Measured]:
-    """What an earlier run wrote; nothing, with a warning, if that cannot be understood."""
+    """The figures of an earlier run; none, with a warning, if they cannot be read."""
     try:
         with path.open(encoding="utf-8") as file:
             return _parsed(file.read(FILE_BYTES_MAX))

@@ -1,7 +1,7 @@
-"""Which devices there are to plan with, and what people call them.
+"""The devices to plan with: their ids and names, what is set aside on them, and which of them an engine may see.
 
-Owns what a device's id is: a GPU's UUID as its driver says it; gpu0, gpu1 … for simulated ones; `host` for this
-machine's memory. Never looks at anything itself but the host: what there is of GPUs is said by a reading.
+Owns the id of a device: the UUID of a GPU; gpu0, gpu1 … for simulated ones; `host` for this machine's memory. Never
+looks at GPUs: a reading says which there are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from greenroom.runtime.memory.probes.base import GpuReading, Reading, named
 from greenroom.runtime.memory.probes.host import THIS_MACHINE
 
 HOST = DeviceId("host")
-# Models may use this share of the machine unless the operator says how much; the rest is for everybody else.
+# The share of host memory that models may use, unless it is configured.
 HOST_SHARE = 0.75
 _NUMBERED = "gpu"
 
@@ -47,7 +47,7 @@ def _real(config: Config, gpus: Sequence[GpuReading]) -> tuple[Device, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceNames:
-    """What people may write for a device: host, gpu0, a UUID, or the beginning of one."""
+    """Names by which people mean a device: host, gpu0, a UUID, or its beginning."""
 
     gpus: tuple[GpuReading, ...] = ()
 
@@ -60,19 +60,19 @@ class DeviceNames:
         return None if gpu is None else DeviceId(gpu.uuid)
 
     def expected(self, name: str) -> DeviceId:
-        """What an operator calls a device. One that is not there keeps its name; nothing will ever fit on it."""
+        """The device with this name. An unknown one keeps its name as its id; nothing will ever fit on it."""
         device = self.id_of(name)
         if device is None:
             _log.warning("there is no such device name=%s devices=%s", name, ",".join(gpu.uuid for gpu in self.gpus))
         return device or DeviceId(name)
 
 
-# A context of CUDA and the kernels of torch, loaded when first used, and the workspace of cuBLAS.
+# What a worker needs on a GPU for itself: a CUDA context, the kernels of torch and the workspace of cuBLAS.
 WORKER_GPU_MIB: Final = 800
 
 
 def set_aside(entries: Iterable[Entry], devices: Iterable[Device]) -> dict[DeviceId, int]:
-    """What is kept on each GPU."""
+    """MiB kept free for workers, on each GPU that a hosted model may use."""
     gpus = [device.id for device in devices if device.kind is DeviceKind.GPU]
     hosted = [entry for entry in entries if entry.engine.hosted and entry.config.device != "cpu"]
     wanted = {gpu for entry in hosted for gpu in (entry.spec.devices or gpus)}
@@ -80,7 +80,7 @@ def set_aside(entries: Iterable[Entry], devices: Iterable[Device]) -> dict[Devic
 
 
 def without(devices: Iterable[Device], kept_mib: Mapping[DeviceId, int]) -> tuple[Device, ...]:
-    """The same devices, to be planned with as if this were not there."""
+    """The same devices with their margins raised by `kept_mib`."""
     return tuple(
         replace(device, margin_mib=device.margin_mib + kept_mib.get(device.id, 0)) if device.id in kept_mib else device
         for device in devices
@@ -88,14 +88,14 @@ def without(devices: Iterable[Device], kept_mib: Mapping[DeviceId, int]) -> tupl
 
 
 def visible_gpus(entry: Entry, claim: Claim, devices: Iterable[Device]) -> tuple[DeviceId, ...] | None:
-    """In the order of the claim. None: there are no GPUs to plan with, and nothing is to be said about them."""
+    """The GPUs that an engine may see, in the order of its claim. None if there are no GPUs to plan with."""
     gpus = [device.id for device in devices if device.kind is DeviceKind.GPU]
     if not gpus:
         return None
-    # 1. What it was given.
+    # 1. The GPUs of its claim.
     if claimed := tuple(device for device in claim if device in gpus):
         return claimed
-    # 2. Nobody knows what it needs: it may use what the operator allows, is measured there, and fitted the next time.
+    # 2. Its need is unknown: it may use all GPUs that the operator allows, and is measured there for the next time.
     if _is_unknown(entry, claim):
         return tuple(gpu for gpu in gpus if not entry.spec.devices or gpu in entry.spec.devices)
     # 3. It is known to need none.
@@ -103,7 +103,7 @@ def visible_gpus(entry: Entry, claim: Claim, devices: Iterable[Device]) -> tuple
 
 
 def _is_unknown(entry: Entry, claim: Claim) -> bool:
-    """Also where host memory alone is known: a program may have been measured when it had no GPU to use."""
+    """Whether its GPU need is unknown. A command may have been measured when it had no GPU to use."""
     config = entry.config
     if config.device == "cpu" or config.memory_mib == 0:
         return False

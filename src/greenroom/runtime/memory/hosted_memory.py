@@ -1,7 +1,7 @@
-"""What moves of hosted slots must know of memory: quickly, because a swap is a matter of milliseconds.
+"""Quick looks at memory for moves of hosted slots: a swap takes milliseconds.
 
-Owns the short looks before and after a worker maps or unmaps memory. They ask the driver what is used, and nobody's
-process table whose it is: workers say what their slots hold. Never decides who goes where.
+Owns the looks before and after a worker maps or unmaps memory. They ask the driver how much is used, and read no
+process table: workers say what their slots hold. Never decides what moves.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _log = get_logger("memory")
 
 # Memory that is on its way back is looked for this often.
 AGAIN_S: Final = 0.003
-# What is free by the ledger and not by the probe is waited for this long before a move is planned anew.
+# Memory that is free in the ledger but not really is waited for this long; then the move is planned again.
 ROOM_S: Final = 5.0
-# A worker answers when the driver has its memory; that the driver shows it takes milliseconds. Then go on regardless:
-# whoever comes next looks himself.
+# After a worker has answered, the driver shows its memory as free within milliseconds. Then the move goes on
+# regardless: the next one looks again.
 BACK_S: Final = 2.0
-# The memory of a process that was killed is back within a second as a rule, and is looked for this often.
+# The memory of a killed process is usually back within a second. It is polled at the second interval.
 GONE_S: Final = 10.0
 SETTLES_S: Final = 0.05
 _BYTES_A_MIB: Final = 1024 * 1024
@@ -52,9 +52,9 @@ class HostedMemory:
         self._clock = clock
 
     def gpus_for(self, entry: Entry, slot: SlotId) -> tuple[DeviceId, ...] | None:
-        """The GPU this slot is placed on when it is ready; none where it needs none. None: there are none to plan with.
+        """The GPU on which this slot is ready; empty if it needs none. None if there are no GPUs to plan with.
 
-        A slot that is being prepared has no memory of a GPU yet, but its place.
+        A slot that is being prepared has a place on a GPU, but no memory there yet.
         """
         there = self._state.slots.get(slot)
         gpus = visible_gpus(entry, NO_CLAIM if there is None else there.claim, self._state.ledger.devices.values())
@@ -62,25 +62,25 @@ class HostedMemory:
 
     @property
     def host_max_bytes(self) -> int | None:
-        """No arena may be larger: what models may use of the host at all."""
+        """The largest arena: all that models may use of the host."""
         host = self._state.ledger.devices.get(HOST)
         return None if host is None else host.usable_mib * _BYTES_A_MIB
 
     @property
     def host_free_bytes(self) -> int:
-        """Host memory that could be had now, within the limits of our cgroup. At least 1."""
+        """Host memory that is available now, within the limits of our cgroup. At least 1."""
         return max(1, self._host.look().available_mib * _BYTES_A_MIB)
 
     def knows(self, slot: SlotId) -> bool:
-        """Whether the scheduler still counts with this slot."""
+        """Whether the scheduler still has this slot."""
         return slot in self._state.slots
 
     async def glance(self, gpu: DeviceId | None) -> GpuReading | None:
-        """What of this GPU is used now; None where that cannot be seen."""
+        """The current use of this GPU; None if it cannot be seen."""
         return None if gpu is None else await self._watch.glance(gpu)
 
     async def missing(self, claim: Claim) -> Claim:
-        """What of this claim is not really free on GPUs now."""
+        """MiB of this claim that are not really free on GPUs now."""
         found: dict[DeviceId, int] = {}
         for gpu in (device for device, mib in claim.items() if mib > 0 and device != HOST):
             seen = await self.glance(gpu)
@@ -90,7 +90,7 @@ class HostedMemory:
         return found
 
     async def lacks(self, claim: Claim) -> Claim:
-        """The same after a moment of waiting for it."""
+        """The same, after waiting for it up to `ROOM_S`."""
         deadline = self._clock() + ROOM_S
         while True:
             missing = await self.missing(claim)
@@ -99,8 +99,8 @@ class HostedMemory:
             await asyncio.sleep(AGAIN_S)
 
     async def back(self, slot: SlotId, gpu: DeviceId | None, before: GpuReading | None, released_mib: int) -> None:
-        """Wait until what a slot held `before` is free again. Where others move meanwhile, one look is enough."""
-        # What was never seen to be used cannot be seen to come back: a GPU that is a budget only shows nothing.
+        """Wait until what a slot held `before` is free again. Returns early if other slots move meanwhile."""
+        # Use that was never seen cannot be seen to end: a GPU that is only a budget shows none.
         if gpu is None or before is None or not 0 < released_mib <= before.used_mib:
             return
         stirs, deadline = dict(self._table.stirs), self._clock() + BACK_S
@@ -113,7 +113,7 @@ class HostedMemory:
             await asyncio.sleep(AGAIN_S)
 
     async def gone(self, pid: int, gpus: Collection[DeviceId]) -> None:
-        """Wait until nothing of an ended process is seen on these GPUs, but not for ever."""
+        """Wait, up to `GONE_S`, until nothing of an ended process is seen on these GPUs."""
         deadline = self._clock() + GONE_S
         used_mib: int | None = None
         while gpus and self._clock() < deadline:
@@ -125,7 +125,7 @@ class HostedMemory:
                 if not any(pid in (gpu.processes or ()) for gpu in mine):
                     return
             elif used_mib is not None and sum(gpu.used_mib for gpu in mine) >= used_mib:
-                # Whose memory it is cannot be seen: it is back when it does not get less any longer.
+                # Processes cannot be seen: the memory is back when use no longer falls.
                 return
             used_mib = sum(gpu.used_mib for gpu in mine)
             await asyncio.sleep(SETTLES_S)

@@ -1,8 +1,8 @@
-"""What a slot needs: declared, else measured before, else estimated by its engine, else guessed from its name.
+"""The memory that a model needs: declared, else measured, else estimated by its engine, else guessed from its name.
 
-Owns the order of these sources, the operator's budget that caps them all, and the keys under which figures are
-remembered. Never measures: `measured` and `no_memory` are told what was seen. Reads headers of files, which blocks for
-milliseconds, so that it is asked where a configuration is taken in and nowhere else.
+Owns the order of these sources, the operator's budget that caps them all, and the keys under which figures are stored.
+Never measures: `measured` and `no_memory` take in what was seen. Reads headers of files, which blocks for milliseconds,
+so it is called only when a configuration is loaded.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ MEASURED: Final = "measured"
 RAISED: Final = "raised"
 BUDGET: Final = "budget"
 UNKNOWN: Final = "unknown"
-# A split over more GPUs than this has not been seen, so its figure is not looked for.
+# No model is split over more GPUs than this.
 SPLIT_MAX: Final = 16
-# Looks kept, also of models that are configured no more.
+# Looks kept, including those at models that are no longer configured.
 LOOKS_MAX: Final = 10_000
 
 
 class Described(Protocol):
-    """What must be known of a model to say what it needs; an `Entry` of the catalogue, or the beginnings of one."""
+    """What must be known of a model to tell its need: an `Entry` of the catalogue, or a `Subject`."""
 
     @property
     def id(self) -> ModelId: ...
@@ -63,7 +63,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class FileLook:
-    """What a look at a model's files gave. `key` is without the kind of GPU."""
+    """The result of reading a model's files. `key` is without the kind of GPU."""
 
     config: Model
     key: BookKey
@@ -73,7 +73,7 @@ class FileLook:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """All that is known: the figure that counts, where it comes from, and what it could be compared with."""
+    """All that is known of a need: the figure that counts, its source, and the figures to compare it with."""
 
     need: Need
     source: str
@@ -82,7 +82,7 @@ class Account:
 
     @property
     def estimate_error(self) -> float | None:
-        """How far the estimate was from what was measured, where it ran; 0.05: 5 % too much."""
+        """The relative error of the estimate where the model ran; 0.05: 5 % too much."""
         if self.estimate is None or self.measured is None or not self.measured.is_seen:
             return None
         guess = self.estimate.need
@@ -92,18 +92,18 @@ class Account:
 
 
 class Needs:
-    """`gpus` are the GPUs there are and what kind each is; without any, models run on the host."""
+    """`gpus` are all GPUs with the kind of each; without any, models run on the host."""
 
     def __init__(self, book: NeedBook | None = None, gpus: Mapping[DeviceId, str] | None = None) -> None:
         self.book = book if book is not None else NeedBook(None, replace_file, warn)
         self.gpus: Mapping[DeviceId, str] = gpus or {}
         self._looked_at: dict[ModelId, FileLook] = {}
-        # Never cancelled: two threads must not write the same draft.
+        # Never cancelled: two threads must not write the same file.
         self._writing: asyncio.Task[None] | None = None
         self._is_stale = False
 
     def need_of(self, entry: Described) -> tuple[Need, str]:
-        """What it needs, and where that comes from. Looks at its files anew, which blocks."""
+        """Its need and the source of that figure. Reads its files again, which blocks."""
         self._looked_at.pop(entry.id, None)
         self._looked_at[entry.id] = self._look(entry)
         for oldest in list(self._looked_at)[: max(0, len(self._looked_at) - LOOKS_MAX)]:
@@ -112,12 +112,12 @@ class Needs:
         return account.need, account.source
 
     def account_of(self, entry: Described) -> Account:
-        """All that is known now. Reads nothing if `need_of` was asked for this entry before."""
+        """All that is known now. Reads nothing after `need_of` for this entry."""
         model, look = entry.config, self._look_of(entry)
         known = self._known(look)
         need, source = _chosen(model, known, look.estimate)
         if look.asleep is not None:
-            # What it is seen to take is without what its worker needs to compute, so that can only make it more.
+            # A measurement does not include what the worker needs to compute, so the estimate can only raise it.
             guess = look.estimate.need if look.estimate is not None and source == MEASURED else Need()
             need = self._hosted(need.or_more(guess), look.asleep)
         if known is not None and not _covers(need, known.raised):
@@ -127,17 +127,17 @@ class Needs:
         return Account(need, source, look.estimate, known)
 
     def asleep_of(self, entry: Described) -> Need | None:
-        """What it needs when asleep; None where its engine cannot sleep. Reads nothing if `need_of` was asked."""
+        """Its need while asleep; None if its engine cannot sleep. Reads nothing after `need_of`."""
         return self._look_of(entry).asleep
 
     def estimate_of(self, entry: Described, gpus: int) -> Estimate | None:
-        """What its engine makes of its files for so many GPUs, else what its name says. Reads its files."""
+        """The engine's estimate for so many GPUs, else a guess from the name. Reads its files."""
         model = entry.config
         gpus = 0 if is_host_only(model) else gpus
         return entry.engine.estimate(model, gpus) or estimate_by_name(entry.id, model, gpus)
 
     def measured(self, entry: Described, peak: Claim) -> bool:
-        """It was loaded and seen to take so much. Returns whether that changes what it will need next time."""
+        """A loaded model was seen to take this much. Returns whether that changes its need."""
         on_gpus = {device: mib for device, mib in peak.items() if device in self.gpus and mib}
         host_mib = sum(mib for device, mib in peak.items() if device not in self.gpus) or None
         if not on_gpus and host_mib is None:
@@ -175,14 +175,14 @@ class Needs:
         return FileLook(model, key, estimate, Need() if asleep is None else asleep.need)
 
     def _hosted(self, need: Need, asleep: Need) -> Need:
-        """What sleeps on the host is there when it is ready too."""
+        """The need of a hosted model: its host copy stays while it is ready."""
         if need.gpu_mib and not self.gpus:
-            # Without GPUs what was said of their memory is the host's.
+            # Without GPUs the figure for GPU memory applies to the host.
             need = Need(0, need.gpu_mib + need.host_mib)
         return need.or_more(Need(0, asleep.host_mib))
 
     def _known(self, look: FileLook) -> Measured | None:
-        """What was measured where it would most likely run: on one GPU, else over as few as were seen."""
+        """The measurement from where it would most likely run: one GPU, else the smallest split that was seen."""
         for kinds in self._kinds(look.config):
             found = [self.book.recall(replace(look.key, gpu=kind)) for kind in kinds]
             if seen := [one for one in found if one is not None]:
@@ -192,7 +192,7 @@ class Needs:
     # --- keys -----------------------------------------------------------------------------------------------------
 
     def _key(self, entry: Described, claim: Claim) -> BookKey:
-        """A split one has a context on each GPU, so it is a figure of its own."""
+        """The key of a measurement. A split has its own figure: it has a context on each GPU."""
         kinds = sorted(self.gpus[device] for device in claim if device in self.gpus)
         return replace(self._look_of(entry).key, gpu=kind_of(kinds))
 
@@ -204,7 +204,7 @@ class Needs:
             return
         for count in range(1, min(len(self.gpus), SPLIT_MAX) + 1):
             yield [kind_of([kind] * count) for kind in kinds]
-        # All there are, where they differ; and the host alone, for what takes nothing of a GPU.
+        # All GPUs together, where their kinds differ; then the host alone, for models that use no GPU.
         yield [kind_of(sorted(self.gpus.values()))]
         yield [""]
 
@@ -238,21 +238,21 @@ def warn(message: str, error: str) -> None:
 
 
 def _chosen(model: Model, known: Measured | None, estimate: Estimate | None) -> tuple[Need, str]:
-    # 1. What the operator says.
+    # 1. Declared by the operator.
     if model.memory_mib is not None:
         on_host = is_host_only(model)
         return Need(0 if on_host else model.memory_mib, model.host_memory_mib + model.memory_mib * on_host), DECLARED
     guess = estimate.need if estimate is not None else Need()
-    # 2. What was measured; the host's part is only seen on some machines.
+    # 2. Measured; the host's part can be seen on some machines only.
     if known is not None and known.is_seen:
         host_mib = known.host_mib if known.host_mib is not None else guess.host_mib
         return _with_host(model, Need(known.gpu_mib, host_mib)), MEASURED
-    # 3. What the engine, or the name, makes one expect.
+    # 3. Estimated by the engine or from the name.
     return _with_host(model, guess), UNKNOWN if estimate is None else estimate.source
 
 
 def _with_host(model: Model, need: Need) -> Need:
-    """What the operator says of the host replaces what was guessed; where all is on the host, it comes on top."""
+    """Declared host memory replaces the estimate; for a model that runs on the host it is added."""
     if need.gpu_mib:
         return Need(need.gpu_mib, model.host_memory_mib or need.host_mib)
     return Need(0, need.host_mib + model.host_memory_mib)
@@ -266,21 +266,21 @@ def _larger(one: Need, other: Need) -> Need:
     return Need(max(one.gpu_mib, other.gpu_mib), max(one.host_mib, other.host_mib))
 
 
-# Names longer than this are no names; it also bounds what the patterns have to look at.
+# Longer texts are no names; this also bounds the work of the patterns.
 TEXT_MAX: Final = 512
 WORDS_MAX: Final = 64
-# Weights, then a cache and buffers in proportion: what the file-size rule adds to a Transformers folder.
+# Weights plus cache and buffers in proportion, as in the estimate of a Transformers folder.
 OVERHEAD: Final = 1.2
-# More than any model has; a number beyond it is a date or a version.
+# More than any model has; a larger number is a date or a version.
 BILLIONS_MAX: Final = 2_000.0
 BITS_DEFAULT: Final = 16.0
 BITS_DEFAULT_GGUF: Final = 4.85
 
-# `7b`, `0.5B`, `270m`, `8x7b`; not the `3b` of `a3b`, which says how many of all work at once, nor a part of a word.
+# `7b`, `0.5B`, `270m`, `8x7b`; not the `3b` of `a3b`, which counts active parameters, nor a part of a word.
 _PARAMETERS: Final = re.compile(r"(?<![a-z0-9.])(?:(\d{1,3})x)?(\d{1,4}(?:\.\d{1,3})?)([bm])(?![a-z0-9])")
 # Experts share the attention between them: Mixtral's 8x7B are 46.7 billion, not 56.
 EXPERTS_SHARE: Final = 0.83
-# Bits a weight, scales included, by how files call it. Longest names first, so that q4_k_m is not taken for q4.
+# Bits for each weight, scales included, by the name of the quantisation.
 _BITS: Final = (
     (re.compile(r"(?<![a-z0-9])(?:f32|fp32|float32)(?![a-z0-9])"), 32.0),
     (re.compile(r"(?<![a-z0-9])(?:bf16|f16|fp16|float16|bfloat16)(?![a-z0-9])"), 16.0),
@@ -295,7 +295,7 @@ _BITS: Final = (
 
 
 def estimate_by_name(model_id: str, model: Model, gpus: int) -> Estimate | None:
-    """From its id, else its file's name, else the words of its command; None when none of them names a size."""
+    """An estimate from its id, else its file's name, else the words of its command; None if none names a size."""
     for text in _texts(model_id, model):
         billions = parameters_billion(text)
         if billions:
@@ -307,14 +307,14 @@ def estimate_by_name(model_id: str, model: Model, gpus: int) -> Estimate | None:
 
 
 def parameters_billion(text: str) -> float | None:
-    """The largest number of parameters a name speaks of, in billions."""
+    """The largest number of parameters in a name, in billions; None if there is none."""
     return max(
         filter(None, map(_billions, _PARAMETERS.finditer(text[:TEXT_MAX].lower().replace("_", "-")))), default=None
     )
 
 
 def bits_of(text: str) -> float | None:
-    """Bits a weight, as the name of a quantisation says."""
+    """Bits for each weight by the name of its quantisation; None if it names none."""
     found = (bits for pattern, bits in _BITS if pattern.search(text[:TEXT_MAX].lower()))
     return next(found, None)
 

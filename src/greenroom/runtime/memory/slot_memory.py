@@ -1,7 +1,7 @@
-"""What moves must know of memory: which GPUs to show an engine, what it took, and whether it has given it back.
+"""Memory of engines with their own process: which GPUs they may see, what they take, and when it is free again.
 
-Owns the way from what was seen to what is remembered, and the numbers in the error of a load that ran out of memory.
-Never decides who goes where: the scheduler did, and hears of every new figure for the next time.
+Owns the way from what was seen to what is remembered (`SlotMemory`, `Growth`), and the numbers in the error of a load
+that ran out of memory. Never decides what moves; the scheduler is told every new figure.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("memory")
 
-# A ready engine is looked at before its first request; a driver that takes longer must not keep its callers waiting.
+# A ready engine is measured before its first request; a slow driver must not keep callers waiting longer than this.
 LOOK_S: Final = 2.0
-# What is free by the ledger and not by the probe is waited for this long before a load is planned anew.
+# Memory that is free in the ledger but not really is waited for this long; then the load is planned again.
 ROOM_S: Final = 5.0
-# Memory of a stopped engine is back within a second as a rule. What is not back by then is a stranger's.
+# Memory of a stopped engine is usually back within a second. What is not back by then counts as a stranger's.
 BACK_S: Final = 10.0
-# Where it cannot be seen whose memory it is, memory is back when it does not get more any longer.
+# Where processes cannot be seen, memory is back when use no longer falls between two looks this far apart.
 SETTLED_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a slot was last seen to use, and the look at which that was."""
+    """What a slot was last seen to use, and the reading that showed it. `unseen`: devices that show no processes."""
 
     at: Reading
     seen: Claim
@@ -62,18 +62,18 @@ class SlotMemory:
         self._clock = clock
 
     def gpus_for(self, entry: Entry, claim: Claim) -> tuple[DeviceId, ...] | None:
-        """The GPUs this engine may see; None where there are none to plan with."""
+        """The GPUs that this engine may see; None if there are none to plan with."""
         return visible_gpus(entry, claim, self._state.ledger.devices.values())
 
     async def lacks(self, claim: Claim) -> Claim:
-        """What of this claim is not really free, after a moment of waiting for it."""
+        """MiB of this claim that are not really free on GPUs, after waiting for them up to `ROOM_S`."""
         gpus = {device: mib for device, mib in claim.items() if mib > 0 and device != HOST}
         return await self._watch.room_for(gpus, ROOM_S) if gpus else NO_CLAIM
 
     # --- what a slot takes ------------------------------------------------------------------------------------------
 
     async def look(self, slot: SlotId) -> Claim | None:
-        """What this slot uses now that it is ready; None where that cannot be seen."""
+        """What this slot uses now that it is ready; None if that cannot be seen."""
         if self._watch.failure is not None:
             return None
         try:
@@ -84,9 +84,9 @@ class SlotMemory:
         return self._watch.seen_of(slot) or None
 
     def remember(self, slot: SlotId, entry: Entry) -> None:
-        """The most that this slot was seen to use is what its model will be given next time."""
+        """Store the peak of this slot as the need of its model, and tell the scheduler."""
         peak = self._watch.peak_of(slot)
-        # Where rules about company stand alone models take no room, whatever is measured.
+        # With `fit_memory: false` models take no room, whatever is measured.
         if not peak or not self._catalog.fits_memory or not self._needs.measured(entry, peak):
             return
         account = self._needs.account_of(entry)
@@ -96,12 +96,12 @@ class SlotMemory:
         _log.info("need", model=entry.id, gpu_mib=need.gpu_mib, host_mib=need.host_mib, source=account.source)
 
     def grew(self, slot: SlotId, entry: Entry) -> None:
-        """A slot that serves was seen to use more than was remembered. Nothing is read from a disk for that."""
+        """A serving slot was seen to use more than is remembered. Reads nothing from disk."""
         if self._catalog.revision(entry.id, entry.spec.revision) is not None:
             self.remember(slot, entry)
 
     def running_out(self, move: Move, entry: Entry) -> None:
-        """Called before the end of such a load is told: where nobody knew what it needs, that was more than is free."""
+        """Called before the end of such a load is posted: an unknown need was more than is free now."""
         record, gpus = self._state.models.get(move.model), self.gpus_for(entry, move.claim) or ()
         if record is None or record.need.gpu_mib or not gpus or not self._catalog.fits_memory:
             return
@@ -110,7 +110,7 @@ class SlotMemory:
         self._post(ConfigChanged(self._clock(), needs={entry.id: least}))
 
     def ran_out(self, move: Move, entry: Entry) -> None:
-        """A load ran out of memory, and the scheduler has raised the need: that must outlast a restart."""
+        """A load ran out of memory and the scheduler has raised the need: store it, so that it outlasts a restart."""
         record = self._state.models.get(move.model)
         if record is not None and self._catalog.fits_memory:
             self._needs.no_memory(entry, record.need, move.claim)
@@ -118,13 +118,13 @@ class SlotMemory:
     # --- whether it is back -----------------------------------------------------------------------------------------
 
     def held_by(self, slot: SlotId) -> Held:
-        """To be asked before a slot is stopped, for `back` to know what to wait for."""
+        """Called before a slot is stopped, so that `back` knows what to wait for."""
         claimed = self._state.ledger.held_by(slot)
         last = self._watch.last
         return Held(last.reading, self._watch.seen_of(slot), last.shares.unseen & frozenset(claimed))
 
     async def back(self, slot: SlotId, held: Held) -> None:
-        """Wait until the memory of a slot whose processes have ended is free again, but not for ever."""
+        """Wait, up to `BACK_S`, until the memory of a slot whose processes have ended is free again."""
         if self._watch.failure is not None:
             return
         missing = await self._watch.back(held.at, held.seen, BACK_S) if held.seen else NO_CLAIM
@@ -146,7 +146,7 @@ class SlotMemory:
     # --- the error of a load that ran out of it ---------------------------------------------------------------------
 
     def shortage(self, move: Move, entry: Entry, complaint: str, details: str) -> OutOfMemory:
-        """What it was given, what there was, and what to do."""
+        """The error of a load that ran out of memory: what it was given, what was free, and what to do."""
         ledger = self._state.ledger
         free = ledger.free_mib(frozenset({move.slot}))
         numbers = {
@@ -179,24 +179,24 @@ def _used_mib(reading: Reading, devices: frozenset[DeviceId]) -> int:
     return sum(gpu.used_mib for gpu in reading.gpus if gpu.uuid in devices)
 
 
-# Growth beyond this share is written down at once: so many steps lead from one size to twice that one, and no more.
+# Growth by this share is stored at once: a peak that doubles is stored about 70 times, not more.
 STEP: Final = 0.01
 
 
-# What grows by less is written down as often as this.
+# Smaller growth is stored at most this often.
 EVERY_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """The peak of a slot that was remembered last."""
+    """The peak of a slot that was stored last."""
 
     mib: int
     at: float
 
 
 class Growth:
-    """`peak_of` is the most a slot was seen to use; `remember` writes it down for its model."""
+    """Stores peaks that grow while slots serve. `peak_of` is the peak of a slot; `remember` stores it for its model."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class Growth:
         self._noted: dict[SlotId, Noted] = {}
 
     def look(self) -> None:
-        """Memory was looked at."""
+        """Called after each look at memory."""
         now, live = self._clock(), self._slots.live
         self._noted = {slot: noted for slot, noted in self._noted.items() if slot in live}
         for slot, one in list(live.items()):

@@ -1,8 +1,7 @@
-"""The watch over memory: looks at the GPUs from time to time and whenever something has happened.
+"""Watches memory: looks at the GPUs from time to time, and whenever something has happened.
 
-Owns the last look, what each slot was seen to use at most, and the one event that tells the scheduler what changed. A
-probe that begins to fail costs a warning: the last look is kept, and plans go on by what was claimed. Looking blocks,
-so it is done beside the loop, one look at a time.
+Owns the last look, the peak of each slot, and the event that tells the scheduler what changed. A probe that fails costs
+a warning: the last look is kept, and plans go on by claims. A look blocks, so it runs in a thread, one at a time.
 """
 
 from __future__ import annotations
@@ -27,35 +26,35 @@ from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("memory")
 
-# A look takes milliseconds; a driver that does not answer for this long is stuck.
+# A look takes milliseconds; a driver that has not answered after this long is stuck.
 LOOK_MAX_S = 10.0
-# A glance that somebody waits for in the middle of a swap is given up sooner.
+# A glance in the middle of a swap is given up sooner.
 GLANCE_MAX_S = 1.0
-# However much happens, looks are this far apart, unless one is waited for.
+# Looks are at least this far apart, unless a caller waits for one.
 GAP_S = 0.1
-# What hosted slots need to change places, but for copies that go on beside.
+# What a swap of hosted slots takes, without the copies that go on in the background.
 SWAP_S = 0.05
-# How often memory is looked for that somebody waits for.
+# How often memory is polled while a caller waits for it.
 AGAIN_S = 0.05
-# What engines use of the host changes all the time; only this much is news.
+# Host use changes all the time; only a change of this size is reported.
 HOST_STEP_MIB = 64
-# Slots that have gone whose peak is still known.
+# Peaks kept of slots that have gone.
 GONE_KEPT_MAX = 256
-# A start's log names so many strangers on each GPU, the largest first.
+# The log at start names this many strangers on each GPU, the largest first.
 STRANGERS_TOLD_MAX = 16
 
 
 class Owners(Protocol):
     def __call__(self) -> Mapping[str, Owner]:
-        """Everybody who was given memory, by slot."""
+        """All owners of memory, by slot id."""
 
     def by_identity(self, identity: str) -> str | None:
-        """The slot whose processes have this identity."""
+        """The slot with this process identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLook:
-    """One look, and whose memory it was."""
+    """One look, and how its memory was attributed."""
 
     at: float
     reading: Reading
@@ -80,25 +79,25 @@ class MemoryWatch:
         self._clock = clock
         self._every_s = every_s
         self._hosted = hosted or HostedSlots()
-        # What plans leave to workers on each GPU; only what they use beyond that is told.
+        # What plans keep free for workers on each GPU; only their use beyond it is reported.
         self.set_aside_mib: Mapping[DeviceId, int] = {}
         self.last = MemoryLook(clock(), first)
-        # Told after each look that new peaks may have been seen.
+        # Called after each look, which may have shown new peaks.
         self.on_look: Callable[[], None] = lambda: None
-        # Why the probe fails, for as long as it does.
+        # Why the probe fails; None while it works.
         self.failure: str | None = None
         self._told = Attribution()
         self._peaks: dict[str, Claim] = {}
         self._missing: frozenset[str] = frozenset()
         self._wanted = asyncio.Event()
         self._one_look = asyncio.Lock()
-        # No look is begun before the last one has ended: a driver that is stuck would take thread after thread.
+        # No look starts before the last one has ended: a stuck driver would take thread after thread.
         self._looking: asyncio.Task[MemoryLook] | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
     def kind(self) -> str:
-        """Where the figures come from."""
+        """The kind of the probe."""
         return self._probe.kind
 
     @property
@@ -112,7 +111,7 @@ class MemoryWatch:
         return not self.last.shares.unseen
 
     def tell_first(self) -> None:
-        """Tell the scheduler what was seen at the start, before it loads anything; and people who was there first."""
+        """Tell the scheduler what was seen at the start, before it loads anything, and log the strangers."""
         self.last = look = self._shared_out(self.last.reading, self._owners(), self._owners.by_identity)
         for device, by_pid in look.shares.strangers.items():
             for pid, mib in sorted(by_pid.items(), key=lambda use: -use[1])[:STRANGERS_TOLD_MAX]:
@@ -141,7 +140,7 @@ class MemoryWatch:
         return self.last.reading.host.available_mib
 
     def nudge(self) -> None:
-        """Something has happened: look soon."""
+        """Look soon: something has happened."""
         self._wanted.set()
 
     async def _watch(self) -> None:
@@ -156,7 +155,7 @@ class MemoryWatch:
                 async with asyncio.timeout(self._every_s):
                     await self._wanted.wait()
             if self._hosted.there:
-                # A swap is two moves in a row: a look between them would see neither, and hold the second up.
+                # A swap is two moves in a row: a look between them would see neither, and delay the second.
                 await asyncio.sleep(min(SWAP_S, self._every_s))
 
     # --- looking ----------------------------------------------------------------------------------------------------
@@ -175,7 +174,7 @@ class MemoryWatch:
         return self.last.reading
 
     async def _looked(self) -> MemoryLook:
-        """A new look. One that an earlier caller gave up is waited for first, and what it saw is old by now."""
+        """A new look. A look that an earlier caller gave up is waited for first; its result is outdated."""
         if self._looking is not None:
             await self._until_ended(self._looking)
         owners, by_identity = self._owners(), self._owners.by_identity
@@ -191,7 +190,7 @@ class MemoryWatch:
             raise ProbeFailed(f"The {self.kind} probe has not answered for {LOOK_MAX_S:g} s.")
 
     def _look(self, owners: Mapping[str, Owner], by_identity: proc.ByIdentity) -> MemoryLook:
-        """Beside the loop: nothing of the scheduler is touched here."""
+        """Runs in a thread: touches nothing of the scheduler."""
         return self._shared_out(self._probe.look(), owners, by_identity)
 
     def _shared_out(self, reading: Reading, owners: Mapping[str, Owner], by_identity: proc.ByIdentity) -> MemoryLook:
@@ -202,7 +201,7 @@ class MemoryWatch:
         return MemoryLook(self._clock(), reading, shares, _names(shares))
 
     def _settled(self, look: MemoryLook, stirred: frozenset[DeviceId]) -> MemoryLook:
-        """Where memory changed hands inside workers while it was looked at, whose it is was not seen: see later."""
+        """Keep the last figures of GPUs where workers mapped or unmapped memory during the look."""
         told = self._hosted.told()
         seen = {owner: told.get(owner, claim) for owner, claim in look.shares.seen.items()}
         last = self.last.shares
@@ -219,7 +218,7 @@ class MemoryWatch:
         self.last = look
         for owner, seen in look.shares.seen.items():
             if seen:
-                # Put last again, so that those which have gone are forgotten in the order they went.
+                # Moved to the end, so that peaks of slots that have gone are dropped in the order in which they went.
                 self._peaks[owner] = larger(self._peaks.pop(owner, NO_CLAIM), seen)
         for owner in list(self._peaks)[: max(0, len(self._peaks) - len(look.shares.seen) - GONE_KEPT_MAX)]:
             del self._peaks[owner]
@@ -227,7 +226,7 @@ class MemoryWatch:
         self.on_look()
 
     def _tell(self, now: Attribution) -> None:
-        """One event for all that changed."""
+        """Post one event for all that changed."""
         told, others = self._told, self._others_mib(now)
         foreign = {device: mib for device, mib in others.items() if mib != told.foreign_mib.get(device, 0)}
         known = {owner: told.seen.get(owner, NO_CLAIM) for owner in now.seen}
@@ -238,25 +237,25 @@ class MemoryWatch:
             self._post(MemoryChanged(self._clock(), foreign, seen or None))
 
     async def glance(self, gpu: DeviceId) -> GpuReading | None:
-        """What of this GPU's memory is used now, and nothing more; nobody is told. None if that cannot be seen."""
+        """The current use of this GPU alone; nothing is posted. None if it cannot be seen."""
         if self.failure is not None:
             return None
         try:
             async with asyncio.timeout(GLANCE_MAX_S):
                 return await run_detached(lambda: self._probe.glance(gpu), "glance at memory")
         except (ProbeFailed, TimeoutError):
-            # The next look finds out whether that was a moment or lasts.
+            # The next look finds out whether this lasts.
             return None
 
     def _others_mib(self, now: Attribution) -> dict[DeviceId, int]:
-        """What is no slot's: strangers' use, and what workers use for themselves beyond what is set aside for them."""
+        """Use of no slot: by strangers, and by workers for themselves beyond what is set aside for them."""
         own = {gpu: max(0, mib - self.set_aside_mib.get(gpu, 0)) for gpu, mib in now.own_mib.items()}
         return {gpu: mib + own.get(gpu, 0) for gpu, mib in now.foreign_mib.items()}
 
     # --- what was seen ----------------------------------------------------------------------------------------------
 
     def seen_of(self, slot: SlotId) -> Claim:
-        """What this slot used at the last look; only devices where that can be seen."""
+        """What this slot used at the last look, on devices where that can be seen."""
         return self.last.shares.seen.get(slot, NO_CLAIM)
 
     def peak_of(self, slot: SlotId) -> Claim:
@@ -264,18 +263,15 @@ class MemoryWatch:
         return self._peaks.get(slot, NO_CLAIM)
 
     async def back(self, before: Reading, released: Claim, timeout_s: float) -> Claim:
-        """Wait until what a stopped slot used is free again. Returns what is still missing when the time is over."""
+        """Wait until what a stopped slot used is free again. Returns what is still missing at the timeout."""
         return await self._until_there(lambda now: not_back(before, now, released), timeout_s)
 
     async def room_for(self, claim: Claim, timeout_s: float) -> Claim:
-        """Wait until so much is really free, whatever the ledger says: who gave memory back on paper may still use it.
-
-        Returns what is still missing when the time is over.
-        """
+        """Wait until this much is really free, whatever the ledger says. Returns what is missing at the timeout."""
         return await self._until_there(lambda now: short_of(now, claim), timeout_s)
 
     async def _until_there(self, missing_at: Callable[[Reading], Claim], timeout_s: float) -> Claim:
-        """Nothing is missing, as far as anybody knows, where memory cannot be looked at."""
+        """Poll until nothing is missing. Where memory cannot be looked at, nothing counts as missing."""
         deadline = self._clock() + timeout_s
         while True:
             missing = missing_at(await self.look_now())
@@ -298,7 +294,7 @@ class MemoryWatch:
         self.failure = None
 
     def _tell_of_missing(self, now: Reading) -> None:
-        """A GPU that fell off the bus keeps its last figure; there is nothing else to go by."""
+        """Log GPUs that vanished or are back. A GPU that fell off the bus keeps its last figure."""
         before = frozenset(gpu.uuid for gpu in self.last.reading.gpus) | self._missing
         missing = before - {gpu.uuid for gpu in now.gpus}
         for uuid in sorted(missing - self._missing):
@@ -309,13 +305,13 @@ class MemoryWatch:
 
 
 def _names(shares: Attribution) -> dict[int, str]:
-    """What the strangers among the processes call themselves."""
+    """The process names of strangers."""
     strangers = {pid for by_pid in shares.strangers.values() for pid in by_pid}
     return {pid: name for pid in sorted(strangers) if (name := proc.name_of(pid)) is not None}
 
 
 def _host_use(owners: Mapping[str, Owner], seen: Mapping[str, Claim], roots: Mapping[int, str]) -> dict[str, Claim]:
-    """What those use of the host who were given memory there. Only then is the whole process table read."""
+    """Host use of owners that were given host memory. Reads the process table only if there are any."""
     wanted = {pid: name for pid, name in roots.items() if owners[name].held.get(HOST)}
     trees = proc.trees(wanted) if wanted else {}
     return {

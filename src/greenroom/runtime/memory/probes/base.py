@@ -1,7 +1,7 @@
-"""What is seen of memory: each GPU with the processes on it, and the host. One look at a time.
+"""Readings of memory: each GPU with the processes on it, and the host.
 
-Owns the records of a look and the promise of a `Probe`. Never decides what the figures mean: `attribution.py` says
-whose memory it is, `devices.py` which of the GPUs are there to plan with.
+Owns the records of a reading and the protocol `Probe`. Never decides what the figures mean: `attribution.py` attributes
+memory, `devices.py` says which GPUs to plan with.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class GpuReading:
     name: str
     total_mib: int
     used_mib: int
-    processes: Mapping[int, int] | None  # MiB by pid. None: who uses it cannot be seen (permissions, a container).
-    utilisation: int | None = None  # Percent of the time that something ran on it.
+    processes: Mapping[int, int] | None  # MiB by pid. None: processes cannot be seen (permissions, a container).
+    utilisation: int | None = None  # Percent of time in which something ran on it.
     temperature_c: int | None = None
 
 
@@ -51,23 +51,23 @@ class Reading:
 class Probe(Protocol):
     @property
     def kind(self) -> str:
-        """Where its figures come from: nvml, file, simulated or none."""
+        """The source of its figures: nvml, file, simulated or none."""
 
     def look(self) -> Reading:
-        """See what is the case now. Blocks, so it is called beside the loop. Raises ProbeFailed."""
+        """Read everything now. Blocks, so it is called in a thread. Raises ProbeFailed."""
 
     def glance(self, uuid: str) -> GpuReading | None:
-        """What of one GPU's memory is used now, in as little time as there is; None if it is not there.
+        """The memory of one GPU now, as quickly as possible; None if there is no such GPU.
 
-        Blocks and raises as `look` does, and may be called beside it.
+        Blocks and raises as `look` does, and may run at the same time.
         """
 
     def close(self) -> None:
-        """Give back what it held. It is not asked again."""
+        """Release what it holds. It is not used again."""
 
 
 def named(gpus: Sequence[GpuReading], word: str) -> GpuReading | None:
-    """The one GPU with this number, this UUID or a UUID that begins so; None if there is none, or more than one."""
+    """The GPU with this index, UUID or beginning of a UUID; None if there is none, or more than one."""
     if word.isascii() and word.isdigit():
         meant = [gpu for gpu in gpus if gpu.index == int(word)]
     else:

@@ -1,10 +1,10 @@
-"""GPUs that a file describes: for tests, and for accelerators that only a script of the operator's can look at.
+"""GPUs described by a file: for tests, and for accelerators that only a script of the operator can read.
 
 Owns the format. FILE holds `{"gpus": [{"uuid": "GPU-a", "name": "…", "memory_mib": 24000, "foreign_mib": 0}],
 "pids_visible": true}`. In the folder `FILE.d` there is one file for each process that uses memory, named by its pid and
-holding MiB by GPU: `{"GPU-a": 1234}`; it counts for as long as that process lives, whoever forgets to remove it, and
-with `"linger_s": 2` in FILE for so long after it was found dead, as drivers may need to give memory back.
-`foreign_mib` is used by nobody who can be seen. Write to another name and rename: a file is read at any moment.
+holding MiB by GPU: `{"GPU-a": 1234}`. It counts while that process lives, even if the file is not removed, and with
+`"linger_s": 2` in FILE for so long after the process was found dead, as drivers may need to free memory.
+`foreign_mib` is use by processes that cannot be seen. Write to another name and rename: files are read at any moment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from greenroom.errors import ProbeFailed
 from greenroom.runtime.memory.probes.base import GpuReading, Reading
 from greenroom.runtime.memory.probes.host import THIS_MACHINE, HostProbe
 
-# More than any machine has, and than any real file of these needs.
+# More than any machine has, and more than a real file needs.
 GPUS_MAX = 64
 FILE_BYTES_MAX = 1024 * 1024
 PROCESSES_MAX = 10_000
@@ -68,7 +68,7 @@ class FileProbe:
         self._folder = path.with_name(path.name + ".d")
         self._host = host
         self._clock = clock
-        # When processes were found dead that are not yet forgotten.
+        # When dead processes that still count were found dead.
         self._dead_since: dict[int, float] = {}
 
     def look(self) -> Reading:

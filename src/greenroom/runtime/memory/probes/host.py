@@ -1,7 +1,7 @@
-"""This machine's memory: what there is of it, what can be had, and the room in /dev/shm.
+"""This machine's memory: total, available, and the space in /dev/shm.
 
-Owns the reading of /proc/meminfo, of cgroups and of single processes. In a container the limit of the cgroup counts,
-not the machine's memory. Never raises: what cannot be read is taken for not limited, or not there.
+Owns the reading of /proc/meminfo, of cgroups and of single processes. In a container the limit of its cgroup counts.
+Never raises: what cannot be read counts as not limited, or as absent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HostProbe:
         return HostReading(*(size // BYTES_A_MIB for size in (total, available, shm_total, shm_free)))
 
     def used_mib(self, pids: Iterable[int]) -> int:
-        """What these processes use together, as one engine's: what they may share is counted once."""
+        """What the processes of one engine use together: pages that they may share count once."""
         own, shared = 0, 0
         for pid in pids:
             sizes = _sizes_kib(self.proc / str(pid) / "status")
@@ -64,8 +64,8 @@ class HostProbe:
         for folder, limit_names, used_name, cache_prefix in self._groups():
             limits = [limit for name in limit_names if (limit := _number(folder / name)) is not None]
             if limits:
-                # Files that are only cached are given back when memory is needed: also those that were read twice, as
-                # weights are, which the kernel calls active. Files that exist in memory alone are in neither.
+                # The page cache is freed when memory is needed, including files that were read twice, as weights are,
+                # which the kernel calls active. Files in tmpfs are in neither count.
                 cached = sum(_field(folder / "memory.stat", f"{cache_prefix}{kind}_file") for kind in _CACHED)
                 yield min(limits), max(0, (_number(folder / used_name) or 0) - cached)
 
@@ -75,7 +75,7 @@ class HostProbe:
             controllers, _, path = rest.partition(":")
             if number == "0" and not controllers:
                 for folder in _and_above(self.cgroups, path):
-                    # Above `high` nothing is refused, but every allocation is made to wait.
+                    # Above `high` nothing is refused, but every allocation is slowed down.
                     yield folder, ("memory.max", "memory.high"), "memory.current", ""
             elif "memory" in controllers.split(","):
                 for folder in _and_above(self.cgroups / "memory", path):
@@ -86,20 +86,20 @@ THIS_MACHINE = HostProbe()
 
 
 def _and_above(root: Path, path: str) -> Iterator[Path]:
-    """In a container our own group is often mounted as the root, whatever path is said; so the root is among them."""
+    """This cgroup and all above it. The root is included: in a container our cgroup is often mounted there."""
     parts = [part for part in path.split("/") if part not in ("", ".", "..")][:CGROUP_DEPTH_MAX]
     for depth in range(len(parts), -1, -1):
         yield root.joinpath(*parts[:depth])
 
 
 def _number(path: Path) -> int | None:
-    """No limit is written as "max"; then, and where there is no such file, there is no number."""
+    """The number in this file; None if it says "max", or there is no such file."""
     text = _text(path).strip()
     return int(text) if text.isascii() and text.isdigit() else None
 
 
 def _field(path: Path, name: str) -> int:
-    """One of the lines "name number"; 0 when there is none."""
+    """The number of the line "name number"; 0 if there is none."""
     for line in _text(path).splitlines():
         said, _, number = line.partition(" ")
         if said == name and number.isdigit():

@@ -1,10 +1,10 @@
-"""NVIDIA's own figures, through NVML. The only file that imports its bindings, and only when it is asked to look.
+"""Figures of NVIDIA GPUs, through NVML. The only file that imports its bindings, and only when a probe is made.
 
-Owns the translation of NVML's answers and errors. Any of its calls may fail or be unsupported on some driver, card or
-container: without memory figures a GPU cannot be used and the look fails; everything else is left out instead.
+Owns the translation of NVML's answers and errors. Any call may fail or be unsupported on some driver, card or
+container: without memory figures the look fails; anything else is left out.
 
-Who uses a GPU is told by pid. In a container those pids may be hidden, or be those of the machine outside, which mean
-nothing here: then the processes of a GPU are said to be unknown rather than wrong.
+NVML lists processes by pid. In a container these pids may be hidden, or be pids of the host, which mean nothing here:
+then the processes of a GPU are reported as unknown.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from greenroom.errors import ProbeFailed
 from greenroom.runtime.memory.probes.base import BYTES_A_MIB, GpuReading, Reading
 from greenroom.runtime.memory.probes.host import THIS_MACHINE, HostProbe
 
-# The number Linux gives to the first namespace of processes, on every machine; a container has another one.
+# The inode of the initial pid namespace on every Linux machine; a container has another one.
 FIRST_PID_NAMESPACE = "pid:[4026531836]"
-# A process may end between being listed and being looked for; a second list decides.
+# A process may end between the list and the check; a second list decides.
 LISTS_MAX = 2
-# Less than any process needs to use a GPU at all: then nobody does, and it does not matter who can be seen.
+# Less than any process needs to use a GPU: below it the GPU is idle, and an empty list is correct.
 IDLE_MIB = 64
-# NVML sets a version into the record it is to fill: the size of the record and the number of the layout.
+# NVML wants the version of the struct that it fills: its size and layout number.
 _MEMORY_V2 = "nvmlMemory_v2"
 
 
@@ -57,7 +57,7 @@ class NvmlProbe:
         self._open()
 
     def look(self) -> Reading:
-        """After a failure NVML is opened anew: drivers are exchanged under running programs."""
+        """Read all GPUs. NVML is opened again after a failure: drivers may be replaced at run time."""
         if not self._is_open:
             self._open()
         try:
@@ -68,7 +68,7 @@ class NvmlProbe:
         return Reading(gpus, self._host.look())
 
     def glance(self, uuid: str) -> GpuReading | None:
-        """Its memory alone: who uses it and how busy it is takes the driver longer to say."""
+        """Its memory alone: processes and utilisation take the driver longer."""
         try:
             total, used = self._memory_bytes(self._nvml.nvmlDeviceGetHandleByUUID(uuid))
         except Exception as error:
@@ -91,7 +91,7 @@ class NvmlProbe:
     # --- one GPU ----------------------------------------------------------------------------------------------------
 
     def _gpus(self) -> tuple[GpuReading, ...]:
-        """Those that answer. One that fell off the bus, or that we may not use, must not hide the others."""
+        """The GPUs that answer. One that fell off the bus, or is not permitted, must not hide the others."""
         found, failure = [], None
         for index in range(self._nvml.nvmlDeviceGetCount()):
             try:
@@ -105,19 +105,19 @@ class NvmlProbe:
         return tuple(found)
 
     def _card(self, index: int) -> _Card:
-        """Asked anew each time: a handle does not outlive the loss of its GPU."""
+        """Read each time: a handle does not outlive the loss of its GPU."""
         nvml = self._nvml
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         return _Card(handle, nvml.nvmlDeviceGetUUID(handle), index, nvml.nvmlDeviceGetName(handle))
 
     def _is_cut_up(self, handle: Any) -> bool:
-        """MIG: its instances are devices of their own, which we leave alone."""
+        """Whether it is in MIG mode: its instances are devices of their own, which are not used."""
         mode = self._or_none(self._nvml.nvmlDeviceGetMigMode, handle)
         return mode is not None and bool(mode[0])
 
     def _reading(self, card: _Card) -> GpuReading:
         nvml, handle = self._nvml, card.handle
-        # Memory before processes: what starts to use some in between is then not taken for a stranger's.
+        # Memory before processes: a process that starts in between is then not taken for a stranger.
         total, used = self._memory_bytes(handle)
         rates = self._or_none(nvml.nvmlDeviceGetUtilizationRates, handle)
         return GpuReading(
@@ -132,7 +132,7 @@ class NvmlProbe:
         )
 
     def _memory_bytes(self, handle: Any) -> tuple[int, int]:
-        """All that can be allocated, and what is. What the driver keeps for itself is left out where it is told."""
+        """Total and used bytes. The driver's own part is left out where NVML reports it."""
         version = getattr(self._nvml, _MEMORY_V2, None)
         memory = None if version is None else self._or_none(self._nvml.nvmlDeviceGetMemoryInfo, handle, version)
         if memory is not None:
@@ -140,7 +140,7 @@ class NvmlProbe:
         memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
         return int(memory.total), int(memory.used)
 
-    # --- who uses it ------------------------------------------------------------------------------------------------
+    # --- its processes ----------------------------------------------------------------------------------------------
 
     def _processes(self, handle: Any, used_mib: int) -> dict[int, int] | None:
         for _ in range(LISTS_MAX):
@@ -162,7 +162,7 @@ class NvmlProbe:
         return found
 
     def _are_ours_to_see(self, pids: Iterable[int]) -> bool:
-        """In a container only a list of processes that are there says that pids mean the same inside and outside."""
+        """Whether these pids are valid here. In a container that is certain only if all of them exist."""
         if self._is_first_namespace():
             return True
         there = [(self._host.proc / str(pid)).exists() for pid in pids]
@@ -175,7 +175,7 @@ class NvmlProbe:
             return False
 
     def _or_none(self, ask: Callable[..., Any], *said: Any) -> Any:
-        """What NVML answers; None where it cannot."""
+        """NVML's answer; None if the call fails."""
         try:
             return ask(*said)
         except self._nvml.NVMLError:

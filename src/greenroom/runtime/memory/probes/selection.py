@@ -1,4 +1,8 @@
-"""Which probe there is: the one that the configuration asks for, or the one that works here."""
+"""Selects the probe: the configured one, or the one that works here, limited to CUDA_VISIBLE_DEVICES.
+
+Owns the meaning of that variable. Indices are taken in PCI bus order, as NVML counts. CUDA counts so only with
+CUDA_DEVICE_ORDER=PCI_BUS_ID or if all GPUs are alike; `order_warning` says when the two may differ.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +60,7 @@ _log = get_logger("memory")
 
 
 async def first_look(config: Config) -> tuple[Probe, Reading]:
-    """The probe that the configuration asks for. Raises ConfigError if it does not work here."""
+    """The configured probe and its first reading. Raises ConfigError if it does not work here."""
     try:
         probe, seen = await run_detached(lambda: open_probe(config), "first look at memory")
     except ProbeFailed as error:
@@ -91,7 +95,7 @@ class SimulatedProbe:
 
 @dataclass(frozen=True, slots=True)
 class NoProbe:
-    """A machine without GPUs, or one where they are not to be used. `why` says which, for the log."""
+    """No GPUs: there are none, or they must not be used. `why` says which, for the log."""
 
     why: str = ""
     host: HostProbe = THIS_MACHINE
@@ -110,17 +114,17 @@ class NoProbe:
 VISIBLE_NAME = "CUDA_VISIBLE_DEVICES"
 ORDER_NAME = "CUDA_DEVICE_ORDER"
 PCI_ORDER = "PCI_BUS_ID"
-# An instance of a GPU that is cut up. It is neither planned with nor taken for a mistake; engines find it themselves.
+# A MIG instance. It is not planned with and is no error; engines find it themselves.
 _MIG = "MIG-"
 
 
 class VisibleProbe:
-    """Another probe, of which only the GPUs that were given are seen."""
+    """Another probe, limited to the GPUs that the variable names."""
 
     def __init__(self, probe: Probe, said: str) -> None:
         self._probe = probe
         self._said = said
-        # Decided at the first look: when a GPU vanishes the numbers of the others change, but not what CUDA meant.
+        # Resolved at the first look: when a GPU vanishes, the indices of the others change, but not what CUDA meant.
         self._uuids: frozenset[str] | None = None
 
     @property
@@ -141,7 +145,7 @@ class VisibleProbe:
 
 
 def visible(gpus: Sequence[GpuReading], said: str) -> list[GpuReading]:
-    """Those that the variable names. What it cannot mean ends the list, as with CUDA: -1, an unknown number or UUID."""
+    """The GPUs that the variable names. An invalid entry (-1, an unknown index or UUID) ends the list, as in CUDA."""
     found: list[GpuReading] = []
     for word in (word.strip() for word in said.split(",")):
         if word.startswith(_MIG):
@@ -155,7 +159,7 @@ def visible(gpus: Sequence[GpuReading], said: str) -> list[GpuReading]:
 
 
 def order_warning(gpus: Sequence[GpuReading], environ: Mapping[str, str]) -> str | None:
-    """What is to be said if numbers in the variable may mean other GPUs to CUDA than to us."""
+    """A warning if indices in the variable may mean other GPUs to CUDA than to us; else None."""
     numbers = any(word.strip().isdigit() for word in environ.get(VISIBLE_NAME, "").split(","))
     differ = len({(gpu.name, gpu.total_mib) for gpu in gpus}) > 1
     if not numbers or not differ or environ.get(ORDER_NAME) == PCI_ORDER:
