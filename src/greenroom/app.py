@@ -1,6 +1,6 @@
-"""A configuration becomes a running gateway: the one place where its parts, wired in `wiring/`, are put together.
+"""The gateway: puts the parts made in `wiring/` together, starts them, reloads them and shuts them down.
 
-Owns start, reload and shutdown. Everything else is handed what it needs.
+Owns the order of these steps and how long a shutdown may take. Every other object is given what it needs.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from greenroom.wiring.leases import LeaseParts, wire_leases
 from greenroom.wiring.memory import MemoryParts, wire_memory
 from greenroom.wiring.moves import MoveParts, wire_moves, wire_rejections
 
-# Which build this is: the hot path as Python or as machine code.
+# Whether the hot path is Python or machine code.
 BUILD: Final = "pure" if edge.__file__.endswith(".py") else "compiled"
 _log = get_logger("app")
 
 # A header is read in milliseconds; thousands of models on a slow disk take seconds.
 LOOK_AT_MODELS_S = 60.0
-# Allocations before each generation is looked at; the first is 700 by default.
+# Thresholds of the garbage collector; the first is 700 by default.
 GC_THRESHOLDS = (20_000, 20, 20)
 
 
@@ -61,13 +61,13 @@ class App:
         probe: Probe,
         seen: Reading,
     ) -> None:
-        """`seen` is the probe's first look."""
+        """`seen` is the first reading of the probe."""
         self.config = config
         self.path = path
         self._reread = reread
         self.started_at = time.time()
         self.is_draining = False
-        # Asked to stop a second time; further times change nothing.
+        # `shut_down` was called a second time; further calls change nothing.
         self._hurries = False
         self.closed = asyncio.Event()
         self.clock = asyncio.get_running_loop().time
@@ -110,9 +110,9 @@ class App:
 
     @classmethod
     async def start(cls, config: Config, path: Path | None = None, reread: Callable[[], Config] | None = None) -> App:
-        """Clear up after an earlier run, then serve. Raises ConfigError, StateDirBusy or OSError.
+        """Clean up after an earlier run, then serve. Raises ConfigError, StateDirBusy or OSError.
 
-        `reread` gives the configuration anew at a reload; without it the file at `path` is read.
+        `reread` returns the configuration at a reload; without it the file at `path` is read.
         """
         _refuse_open_door(config)
         plugins.require(limits_of(config))
@@ -133,10 +133,10 @@ class App:
         return app
 
     async def _open(self, server: Server) -> None:
-        """Listen, then open the recordings: a start that fails must not push out those of an earlier run."""
+        """Listen, then open the recordings: a failed start must not push out those of an earlier run."""
         await self.edge.listen(host=server.host, port=server.port)
         try:
-            # The events last, because only they put something aside.
+            # The events last: only they rename an earlier file.
             for file in (self._front.activity_file, self._common.events_file):
                 if file is not None:
                     file.open()
@@ -150,14 +150,14 @@ class App:
         # Leases of an earlier run come before any model: their memory is in use.
         self.post(ConfigChanged(self.clock(), devices=self._memory.devices(self.config), limits=limits_of(self.config)))
         self._leases.begin()
-        # And what strangers use is known before anything is loaded beside them.
+        # The use of strangers is known before anything is loaded.
         self.memory_watch.tell_first()
         learned = self.learned.recall(spec.id for spec in specs)
         self.post(ConfigChanged(self.clock(), models=specs, learned=learned))
         self.learned.start()
         self.memory_watch.start()
-        # Everything made so far stays, and requests leave no cycles: the collector has little to find and, with its
-        # usual thresholds, would take a quarter of the time of a request.
+        # Everything made so far stays, and requests leave no cycles: the collector finds little, and with its default
+        # thresholds takes a quarter of the time of a request.
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
 
@@ -175,7 +175,7 @@ class App:
             return changes
 
     async def _drafted(self, config: Config, changes: Changes) -> Draft:
-        """Headers of models are read beside the loop: a file server that hangs must not stop those who are served."""
+        """Read headers of models in a thread: a file server that hangs must not stop running requests."""
         try:
             async with asyncio.timeout(LOOK_AT_MODELS_S):
                 return await run_detached(lambda: self.catalog.draft(config, changes), "look at models")
@@ -219,7 +219,7 @@ class App:
     # --- shutdown -------------------------------------------------------------------------------------------------
 
     def shut_down(self) -> None:
-        """Begin to stop: running answers may finish within `drain_s`. A second call does not wait for them."""
+        """Start the shutdown: running answers may finish within `drain_s`. A second call cuts them."""
         if self._hurries:
             return
         self._hurries = self.is_draining
@@ -232,11 +232,11 @@ class App:
             self._shutdown = asyncio.get_running_loop().create_task(self._finish(), name="shutdown")
 
     async def _finish(self) -> None:
-        """Wait until nothing runs, then let go of everything."""
+        """Wait until nothing runs, then close everything and write the last data."""
         common, memory, leases, front = self._common, self._memory, self._leases, self._front
-        await stopped(common, self._moves, front, self.config.server.drain_s)
-        await let_go(common, memory, leases, front)
-        await write_last((self.learned, memory.needs, leases.own, front.activity_file, common.events_file))
+        await _wait_until_idle(common, self._moves, front, self.config.server.drain_s)
+        await _close(common, memory, leases, front)
+        await _write_last((self.learned, memory.needs, leases.own, front.activity_file, common.events_file))
         self._state_dir.close()
         self.closed.set()
 
@@ -246,13 +246,13 @@ def _refuse_open_door(config: Config) -> None:
         raise ConfigError(problem)
 
 
-# After the drain, engines get their own time to stop; nothing else may hold the exit up longer than this.
+# After the drain engines have their own time to stop; nothing may delay the exit longer than this.
 STOP_MAX_S = 60.0
-# Those who speak to others may be kept waiting by them, but not for longer.
+# The longest wait for a part that depends on a peer to close.
 CLOSE_MAX_S = 10.0
-# How long streams have for the events that were told last: a quick shutdown is over before they have sent them.
+# The time that event streams have to send their last events.
 LAST_EVENTS_S = 0.05
-# The last of all: what is still to be written to disk.
+# The longest wait for the last writes to disk.
 WRITE_MAX_S = 10.0
 
 
@@ -260,8 +260,8 @@ class File(Protocol):
     def close(self) -> Awaitable[None]: ...
 
 
-async def stopped(common: CommonParts, moves: MoveParts, front: FrontParts, drain_s: float) -> None:
-    """Return when nothing runs any more, or when that takes too long."""
+async def _wait_until_idle(common: CommonParts, moves: MoveParts, front: FrontParts, drain_s: float) -> None:
+    """Wait until nothing runs any more, but not too long."""
     state = common.state
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(drain_s + STOP_MAX_S):
@@ -271,11 +271,11 @@ async def stopped(common: CommonParts, moves: MoveParts, front: FrontParts, drai
             await moves.workers.close()
 
 
-async def let_go(common: CommonParts, memory: MemoryParts, leases: LeaseParts, front: FrontParts) -> None:
-    """Close everything but the files, those who speak to others first."""
+async def _close(common: CommonParts, memory: MemoryParts, leases: LeaseParts, front: FrontParts) -> None:
+    """Close everything but the files; parts that talk to peers first."""
     if leases.sharing is not None:
         await _in_time(leases.sharing.close(), "the lease store")
-    # Streams of events and logs end by themselves once nothing more will be said, and after what was said last.
+    # Streams of events and logs end by themselves once the hub is closed, after their last events.
     common.hub.close()
     await asyncio.sleep(LAST_EVENTS_S)
     front.management.close()
@@ -284,7 +284,7 @@ async def let_go(common: CommonParts, memory: MemoryParts, leases: LeaseParts, f
     front.prefetch.close()
     common.effects.close()
     await _in_time(memory.watch.close(), "the memory watch")
-    # One turn of the loop for last bytes on their way out.
+    # A moment for the last bytes to leave.
     await asyncio.sleep(0.05)
     front.edge.abort()
 
@@ -297,8 +297,8 @@ async def _in_time(closing: Awaitable[None], what: str) -> None:
         _log.warning("not closed in time and left behind", what=what)
 
 
-async def write_last(files: Sequence[File | None]) -> None:
-    """What was learned and what is being recorded; a disk that hangs does not keep us."""
+async def _write_last(files: Sequence[File | None]) -> None:
+    """Close files that have data to write; a disk that hangs does not delay the exit beyond `WRITE_MAX_S`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(WRITE_MAX_S):
             await asyncio.gather(*(file.close() for file in files if file is not None))

@@ -235,9 +235,9 @@ async def test_memory_of_the_machine_is_never_given_to_who_asks_for_gpus(client:
 
 async def test_who_asks_for_more_than_there_could_ever_be_is_told_that_waiting_does_not_help(client: Opener) -> None:
     store = client()
-    with pytest.raises(LeaseDenied, match="Waiting does not help: if everybody left there would be 10,000 MiB"):
+    with pytest.raises(LeaseDenied, match="Waiting does not help: without any other lease there would be 10,000 MiB"):
         await store.acquire(ask("large", 10_001))
-    with pytest.raises(LeaseDenied, match="Waiting does not help: if everybody left there would be 0 MiB"):
+    with pytest.raises(LeaseDenied, match="Waiting does not help: without any other lease there would be 0 MiB"):
         await store.acquire(LeaseAsk("many", "many", 1, gpus=3))
     await store.acquire(ask("holds", 6_000))
     with pytest.raises(LeaseDenied) as denied:

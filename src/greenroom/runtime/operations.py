@@ -92,7 +92,7 @@ class Operations:
                 # A slot that cannot sleep for want of host memory is unloaded rather than kept on its GPU.
                 return NoPlace(
                     f"{model} was unloaded instead: the green room had no place for it. Raise `memory.green_room_mib`, "
-                    "or unload somebody who is asleep; `greenroom ps` shows who is."
+                    "or unload a sleeping model; `greenroom ps` shows them."
                 )
             case _:
                 return self._mover.failures.get(model) or LoadFailed(f"The {kind.value} of {model} failed.")

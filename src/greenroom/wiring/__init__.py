@@ -1,1 +1,1 @@
-"""Parts of the wiring, one file each: what belongs together is made together. Only `app.py` calls them."""
+"""The wiring of a gateway, one file for each group of objects. Only `app.py` calls it."""

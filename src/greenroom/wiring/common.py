@@ -1,4 +1,4 @@
-"""What every part of a gateway stands on: its tables, the scheduler and how events reach it.
+"""The base of every gateway: its tables, the scheduler and the way events reach it.
 
 Owns how these are made. They know nothing of memory, moves or HTTP.
 """
@@ -39,7 +39,7 @@ class CommonParts:
     effects: AsyncEffects
     loop: SchedulerLoop
     post: Callable[[Event], None]
-    """Everything is posted by it, so that what is written down is what the scheduler was given."""
+    """Posts an event, and records it where recording is configured. Every event goes through it."""
     events_file: EventRecorder | None
     clock: Callable[[], float]
     state_dir: StateDir

@@ -1,7 +1,7 @@
 """The front: the HTTP edge, the door behind it, inference and the management API.
 
-Owns how these are made and joined, and how they open together. Whose they are is read afresh at each request: a reload
-replaces the configuration as a whole.
+Owns how these are made and joined, and how they open together. Settings are read from the gateway at each request: a
+reload replaces the configuration as a whole.
 """
 
 from __future__ import annotations

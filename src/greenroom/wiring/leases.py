@@ -1,6 +1,6 @@
-"""Leases: kept by this gateway itself, or in a store that it shares with others.
+"""Leases: kept by this gateway itself, or in a store that it shares with other gateways.
 
-Owns which of the two it is, and what follows from it for the scheduler's and the models' own claims.
+Owns which of the two it is, and which object the scheduler and moves use for it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from greenroom.wiring.memory import MemoryParts
 @dataclass(frozen=True, slots=True)
 class LeaseParts:
     own: LocalLeasing
-    """Those kept here. There are none where a store is shared."""
+    """The leases kept here; none if a store is shared."""
     leasing: LocalLeasing | SharedLeasing
-    """Whom callers ask."""
+    """Serves the lease API."""
     sharing: Sharing | None = None
 
     @property
     def room(self) -> LocalLeasing | MakingRoom:
-        """Whom the scheduler tells what it decided of leases."""
+        """Takes the scheduler's decisions on leases."""
         return self.own if self.sharing is None else self.sharing.room
 
     @property
     def grants(self) -> Grants:
-        """Whom moves ask before they take memory."""
+        """Asked by moves before they take memory."""
         return AlwaysGranted() if self.sharing is None else self.sharing.slots
 
     def begin(self) -> None:
-        """Leases of an earlier run, or of others: their memory is in use."""
+        """Enter the leases of an earlier run, or wait for the store: that memory is in use."""
         if self.sharing is None:
             self.own.restore()
         else:
@@ -49,7 +49,7 @@ class LeaseParts:
 
 
 def wire_leases(common: CommonParts, memory: MemoryParts, config: Config) -> LeaseParts:
-    """Raises ConfigError where the client of the shared store is not installed."""
+    """Raises ConfigError if the client of the shared store is not installed."""
     own = LocalLeasing(
         memory.watch.post_and_look,
         common.clock,

@@ -1,4 +1,4 @@
-"""Memory: who looks at it, what models need of it, and which devices there are to plan with.
+"""Memory: the watch over it, what models need of it, and the devices to plan with.
 
 Owns how these are made and joined.
 """
@@ -30,7 +30,7 @@ class MemoryParts:
     slot_memory: SlotMemory
 
     def devices(self, config: Config) -> tuple[Device, ...]:
-        """All there are to plan with, without what is set aside for workers. GPUs that are a budget show no process."""
+        """The devices to plan with, without what is set aside for workers. On simulated GPUs nothing is."""
         known = devices(config, self.watch.last.reading)
         kept = {} if config.gpus else set_aside(self.common.catalog, known)
         self.watch.set_aside_mib = kept
@@ -38,7 +38,7 @@ class MemoryParts:
 
 
 def wire_memory(common: CommonParts, config: Config, probe: Probe, seen: Reading) -> MemoryParts:
-    """`seen` is the probe's first look."""
+    """`seen` is the first reading of the probe."""
     catalog, post, clock = common.catalog, common.post, common.clock
     names = DeviceNames(seen.gpus)
     catalog.device_of = names.expected

@@ -118,6 +118,6 @@ def _is_ready(state: SchedulerView, model: ModelId) -> bool:
 
 
 def _is_whole(state: SchedulerView, model: ModelId) -> bool:
-    """Whether there are several GPUs and this model can be put on one of them only."""
+    """Whether there are several GPUs and this model can use only one of them."""
     gpus = sum(device.kind is DeviceKind.GPU for device in state.ledger.devices.values())
     return gpus > 1 and model in state.models and not state.models[model].spec.can_split

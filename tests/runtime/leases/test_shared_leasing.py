@@ -56,7 +56,7 @@ class Rig:
 
 async def test_memory_that_somebody_still_uses_is_not_handed_over() -> None:
     rig = Rig(missing={DeviceId("gpu0"): 300})
-    with pytest.raises(LeaseDenied, match="somebody still uses: 300 MiB on gpu0"):
+    with pytest.raises(LeaseDenied, match="another process still uses: 300 MiB on gpu0"):
         await rig.leasing.acquire(ASK)
     assert await rig.held() == []
 
@@ -103,5 +103,5 @@ async def test_a_store_that_is_down_does_not_hide_why_nothing_was_handed_over() 
     await rig.looking(1)
     rig.is_down = True
     rig.may_look.set()
-    with pytest.raises(LeaseDenied, match="somebody still uses"):
+    with pytest.raises(LeaseDenied, match="another process still uses"):
         await asking

@@ -205,7 +205,7 @@ async def test_error_has_the_numbers_of_every_device(rig: Rig) -> None:
 
 async def test_error_of_an_engine_that_was_given_nothing_says_so(rig: Rig) -> None:
     error = rig.memory.shortage(rig.move({}), rig.entry, "out of memory", "")
-    assert "nobody has said what it needs" in error.message and error.beside["memory"] == {}
+    assert "its need is not known" in error.message and error.beside["memory"] == {}
 
 
 # --- whether it is back ---------------------------------------------------------------------------------------------

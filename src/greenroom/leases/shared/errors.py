@@ -108,7 +108,7 @@ def program_refusal(ask: LeaseAsk, reply: Reply) -> LeaseDenied:
     wanted = f"{ask.mib:,} MiB on {ask.gpus} GPU{'s' if ask.gpus > 1 else ''}"
     most, hint = _most(ask, reply), ""
     if reply.usable and most < ask.mib:
-        hint = f" Waiting does not help: if everybody left there would be {most:,} MiB on each at most."
+        hint = f" Waiting does not help: without any other lease there would be {most:,} MiB on each at most."
     return refusal(ask.name, wanted, reply, {"needed_mib": ask.mib, "gpus": ask.gpus}, hint)
 
 

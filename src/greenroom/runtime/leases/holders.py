@@ -53,13 +53,13 @@ class Holders:
 
 
 class DeadHolders:
-    """Finds leases in a shared store whose holders on this machine have ended."""
+    """Finds leases in a shared store that are held by ended processes of this machine."""
 
     def __init__(self, on_death: Callable[[], None]) -> None:
         self._on_death = on_death
         self._holders = Holders()
         self._watched: dict[str, int] = {}
-        # The ids of leases whose holders have ended.
+        # The ids of leases of ended holders.
         self.found: set[str] = set()
 
     def watch(self, leases: Iterable[Lease]) -> None:
@@ -123,7 +123,7 @@ class Recalls:
                 self._tell("recall", {"lease": id, "name": one.name, "deadline": one.deadline})
 
     def look(self) -> None:
-        """Report holders whose deadline has passed."""
+        """Report holders that are past their deadline."""
         now = self._clock()
         for id, one in self._recalled.items():
             if not one.is_overdue and one.deadline <= now:

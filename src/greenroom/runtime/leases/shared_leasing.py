@@ -54,7 +54,9 @@ class SharedLeasing:
         if missing:
             await self._take_back(lease.id, call)
             said = ", ".join(f"{mib:,} MiB on {device}" for device, mib in missing.items())
-            raise LeaseDenied(f"{ask.name} was granted memory that somebody still uses: {said}.", retry_after_s=ROOM_S)
+            raise LeaseDenied(
+                f"{ask.name} was granted memory that another process still uses: {said}.", retry_after_s=ROOM_S
+            )
         return lease
 
     async def unheard(self, id: str, asker: str) -> None:

@@ -42,7 +42,7 @@ class Attribution:
     foreign_mib: Mapping[DeviceId, int] = field(default_factory=dict)
     seen: Mapping[str, Claim] = field(default_factory=dict)  # By owner; only devices where its processes were seen.
     strangers: Mapping[DeviceId, Mapping[int, int]] = field(default_factory=dict)  # MiB by pid.
-    unseen: frozenset[DeviceId] = frozenset()  # Devices whose processes cannot be seen.
+    unseen: frozenset[DeviceId] = frozenset()  # Devices that show no processes.
     # What workers use beyond what they say that their slots hold.
     own_mib: Mapping[DeviceId, int] = field(default_factory=dict)
 

@@ -167,7 +167,7 @@ class SlotMemory:
 
 def _told(numbers: dict[str, dict[str, int]]) -> str:
     if not numbers:
-        return "It was given no memory of its own, because nobody has said what it needs."
+        return "It was given no memory of its own, because its need is not known."
     each = (
         f"{said['given_mib']:,} MiB on {device}, where {said['free_mib']:,} of {said['capacity_mib']:,} MiB were free"
         for device, said in numbers.items()

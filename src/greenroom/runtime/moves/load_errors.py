@@ -56,7 +56,7 @@ class LoadErrors(dict[ModelId, GreenroomError]):
 
 
 class LostSlots:
-    """Reports slots whose process ended without being asked to."""
+    """Reports slots that were lost because their process ended without being asked to."""
 
     def __init__(
         self, errors: LoadErrors, observer: Observer, post: Callable[[Event], None], clock: Callable[[], float]
@@ -185,11 +185,11 @@ class HostedErrors:
         """NoGrant where something else took the memory meanwhile: the model itself has not failed."""
         if error.kind == "out_of_memory" and (missing := await self._memory.missing(move.claim)):
             said = " ".join(f"{device}={mib}" for device, mib in missing.items())
-            return NoGrant(f"somebody else has the memory of {entry.id} now, missing_mib: {said}")
+            return NoGrant(f"another process has the memory of {entry.id} now, missing_mib: {said}")
         return self.load_error(move, entry, error)
 
     def worker_ended(self, move: Move, entry: Entry, worker: Worker, evidence: Evidence) -> LoadFailed:
-        """The error of a load whose worker ended."""
+        """The error of a load during which the worker ended."""
         details = "\n".join(worker.lines_of(move.slot, LAST_LINES))
         if complaint := evidence.of_no_memory(worker.child, worker.lines_of(move.slot, START_LINES_MAX)):
             return self._shortage(move, entry, complaint, details)

@@ -1,9 +1,9 @@
-"""Reads the files of a model that is waited for into the page cache, before its engine can start.
+"""Files of models: read ahead into the page cache, and kept below the configured roots.
 
-While somebody waits for a model, its engine often cannot start yet: others have to leave first. The disk is idle then.
-Owns one reader for one model at a time, which reads front to back and stops when the model is ready, when nobody waits
-for it any more, or when half of the memory that could be had is used up. What it reads is cache: whoever needs the
-memory takes it back. Never decides who comes next, and never waits for a disk on the loop.
+While requests wait for a model, its engine often cannot start yet: others must be evicted first, and the disk is idle.
+`Prefetch` reads one model at a time, front to back. It stops when the model is ready, when no request waits for it, or
+when half of the available memory is used up. The page cache is freed when memory is needed. Never decides which model
+comes next, and never waits for a disk on the loop.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from greenroom.runtime.detached import run_detached
 from greenroom.telemetry.logs import get_logger
 
 MIB: Final = 2**20
-# Read between two looks at whether it is still wanted: a moment on any disk, and few looks on a fast one.
+# Read between two checks whether it is still wanted: short on any disk, and few checks on a fast one.
 PIECE_BYTES: Final = 32 * MIB
-# Read by one call; a buffer of this size is all that it costs.
+# Read by one call, into one buffer of this size.
 READ_BYTES: Final = 4 * MIB
-# Of the memory that can be had. The rest is for whoever is served meanwhile.
+# The share of available memory to fill. The rest is for running models.
 MEMORY_SHARE: Final = 0.5
-# Models that wait to be read at the same time; more wait than any disk can read before they are served.
+# Models in the queue; a disk cannot read more before they are served.
 QUEUE_MAX: Final = 16
-# Whether a piece is in the page cache already is looked up at so many places in it.
+# Pages of a range that are probed to tell whether it is in the page cache.
 PROBES: Final = 4
-# A file server that hangs keeps one thread and one turn, and then nothing is read ahead any more.
+# After this a disk counts as hanging, and reading ahead stops. It keeps one thread.
 PIECE_MAX_S: Final = 60.0
 
 _log = get_logger("prefetch")
@@ -46,6 +46,8 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
+    """One part of a file."""
+
     file: Path
     offset: int
     length: int
@@ -58,7 +60,7 @@ class Prefetch:
         available_mib: Callable[[], int],
         tell: Callable[[str, int, float], None],
     ) -> None:
-        """`tell` hears which model was read, how much of it in bytes, and in how many seconds."""
+        """`tell` is called with the model, the bytes and the seconds of each read."""
         self._state = state
         self._available_mib = available_mib
         self._tell = tell
@@ -66,7 +68,7 @@ class Prefetch:
         self._task: asyncio.Task[None] | None = None
 
     def waits(self, entry: Entry) -> None:
-        """Somebody has begun to wait for this model. Engines that read by themselves, past the cache, need no help."""
+        """A request has begun to wait for this model. Hosted engines bypass the page cache and need no help."""
         if entry.engine.hosted or len(self._queue) >= QUEUE_MAX or not self._is_waited_for(entry.id):
             return
         self._queue.setdefault(entry.id, entry)
@@ -75,7 +77,7 @@ class Prefetch:
             self._task.add_done_callback(self._ended)
 
     def _is_waited_for(self, model: ModelId) -> bool:
-        """Somebody waits for it to come: were it ready, he would wait for his turn."""
+        """Whether requests wait for it to load. If it is ready they wait for a turn, and no read helps."""
         slots = self._state.slots_of(model)
         return self._state.waitlist.count(model) > 0 and not any(slot.is_serving for slot in slots)
 
@@ -92,7 +94,7 @@ class Prefetch:
     async def _run(self) -> None:
         while self._queue:
             model = next(iter(self._queue))
-            # It stays in the queue while it is read, so that others who wait for it do not have it read again.
+            # It stays in the queue while it is read, so that later requests do not have it read again.
             try:
                 await self._read(self._queue[model])
             finally:
@@ -100,7 +102,7 @@ class Prefetch:
 
     async def _read(self, entry: Entry) -> None:
         began, read_bytes = time.monotonic(), 0
-        # Looked at beside the loop too: the folder may lie on a disk that hangs.
+        # In a thread too: the folder may lie on a disk that hangs.
         pieces = await self._detached(lambda: pieces_of(entry.engine.files(entry.config))) or []
         room = int(self._available_mib() * MIB * MEMORY_SHARE)
         for piece in pieces:
@@ -115,7 +117,7 @@ class Prefetch:
             self._tell(entry.id, read_bytes, time.monotonic() - began)
 
     async def _detached(self, work: Callable[[], _Result]) -> _Result | None:
-        """None when the disk does not answer; then it is left alone."""
+        """None if the disk does not answer in time; the thread is left behind then."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PIECE_MAX_S):
                 return await run_detached(work, "prefetch")
@@ -123,7 +125,7 @@ class Prefetch:
 
 
 def pieces_of(files: Iterable[Path]) -> list[FileRange]:
-    """Every file front to back. What cannot be looked at, or is no file, is its engine's to complain about. Blocks."""
+    """All regular files in pieces, front to back. Others are left to the engine's own error. Blocks."""
     pieces = []
     for file in files:
         try:
@@ -137,7 +139,7 @@ def pieces_of(files: Iterable[Path]) -> list[FileRange]:
 
 
 def read_ahead(piece: FileRange) -> int:
-    """Read it into the page cache unless it is there already. Gives the bytes that were read, and blocks."""
+    """Read it into the page cache unless it is there already. Returns the bytes that were read. Blocks."""
     try:
         descriptor = os.open(piece.file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -145,7 +147,7 @@ def read_ahead(piece: FileRange) -> int:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode) or _is_cached(descriptor, piece):
             return 0
-        # The kernel may read what follows while this is copied.
+        # The kernel may read the next piece while this one is copied.
         os.posix_fadvise(descriptor, piece.offset, 2 * piece.length, os.POSIX_FADV_WILLNEED)
         return _read_through(descriptor, piece)
     except OSError:
@@ -165,7 +167,7 @@ def _read_through(descriptor: int, piece: FileRange) -> int:
 
 
 def _is_cached(descriptor: int, piece: FileRange) -> bool:
-    """Whether its pages can be had without the disk, as far as some of them tell for all."""
+    """Whether its pages are in the page cache, judged by a few of them."""
     byte, last = bytearray(1), piece.length - 1
     try:
         return all(
@@ -173,12 +175,12 @@ def _is_cached(descriptor: int, piece: FileRange) -> bool:
             for probe in range(PROBES)
         )
     except OSError:
-        # It would have to wait for the disk, or the file system cannot tell.
+        # A page would have to be read from disk, or the file system cannot tell.
         return False
 
 
 def check_roots(entry: Entry, roots: Sequence[str]) -> None:
-    """Raises OutsideRoots for a model with a file that lies elsewhere. Blocks for as long as its disk does."""
+    """Raises OutsideRoots if a file of this model lies outside of the roots. Blocks as long as its disk does."""
     if not roots or entry.config.path is None:
         return
     allowed = [os.path.realpath(root) for root in roots]

@@ -1,8 +1,7 @@
-"""What was learned of models, kept across restarts: how long their moves and their answers take.
+"""Learned times of models, kept across restarts: how long their moves and answers take.
 
-Owns one small JSON file in the state directory. A model is recognised by its id and by what makes its process, so that
-a changed one does not inherit wrongly. Times are a help, never a need: a file that cannot be read or written costs a
-warning and nothing else.
+Owns one small JSON file in the state directory. A model is recognised by its id and by the configuration of its
+process, so that a changed model starts anew. A file that cannot be read or written costs a warning and nothing else.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ FILE_NAME = "learned.json"
 VERSION = 1
 # A crash costs at most what was learned in this time.
 WRITE_EVERY_S = 30.0
-# Also models that are configured no more, for when they come back; the longest unseen are forgotten first.
+# Includes models that are no longer configured, in case they return; the oldest are forgotten first.
 MODELS_MAX = 10_000
-# As much as so many models can need; a larger file is not ours.
+# More than so many models need; a larger file is not ours.
 FILE_BYTES_MAX = 16 * 1024 * 1024
-# What is written is rounded to this; no time at all would let the scheduler divide by it or wait for nothing.
+# The shortest time that is written: the scheduler may divide by it.
 SECONDS_MIN = 0.0001
-# Longer than anything that ever ends: eleven days.
+# Longer than any move or answer: eleven days.
 SECONDS_MAX = 1e6
 
 
@@ -47,7 +46,7 @@ class Remembered:
 
 
 def identity_of(model: Model) -> str:
-    """The same for configurations that make the same process, whichever revision they are."""
+    """A hash that is equal for configurations that make the same process."""
     said = {key: getattr(model, key) for key in sorted(NEW_SLOT_KEYS)}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -72,11 +71,11 @@ class LearnedTimes:
         self._failed = False
         self._identities: dict[ModelId, tuple[Entry, str]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        # Never cancelled: two threads must not write the same draft.
+        # Never cancelled: two threads must not write the same file.
         self._writing: asyncio.Task[None] | None = None
 
     def recall(self, models: Iterable[ModelId]) -> dict[ModelId, Learned]:
-        """What is known of these models as they are configured now."""
+        """The learned times of these models, as they are configured now."""
         wanted = self._known.keys() & frozenset(models)
         return {
             entry.id: self._known[entry.id].learned
@@ -119,14 +118,14 @@ class LearnedTimes:
         learned = self._learned()
         for entry in self._entries:
             if (times := learned.get(entry.id)) is not None:
-                # To the end, where the newest stand.
+                # Moved to the end: the newest are last.
                 self._known.pop(entry.id, None)
                 self._known[entry.id] = Remembered(self._identity(entry), times)
         for model in list(self._known)[: max(0, len(self._known) - MODELS_MAX)]:
             del self._known[model]
 
     def _identity(self, entry: Entry) -> str:
-        """Made once for each entry, because a thousand of them take a while."""
+        """Its identity, computed once: a thousand of them take a while."""
         known = self._identities.get(entry.id)
         if known is None or known[0] is not entry:
             known = self._identities[entry.id] = (entry, identity_of(entry.config))
@@ -156,7 +155,7 @@ def _rounded(seconds: float) -> float:
 
 
 def _read(path: Path) -> dict[ModelId, Remembered]:
-    """What an earlier run wrote; nothing, with a warning, if that cannot be understood."""
+    """The times of an earlier run; none, with a warning, if they cannot be read."""
     try:
         with path.open(encoding="utf-8") as file:
             return _parsed(file.read(FILE_BYTES_MAX))
@@ -188,7 +187,7 @@ def _seconds(said: object) -> float:
 
 
 def _write_if_new(path: Path, known: Mapping[ModelId, Remembered], written: str) -> str:
-    """Make sure that the file says this. Returns its text."""
+    """Write the file if this differs from what it has. Returns its text."""
     text = _text(known)
     if text != written:
         replace_file(path, text)

@@ -1,8 +1,8 @@
-"""A file that grows by lines, written beside the loop so that no disk can stall it.
+"""Files that grow by lines, written in a thread so that no disk can stall the loop.
 
-Owns what waits and the rotation; the file itself is `appended.py`. Lines wait in a bounded buffer and are encoded and
-written by a thread, one batch at a time. What does not fit, or cannot be written, is counted and lost; nobody ever
-waits for it.
+`LineFile` owns the buffer and the rotation: lines wait in a bounded buffer and are encoded and written in batches. A
+line that does not fit, or cannot be written, is counted and lost. `Appended` owns the file itself: a regular file that
+is empty or begins with our head; anything else (a pipe, a device, a link, a foreign file) is refused and left as it is.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("recording")
 
-# Soon enough for somebody who looks, seldom enough for many lines to share one write.
+# Soon enough for a reader, and seldom enough for many lines to share one write.
 WRITE_EVERY_S = 0.5
 # Lines that may wait for the disk: some seconds of a busy gateway.
 WAITING_MAX = 50_000
-# The end of the gateway does not wait longer than this for a disk that hangs.
+# Shutdown does not wait longer than this for a disk that hangs.
 CLOSE_MAX_S = 10.0
-# A file that cannot be rotated grows to so many times its size, in the hope that it soon can be; then it takes no more.
+# A file that cannot be rotated grows to this many times its size; then it takes no more.
 OVERGROWN = 2
 
 Line = TypeVar("Line")
 
 
 class LineFile(Generic[Line]):
-    """`encode` makes the text of a line, without its end, in the thread. `head` begins every file.
+    """`encode` makes the text of a line, without its end, in the thread. Every file begins with `head`.
 
-    A file that has reached `bytes_max` becomes `PATH.1`, which is replaced; one that may not rotate takes no more.
-    Nothing is touched before `open`; lines put earlier wait for it.
+    A file that has reached `bytes_max` replaces `PATH.1`; one that may not rotate takes no more lines. Nothing is
+    touched before `open`; lines put earlier wait for it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LineFile(Generic[Line]):
         self._failed = False
         self._closed = False
         self.is_full = False
-        # Lines that were lost.
+        # The number of lost lines.
         self.dropped = 0
         self._file: Appended | None = None
 
@@ -72,7 +72,7 @@ class LineFile(Generic[Line]):
         self._write_soon()
 
     def put(self, line: Line, *, must: bool = False) -> bool:
-        """Write this line soon. False if it is lost, unless it `must` be: a last line goes beyond every limit."""
+        """Write this line soon. False if it is lost. A line that `must` be written may exceed the limits."""
         is_lost = self.is_full or len(self._waiting) >= self._waiting_max
         if self._closed or (is_lost and not must):
             self.dropped += 1
@@ -82,7 +82,7 @@ class LineFile(Generic[Line]):
         return True
 
     async def close(self) -> None:
-        """Write what waits, as far as the disk lets us. Nothing is taken any more."""
+        """Write what waits, as far as the disk permits. Takes no more lines."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -131,7 +131,7 @@ class LineFile(Generic[Line]):
     def _written(self, file: Appended, batch: list[Line]) -> Appended:
         """Write these lines. Returns the file for the next ones."""
         text = "".join(f"{self._encode(line)}\n" for line in batch)
-        # No name is so odd that it could end the recording.
+        # A name that is not valid text must not end the recording.
         file.write(text.encode(errors="backslashreplace"))
         if file.tell() < self._bytes_max:
             return file
@@ -141,7 +141,7 @@ class LineFile(Generic[Line]):
         return file
 
     def _rotated(self, file: Appended) -> Appended:
-        """A new file; the same one if that cannot be had now. The old one is let go of last."""
+        """A new file, or the same one if rotation fails. The old one is closed last."""
         try:
             set_aside(self._path, self._head)
             new = Appended(self._path, self._head)
@@ -158,7 +158,7 @@ class LineFile(Generic[Line]):
             _log.warning("cannot be written", file=str(self._path), error=error.strerror or str(error))
 
 
-# Never waits for the other end of a pipe, never follows a link to somebody else's file.
+# Never wait for the other end of a pipe, never follow a link to a foreign file.
 _SAFELY = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 _CLOSED = -1
 
@@ -179,11 +179,11 @@ class Appended:
         if not self._size:
             self.write(f"{head}\n".encode())
         elif os.pread(self._fd, 1, self._size - 1) != b"\n":
-            # An earlier run ended in the middle of a line, which must not spoil our first one too.
+            # An earlier run ended in the middle of a line, which must not join our first one.
             self.write(b"\n")
 
     def write(self, data: bytes) -> None:
-        """All of it or, if that cannot be, nothing: half a line would spoil the next."""
+        """Write all of it or, if that fails, nothing: half a line would spoil the next. Raises OSError."""
         begin, written = self._size, 0
         try:
             while written < len(data):
@@ -197,14 +197,14 @@ class Appended:
         return self._size
 
     def close(self) -> None:
-        """The number is forgotten first: it may be somebody else's file a moment later."""
+        """May be called again. The descriptor is forgotten first: its number may be reused a moment later."""
         fd, self._fd = self._fd, _CLOSED
         if fd != _CLOSED:
             os.close(fd)
 
 
 def set_aside(path: Path, head: str) -> None:
-    """Make this file PATH.1 and forget what that was. Nothing if there is none. Raises OSError unless both are ours."""
+    """Rename this file to PATH.1, replacing that; nothing if there is none. Raises OSError unless both are ours."""
     kept = Path(f"{path}.1")
     for file in (path, kept):
         with contextlib.suppress(FileNotFoundError):
@@ -214,7 +214,7 @@ def set_aside(path: Path, head: str) -> None:
 
 
 def first_bytes(path: Path, head: str, count: int) -> bytes:
-    """What stands behind the head of a file of ours. Raises OSError if it is not ours or not there."""
+    """The first bytes after the head. Raises OSError if the file is not ours or not there."""
     fd = _opened(path, os.O_RDONLY)
     try:
         _refuse_unless_ours(fd, path, head)
@@ -224,7 +224,7 @@ def first_bytes(path: Path, head: str, count: int) -> bytes:
 
 
 def _opened(path: Path, flags: int) -> int:
-    # Looked at before it is opened, because opening alone can do something to a device or wake who waits at a pipe.
+    # Checked before it is opened: opening alone can act on a device, or wake the reader of a pipe.
     with contextlib.suppress(FileNotFoundError):
         _refuse_unless_regular(os.lstat(path), path)
     fd = os.open(path, flags | _SAFELY, 0o600)
@@ -249,7 +249,7 @@ def _refuse_unless_ours(fd: int, path: Path, head: str) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Whole or not at all, also if the machine stops meanwhile. Blocks; raises OSError, and then nothing is changed."""
+    """Replace the file durably and atomically. Blocks. Raises OSError, and then nothing has changed."""
     draft = path.with_suffix(".new")
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:

@@ -1,11 +1,11 @@
-"""What happened, written down so that it can be played again: requests for the simulator, events for the core.
+"""Recordings that can be played again: requests for the simulator, events for the core.
 
-    ActivityRecorder   one CSV row a request that was answered: when, which model, how long, for whom. Never a prompt
-    EventRecorder      every event the core was given and every effect it asked for, as lines of JSON
+    ActivityRecorder   one CSV row for each answered request: time, model, lengths, tenant. Never a prompt
+    EventRecorder      every event given to the core and every effect it asked for, as lines of JSON
     read(path)         what an EventRecorder wrote; its events in a fresh Scheduler ask for exactly its effects
 
-Owns both formats. Nothing here stalls the loop: `line_file.py` writes beside it. A lost row is counted; a lost event
-would make every later one useless, so there the recording ends and says so in its last line.
+Owns both formats. Nothing here stalls the loop: `line_file.py` writes in a thread. A lost row is counted. A lost event
+would make every later one useless, so the recording ends there and says so in its last line.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ ACTIVITY_BYTES_MAX = 64 * 1024 * 1024
 # About three million events. Later ones cannot be played without the first, so there is no rotation.
 EVENTS_BYTES_MAX = 1024 * 1024 * 1024
 _HEAD = '{"greenroom_events":1}'
-# With these bytes a recording goes on if it holds anything.
+# A recording that holds an event continues with these bytes after its head.
 _FIRST = b'{"n":1,'
 
-# The name of the effect and what it was asked with.
+# The name of the effect and its arguments.
 Asked = tuple[str, tuple[Any, ...]]
-# Each line has its number, so that a lost one is noticed; text is the last line and says how it ended.
+# Lines are numbered, so that a lost one is noticed. Text is the last line, and says how the recording ended.
 _Numbered = tuple[int, Event | Asked | str]
 WHOLE = "whole"
 
@@ -56,11 +56,11 @@ class ActivityRecorder:
         self._file: LineFile[Record] = LineFile(path, _row, head=head, bytes_max=bytes_max, rotates=True)
 
     def open(self) -> None:
-        """Rows are added to a file of ours that is there already. Raises OSError if it cannot be written."""
+        """Open the file; rows are added to an existing one. Raises OSError if it cannot be written."""
         self._file.open()
 
     def add(self, record: Record) -> None:
-        """Write down a request that has ended. Those that got no answer say nothing of how long answers are."""
+        """Record a request that has ended. Requests without an answer are left out."""
         if record.status is not None and 200 <= record.status < 300:
             self._file.put(record)
 
@@ -70,7 +70,7 @@ class ActivityRecorder:
 
 def _row(record: Record) -> str:
     text = io.StringIO()
-    # A length that nobody counted stays empty: 0 would be read as an answer that took no time.
+    # An unknown length stays empty: 0 would mean an answer that took no time.
     lengths = (record.prompt_tokens, record.completion_tokens)
     row = (f"{record.arrived_at:.3f}", record.model, *lengths, record.tenant, record.priority)
     csv.writer(text, lineterminator="").writerow(row)
@@ -82,7 +82,7 @@ def _row(record: Record) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """`incomplete` says why it ends before the gateway did, if it does."""
+    """`incomplete` says why it ends before the gateway ended; None if it is whole."""
 
     events: list[Event]
     effects: list[Asked]
@@ -90,7 +90,7 @@ class Recording:
 
 
 class EventRecorder:
-    """Give it to the gateway as its way to post, and its `watching` as the core's effects."""
+    """Wraps the gateway's `post` by `posting`, and the core's effects by `watching`."""
 
     def __init__(self, path: Path, *, bytes_max: int = EVENTS_BYTES_MAX, waiting_max: int = WAITING_MAX) -> None:
         self._path = path
@@ -101,9 +101,9 @@ class EventRecorder:
         self._written = 0
 
     def open(self) -> None:
-        """What is there already becomes PATH.1: events begin with those of a new gateway. Raises OSError.
+        """Begin a new recording; an earlier one becomes PATH.1. Raises OSError.
 
-        One that holds no event goes, so that starts that fail one after another do not push out the last real one.
+        An earlier one without events is deleted, so that repeated failed starts do not push out the last real one.
         """
         with contextlib.suppress(FileNotFoundError):
             if first_bytes(self._path, _HEAD, len(_FIRST)) == _FIRST:
@@ -113,7 +113,7 @@ class EventRecorder:
         self._file.open()
 
     def posting(self, post: Callable[[Event], None]) -> Callable[[Event], None]:
-        """The same way to post, written down. Events are handled in the order in which they are posted."""
+        """The same `post`, recorded. Events are handled in the order in which they are posted."""
 
         def recorded(event: Event) -> None:
             self._add(event)
@@ -122,7 +122,7 @@ class EventRecorder:
         return recorded
 
     def watching(self, effects: Effects) -> Effects:
-        """The same effects, written down."""
+        """The same effects, recorded."""
         return WatchedEffects(effects, self._add)
 
     async def close(self) -> None:
@@ -134,7 +134,7 @@ class EventRecorder:
         if self._ended:
             return
         self._written += 1
-        # Lines that were to be written earlier may turn out to be lost only now.
+        # The loss of earlier lines may be known only now.
         if self._file.dropped or not self._file.put((self._written, line)):
             why = "the file is as large as it may be" if self._file.is_full else "the disk was too slow or full"
             _log.warning("recording of events ends here", why=why)
@@ -146,7 +146,7 @@ class EventRecorder:
 
 
 class WatchedEffects:
-    """Passes every effect on, and tells of it first."""
+    """Records every effect, then passes it on."""
 
     def __init__(self, effects: Effects, tell: Callable[[Asked], None]) -> None:
         self._effects = effects
@@ -198,7 +198,7 @@ def _line(numbered: _Numbered) -> str:
 
 
 def read(path: Path) -> Recording:
-    """What was written down, to its end or its first gap. Raises OSError, or ValueError with the line that is wrong."""
+    """Read a recording to its end or its first gap. Raises OSError, or ValueError with the line that is wrong."""
     recording = Recording([], [])
     with path.open(encoding="utf-8") as file:
         if next(file, "").strip() != _HEAD:
@@ -222,7 +222,7 @@ def read_events(path: Path) -> list[Event]:
 
 
 def _take(line: str, number: int, recording: Recording) -> str | None:
-    """Add what a line says. Returns how the recording ends there, if it does."""
+    """Take in one line. Returns how the recording ends there, if it does."""
     if not line.endswith("\n"):
         return "the last line was not finished"
     said = json.loads(line)
@@ -239,13 +239,13 @@ def _take(line: str, number: int, recording: Recording) -> str | None:
     return None
 
 
-# The key under which a value that is not plain JSON says what it is. No field of a record begins with an underscore.
+# The key that names the type of a value that is not plain JSON. No field of a record begins with an underscore.
 _KIND = "_"
 _MAP, _SET = "map", "set"
 
 
 def _named(module: object) -> dict[str, type[Any]]:
-    """The records and enums that can be reached by name in this module."""
+    """The records and enums of this module, by name."""
     found = {name: value for name, value in vars(module).items() if isinstance(value, type)}
     return {name: kind for name, kind in found.items() if is_dataclass(kind) or issubclass(kind, Enum)}
 
@@ -259,7 +259,7 @@ def encode(value: object) -> str:
 
 
 def decode(said: Any) -> Any:
-    """What was encoded, from its JSON as it was read. Raises ValueError for anything else."""
+    """The value that was encoded, from parsed JSON. Raises ValueError for anything else."""
     try:
         return _made(said)
     except (KeyError, TypeError, AttributeError) as error:

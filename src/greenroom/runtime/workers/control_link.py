@@ -1,7 +1,7 @@
-"""The gateway's end of a worker's control connection: questions out, answers in, one JSON object a line.
+"""The gateway's end of a worker's control connection: requests out, answers in, one JSON object on each line.
 
-Owns one socket and the questions that wait for an answer. Never decides what a failure means. Works by callbacks on the
-loop: an answer is a matter of microseconds, because the time of a swap is made of such steps.
+Owns one socket and the requests that wait for an answer. Never decides what a failure means. Works by callbacks on the
+loop, in microseconds: a swap consists of such steps.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, Final
 
 # An answer is some hundred bytes; a list of all slots some kilobytes.
 LINE_BYTES_MAX: Final = 1024 * 1024
-# A worker that reads nothing must not make us keep what it was told.
+# Bounds what is buffered for a worker that reads nothing.
 UNSENT_BYTES_MAX: Final = 1024 * 1024
-# No memory has so many bytes.
+# More bytes than any memory has.
 FIGURE_MAX: Final = 2**62
 _READ_BYTES: Final = 64 * 1024
 
@@ -29,7 +29,7 @@ Progress = Callable[[float], None]
 
 
 class OpFailed(Exception):
-    """The worker says that it did not work. `kind`: bad_model, out_of_memory, unknown_slot or failed."""
+    """The worker reports a failure. `kind`: bad_model, out_of_memory, unknown_slot or failed."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class OpFailed(Exception):
 
 
 class WorkerLost(Exception):
-    """The connection ended before there was an answer: the worker has ended, or will have to."""
+    """The connection ended before the answer: the worker has ended, or must be ended."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class _Asked:
 
 
 class ControlLink:
-    """`on_end` is called once when the connection has ended, unless we closed it."""
+    """`on_end` is called once when the connection has ended, unless `close` ended it."""
 
     def __init__(self, connected: socket.socket, on_end: Callable[[], None]) -> None:
         connected.setblocking(False)
@@ -65,12 +65,12 @@ class ControlLink:
     async def ask(
         self, op: str, *, fds: Sequence[int] = (), on_progress: Progress | None = None, **said: object
     ) -> Answer:
-        """Ask, and wait for the answer. Raises OpFailed or WorkerLost. Cancelled, the worker goes on with it."""
+        """Ask and wait for the answer. Raises OpFailed or WorkerLost. If this is cancelled, the worker goes on."""
         if not self.is_open:
             raise WorkerLost("the worker is gone")
         number = next(self._numbers)
         asked = self._asked[number] = _Asked(self._loop.create_future(), on_progress)
-        # The worker gets copies: ours may be closed before they could be sent.
+        # Copies are sent: the originals may be closed before that.
         copies = [os.dup(fd) for fd in fds]
         try:
             self._send(json.dumps({"id": number, "op": op, **said}).encode() + b"\n", copies)
@@ -79,7 +79,7 @@ class ControlLink:
             self._asked.pop(number, None)
 
     def close(self) -> None:
-        """End the connection. A worker ends itself when it sees that."""
+        """Close the connection. The worker ends itself when it sees that."""
         if not self.is_open:
             return
         self.is_open = False
@@ -108,12 +108,12 @@ class ControlLink:
             self._write()
 
     def _write(self) -> None:
-        """As much as the socket takes now; the rest when it can take more."""
+        """Send what the socket takes now, and the rest when it takes more."""
         try:
             while self._unsent:
                 line, fds = self._unsent[0]
                 sent = socket.send_fds(self._socket, [line], fds) if fds else self._socket.send(line)
-                # Descriptors go with the first byte.
+                # Descriptors are sent with the first byte.
                 _close_all(fds)
                 self._unsent[0] = (line[sent:], ())
                 if sent == len(line):
@@ -140,13 +140,13 @@ class ControlLink:
             self._end()
 
     def _take(self, line: bytes) -> bool:
-        """One answer, or word of progress. False if it is neither."""
+        """Take in an answer or a progress report. False if the line is neither."""
         try:
             said = json.loads(line)
             asked = self._asked.get(said["id"])
         except (ValueError, TypeError, KeyError, RecursionError):
             return False
-        # Nobody waits any more for an answer whose asker was cancelled.
+        # The caller was cancelled.
         if asked is None or asked.answer.done():
             return True
         if "ok" not in said:
@@ -160,11 +160,11 @@ class ControlLink:
 
 
 async def connect(path: str, on_end: Callable[[], None]) -> ControlLink:
-    """Raises OSError where nobody listens yet."""
+    """Connect to a worker. Raises OSError if it does not listen yet."""
     connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connecting.setblocking(False)
-        # A Unix socket that listens accepts at once, or refuses.
+        # Connecting to a Unix socket succeeds or fails at once.
         connecting.connect(path)
         return ControlLink(connecting, on_end)
     except BaseException:
@@ -173,18 +173,18 @@ async def connect(path: str, on_end: Callable[[], None]) -> ControlLink:
 
 
 def count(answer: Answer, name: str) -> int:
-    """A number of bytes or things in an answer; 0 where it is none."""
+    """A count in an answer; 0 if it is missing or invalid."""
     return int(_figure(answer, name))
 
 
 def seconds(answer: Answer, name: str) -> float:
-    """A time in an answer; 0 where it is none."""
+    """A time in an answer; 0 if it is missing or invalid."""
     return float(_figure(answer, name))
 
 
 def _figure(answer: Answer, name: str) -> float:
     value = answer.get(name)
-    # Python reads Infinity, NaN and integers of any length as JSON.
+    # Python parses Infinity, NaN and integers of any length as JSON.
     return value if isinstance(value, int | float) and 0 < value < FIGURE_MAX else 0
 
 

@@ -1,7 +1,7 @@
-"""Hosted slots: where the weights of each lie, in which worker it lives, and what it holds there by that worker's word.
+"""Hosted slots: the arena of each, the worker in which it lives, and what the worker says that it holds.
 
-Owns the table, also of those that are asleep and so are no live slots. Several slots share a process, so that what each
-of them uses cannot be seen from outside; what the process uses beyond their words is its own.
+Owns the table of all hosted slots, including sleeping ones, which are no live slots. Slots share a process, so that the
+use of each cannot be seen from outside: the worker reports it, and the rest is the worker's own.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class HostedSlot:
         self.engine = engine
         self.key = key
         self.arena = Arena(slot)
-        # Where it is open; None when its worker has ended and nobody has asked for it since.
+        # Where it is open; None if its worker has ended and it was not opened again.
         self.worker: Worker | None = None
-        # Whether others lived there when it came.
+        # Whether the worker had other slots when it was opened.
         self.had_neighbours = False
         self.pool: Pool | None = None
         self.socket: str | None = None
-        # How often it was opened: each time its socket has a name of its own.
+        # How often it was opened: each time its socket has a new name.
         self.opened_count = 0
-        # A move is under way, which deals with the end of the worker itself.
+        # A move is under way; it handles the end of the worker itself.
         self.is_moving = False
         self.is_ready = False
-        # How much of its arena is filled, while it is.
+        # The share of its arena that is filled, while it is being filled.
         self.progress: float | None = None
         self.arena_bytes = 0
-        # Beside the arena, while it is ready.
+        # Used beyond the arena while it is ready.
         self.device_bytes = 0
-        # Its worker computes on the host, also where GPUs are a budget only.
+        # Its worker computes on the host; also where GPUs are only a budget.
         self.is_on_host = False
 
     @property
@@ -55,13 +55,13 @@ class HostedSlot:
 
     @property
     def on_gpu(self) -> Claim:
-        """What it holds on a GPU, by its worker's word."""
+        """What its worker says that it holds on a GPU."""
         gpu = self.gpu
         return {gpu: _mib(self.device_bytes)} if gpu is not None and self.is_ready and self.device_bytes else NO_CLAIM
 
     @property
     def told(self) -> Claim:
-        """What it holds everywhere by its worker's word."""
+        """What its worker says that it holds on all devices."""
         beside_bytes = self.device_bytes if self.gpu is None and self.is_ready else 0
         host_mib = _mib(self.arena_bytes + beside_bytes)
         return {**self.on_gpu, **({HOST: host_mib} if host_mib else NO_CLAIM)}
@@ -75,13 +75,13 @@ class HostedSlots:
     def __init__(self) -> None:
         self.there: dict[SlotId, HostedSlot] = {}
         self.workers: dict[str, Worker] = {}
-        # How often memory of each GPU began or ended to change hands inside workers, and how often it just does.
+        # How often workers began or ended to map or unmap memory of each GPU, and how many do so now.
         self.stirs: Counter[DeviceId] = Counter()
         self._stirring: Counter[DeviceId] = Counter()
 
     @contextmanager
     def stirring(self, gpu: DeviceId | None) -> Iterator[None]:
-        """While a worker maps or unmaps memory of this GPU, no look can tell whose it is."""
+        """Marks a worker that maps or unmaps memory of this GPU: a look meanwhile cannot attribute it."""
         if gpu is None:
             yield
             return
@@ -94,15 +94,15 @@ class HostedSlots:
             self._stirring[gpu] -= 1
 
     def stirred_since(self, stirs: Mapping[DeviceId, int]) -> frozenset[DeviceId]:
-        """GPUs on which memory changed hands after this was noted, or does now."""
+        """GPUs on which workers mapped or unmapped memory since these counts were taken, or do so now."""
         return frozenset(gpu for gpu, count in self.stirs.items() if count != stirs.get(gpu, 0) or self._stirring[gpu])
 
     def progress_of(self, model: ModelId) -> float | None:
-        """How much of this model's arena is filled, while it is being filled."""
+        """The share of this model's arena that is filled, while it is being filled."""
         return next((slot.progress for slot in self.there.values() if slot.entry.id == model), None)
 
     def told(self) -> dict[str, Claim]:
-        """What every slot holds by its worker's word."""
+        """What workers say that each slot holds."""
         return {slot.id: slot.told for slot in self.there.values()}
 
 
@@ -111,11 +111,13 @@ def _mib(size_bytes: int) -> int:
 
 
 class Arena:
+    """A memory file that holds the weights of one slot. It outlives the workers that map it."""
+
     def __init__(self, name: str) -> None:
-        """Empty at first. Raises OSError when there is no descriptor left."""
+        """Empty at first. Raises OSError if no descriptor is left."""
         self._name = f"greenroom-{name}"
         self.fd = os.memfd_create(self._name, os.MFD_CLOEXEC)
-        # Filled whole, by a worker that said so: any other worker can take it over as it is.
+        # A worker said that it is completely filled: any other worker can take it over.
         self.is_filled = False
 
     @property
@@ -123,9 +125,9 @@ class Arena:
         return 0 if self.fd < 0 else os.fstat(self.fd).st_size
 
     def empty(self) -> None:
-        """Give back what a worker that ended in the middle has left in it. Raises OSError as the first time.
+        """Drop what a worker that ended in the middle has written. Raises OSError if no descriptor is left.
 
-        The next one gets another file: a process that the last one has left behind may still write to the old one.
+        The next worker gets another file: a leftover process of the last one may still write to the old one.
         """
         self.is_filled = False
         fresh = os.memfd_create(self._name, os.MFD_CLOEXEC)

@@ -1,7 +1,7 @@
-"""Which workers there are: one for each Python and set of GPUs, one for each slot that wants its own, and a spare.
+"""The pool of workers: one for each Python and set of GPUs, one for each slot that wants its own, and a spare.
 
 Owns their starts and ends. A spare has imported everything and touched no GPU, so that a first model, or the slots of a
-worker that crashed, need not wait for imports. Never speaks of models to a worker: `hosted_moves.py` does.
+crashed worker, need not wait for imports. Never opens or moves slots: `moves/` does.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("workers")
 
-# A spare begins to start so long after somebody began to need one: imports take a core for seconds, and the first
-# answers of what was just loaded come first.
+# A spare starts this long after it was wanted: its imports take a core for seconds, and the first answers of the model
+# that was just loaded go first.
 SPARE_AFTER_S: Final = 3.0
 
 
 @dataclass(slots=True, eq=False)
 class _Start:
-    """A start under way, and how many wait for it. When nobody does any more, it is called off."""
+    """A start under way, and how many loads wait for it. It is cancelled when none is left."""
 
     task: asyncio.Task[Worker]
     waiting: int = 0
 
 
 class WorkerPool:
-    """`on_lost` hears of every worker that ended and was not asked to, when its slots are known still."""
+    """`on_lost` is called for every worker that ended without being asked to, while its slots are still known."""
 
     def __init__(
         self, state_dir: StateDir, observer: Observer, on_lost: Callable[[Worker, Exit], None], *, keeps_spare: bool
@@ -52,15 +52,15 @@ class WorkerPool:
         self._by_key: dict[HostKey, Worker] = {}
         self._starts: dict[HostKey, _Start] = {}
         self._spares: dict[str, Worker] = {}
-        # Spares that are to be, by Python, and workers that are being stopped.
+        # Spares that start, by Python; and tasks that watch or stop workers.
         self._coming: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
-    # --- asked for slots --------------------------------------------------------------------------------------------
+    # --- slots come and go ------------------------------------------------------------------------------------------
 
     async def let_in(self, engine: HostedEngine, key: HostKey, slot: SlotId, log: LogRing) -> Worker:
-        """The worker this slot belongs into, started if need be. Raises LoadFailed. `let_out` follows."""
+        """The worker for this slot, started if necessary. Raises LoadFailed. `let_out` must follow."""
         while True:
             if (worker := self._there(key)) is not None:
                 worker.let_in(slot, log)
@@ -68,14 +68,14 @@ class WorkerPool:
             await self._started(engine, key, log)
 
     def let_out(self, worker: Worker, slot: SlotId) -> None:
-        """This slot lives there no more. A worker without slots becomes the spare, or ends."""
+        """This slot has left the worker. A worker without slots becomes the spare, or ends."""
         worker.let_out(slot)
         if not worker.slots and not worker.is_lost and worker.key is not None:
             self._by_key.pop(worker.key, None)
             self._retire(worker)
 
     def want_spare(self, engine: HostedEngine, key: HostKey) -> None:
-        """Have a spare for this Python before long, if there is none and this key's slots could take it."""
+        """Start a spare for this Python soon, if there is none and slots with this key could use it."""
         python = key.python
         if not key.may_take_spare or python in self._coming or not self._wants_spare(python):
             return
@@ -84,7 +84,7 @@ class WorkerPool:
         task.add_done_callback(lambda _: self._coming.pop(python, None))
 
     async def close(self) -> None:
-        """End all that is left, spares above all."""
+        """End all workers that are left, such as spares."""
         self._is_closed = True
         for task in (*self._coming.values(), *(start.task for start in self._starts.values())):
             task.cancel()
@@ -114,7 +114,7 @@ class WorkerPool:
         self._by_key[key] = worker
 
     async def _started(self, engine: HostedEngine, key: HostKey, log: LogRing) -> None:
-        """Wait for a worker of this key that starts, or start one. Who is the last to leave calls it off."""
+        """Wait for the start of a worker with this key, or start one. The last waiter to be cancelled cancels it."""
         start = self._starts.get(key)
         if start is None:
             work = self._start(engine, key, log, is_spare=False)
@@ -129,7 +129,7 @@ class WorkerPool:
                 start.task.cancel()
                 await _ended(start.task)
             elif start.waiting == 1 and (worker := _result(start.task)) is not None and not worker.slots:
-                # It was there in the very moment in which nobody wanted it any more; somebody who did would live there.
+                # It was ready just when the last waiter left; with another waiter it would have a slot.
                 self._retire(worker)
             raise
         finally:
@@ -153,7 +153,7 @@ class WorkerPool:
         except GreenroomError as error:
             _log.warning("no spare worker", python=python, why=error.message)
             return
-        # While it started, one that had lost its last slot may have become the spare. Nobody would use two.
+        # Meanwhile a worker that lost its last slot may have become the spare. One is enough.
         if self._wants_spare(python):
             self._spares[python] = worker
         else:
@@ -162,7 +162,7 @@ class WorkerPool:
     # --- ending -----------------------------------------------------------------------------------------------------
 
     def _retire(self, worker: Worker) -> None:
-        """It has no slots. Without a GPU's memory it can be the spare; nothing else gives that memory back."""
+        """Handle a worker without slots. One without GPU memory may become the spare; any other ends."""
         key, worker.key = worker.key, None
         is_bare = key is not None and key.may_take_spare and key.gpus != () and worker.device == "cpu"
         if key is not None and is_bare and self._wants_spare(key.python):

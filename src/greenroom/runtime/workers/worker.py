@@ -1,7 +1,7 @@
-"""One worker: a process of ours that hosts slots, its control connection, and who lives in it.
+"""One worker: a process of ours that hosts slots, its control connection, and the slots in it.
 
-Owns its start and its end. A worker that says hello has imported what it needs and has touched no GPU yet. Never
-decides who lives where: `hosts.py` does.
+Owns its start, its end and the check that it still answers. A worker that says hello has imported what it needs and has
+touched no GPU yet. Never decides which slot lives where: `pool.py` does.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from greenroom.telemetry.logs import get_logger
 
 # Importing torch takes seconds, and minutes from a cold network disk.
 START_MAX_S: Final = 300.0
-# How often it is looked whether a worker that starts listens already: at first often, then less.
+# How often a connection to a starting worker is tried: often at first, then less.
 CONNECT_FIRST_S: Final = 0.01
 CONNECT_SLOWEST_S: Final = 0.1
 CONNECT_GROWTH: Final = 1.3
-# A worker has nothing to finish: its slots were closed, or are of no use any more.
+# A worker has nothing to finish: its slots were closed, or are no longer used.
 STOP_S: Final = 5.0
 # The end of a connection is seen before the end of the process.
 EXIT_FOLLOWS_S: Final = 5.0
-# Lines of the worker that go with the error of a start that failed.
+# Log lines that go with the error of a failed start.
 LAST_LINES: Final = 20
 
 
 class Worker:
-    """Made by `start_worker`. `slots` are those that live in it or are about to."""
+    """Made by `start_worker`. `slots` are the slots that live in it or are about to."""
 
     def __init__(self, id: str, child: Child, log: SharedLog, socket: str) -> None:
         self.id = id
@@ -44,12 +44,12 @@ class Worker:
         self.socket = socket
         self.key: HostKey | None = None
         self.slots: dict[SlotId, LogRing] = {}
-        # The slot that came last, and whether it was the only one ever.
+        # The slot that came last, and whether another one was ever here.
         self._latest: SlotId | None = None
         self._was_shared = False
-        # Those of them that it was asked to let go of, and has not yet.
+        # Slots that it was asked to let go of, and has not yet.
         self._going: set[SlotId] = set()
-        # Set when it has ended and everybody who lived in it knows.
+        # Set when it has ended and the loss of its slots is reported.
         self.gone = asyncio.Event()
         self.is_stopping = False
         self._is_ending = False
@@ -62,7 +62,7 @@ class Worker:
 
     @property
     def is_lost(self) -> bool:
-        """It has ended, or cannot be spoken to any more and is being ended."""
+        """It has ended, or no longer answers and is being ended."""
         is_mute = self._link is not None and not self._link.is_open
         return self.is_stopping or self._is_ending or is_mute or not self.child.is_running
 
@@ -77,11 +77,11 @@ class Worker:
         self._tell_log()
 
     def lines_of(self, slot: SlotId, count: int) -> list[str]:
-        """The last lines that are this slot's. None where another ever lived here: no line says whose it is."""
+        """The last log lines of this slot. Empty if another slot was ever here: lines do not name their slot."""
         return self.log.tail(count) if not self._was_shared and self._latest in (None, slot) else []
 
     def _tell_log(self) -> None:
-        # Slots of one model share its log, which is to have each line once.
+        # Slots of one model share a log, which gets each line once.
         self.log.listeners = list({id(ring): ring for ring in self.slots.values()}.values())
 
     async def ask(
@@ -93,10 +93,10 @@ class Worker:
         return await self._link.ask(op, fds=() if fd is None else (fd,), on_progress=on_progress, **said)
 
     async def let_go_of(self, slot: SlotId, op: str, *, alone_s: float, shared_s: float) -> Answer:
-        """Ask it to give back what this slot holds. Raises OpFailed, WorkerLost, or TimeoutError where it is stuck.
+        """Ask it to free what this slot holds. Raises OpFailed, WorkerLost, or TimeoutError if it is stuck.
 
-        What runs for the slot may be a foreign call that nobody can stop. As long as others live here who stay, it has
-        `shared_s`: they are served meanwhile, and to end it would end them too. Else it has `alone_s`.
+        The slot may be in a foreign call that cannot be stopped. While other slots stay here, it has `shared_s`: they
+        are served meanwhile, and ending the worker would end them too. Else it has `alone_s`.
         """
         self._going.add(slot)
         asking = asyncio.ensure_future(self.ask(op, slot=slot))
@@ -112,7 +112,7 @@ class Worker:
             self._going.discard(slot)
 
     async def greet(self) -> None:
-        """Connect as soon as it listens, and wait until its imports are done. Runs until then, or cancelled."""
+        """Connect as soon as it listens, and wait until its imports are done."""
         pause_s = CONNECT_FIRST_S
         while self._link is None:
             try:
@@ -123,12 +123,12 @@ class Worker:
         self.device = str((await self.ask("hello")).get("device", ""))
 
     def end(self) -> None:
-        """Kill it: it does not answer any more, or not as it should. Its exit is told like any other."""
+        """Kill it: it no longer answers, or not as it should. Its exit is reported like any other."""
         self._is_ending = True
         self.child.kill()
 
     async def stop(self) -> None:
-        """Let it end, and wait until nothing of it is left."""
+        """End it, and wait until nothing of it is left."""
         self.is_stopping = True
         if self._link is not None:
             self._link.close()
@@ -140,9 +140,9 @@ class Worker:
 
 
 async def start_worker(engine: HostedEngine, key: HostKey, number: int, state_dir: StateDir, log: LogRing) -> Worker:
-    """Start a worker and wait until it can be given slots. Raises LoadFailed, and leaves nothing.
+    """Start a worker and wait until it can take slots. Raises LoadFailed, and leaves nothing behind.
 
-    `log` is whose start it is: its lines are wanted there if it fails.
+    `log` is the log of the model for which it starts; it gets the lines of the start.
     """
     id, socket = f"worker{number}", str(state_dir.run_dir / f"w{number}.sock")
     shared = SharedLog()
@@ -167,7 +167,7 @@ async def _until_ready(worker: Worker) -> None:
             raise _failed(worker, ended.result() if ended.done() else None)
         ready.result()
     except (OpFailed, WorkerLost) as error:
-        # One that hangs up has ended, or is ended for it: how, is told in a moment.
+        # A worker that closes the connection has ended, or is being ended: its exit follows in a moment.
         await asyncio.wait((ended,), timeout=EXIT_FOLLOWS_S)
         raise _failed(worker, worker.child.exit, str(error)) from error
     finally:
@@ -186,12 +186,12 @@ def _failed(worker: Worker, exit: Exit | None, why: str = "") -> LoadFailed:
 _log = get_logger("workers")
 
 ASK_EVERY_S = 10.0
-# A worker that reads a folder in a way of Transformers' own, or makes its first kernels, may be busy for seconds.
+# A worker that loads through Transformers, or compiles its first kernels, may be busy for seconds.
 ANSWER_MAX_S = 60.0
 
 
 async def watch_liveness(worker: Worker) -> None:
-    """Until it has ended, by itself or because it did not answer."""
+    """Ask the worker from time to time, and kill it if it does not answer. Returns when it has ended."""
     while not await _is_gone(worker):
         try:
             async with asyncio.timeout(ANSWER_MAX_S):
