@@ -53,7 +53,7 @@ TURNS = 5
 
 
 def used_bytes() -> int:
-    """What the whole GPU has in use, as its driver says."""
+    """Bytes in use on the whole GPU, by its driver."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -72,7 +72,7 @@ def settle() -> None:
 
 
 def dirty(size: int) -> None:
-    """Let the GPU's free memory hold nonsense: what is not copied in must not look right by chance."""
+    """Fill the GPU's free memory with nonsense: missing copies must not look right by chance."""
     nonsense = torch.full((size,), 0xFF, dtype=torch.uint8, device=GPU)
     del nonsense
     settle()
@@ -198,7 +198,7 @@ def test_logits_are_bit_equal_over_sleeps_and_memory_is_back(weights: DeviceWeig
     assert torch.equal(expected, HEARD[0])
     weights.sleep()
     settle()
-    # After the first time: by then libraries have loaded what they keep.
+    # After the first time: by then libraries have loaded.
     asleep = used_bytes()
     assert expected.isfinite().all()
     for turn in range(TURNS):

@@ -51,7 +51,7 @@ class FakeDeviceModel:
 
 
 def random_model(kind: str, seed: int = 1, **changes: Any) -> Any:
-    """A model whose weights are spread wide enough that rounding never decides what is likeliest."""
+    """A model with weights spread wide enough that rounding never changes the likeliest token."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**{**_SHARED, **KINDS[kind], **changes})
     maker = AutoModel if kind in ENCODERS else AutoModelForCausalLM
@@ -188,7 +188,7 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
 
 
 def generated(model: Any, tokens: Sequence[int], max_tokens: int) -> list[int]:
-    """What Transformers itself says, with its own attention and cache."""
+    """The tokens Transformers generates, with its own attention and cache."""
     out = model.generate(
         torch.tensor([list(tokens)]), max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=2
     )

@@ -39,7 +39,7 @@ SPREAD_MIN = 0.5
 VOCABULARY = 120
 WINDOW = 12
 CONTEXT = 128
-# Sizes by the names under which configurations know them. A family gets those that it knows.
+# Sizes by their names in configurations. A family gets those that it has.
 SIZES: Mapping[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -98,7 +98,7 @@ _INDEXER = {
     "indexer_compress_ratio": 2,
 }
 _NO_INPUT_PER_LAYER = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-# What those sizes do not fit, by the type of a configuration or of a part of one.
+# Other sizes, by the model type of a configuration or of a part of it.
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "bamba": _MAMBA,
     "blt": {"encoder_hash_byte_group_vocab": 50},
@@ -206,7 +206,7 @@ def tiny_model(family: str, seed: int = 1) -> Any:
 
 @dataclass(frozen=True)
 class Place:
-    """One token of one of the sequences, and what may come after it."""
+    """The logits after one token of one sequence."""
 
     sequence: int
     token: int
@@ -214,7 +214,7 @@ class Place:
 
 
 def plain_logits(model: Any, sequences: Iterable[Sequence[int]] = SEQUENCES) -> list[torch.Tensor]:
-    """What Transformers says for every token, each sequence alone and as a whole."""
+    """Transformers' logits for every token, each sequence alone and as a whole."""
     # Its plainest attention: others leave out soft caps and sinks.
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -222,7 +222,7 @@ def plain_logits(model: Any, sequences: Iterable[Sequence[int]] = SEQUENCES) -> 
 
 
 def paged_logits(model: Any, attention: Callable[..., Any] = paged_attention) -> Iterator[Place]:
-    """What the runner says: prompts in pieces beside each other, then decoded in one batch of unequal lengths."""
+    """The runner's logits: prompts in packed chunks, then decoded in one batch of unequal lengths."""
     runner = ModelRunner(device_model_of(model, CACHE_TOKENS), CACHE_TOKENS, ROWS, CONTEXT)
     AttentionInterface.register(IMPLEMENTATION, attention)
     runner.on_wake()
@@ -283,7 +283,7 @@ def tried(family: str) -> str:
 
 
 def _told(refusal: str) -> str:
-    """The reason without names and numbers: those of many families are told together."""
+    """The reason without names and numbers, so that families with the same one are listed together."""
     words = refusal.split(". ")[0].rstrip(".")
     words = re.sub(r"^(?!layer )\S+ ", "", words)
     words = re.sub(r"of kind .*, whose", "of a kind whose", words)
@@ -296,7 +296,7 @@ _BEGIN, _END = "<!-- families: made by tests.workers.torch_host.families -->", "
 
 
 def written(verdicts: Mapping[str, str]) -> str:
-    """The part of the document that says what is served."""
+    """The part of the document that lists what is served."""
     groups: dict[str, list[str]] = defaultdict(list)
     for family, verdict in sorted(verdicts.items()):
         groups[verdict].append(family)
@@ -320,7 +320,7 @@ def written(verdicts: Mapping[str, str]) -> str:
 
 
 def documented() -> dict[str, str]:
-    """What the document says of each family."""
+    """Each family's entry in the document."""
     text = DOCUMENT.read_text(encoding="utf-8")
     part = text[text.index(_BEGIN) : text.index(_END)]
     served = part.split(":\n\n")[1].split("\n\n")[0].removesuffix(".")

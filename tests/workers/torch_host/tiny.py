@@ -41,7 +41,7 @@ _SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": CONTEXT,
 }
-# What each kind says differently. Heads of a size of their own and tied ones are among them on purpose.
+# The settings of each kind. Unusual head sizes and tied weights are among them on purpose.
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"model_type": "llama", **_SIZES, "tie_word_embeddings": False},
     "llama-tied": {"model_type": "llama", **_SIZES, "tie_word_embeddings": True},

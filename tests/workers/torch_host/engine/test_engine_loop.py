@@ -75,7 +75,7 @@ def test_a_long_prompt_is_computed_in_pieces_and_short_ones_together(
         forwards.clear()
         engine.on_wake()
         assert [answer.ids for _, answer in asked if answer.end] == want
-        # Four full pieces of the long one; then what is left of it and all the short ones at once.
+        # Four full chunks of the long prompt; then its rest and all short prompts in one step.
         assert [tokens for tokens in forwards if tokens > 8] == [48, 48, 48, 48, 8 + 7 + 8 + 9]
 
 
@@ -119,7 +119,7 @@ def test_a_cancelled_answer_ends_at_once_and_its_neighbours_go_on(engine: Engine
     engine.submit(leaving)
     engine.submit(staying)
     assert left.end.reason == "cancelled"
-    # The step already under way when it left may still be heard, no more.
+    # The step in flight at the cancellation may still deliver its token, and no more.
     assert 3 <= len(left.tokens) <= 4
     assert stayed.end.reason == "length"
     assert stayed.ids == alone
@@ -153,7 +153,7 @@ def test_kv_memory_that_is_full_makes_sequences_wait_and_not_fail(llama: Any) ->
     prompts = [prompt(40, seed) for seed in range(6)]
     with running(llama) as roomy:
         alone = [said(roomy, one, 60, uses_cache=False).ids for one in prompts]
-    # Room for two and a half of them when they have said all they may.
+    # Enough blocks for two and a half of them at full length.
     with running(llama, cache_tokens=256, context=256) as engine:
         asked = [ask(one, 60) for one in prompts]
         for one, _ in asked:

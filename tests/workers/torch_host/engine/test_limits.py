@@ -44,7 +44,7 @@ def short_of_rows(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerRig]:
-    """One worker with a good model and those that are easily read beyond."""
+    """One worker with a good model and models with small tables."""
     made = tmp_path_factory.mktemp("models")
     models: dict[str, tuple[Path, dict[str, Any]]] = {
         "good": (tiny.make_model(made / "good", "llama", seed=7), {}),
@@ -75,7 +75,7 @@ def test_all_serve_before_anything_bad_is_asked(worker: WorkerRig) -> None:
     assert worker.complete("good")
     assert worker.complete("short", "abc")
     assert worker.complete("gpt2", "abc")
-    # Of unequal lengths: what fills up the shorter one must be a token too.
+    # Of unequal lengths: the padding of the shorter one must be a known token too.
     for slot in ("roberta", "mpnet", "bert", "filled"):
         assert worker.post(slot, "/v1/embeddings", {"input": ["abc", "a"]})[0] == 200
 

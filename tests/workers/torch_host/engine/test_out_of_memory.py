@@ -1,4 +1,4 @@
-"""A step that does not fit the device's memory is computed in smaller parts: only what fits not even alone is ended."""
+"""A step that does not fit into device memory is split: only a sequence that does not fit alone is ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host.engine_rig import GREEDY, WAIT_S, Answer, ask, prompt, random_model, running, said
 
-# Chosen with chance and with memory of what was said: a token that is chosen twice would be seen.
+# Random, with penalties for earlier tokens: a token that is sampled twice would change the answer.
 WARM = Sampling(temperature=1.5, seed=7, frequency_penalty=0.7, repetition_penalty=1.2)
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -26,7 +26,7 @@ def llama() -> Any:
 
 @contextmanager
 def failing(model: Any, fails: Callable[[torch.Tensor, torch.Tensor], bool], error: Exception = FULL) -> Iterator[None]:
-    """The model raises this at steps of which `fails(ids, positions)` says so."""
+    """The model raises this error at steps for which `fails(ids, positions)` is true."""
 
     def look(_module: object, _args: object, named: dict[str, Any]) -> None:
         if fails(named["input_ids"], named.get("position_ids")):
@@ -104,7 +104,7 @@ def test_only_the_prompt_at_fault_is_ended(llama: Any, error: Exception) -> None
         answers = together(engine, [*prompts[:2], bad, *prompts[2:]])
         ended = answers.pop(2)
         assert ended.end.reason == "error"
-        # What foreign code says of it may name files and other processes: that is for the log.
+        # The original error may name files and other processes: it is only logged.
         assert ended.end.error and str(error) not in ended.end.error
         assert ended.end.is_memory is (error is FULL)
         assert [answer.ids for answer in answers] == wanted

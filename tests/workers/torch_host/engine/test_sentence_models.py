@@ -107,7 +107,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "ernie": {"model_type": "ernie", **SIZES},
     "gte": {"model_type": "gte", **SIZES},
     "jina_embeddings_v3": {"model_type": "jina_embeddings_v3", **SIZES, "type_vocab_size": 1},
-    # These look at neighbours whatever the mask says: their inputs are never padded.
+    # These mix neighbouring tokens despite the mask: their inputs are never padded.
     "mobilebert": {
         "model_type": "mobilebert",
         **SIZES,
@@ -193,7 +193,7 @@ def worker() -> Iterator[WorkerRig]:
 
 @pytest.fixture
 def served(worker: WorkerRig) -> Callable[..., Any]:
-    """A folder as a slot that is awake, asked for vectors; with `options` of the slot."""
+    """Embeddings from a folder that is served as an awake slot with these `options`."""
 
     @contextmanager
     def opened(folder: Path, **options: Any) -> Iterator[Callable[..., Any]]:
@@ -218,7 +218,7 @@ def served(worker: WorkerRig) -> Callable[..., Any]:
 
 
 def truth(folder: Path, texts: Sequence[str], **how: Any) -> torch.Tensor:
-    """Each text alone: what padding does to a vector is no part of the truth."""
+    """Each text alone, so that padding cannot affect the reference."""
     model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
     found: torch.Tensor = torch.stack([model.encode(text, convert_to_tensor=True, **how) for text in texts])
     return found

@@ -32,7 +32,7 @@ WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, 
 # Before 5.21 Transformers asks the host which factors of longrope to take, which no graph may contain, and fails at the
 # second long sequence of a model that has them by kind of layer.
 ASKS_HOST = Version(transformers.__version__) < Version("5.21")
-# Rotary factors that change at a length within what these tests ask for.
+# Rotary factors that change at a length these tests reach.
 LONGROPE = {
     "max_position_embeddings": 512,
     "original_max_position_embeddings": 60,

@@ -105,7 +105,7 @@ STEADY: dict[str, dict[str, Any]] = {
 def built(name: str) -> Any:
     torch.manual_seed(1)
     said = SWITCHING.get(name) or {"model_type": "llama", **_LONG, "rope_parameters": STEADY[name]}
-    # Transformers writes into what it is given.
+    # Transformers changes its arguments.
     config = AutoConfig.for_model(**{**_SHARED, **copy.deepcopy(said)})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

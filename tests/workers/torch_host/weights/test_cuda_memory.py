@@ -1,4 +1,4 @@
-"""What is done with a GPU's driver, against a fake one that keeps account: pairs match, and failures leave nothing."""
+"""Calls to the CUDA driver, against a fake that keeps account: pairs match, and failures leave nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = 60.0
 
 
 class FakeDriver:
-    """Memory as numbers. `free` is what can still be mapped; registrations may wait, or fail from one on."""
+    """Counts memory. `free` bytes can still be mapped; registrations may wait, or fail from one on."""
 
     def __init__(self, free: int = 10**12) -> None:
         self.granularity = GRANULE
@@ -65,7 +65,7 @@ class FakeDriver:
 
 @pytest.fixture
 def emptied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts how often torch was asked to give back what it keeps for later."""
+    """Counts how often torch's cache was emptied."""
     asked: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append(1))
     monkeypatch.setattr(torch, "as_tensor", lambda described, device: described.__cuda_array_interface__)

@@ -33,7 +33,7 @@ from greenroom.workers.torch_host.weights.fold.fold import (
     fold,
 )
 from greenroom.workers.torch_host.weights.fold.folding import Folding, FoldingFailed
-from greenroom.workers.torch_host.weights.fold.unfolding import landing_index, unfold_plainly, unfolder
+from greenroom.workers.torch_host.weights.fold.unfolding import Unfolder, landing_index, unfold_plainly, unfolder
 from greenroom.workers.torch_host.weights.loading import LoadContext
 from greenroom.workers.torch_host.weights.read_plan import Unplanned
 from greenroom.workers.torch_host.weights.reading import Transfer
@@ -47,7 +47,7 @@ NEVER = threading.Event()
 @pytest.fixture(autouse=True)
 def able(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Folding, "is_able", True)
-    # A busy machine takes its time, and so that what is folded is known.
+    # On a busy machine folding takes longer, and tests must know which chunks are folded.
     monkeypatch.setattr(folding, "PATIENCE_MIN_S", 60.0)
     monkeypatch.setattr(folding, "KILL_S", 60.0)
 
@@ -154,13 +154,12 @@ def test_a_model_is_folded_as_it_is_read(
         index < size // CHUNK_BYTES - 2 for index in range(len(chunks))
     ]
     assert any(chunk.fold for chunk in chunks)
+    # As an upload does it: folded chunks land where later ones belong.
     whole = torch.empty(size, dtype=torch.uint8)
+    restored = Unfolder(whole, size)
     for chunk in chunks:
-        here = arena.tensor[chunk.start : chunk.start + chunk.size]
-        if chunk.fold is None:
-            whole[chunk.start : chunk.start + chunk.size] = here
-        else:
-            unfold_plainly(here, whole[chunk.start : chunk.start + CHUNK_BYTES].view(torch.int16), chunk.fold)
+        restored.landing(chunk).copy_(arena.tensor[chunk.start : chunk.start + chunk.size])
+        restored.unfold(chunk)
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert torch.equal(view_of(whole, arena.layout.places[name]), tensor), name
 
@@ -303,7 +302,7 @@ while order := os.read(0, 4):
 
 @pytest.fixture
 def fast_crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that do nothing but say so, as often as there is time."""
+    """Processes that report every chunk at once and fold none."""
     (tmp_path / "fast.py").write_text(FAST_CREW)
     monkeypatch.setattr(folding, "_PROGRAM", tmp_path / "fast.py")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
@@ -375,7 +374,7 @@ def test_a_chunk_that_is_not_there_ends_the_process_with_an_error(descriptor: in
 
 
 def test_it_ends_with_its_worker_in_the_middle_of_a_chunk(descriptor: int) -> None:
-    """What it wrote later would be written into what the next worker fills."""
+    """A later write would hit an arena that the next worker fills."""
     arena_of(descriptor, LANDING_CHUNKS + 20)
     program = (
         "import os, sys, time; from greenroom.workers.torch_host.weights.fold.folding import Folding\n"

@@ -91,7 +91,7 @@ PREADV = os.preadv
 
 
 def cached_by_half(descriptor: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
-    """Of what is asked of the page cache the first half is there."""
+    """The page cache has the first half of each range."""
     if flags & os.RWF_NOWAIT and len(buffers[0]) > 1:
         return PREADV(descriptor, [memoryview(buffers[0])[: len(buffers[0]) // 2]], offset)
     return PREADV(descriptor, buffers, offset)
@@ -100,7 +100,7 @@ def cached_by_half(descriptor: int, buffers: Sequence[Any], offset: int, flags: 
 def test_what_is_not_cached_is_asked_of_the_cache_by_the_byte(
     tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A longer question would have the kernel read ahead what is then read past the cache once more."""
+    """A longer probe would make the kernel read ahead what is then read past the cache again."""
     arena, transfers = arena_for(tmp_path / "model.safetensors", weights, descriptor)
     asked: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Headers from strangers: what is complete is found, everything else is refused by name and number."""
+"""Untrusted headers: complete files are read, all others are refused by name and number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of copies and unfolding on a device that only writes down what was enqueued, and after what."""
+"""The order of copies and unfolding, on a fake device that records what was enqueued after what."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Clock = Counter[int]
 
 
 class FakeStream:
-    """Knows of every stream how much of its work is done before what is enqueued next."""
+    """Knows how much work of every stream is done before its next operation."""
 
     made = 0
 
@@ -57,7 +57,7 @@ class FakeEvent:
 
 
 class Device:
-    """A driver, and a kernel that unfolds: what touches which bytes, and what is done by then."""
+    """A fake driver and unfold kernel: records which bytes are touched and what is done by then."""
 
     def __init__(self) -> None:
         self.streams: dict[int, FakeStream] = {}
