@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from greenroom.workers.torch_host.api.http import Server
+from greenroom.workers.torch_host.api.http import HttpServer
 from greenroom.workers.torch_host.api.routes import serve_text
 from greenroom.workers.torch_host.engine.requests import GenerationRequest
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
@@ -35,7 +35,7 @@ class Rig:
     socket: Path
     http: httpx2.AsyncClient
     openai: openai.AsyncOpenAI
-    served: Server
+    served: HttpServer
 
 
 Opener = Callable[..., contextlib.AbstractAsyncContextManager[Rig]]

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from greenroom.workers.torch_host.control import slots as slots_module
-from greenroom.workers.torch_host.control.hosted_slot import Shared
-from greenroom.workers.torch_host.control.slots import Slots
+from greenroom.workers.torch_host.control.hosted_slot import WorkerResources
+from greenroom.workers.torch_host.control.slots import SlotTable
 from greenroom.workers.torch_host.failures import (
     MESSAGE_MAX_CHARS,
     BadModel,
@@ -79,7 +79,7 @@ def test_a_worker_whose_device_is_lost_exits_with_seventy(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(slots_module.os, "_exit", exit_with)
     loop = asyncio.new_event_loop()
-    slots = Slots(Shared(loop, on_fatal=lambda error, say: say()))
+    slots = SlotTable(WorkerResources(loop, on_fatal=lambda error, say: say()))
     said: list[str] = []
     monkeypatch.setattr(slots_module, "SAYING_S", 60.0)
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from .control.line import Control, bound, listen
+from .control.line import ControlLine, bound, listen
 
 NOT_INSTALLED: Final = 3
 # Threads that compute hand the interpreter over after this long: a wake must not wait for another model's steps.
@@ -89,18 +89,18 @@ async def _serve(listener: socket.socket) -> None:
 
 
 def _control(listener: socket.socket, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
-    from .control.hosted_slot import Shared
-    from .control.slots import Slots
+    from .control.hosted_slot import WorkerResources
+    from .control.slots import SlotTable
 
     try:
         connection, _ = listener.accept()
         # There is one gateway. Whoever else comes is not heard.
         listener.close()
         bound(connection)
-        shared = Shared(loop, on_fatal=lambda error, say: slots.lost(error, say))
-        slots = Slots(shared)
-        Control(connection, slots).serve()
-        shared.run(shared.templates.close())
+        resources = WorkerResources(loop, on_fatal=lambda error, say: slots.lost(error, say))
+        slots = SlotTable(resources)
+        ControlLine(connection, slots).serve()
+        resources.run(resources.templates.close())
     finally:
         loop.call_soon_threadsafe(ended.set)
 

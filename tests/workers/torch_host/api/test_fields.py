@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from greenroom.workers.torch_host.api.errors import ApiError
 from greenroom.workers.torch_host.api.fields import BARE_BYTES_MAX, ELEMENTS_MAX, parse_body
 from greenroom.workers.torch_host.api.http import BODY_BYTES_MAX
-from greenroom.workers.torch_host.api.refusals import Refused
 from tests.workers.torch_host.conftest import Opener
 
 
@@ -31,7 +31,7 @@ def listed(unit: bytes, times: int) -> bytes:
 )
 def test_more_than_may_be_read_at_once_is_refused_with_the_limit(raw: bytes) -> None:
     assert len(raw) < BODY_BYTES_MAX
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         parse_body(raw)
     assert (refused.value.status, refused.value.code) == (413, "body_too_complex")
     assert f"{ELEMENTS_MAX:,} elements" in refused.value.message

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from greenroom.workers.torch_host.api import http
-from greenroom.workers.torch_host.api.http import Answer, Handler, Request, Server
-from greenroom.workers.torch_host.api.refusals import Refused
+from greenroom.workers.torch_host.api.errors import ApiError
+from greenroom.workers.torch_host.api.http import Answer, Handler, HttpServer, Request
 
 WAIT_S = 30
 GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -17,7 +17,7 @@ GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @contextlib.asynccontextmanager
 async def serving(handler: Handler, folder: Path) -> AsyncIterator[Path]:
-    server = Server(handler)
+    server = HttpServer(handler)
     path = folder / "s"
     await server.open(path)
     try:
@@ -97,7 +97,7 @@ async def test_an_error_in_a_stream_is_its_last_event(socket_folder: Path) -> No
     async def fails_late(request: Request, answer: Answer) -> None:
         answer.begin_events()
         answer.event(b"one")
-        raise Refused("late", status=500)
+        raise ApiError("late", status=500)
 
     async with serving(fails_late, socket_folder) as path:
         reader, writer = await connected(path)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from greenroom.workers.torch_host.api import http
+from greenroom.workers.torch_host.api.errors import ApiError
 from greenroom.workers.torch_host.api.http import Request, RequestReader
-from greenroom.workers.torch_host.api.refusals import Refused
 
 SIZED = b"POST /a?b=c HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -79,7 +79,7 @@ def test_a_connection_is_kept_as_its_client_says(head: bytes, keeps: bool) -> No
     ],
 )
 def test_what_is_not_one_clear_request_is_refused(raw: bytes) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         parsed(raw)
     assert refused.value.status == 400
 
@@ -95,14 +95,14 @@ def test_sizes_are_bounded() -> None:
         (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * (http.HEADERS_MAX + 1) + b"\r\n", 431),
     ]
     for raw, status in cases:
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(ApiError) as refused:
             parsed(raw)
         assert refused.value.status == status
 
 
 def test_a_body_of_nothing_but_chunk_extensions_is_refused() -> None:
     chunk = b"1;" + b"x" * 4000 + b"\r\na\r\n"
-    with pytest.raises(Refused, match="mostly"):
+    with pytest.raises(ApiError, match="mostly"):
         parsed(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", chunk * 100)
 
 

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from greenroom.workers.torch_host.api.routes import Served
-from greenroom.workers.torch_host.control.hosted_slot import Hosted, Shared
-from greenroom.workers.torch_host.control.orders import Order
+from greenroom.workers.torch_host.api.routes import ModelServer
+from greenroom.workers.torch_host.control.hosted_slot import HostedSlot, WorkerResources
+from greenroom.workers.torch_host.control.slot_options import SlotOptions
 from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.failures import Failure, Stuck, is_fatal
 from greenroom.workers.torch_host.weights.device_weights import DeviceWeights, WakeResult
@@ -55,14 +55,14 @@ class FakeServed:
 class Rig:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.stage, self.performer = FakeStage(), FakeEngine()
-        shared = Shared(loop, on_fatal=lambda error, say: say())
+        shared = WorkerResources(loop, on_fatal=lambda error, say: say())
         parts: tuple[Any, ...] = (self.stage, self.performer, FakeServed())
         stage, performer, served = parts
-        self.hosted = Hosted(
-            Order("s", "m", Path("folder"), Path("socket")),
+        self.hosted = HostedSlot(
+            SlotOptions("s", "m", Path("folder"), Path("socket")),
             cast(DeviceWeights, stage),
             cast(EngineLoop, performer),
-            cast(Served, served),
+            cast(ModelServer, served),
             shared,
         )
         self.has_let_go = False

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.workers.torch_host.control.line import LINE_MAX_BYTES, Control, bound, listen
+from greenroom.workers.torch_host.control.line import LINE_MAX_BYTES, ControlLine, bound, listen
 from greenroom.workers.torch_host.failures import BadModel, Cancelled, OutOfMemory
 
 DEADLINE_S = 60.0
@@ -119,7 +119,7 @@ def desk() -> FakeDesk:
 @pytest.fixture
 def line(desk: FakeDesk) -> Iterator[Line]:
     ours, theirs = socket.socketpair()
-    control = Control(theirs, desk)
+    control = ControlLine(theirs, desk)
     serving = threading.Thread(target=control.serve, name="serving")
     serving.start()
     yield Line(ours)
@@ -266,7 +266,7 @@ def test_too_many_at_once_are_refused_rather_than_kept(line: Line, desk: FakeDes
 
 def test_a_message_without_an_end_ends_the_line(desk: FakeDesk) -> None:
     ours, theirs = socket.socketpair()
-    serving = threading.Thread(target=Control(theirs, desk).serve)
+    serving = threading.Thread(target=ControlLine(theirs, desk).serve)
     serving.start()
     try:
         ours.settimeout(DEADLINE_S)

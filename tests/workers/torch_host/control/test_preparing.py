@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from greenroom.workers.torch_host.control import preparing
-from greenroom.workers.torch_host.control.orders import Order
 from greenroom.workers.torch_host.control.preparing import DeviceContext, PreparedModel, prepare
+from greenroom.workers.torch_host.control.slot_options import SlotOptions
 from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.text.tokens import Text
 from greenroom.workers.torch_host.weights import building, loading, reading
@@ -39,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepared(folder: Path, descriptor: int, filled: bool = False) -> PreparedModel:
-    order = Order("s", "m", folder, Path("unused"), filled=filled, device="cpu", cache_tokens=512)
+    order = SlotOptions("s", "m", folder, Path("unused"), filled=filled, device="cpu", cache_tokens=512)
     around = DeviceContext(torch.device("cpu"), CopyRate(), on_fatal=lambda error, say: say())
     return prepare(order, descriptor, around, lambda share: None, threading.Event())
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.workers.torch_host.control.orders import Order
 from greenroom.workers.torch_host.control.preparing import DeviceContext, PreparedModel, prepare
+from greenroom.workers.torch_host.control.slot_options import SlotOptions
 from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.engine.model_check import ModelCheck
 from greenroom.workers.torch_host.engine.model_shape import kv_bytes
@@ -159,7 +159,7 @@ class Counted:
     """A model prepared from its folder, whose forward passes are counted from then on."""
 
     def __init__(self, folder: Path, **more: Any) -> None:
-        order = Order("s", "m", folder, Path("unused"), device="cpu", cache_tokens=512, **more)
+        order = SlotOptions("s", "m", folder, Path("unused"), device="cpu", cache_tokens=512, **more)
         around = DeviceContext(torch.device("cpu"), CopyRate(), on_fatal=lambda error, say: say())
         self._memory = os.memfd_create("arena")
         self.made: PreparedModel = prepare(order, self._memory, around, lambda share: None, threading.Event())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.workers.torch_host.api.refusals import Refused
+from greenroom.workers.torch_host.api.errors import ApiError
 from greenroom.workers.torch_host.api.routes import serve_text
 from greenroom.workers.torch_host.sandbox import grammar
 from greenroom.workers.torch_host.sandbox.grammar import SCHEMA_BYTES_MAX, Grammars, JsonConstraint
@@ -108,7 +108,7 @@ async def test_copies_go_their_own_ways(byte_text: Text, grammars: Grammars) -> 
     ],
 )
 async def test_a_schema_that_cannot_be_held_to_is_refused_by_name(grammars: Grammars, schema: dict[str, Any]) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         await grammars.constraint(schema, True, "response_format")
     assert (refused.value.status, refused.value.param) == (400, "response_format")
 
@@ -133,7 +133,7 @@ def nested(levels: int) -> dict[str, Any]:
     ],
 )
 async def test_a_schema_that_is_too_much_fails_by_itself_in_time(grammars: Grammars, schema: dict[str, Any]) -> None:
-    with pytest.raises(Refused, match="too complex") as refused:
+    with pytest.raises(ApiError, match="too complex") as refused:
         await grammars.constraint(schema, True, "response_format")
     assert (refused.value.status, refused.value.code) == (422, "schema_too_complex")
     assert refused.value.param == "response_format"
@@ -164,7 +164,7 @@ async def test_a_schema_that_is_too_much_fails_by_itself_in_time(grammars: Gramm
 async def test_what_the_library_would_refuse_in_the_middle_is_refused_before(
     grammars: Grammars, schema: dict[str, Any]
 ) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         await grammars.constraint(schema, True, "response_format")
     assert (refused.value.status, refused.value.param) == (400, "response_format")
     assert "\n" not in refused.value.message
@@ -259,7 +259,7 @@ async def test_no_more_compilations_wait_than_may(
     monkeypatch.setattr(grammar, "COMPILING_MAX", 1)
     first = asyncio.create_task(grammars.constraint(CITY, True, "f"))
     await until(lambda: bool(compiling.began))
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         await grammars.constraint({"type": "integer"}, True, "f")
     assert refused.value.status == 503
     compiling.go.set()
@@ -280,7 +280,7 @@ async def test_threads_that_compile_end_with_the_model(
         templates=templates,
         trials=SchemaTrials(SandboxPool(SCHEMAS)),
     )
-    await served._house.grammars.constraint(CITY, True, "f")
+    await served._model.grammars.constraint(CITY, True, "f")
     own = [one for one in threading.enumerate() if one.name.startswith("compile") and one not in before]
     assert own
     await served.close()
@@ -293,7 +293,7 @@ async def test_without_strict_unknown_keywords_are_passed_over(byte_text: Text, 
 
 
 async def test_a_schema_is_bounded(grammars: Grammars) -> None:
-    with pytest.raises(Refused, match="bytes"):
+    with pytest.raises(ApiError, match="bytes"):
         await grammars.constraint({"enum": ["x" * SCHEMA_BYTES_MAX]}, True, "f")
 
 
@@ -308,5 +308,5 @@ async def test_without_the_library_the_answer_says_what_to_install(
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(Refused, match="pip install llguidance"):
+    with pytest.raises(ApiError, match="pip install llguidance"):
         await grammars.constraint(json.loads('{"type": "object"}'), True, "f")

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from greenroom.workers.torch_host.api.refusals import Refused
+from greenroom.workers.torch_host.api.errors import ApiError
 from greenroom.workers.torch_host.sandbox import program, schema_job
 from greenroom.workers.torch_host.sandbox.pool import (
     JobKind,
@@ -57,7 +57,7 @@ def order(number: int = 0) -> bytes:
 async def status(checker: SchemaChecker, number: int = 0, param: str = "f") -> int:
     try:
         await checker.check(order(number), param)
-    except Refused as refused:
+    except ApiError as refused:
         return refused.status
     return 200
 
@@ -111,7 +111,7 @@ async def test_all_who_ask_about_one_schema_wait_for_one_trial(trials: Trials) -
     trials.go.set()
     ends = await asyncio.gather(*asking, return_exceptions=True)
     # Each is told about the field that it used.
-    assert [end.param for end in ends if isinstance(end, Refused)] == [f"f{number}" for number in range(10)]
+    assert [end.param for end in ends if isinstance(end, ApiError)] == [f"f{number}" for number in range(10)]
     assert trials.began == [order()]
 
 
@@ -196,7 +196,7 @@ async def test_what_is_the_schemas_own_doing_is_held_against_it(trials: Trials, 
     trials.end = end
     checker = SchemaChecker(SchemaTrials(trials))
     for _ in range(3):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(ApiError) as refused:
             await checker.check(order(), "f")
         assert (refused.value.status, refused.value.code) == (422, "schema_too_complex")
     assert len(trials.began) == 1

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from greenroom.workers.torch_host.api.refusals import Refused
+from greenroom.workers.torch_host.api.errors import ApiError
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
-from greenroom.workers.torch_host.text.templates import COMPLAINT_CHARS_MAX, Template
+from greenroom.workers.torch_host.text.templates import COMPLAINT_CHARS_MAX, ChatTemplate
 from greenroom.workers.torch_host.text.tokens import Text
 from tests.workers.torch_host.chat_templates import (
     CONVERSATIONS,
@@ -35,10 +35,10 @@ def theirs(text: Text, messages: Messages, tools: Tools, switches: Mapping[str, 
         return f"refused these messages: {str(error)[:COMPLAINT_CHARS_MAX]}"
 
 
-async def ours(template: Template, messages: Messages, tools: Tools, switches: Mapping[str, Any]) -> str:
+async def ours(template: ChatTemplate, messages: Messages, tools: Tools, switches: Mapping[str, Any]) -> str:
     try:
         return await template.render(messages, tools, switches, CONTEXT)
-    except Refused as refused:
+    except ApiError as refused:
         assert (refused.status, refused.code) == (400, "template_failed")
         return refused.message[refused.message.index("refused these") :]
 
@@ -55,7 +55,7 @@ async def test_a_template_writes_what_it_writes_in_transformers(
     text: Text, templates: SandboxPool, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     monkeypatch.setattr(text.tokenizer, "chat_template", FAMILIES[family])
-    template = Template(text, templates)
+    template = ChatTemplate(text, templates)
     written = set()
     for messages in CONVERSATIONS.values():
         for tools in (None, TOOLS):
@@ -73,7 +73,7 @@ async def test_a_template_that_fails_says_what_it_says_in_transformers(
 ) -> None:
     monkeypatch.setattr(text.tokenizer, "chat_template", source)
     wanted = theirs(text, CONVERSATIONS["long"], None, {})
-    assert await ours(Template(text, templates), CONVERSATIONS["long"], None, {}) == wanted
+    assert await ours(ChatTemplate(text, templates), CONVERSATIONS["long"], None, {}) == wanted
 
 
 @pytest.mark.parametrize("source", DEEPER_MISTAKES)
@@ -82,14 +82,14 @@ async def test_a_template_that_fails_in_transformers_fails_here(
 ) -> None:
     monkeypatch.setattr(text.tokenizer, "chat_template", source)
     assert theirs(text, CONVERSATIONS["short"], None, {}).startswith("refused these")
-    assert (await ours(Template(text, templates), CONVERSATIONS["short"], None, {})).startswith("refused these")
+    assert (await ours(ChatTemplate(text, templates), CONVERSATIONS["short"], None, {})).startswith("refused these")
 
 
 async def test_the_date_is_todays(text: Text, templates: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text.tokenizer, "chat_template", TODAY)
     messages = CONVERSATIONS["short"]
     before = theirs(text, messages, None, {})
-    written = await ours(Template(text, templates), messages, None, {})
+    written = await ours(ChatTemplate(text, templates), messages, None, {})
     # Midnight may lie between.
     assert written in (before, theirs(text, messages, None, {}))
 
@@ -100,7 +100,7 @@ async def test_of_several_templates_the_one_for_tools_is_taken_where_there_are_s
     named = {"default": "plain {{ tools is none }}", "tool_use": "with {{ tools | length }}", "rag": "never"}
     messages = CONVERSATIONS["short"]
     monkeypatch.setattr(text.tokenizer, "chat_template", named)
-    template = Template(text, templates)
+    template = ChatTemplate(text, templates)
     assert await ours(template, messages, None, {}) == theirs(text, messages, None, {}) == "plain True"
     assert await ours(template, messages, TOOLS, {}) == theirs(text, messages, TOOLS, {}) == "with 2"
     monkeypatch.setattr(text.tokenizer, "chat_template", {"rag": "never"})

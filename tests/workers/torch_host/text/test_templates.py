@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from greenroom.workers.torch_host.api.refusals import Refused
+from greenroom.workers.torch_host.api.errors import ApiError
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.sandbox.template_runner import TEMPLATES
-from greenroom.workers.torch_host.text.templates import PROGRAM_CHARS_MAX, Template
+from greenroom.workers.torch_host.text.templates import PROGRAM_CHARS_MAX, ChatTemplate
 from greenroom.workers.torch_host.text.tokens import Text
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.sandbox.test_template_runner import running
@@ -21,22 +21,22 @@ HI = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
 CONTEXT = 2048
 
-Maker = Callable[..., Template]
+Maker = Callable[..., ChatTemplate]
 
 
 @pytest.fixture
 def template(tmp_path: Path, templates: SandboxPool) -> Maker:
     """That of a model with this program."""
 
-    def made(source: str | None, deadline_s: float = PATIENCE_S) -> Template:
+    def made(source: str | None, deadline_s: float = PATIENCE_S) -> ChatTemplate:
         text = Text.load(tokenizer_folders.byte_level(tmp_path / "odd-model", source))
-        return Template(text, templates, deadline_s)
+        return ChatTemplate(text, templates, deadline_s)
 
     return made
 
 
 async def test_a_conversation_is_rendered_with_its_tools_and_switches(byte_text: Text, templates: SandboxPool) -> None:
-    made = Template(byte_text, templates)
+    made = ChatTemplate(byte_text, templates)
     assert await made.render(HI, None, {}, CONTEXT) == "<|user|>hi\n<|assistant|>"
     assert await made.render(HI, TOOLS, {"shouts": True}, CONTEXT) == "<|user|>hi\nTOOLS look\n!<|assistant|>"
 
@@ -44,11 +44,11 @@ async def test_a_conversation_is_rendered_with_its_tools_and_switches(byte_text:
 async def test_a_caller_cannot_bring_its_own_program(byte_text: Text, templates: SandboxPool) -> None:
     switches = {"chat_template": "mine", "tokenize": True, "add_generation_prompt": False, "conversation": []}
     switches |= {"messages": [], "tools": TOOLS, "template": "mine"}
-    assert await Template(byte_text, templates).render(HI, None, switches, CONTEXT) == "<|user|>hi\n<|assistant|>"
+    assert await ChatTemplate(byte_text, templates).render(HI, None, switches, CONTEXT) == "<|user|>hi\n<|assistant|>"
 
 
 async def test_a_template_that_loops_is_stopped_and_named(template: Maker) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         await template(tokenizer_folders.LOOPING, deadline_s=0.2).render(HI, None, {}, CONTEXT)
     assert (refused.value.code, refused.value.status) == ("template_failed", 422)
     assert "odd-model" in refused.value.message and "chat_template.jinja" in refused.value.message
@@ -57,7 +57,7 @@ async def test_a_template_that_loops_is_stopped_and_named(template: Maker) -> No
 
 
 async def test_a_template_that_grows_is_stopped_and_told(template: Maker) -> None:
-    with pytest.raises(Refused, match="memory") as refused:
+    with pytest.raises(ApiError, match="memory") as refused:
         await template('{{ "a" * 3000000000 }}').render(HI, None, {}, CONTEXT)
     assert (refused.value.code, refused.value.status) == ("template_failed", 422)
 
@@ -66,45 +66,45 @@ async def test_a_template_that_grows_is_stopped_and_told(template: Maker) -> Non
     "source", ["{{ raise_exception('roles must alternate') }}", "{{ messages[9].x.y }}", "{% if %}", "{{ 1 / 0 }}"]
 )
 async def test_a_template_that_fails_is_a_refusal(template: Maker, source: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         await template(source).render(HI, None, {}, CONTEXT)
     assert (refused.value.code, refused.value.status) == ("template_failed", 400)
 
 
 async def test_what_a_template_complains_about_is_told(template: Maker) -> None:
-    with pytest.raises(Refused, match="roles must alternate"):
+    with pytest.raises(ApiError, match="roles must alternate"):
         await template("{{ raise_exception('roles must alternate') }}").render(HI, None, {}, CONTEXT)
-    with pytest.raises(Refused, match=r"x{500}$"):
+    with pytest.raises(ApiError, match=r"x{500}$"):
         await template("{{ raise_exception('x' * 10000) }}").render(HI, None, {}, CONTEXT)
 
 
 async def test_a_template_cannot_reach_out_of_its_sandbox(template: Maker) -> None:
-    with pytest.raises(Refused, match="template"):
+    with pytest.raises(ApiError, match="template"):
         await template("{{ messages.__class__.__mro__[1].__subclasses__() }}").render(HI, None, {}, CONTEXT)
 
 
 async def test_a_template_of_many_million_characters_is_not_run(template: Maker) -> None:
-    with pytest.raises(Refused, match="1,048,576 characters"):
+    with pytest.raises(ApiError, match="1,048,576 characters"):
         await template("x" * (PROGRAM_CHARS_MAX + 1)).render(HI, None, {}, CONTEXT)
     assert running() == []
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_brought(template: Maker) -> None:
-    with pytest.raises(Refused, match="3,000,000 characters") as refused:
+    with pytest.raises(ApiError, match="3,000,000 characters") as refused:
         await template("{{ 'x y' * 1000000 }}").render(HI, None, {}, CONTEXT)
     assert (refused.value.code, refused.value.status) == ("context_length_exceeded", 400)
 
 
 async def test_a_model_without_a_template_says_what_to_do(template: Maker) -> None:
-    with pytest.raises(Refused, match="/v1/completions") as refused:
+    with pytest.raises(ApiError, match="/v1/completions") as refused:
         await template(None).render(HI, None, {}, CONTEXT)
     assert refused.value.code == "no_chat_template"
 
 
 async def test_no_scribe_to_be_had_is_nobodys_mistake(byte_text: Text) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         none = SandboxPool(replace(TEMPLATES, processes_max=0, wait_s=0.01))
-        await Template(byte_text, none).render(HI, None, {}, CONTEXT)
+        await ChatTemplate(byte_text, none).render(HI, None, {}, CONTEXT)
     assert (refused.value.code, refused.value.status) == ("unavailable", 503)
 
 
@@ -127,7 +127,7 @@ async def test_a_tokenizer_that_renders_itself_is_asked(odd_text: Any, templates
     def render(self: Any, conversation: Any, tools: Any = None, **rest: Any) -> Any:
         return "MINE " + super(type(self), self).apply_chat_template(conversation, tools=tools, **rest)
 
-    made = Template(odd_text(render), templates)
+    made = ChatTemplate(odd_text(render), templates)
     assert await made.render(HI, TOOLS, {"shouts": True}, CONTEXT) == "MINE <|user|>hi\nTOOLS look\n!<|assistant|>"
     assert running() == []
 
@@ -143,9 +143,9 @@ async def test_a_tokenizer_that_renders_itself_has_the_same_deadline_and_refusal
         while True:
             pass
 
-    made = Template(odd_text(render), templates, deadline_s=0.2)
+    made = ChatTemplate(odd_text(render), templates, deadline_s=0.2)
     for content, said, status in (("hi", "0.2 s", 422), ("wrong", "no such role", 400), ("long", "3,000,000", 400)):
-        with pytest.raises(Refused, match=said) as refused:
+        with pytest.raises(ApiError, match=said) as refused:
             await made.render([{"role": "user", "content": content}], None, {}, CONTEXT)
         assert refused.value.status == status
     await until(lambda: not any("OddTokenizer" in thread.name for thread in threading.enumerate()))

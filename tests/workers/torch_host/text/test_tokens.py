@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.workers.torch_host.api.refusals import Refused
+from greenroom.workers.torch_host.api.errors import ApiError
 from greenroom.workers.torch_host.text.tokens import INLINE_CHARS_MAX, Speller, Text
 from tests.workers.torch_host import tokenizer_folders
 
@@ -24,12 +24,12 @@ async def test_a_long_text_is_encoded_beside_the_loop_and_is_the_same(byte_text:
 
 
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(byte_text: Text) -> None:
-    with pytest.raises(Refused, match="characters"):
+    with pytest.raises(ApiError, match="characters"):
         await byte_text.encode("x" * 10_000_000, False, 100, "prompt")
 
 
 async def test_text_that_is_no_unicode_is_refused(byte_text: Text) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(ApiError):
         await byte_text.encode("\ud800", False, 100, "prompt")
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from greenroom.workers.torch_host.text.tool_calls import Call, CallReader, parse_calls
+from greenroom.workers.torch_host.text.tool_calls import CallReader, ToolCall, parse_calls
 
 A = '{"name": "look", "arguments": {"at": "x"}}'
 LLAMA = '{"name": "look", "parameters": {"at": "x"}}'
@@ -71,4 +71,4 @@ def test_what_is_no_call_is_none(text: str) -> None:
 
 
 def test_arguments_are_json_as_they_were() -> None:
-    assert parse_calls('{"name": "a", "arguments": {"city": "Köln"}}') == [Call("a", '{"city": "Köln"}')]
+    assert parse_calls('{"name": "a", "arguments": {"city": "Köln"}}') == [ToolCall("a", '{"city": "Köln"}')]

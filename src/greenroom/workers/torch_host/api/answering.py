@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from ..engine.requests import InferenceEngine, PromptTooLong, UnknownToken
 from ..failures import Failure
-from ..text.output_stream import Piece, Voice
+from ..text.output_stream import OutputPiece, OutputStream
+from .errors import ApiError, encoded, too_long, unavailable
 from .http import Answer
-from .refusals import Refused, encoded, too_long, unavailable
 
 Usage = Mapping[str, Any]
 
@@ -26,50 +26,50 @@ class Dialect(Protocol):
     def opening(self, index: int) -> bytes | None:
         """What a choice says before its first token."""
 
-    def events(self, index: int, piece: Piece) -> list[bytes]: ...
+    def events(self, index: int, piece: OutputPiece) -> list[bytes]: ...
 
     def finish(self, index: int, reason: str) -> bytes: ...
 
     def usage(self, usage: Usage) -> bytes:
         """The event after the last choice, where the caller wants it."""
 
-    def whole(self, pieces: Sequence[Piece], reasons: Sequence[str], usage: Usage) -> dict[str, Any]: ...
+    def whole(self, pieces: Sequence[OutputPiece], reasons: Sequence[str], usage: Usage) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class Generation:
     """What is performed for one request: its sequences, in the order of their choices, and what their prompts cost."""
 
-    voices: Sequence[Voice]
+    outputs: Sequence[OutputStream]
     prompts: Sequence[int]
     """Tokens of each prompt. The choices of one prompt follow each other."""
 
 
-async def answer_whole(performer: InferenceEngine, score: Score, dialect: Dialect, answer: Answer) -> None:
-    pieces = [Piece() for _ in score.voices]
+async def answer_whole(engine: InferenceEngine, generation: Generation, dialect: Dialect, answer: Answer) -> None:
+    pieces = [OutputPiece() for _ in generation.outputs]
 
-    def keep(voice: Voice, piece: Piece) -> None:
-        pieces[voice.index].add(piece)
+    def keep(output: OutputStream, piece: OutputPiece) -> None:
+        pieces[output.index].add(piece)
 
-    for voice in score.voices:
-        voice.on_piece = keep
-    await perform(performer, score)
-    reasons = [voice.finish for voice in score.voices]
-    body = encoded(dialect.whole(pieces, reasons, usage_of(score)))
-    answer.whole(200, body, headers_of(score))
+    for output in generation.outputs:
+        output.on_piece = keep
+    await generate(engine, generation)
+    reasons = [output.finish for output in generation.outputs]
+    body = encoded(dialect.whole(pieces, reasons, usage_of(generation)))
+    answer.whole(200, body, headers_of(generation))
 
 
 async def answer_stream(
-    performer: InferenceEngine, score: Score, dialect: Dialect, answer: Answer, tells_usage: bool
+    engine: InferenceEngine, generation: Generation, dialect: Dialect, answer: Answer, tells_usage: bool
 ) -> None:
-    stream = _Stream(dialect, answer, score)
-    for voice in score.voices:
-        voice.on_piece = stream.say
-    await perform(performer, score, stream)
+    stream = _Stream(dialect, answer, generation)
+    for output in generation.outputs:
+        output.on_piece = stream.say
+    await generate(engine, generation, stream)
     # A client that is slow to the end gets what was joined for it now.
     stream.flush()
     if tells_usage:
-        stream.send(dialect.usage(usage_of(score)))
+        stream.send(dialect.usage(usage_of(generation)))
     stream.send(b"[DONE]")
     answer.end_events()
 
@@ -77,25 +77,25 @@ async def answer_stream(
 class _Stream:
     """The events of all choices. While the client does not keep up, what a choice says is joined to one event."""
 
-    def __init__(self, dialect: Dialect, answer: Answer, score: Score) -> None:
+    def __init__(self, dialect: Dialect, answer: Answer, generation: Generation) -> None:
         self._dialect = dialect
         self._answer = answer
-        self._score = score
+        self._score = generation
         self._opened: set[int] = set()
-        self._joined: dict[int, Piece] = {}
+        self._joined: dict[int, OutputPiece] = {}
         answer.on_relief = self.flush
 
-    def say(self, voice: Voice, piece: Piece) -> None:
+    def say(self, output: OutputStream, piece: OutputPiece) -> None:
         if self._answer.is_choked:
-            self._joined.setdefault(voice.index, Piece()).add(piece)
+            self._joined.setdefault(output.index, OutputPiece()).add(piece)
         else:
-            self._write(voice.index, piece)
+            self._write(output.index, piece)
 
-    def over(self, voice: Voice) -> None:
-        if voice.error is None:
+    def over(self, output: OutputStream) -> None:
+        if output.error is None:
             self.flush()
-            self._open(voice.index)
-            self.send(self._dialect.finish(voice.index, voice.finish))
+            self._open(output.index)
+            self.send(self._dialect.finish(output.index, output.finish))
 
     def flush(self) -> None:
         joined, self._joined = self._joined, {}
@@ -109,7 +109,7 @@ class _Stream:
             self._answer.begin_events(cache_headers_of(self._score))
         self._answer.event(event)
 
-    def _write(self, index: int, piece: Piece) -> None:
+    def _write(self, index: int, piece: OutputPiece) -> None:
         self._open(index)
         for event in self._dialect.events(index, piece):
             self.send(event)
@@ -122,18 +122,18 @@ class _Stream:
                 self.send(opening)
 
 
-async def perform(performer: InferenceEngine, score: Score, stream: _Stream | None = None) -> None:
+async def generate(engine: InferenceEngine, generation: Generation, stream: _Stream | None = None) -> None:
     """Submit all sequences and wait until all are over. Raises the first error of one; ends the others then."""
     over = asyncio.get_running_loop().create_future()
-    left = len(score.voices)
+    left = len(generation.outputs)
 
-    def on_over(voice: Voice) -> None:
+    def on_over(output: OutputStream) -> None:
         nonlocal left
         left -= 1
-        error: Exception | None = voice.error
+        error: Exception | None = output.error
         try:
             if stream is not None:
-                stream.over(voice)
+                stream.over(output)
         except Exception as mistake:
             # Whoever waits hears of it; nobody waits for ever.
             error = mistake
@@ -143,50 +143,50 @@ async def perform(performer: InferenceEngine, score: Score, stream: _Stream | No
             over.set_result(None)
 
     try:
-        for voice in score.voices:
-            voice.on_over = on_over
-        performer.submit(*(voice.ask for voice in score.voices))
+        for output in generation.outputs:
+            output.on_over = on_over
+        engine.submit(*(output.request for output in generation.outputs))
         await over
     except PromptTooLong as error:
         raise too_long(str(error)) from None
     except UnknownToken as error:
-        raise Refused(str(error), code="unknown_token") from None
+        raise ApiError(str(error), code="unknown_token") from None
     except Failure as error:
         raise unavailable(str(error)) from None
     finally:
-        for voice in score.voices:
-            voice.ask.cancelled = True
-            voice.silence()
+        for output in generation.outputs:
+            output.request.cancelled = True
+            output.silence()
 
 
-def usage_of(score: Score) -> Usage:
+def usage_of(generation: Generation) -> Usage:
     """Each prompt counts once, however many choices were made from it."""
-    prompt, completion = sum(score.prompts), sum(voice.tokens for voice in score.voices)
+    prompt, completion = sum(generation.prompts), sum(output.tokens for output in generation.outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": _reused(score) or 0},
+        "prompt_tokens_details": {"cached_tokens": _reused(generation) or 0},
     }
 
 
-def headers_of(score: Score) -> Mapping[str, str]:
+def headers_of(generation: Generation) -> Mapping[str, str]:
     """What is known of an answer once it is complete."""
-    compute_s = sum(voice.end.compute_s for voice in score.voices if voice.end is not None)
-    return {**cache_headers_of(score), "x-gpu-time-ms": str(round(1000 * compute_s))}
+    compute_s = sum(output.end.compute_s for output in generation.outputs if output.end is not None)
+    return {**cache_headers_of(generation), "x-gpu-time-ms": str(round(1000 * compute_s))}
 
 
-def cache_headers_of(score: Score) -> Mapping[str, str]:
+def cache_headers_of(generation: Generation) -> Mapping[str, str]:
     """None at all while a prompt of several still waits for its place: nothing wrong is said, and nobody is held up."""
-    reused = _reused(score)
+    reused = _reused(generation)
     if reused is None:
         return {}
     return {"x-cache-hit": "true" if reused else "false", "x-cache-tokens-reused": str(reused)}
 
 
-def _reused(score: Score) -> int | None:
+def _reused(generation: Generation) -> int | None:
     """Tokens nobody had to compute: those the first choice of each prompt found. The others find that prompt itself."""
-    choices = max(len(score.voices) // max(len(score.prompts), 1), 1)
-    known = [voice.ask.cached_tokens for voice in score.voices[::choices]]
+    choices = max(len(generation.outputs) // max(len(generation.prompts), 1), 1)
+    known = [output.request.cached_tokens for output in generation.outputs[::choices]]
     found = [tokens for tokens in known if tokens is not None]
     return sum(found) if len(found) == len(known) else None

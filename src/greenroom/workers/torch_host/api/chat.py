@@ -12,49 +12,50 @@ from typing import Any
 from ..sandbox.grammar import JsonConstraint
 from ..text.conversation import read_messages
 from ..text.harmony import ANSWER_HEADER, HarmonyReader
-from ..text.output_stream import Chosen, Piece
+from ..text.output_stream import OutputPiece, ScoredToken
 from ..text.tokens import Speller
-from ..text.tool_calls import CALL_TOKENS, Call, CallReader
-from ..text.tools import Form, Tools, form_of, new_call_id, read_tools
+from ..text.tool_calls import CALL_TOKENS, CallReader, ToolCall
+from ..text.tools import CallFormat, Tools, call_format_of, new_call_id, read_tools
 from .answering import answer_stream, answer_whole
+from .errors import ApiError, encoded, new_id
 from .fields import Body, boolean, integer, mapping
 from .http import Answer
-from .model_context import House, Origin, Reading
-from .refusals import Refused, encoded, new_id
-from .sampling_params import LOGPROBS_MAX, read_wishes
+from .model_context import ModelContext, Origin, OutputFormat
+from .sampling_params import LOGPROBS_MAX, read_sampling_params
 
 
-async def chat(house: House, body: Body, origin: Origin, answer: Answer) -> None:
+async def chat(model: ModelContext, body: Body, origin: Origin, answer: Answer) -> None:
     """Answer this conversation. Raises Refused before anything was sent, or out of a stream that has begun."""
     logprobs = _logprobs(body)
-    wishes = read_wishes(body, logprobs, house.performer.limits.choices)
+    params = read_sampling_params(body, logprobs, model.engine.limits.choices)
     tools = read_tools(body)
-    messages = read_messages(body, "developer" in house.template.source, thinks=house.harmony is not None)
+    messages = read_messages(body, "developer" in model.template.source, thinks=model.harmony is not None)
     switches = mapping(body, "chat_template_kwargs") or {}
-    form = form_of(house.template.source)
-    constraint = await _constraint(house, body, tools)
-    prompt = await house.template.render(messages, tools.shown, switches, house.performer.context)
-    if house.harmony is not None and constraint is not None:
+    form = call_format_of(model.template.source)
+    constraint = await _constraint(model, body, tools)
+    prompt = await model.template.render(messages, tools.shown, switches, model.engine.context)
+    if model.harmony is not None and constraint is not None:
         prompt += ANSWER_HEADER
-    tokens = await house.text.encode(prompt, False, house.performer.context, "messages")
-    house.check(tokens, "messages")
+    tokens = await model.text.encode(prompt, False, model.engine.context, "messages")
+    model.check(tokens, "messages")
 
-    score = house.score([tokens], wishes, origin, constraint, reading=_reading(house, tools, constraint is not None))
-    dialect = ChatDialect(house.model, house.text.speller, form, wishes.tells_usage, logprobs is not None)
-    if wishes.streams:
-        await answer_stream(house.performer, score, dialect, answer, wishes.tells_usage)
+    reading = _reading(model, tools, constraint is not None)
+    generation = model.generation([tokens], params, origin, constraint, reading=reading)
+    dialect = ChatDialect(model.name, model.text.speller, form, params.tells_usage, logprobs is not None)
+    if params.streams:
+        await answer_stream(model.engine, generation, dialect, answer, params.tells_usage)
     else:
-        await answer_whole(house.performer, score, dialect, answer)
+        await answer_whole(model.engine, generation, dialect, answer)
 
 
-def _reading(house: House, tools: Tools, is_held: bool) -> Reading:
+def _reading(model: ModelContext, tools: Tools, is_held: bool) -> OutputFormat:
     """How the answer is read. One that is held to a schema has no marks of any format."""
     names = tools.names if tools.may_be_called else frozenset()
-    if house.harmony is not None and not is_held:
-        return Reading(lambda: HarmonyReader(names), marks=house.harmony.marks, stops=house.harmony.stops)
+    if model.harmony is not None and not is_held:
+        return OutputFormat(lambda: HarmonyReader(names), marks=model.harmony.marks, stops=model.harmony.stops)
     if not tools.may_be_called:
-        return Reading()
-    return Reading(lambda: CallReader(names), spoken=house.text.specials_spelled(CALL_TOKENS))
+        return OutputFormat()
+    return OutputFormat(lambda: CallReader(names), spoken=model.text.specials_spelled(CALL_TOKENS))
 
 
 def _logprobs(body: Body) -> int | None:
@@ -62,20 +63,20 @@ def _logprobs(body: Body) -> int | None:
     if boolean(body, "logprobs"):
         return top or 0
     if top:
-        raise Refused("top_logprobs needs logprobs to be true.", param="top_logprobs")
+        raise ApiError("top_logprobs needs logprobs to be true.", param="top_logprobs")
     return None
 
 
-async def _constraint(house: House, body: Body, tools: Tools) -> JsonConstraint | None:
+async def _constraint(model: ModelContext, body: Body, tools: Tools) -> JsonConstraint | None:
     """A tool that must be called is a schema like any other; it comes before the answer's own."""
-    forced = tools.forced_schema(form_of(house.template.source))
+    forced = tools.forced_schema(call_format_of(model.template.source))
     if forced is not None:
-        return await house.grammars.constraint(forced, strict=False, param="tools")
+        return await model.grammars.constraint(forced, strict=False, param="tools")
     wanted = _response_schema(mapping(body, "response_format") or {})
     if wanted is None:
         return None
     schema, strict = wanted
-    return await house.grammars.constraint(schema, strict, "response_format")
+    return await model.grammars.constraint(schema, strict, "response_format")
 
 
 def _response_schema(wanted: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool] | None:
@@ -86,18 +87,18 @@ def _response_schema(wanted: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool
         return {"type": "object"}, True
     said = wanted.get("json_schema")
     if kind != "json_schema" or not isinstance(said, dict):
-        raise Refused(
+        raise ApiError(
             "response_format must be of type text, json_object or json_schema, the last with a json_schema object.",
             param="response_format",
         )
     schema = said.get("schema", {})
     if not isinstance(schema, dict):
-        raise Refused("response_format: json_schema.schema must be an object.", param="response_format")
+        raise ApiError("response_format: json_schema.schema must be an object.", param="response_format")
     return schema, boolean(said, "strict")
 
 
 class ChatDialect:
-    def __init__(self, model: str, speller: Speller, form: Form, tells_usage: bool, wants_logprobs: bool) -> None:
+    def __init__(self, model: str, speller: Speller, form: CallFormat, tells_usage: bool, wants_logprobs: bool) -> None:
         self._speller = speller
         self._form = form
         self._wants_logprobs = wants_logprobs
@@ -113,7 +114,7 @@ class ChatDialect:
     def opening(self, index: int) -> bytes:
         return self._chunk(index, {"role": "assistant", "content": ""})
 
-    def events(self, index: int, piece: Piece) -> list[bytes]:
+    def events(self, index: int, piece: OutputPiece) -> list[bytes]:
         events = []
         if piece.text and not (piece.chosen or piece.reasoning):
             events.append(
@@ -136,7 +137,7 @@ class ChatDialect:
     def usage(self, usage: Mapping[str, Any]) -> bytes:
         return encoded({**self._top("chat.completion.chunk"), "choices": [], "usage": usage})
 
-    def whole(self, pieces: Sequence[Piece], reasons: Sequence[str], usage: Mapping[str, Any]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[OutputPiece], reasons: Sequence[str], usage: Mapping[str, Any]) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
@@ -157,7 +158,7 @@ class ChatDialect:
         rest = encoded({"delta": delta, "logprobs": logprobs, "finish_reason": reason})
         return b"%b%d,%b]}" % (self._before, index, rest[1:])
 
-    def _message(self, piece: Piece) -> dict[str, Any]:
+    def _message(self, piece: OutputPiece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": piece.text}
         if piece.reasoning:
             message["reasoning_content"] = piece.reasoning
@@ -166,11 +167,11 @@ class ChatDialect:
             message["tool_calls"] = [self._call(call) for call in piece.calls]
         return message
 
-    def _call(self, call: Call) -> dict[str, Any]:
+    def _call(self, call: ToolCall) -> dict[str, Any]:
         function = {"name": call.name, "arguments": call.arguments}
         return {"id": new_call_id(self._form), "type": "function", "function": function}
 
-    def _logprobs(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
+    def _logprobs(self, chosen: Sequence[ScoredToken]) -> dict[str, Any]:
         content = [
             {**self._token(one.token, one.logprob), "top_logprobs": [self._token(*other) for other in one.top]}
             for one in chosen

@@ -9,43 +9,43 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..text.output_stream import Chosen, Piece
+from ..text.output_stream import OutputPiece, ScoredToken
 from ..text.tokens import Speller
 from .answering import answer_stream, answer_whole
 from .chat import finite
+from .errors import encoded, new_id, unsupported
 from .fields import Body, boolean, integer
 from .http import Answer
-from .model_context import House, Origin
+from .model_context import ModelContext, Origin
 from .prompts import inputs_of, read_inputs
-from .refusals import encoded, new_id, unsupported
-from .sampling_params import LOGPROBS_MAX, SEQUENCES_MAX, read_wishes
+from .sampling_params import LOGPROBS_MAX, SEQUENCES_MAX, read_sampling_params
 
 
-async def complete(house: House, body: Body, origin: Origin, answer: Answer) -> None:
+async def complete(model: ModelContext, body: Body, origin: Origin, answer: Answer) -> None:
     """Answer with continuations. Raises Refused before anything was sent, or out of a stream that has begun."""
     logprobs = integer(body, "logprobs", 0, LOGPROBS_MAX)
-    wishes = read_wishes(body, logprobs, house.performer.limits.choices)
+    params = read_sampling_params(body, logprobs, model.engine.limits.choices)
     echoes = boolean(body, "echo")
-    _refuse_what_is_not_done(body, wishes.choices, echoes and logprobs is not None)
-    prompts = await read_inputs(house, inputs_of(body, "prompt", SEQUENCES_MAX), "prompt")
-    score = house.score(prompts, wishes, origin, continues=True)
+    _refuse_what_is_not_done(body, params.choices, echoes and logprobs is not None)
+    prompts = await read_inputs(model, inputs_of(body, "prompt", SEQUENCES_MAX), "prompt")
+    generation = model.generation(prompts, params, origin, continues=True)
     dialect = CompletionDialect(
-        house.model,
-        house.text.speller,
-        _echo(house, prompts, wishes.choices) if echoes else None,
-        wishes.tells_usage,
+        model.name,
+        model.text.speller,
+        _echo(model, prompts, params.choices) if echoes else None,
+        params.tells_usage,
         logprobs is not None,
     )
-    if wishes.streams:
-        await answer_stream(house.performer, score, dialect, answer, wishes.tells_usage)
+    if params.streams:
+        await answer_stream(model.engine, generation, dialect, answer, params.tells_usage)
     else:
-        await answer_whole(house.performer, score, dialect, answer)
+        await answer_whole(model.engine, generation, dialect, answer)
 
 
-def _echo(house: House, prompts: Sequence[Sequence[int]], choices: int) -> list[str]:
+def _echo(model: ModelContext, prompts: Sequence[Sequence[int]], choices: int) -> list[str]:
     """What each choice says first. No stop sequence is looked for in it, and none of its tokens was chosen."""
-    special = house.text.special
-    texts = [house.text.decode([token for token in prompt if token not in special]) for prompt in prompts]
+    special = model.text.special
+    texts = [model.text.decode([token for token in prompt if token not in special]) for prompt in prompts]
     return [text for text in texts for _ in range(choices)]
 
 
@@ -78,7 +78,7 @@ class CompletionDialect:
     def opening(self, index: int) -> bytes | None:
         return self._chunk(index, self._echo[index]) if self._echo and self._echo[index] else None
 
-    def events(self, index: int, piece: Piece) -> list[bytes]:
+    def events(self, index: int, piece: OutputPiece) -> list[bytes]:
         return [self._chunk(index, piece.text, piece.chosen)]
 
     def finish(self, index: int, reason: str) -> bytes:
@@ -87,7 +87,7 @@ class CompletionDialect:
     def usage(self, usage: Mapping[str, Any]) -> bytes:
         return encoded({**self._top, "choices": [], "usage": usage})
 
-    def whole(self, pieces: Sequence[Piece], reasons: Sequence[str], usage: Mapping[str, Any]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[OutputPiece], reasons: Sequence[str], usage: Mapping[str, Any]) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
@@ -99,12 +99,12 @@ class CompletionDialect:
         ]
         return {**self._top, "choices": choices, "usage": usage}
 
-    def _chunk(self, index: int, text: str, chosen: Sequence[Chosen] = (), reason: str | None = None) -> bytes:
+    def _chunk(self, index: int, text: str, chosen: Sequence[ScoredToken] = (), reason: str | None = None) -> bytes:
         logprobs = self._logprobs(chosen) if chosen else None
         rest = encoded({"text": text, "logprobs": logprobs, "finish_reason": reason})
         return b"%b%d,%b]}" % (self._before, index, rest[1:])
 
-    def _logprobs(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
+    def _logprobs(self, chosen: Sequence[ScoredToken]) -> dict[str, Any]:
         return {
             "tokens": [self._text(one.token) for one in chosen],
             "token_logprobs": [finite(one.logprob) for one in chosen],

@@ -16,35 +16,35 @@ from typing import Any
 from ..engine.requests import PromptTooLong, UnknownToken, Vectors
 from ..failures import Failure
 from ..weights.sentence_config import SentenceConfig
+from .errors import ApiError, encoded, too_long, unavailable, unsupported
 from .fields import Body, boolean, integer, refuse
 from .http import Answer
-from .model_context import House
+from .model_context import ModelContext
 from .prompts import inputs_of, read_inputs
-from .refusals import Refused, encoded, too_long, unavailable, unsupported
 
 INPUTS_MAX = 2_048
 DIMENSIONS_MAX = 1_048_576
 
 
-async def embed(house: House, sentence: SentenceConfig, body: Body, answer: Answer) -> None:
+async def embed(model: ModelContext, sentence: SentenceConfig, body: Body, answer: Answer) -> None:
     """Answer with one vector for each input. Raises Refused."""
-    dimensions = _dimensions(house, body)
+    dimensions = _dimensions(model, body)
     form = body.get("encoding_format") or "float"
     if form not in ("float", "base64"):
-        raise Refused("encoding_format must be float or base64.", param="encoding_format")
+        raise ApiError("encoding_format must be float or base64.", param="encoding_format")
     said = inputs_of(body, "input", INPUTS_MAX)
-    prompt = _prompt(house, sentence, body, said)
-    inputs = await read_inputs(house, said, "input", before=prompt, truncates=boolean(body, "truncate"))
-    skipped = 0 if sentence.includes_prompt else await _prompt_tokens(house, prompt)
-    vectors = await _embedded(house, inputs, [skipped if isinstance(one, str) else 0 for one in said])
+    prompt = _prompt(model, sentence, body, said)
+    inputs = await read_inputs(model, said, "input", before=prompt, truncates=boolean(body, "truncate"))
+    skipped = 0 if sentence.includes_prompt else await _prompt_tokens(model, prompt)
+    vectors = await _embedded(model, inputs, [skipped if isinstance(one, str) else 0 for one in said])
     if dimensions is not None:
         vectors = [_cut(vector, dimensions, sentence.normalizes) for vector in vectors]
     tokens = sum(map(len, inputs))
     # A thousand long vectors are many megabytes of text: not written on the loop.
-    answer.whole(200, await asyncio.to_thread(_written, house.model, vectors, form == "base64", tokens))
+    answer.whole(200, await asyncio.to_thread(_written, model.name, vectors, form == "base64", tokens))
 
 
-def _prompt(house: House, sentence: SentenceConfig, body: Body, inputs: Sequence[Any]) -> str:
+def _prompt(model: ModelContext, sentence: SentenceConfig, body: Body, inputs: Sequence[Any]) -> str:
     """What stands before every text: the prompt that is asked for by its name, else the model's own choice."""
     name = body.get("prompt_name")
     if name is None:
@@ -53,21 +53,21 @@ def _prompt(house: House, sentence: SentenceConfig, body: Body, inputs: Sequence
         refuse("prompt_name", "a string", name)
     if name not in sentence.prompts:
         known = ", ".join(sentence.prompts) or "none"
-        raise Refused(f"{house.model} has no prompt {name[:80]!r}. It has: {known}.", param="prompt_name")
+        raise ApiError(f"{model.name} has no prompt {name[:80]!r}. It has: {known}.", param="prompt_name")
     if not all(isinstance(one, str) for one in inputs):
-        raise Refused("A prompt stands before a text, and input holds tokens.", param="prompt_name")
+        raise ApiError("A prompt stands before a text, and input holds tokens.", param="prompt_name")
     return sentence.prompts[name]
 
 
-async def _prompt_tokens(house: House, prompt: str) -> int:
+async def _prompt_tokens(model: ModelContext, prompt: str) -> int:
     """Tokens at the beginning of a text that are the prompt's, special ones before it included."""
     if not prompt:
         return 0
-    tokens = await house.text.encode(prompt, True, house.performer.context, "prompt_name")
-    return len(tokens) - (bool(tokens) and tokens[-1] in house.text.tokenizer.all_special_ids)
+    tokens = await model.text.encode(prompt, True, model.engine.context, "prompt_name")
+    return len(tokens) - (bool(tokens) and tokens[-1] in model.text.tokenizer.all_special_ids)
 
 
-async def _embedded(house: House, inputs: Sequence[Sequence[int]], skipped: Sequence[int]) -> Vectors:
+async def _embedded(model: ModelContext, inputs: Sequence[Sequence[int]], skipped: Sequence[int]) -> Vectors:
     future: asyncio.Future[Vectors] = asyncio.get_running_loop().create_future()
 
     def settle(result: Vectors | Exception) -> None:
@@ -80,22 +80,22 @@ async def _embedded(house: House, inputs: Sequence[Sequence[int]], skipped: Sequ
             future.set_result(result)
 
     try:
-        house.performer.embed(inputs, lambda result: house.mailbox.post(settle, result), skipped)
+        model.engine.embed(inputs, lambda result: model.callbacks.post(settle, result), skipped)
         return await future
     except PromptTooLong as error:
         raise too_long(str(error)) from None
     except UnknownToken as error:
-        raise Refused(str(error), param="input", code="unknown_token") from None
+        raise ApiError(str(error), param="input", code="unknown_token") from None
     except Failure as error:
         raise unavailable(str(error)) from None
 
 
-def _dimensions(house: House, body: Body) -> int | None:
+def _dimensions(model: ModelContext, body: Body) -> int | None:
     wanted = integer(body, "dimensions", 1, DIMENSIONS_MAX)
-    if wanted is None or wanted in house.dimensions:
+    if wanted is None or wanted in model.dimensions:
         return wanted
-    can = f"It can do {', '.join(map(str, sorted(house.dimensions)))}." if house.dimensions else "Leave it out."
-    raise unsupported(f"{house.model} cannot shorten its vectors to {wanted} dimensions. {can}", "dimensions")
+    can = f"It can do {', '.join(map(str, sorted(model.dimensions)))}." if model.dimensions else "Leave it out."
+    raise unsupported(f"{model.name} cannot shorten its vectors to {wanted} dimensions. {can}", "dimensions")
 
 
 def _cut(vector: list[float], dimensions: int, normalizes: bool) -> list[float]:

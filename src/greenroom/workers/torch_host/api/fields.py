@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from .refusals import Refused
+from .errors import ApiError
 
 Body = Mapping[str, Any]
 
@@ -31,7 +31,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 def parse_body(raw: bytes) -> dict[str, Any]:
     """The JSON object of a request. Raises Refused for anything else."""
     if _is_too_much(raw) and _is_too_much(_outside_texts(raw)):
-        raise Refused(
+        raise ApiError(
             f"The body holds more than {ELEMENTS_MAX:,} elements, or {BARE_BYTES_MAX:,} bytes beside its texts. Send "
             "fewer at a time.",
             status=413,
@@ -42,13 +42,13 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         if _SURROGATE.search(raw):
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeError:
-        raise Refused("The body holds text that is not Unicode.") from None
+        raise ApiError("The body holds text that is not Unicode.") from None
     except (json.JSONDecodeError, RecursionError) as error:
-        raise Refused(f"The body is not JSON: {error or type(error).__name__}.") from None
+        raise ApiError(f"The body is not JSON: {error or type(error).__name__}.") from None
     except ValueError:
         raise _no_number(raw) from None
     if not isinstance(body, dict):
-        raise Refused("The body must be a JSON object.")
+        raise ApiError("The body must be a JSON object.")
     return body
 
 
@@ -71,7 +71,7 @@ def number(body: Body, name: str, default: float, low: float, high: float) -> fl
         refuse(name, "a number", value)
     # Compared before it is made a float: an integer may be too large for one.
     if not low <= value <= high or not math.isfinite(value):
-        raise Refused(f"{name} must be between {low:g} and {high:g}.", param=name)
+        raise ApiError(f"{name} must be between {low:g} and {high:g}.", param=name)
     return float(value)
 
 
@@ -84,7 +84,7 @@ def integer(body: Body, name: str, low: int, high: int) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int):
         refuse(name, "a whole number", value)
     if not low <= value <= high:
-        raise Refused(f"{name} must be between {low} and {high}.", param=name)
+        raise ApiError(f"{name} must be between {low} and {high}.", param=name)
     return int(value)
 
 
@@ -105,7 +105,7 @@ def mapping(body: Body, name: str) -> dict[str, Any] | None:
 
 
 def refuse(name: str, wanted: str, value: object) -> NoReturn:
-    raise Refused(f"{name} must be {wanted}, not {kind_of(value)}.", param=name)
+    raise ApiError(f"{name} must be {wanted}, not {kind_of(value)}.", param=name)
 
 
 def kind_of(value: object) -> str:
@@ -118,7 +118,7 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _no_number(raw: bytes) -> Refused:
+def _no_number(raw: bytes) -> ApiError:
     """Which field holds what Python reads as a number and JSON does not, or a number that it does not read."""
     odd = object()
 
@@ -128,10 +128,10 @@ def _no_number(raw: bytes) -> Refused:
     try:
         body = json.loads(raw, parse_constant=lambda _: odd, parse_int=whole)
     except (ValueError, RecursionError) as error:
-        return Refused(f"The body is not JSON: {error or type(error).__name__}.")
+        return ApiError(f"The body is not JSON: {error or type(error).__name__}.")
     fields = body.items() if isinstance(body, dict) else ()
     name = next((name[:NAME_CHARS_MAX] for name, value in fields if _holds(value, odd)), None)
-    return Refused(
+    return ApiError(
         f"{'The body' if name is None else name} holds what is no number of JSON: Infinity, NaN, or "
         f"more than {DIGITS_MAX:,} digits.",
         param=name,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import h11
 
-from .refusals import Refused
+from .errors import ApiError
 
 CONNECTIONS_MAX = 1_024
 BACKLOG = 512
@@ -81,7 +81,7 @@ class Answer:
         self._write(b"0\r\n\r\n")
         self.is_over = True
 
-    def refuse(self, error: Refused) -> None:
+    def refuse(self, error: ApiError) -> None:
         """The error as the answer, or as the last event of a stream that has begun."""
         if not self.has_begun:
             self.whole(error.status, error.body())
@@ -104,7 +104,7 @@ class Answer:
 Handler = Callable[[Request, Answer], Awaitable[None]]
 
 
-class Server:
+class HttpServer:
     """The listening socket and everyone connected to it."""
 
     def __init__(self, handler: Handler) -> None:
@@ -150,7 +150,7 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
         transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
         if len(self._everyone) >= CONNECTIONS_MAX:
-            self._refuse_all(Refused("Too many connections.", status=503, code="overloaded"))
+            self._refuse_all(ApiError("Too many connections.", status=503, code="overloaded"))
             return
         self._everyone.add(self)
 
@@ -193,7 +193,7 @@ class _Connection(asyncio.Protocol):
         """Begin with the next request if it is complete."""
         try:
             request = self._reader.next_request()
-        except Refused as error:
+        except ApiError as error:
             self._refuse_all(error)
             return
         if request is not None:
@@ -214,11 +214,11 @@ class _Connection(asyncio.Protocol):
     async def _serve(self, request: Request, answer: Answer) -> None:
         try:
             await self._handler(request, answer)
-        except Refused as error:
+        except ApiError as error:
             answer.refuse(error)
         except Exception:
             _log.exception("%s %s failed", request.method, request.path)
-            answer.refuse(Refused("Something went wrong inside the worker.", status=500, code="internal_error"))
+            answer.refuse(ApiError("Something went wrong inside the worker.", status=500, code="internal_error"))
 
     def _served(self, task: asyncio.Task[None]) -> None:
         answer, self._task, self._answer = self._answer, None, None
@@ -229,7 +229,7 @@ class _Connection(asyncio.Protocol):
         else:
             self._advance()
 
-    def _refuse_all(self, error: Refused) -> None:
+    def _refuse_all(self, error: ApiError) -> None:
         """Answer what cannot be understood, and end the connection: nothing after it can be trusted."""
         self._stop_deadline()
         Answer(self._transport, keeps_alive=False).refuse(error)
@@ -312,7 +312,7 @@ class RequestReader:
 
     def _check_framing(self) -> None:
         if self._taken_bytes - self._body_bytes > 2 * HEAD_BYTES_MAX + FRAMING_MAX * self._body_bytes:
-            raise Refused("The body is mostly chunk sizes.", code="bad_framing")
+            raise ApiError("The body is mostly chunk sizes.", code="bad_framing")
 
     def _complete(self) -> Request:
         head = self._head
@@ -335,9 +335,9 @@ def _headers(head: h11.Request) -> Mapping[str, str]:
     # h11's own sequence of headers is slow to walk, so it is walked once.
     pairs = list(head.headers)
     if len(pairs) > HEADERS_MAX:
-        raise Refused(f"There are more than {HEADERS_MAX} headers.", status=431, code="headers_too_large")
+        raise ApiError(f"There are more than {HEADERS_MAX} headers.", status=431, code="headers_too_large")
     if head.http_version not in (b"1.1", b"1.0"):
-        raise Refused("The first line is not an HTTP/1.1 request.", code="bad_framing")
+        raise ApiError("The first line is not an HTTP/1.1 request.", code="bad_framing")
     headers = {name.decode(): value.decode("latin-1") for name, value in pairs}
     if sum(map(len, headers)) + sum(map(len, headers.values())) + len(head.target) > HEAD_BYTES_MAX:
         raise _HEAD_TOO_LONG
@@ -345,24 +345,24 @@ def _headers(head: h11.Request) -> Mapping[str, str]:
     if length is not None:
         if "transfer-encoding" in headers:
             # Two programs that read such a body differently could be led to see different requests.
-            raise Refused("A body is either chunked or of a stated length.", code="bad_framing")
+            raise ApiError("A body is either chunked or of a stated length.", code="bad_framing")
         _check_size(int(length))
     return headers
 
 
 def _check_size(size: int) -> None:
     if size > BODY_BYTES_MAX:
-        raise Refused(f"The body is larger than {BODY_BYTES_MAX} bytes.", status=413, code="body_too_large")
+        raise ApiError(f"The body is larger than {BODY_BYTES_MAX} bytes.", status=413, code="body_too_large")
 
 
-def _refused(error: h11.RemoteProtocolError) -> Refused:
+def _refused(error: h11.RemoteProtocolError) -> ApiError:
     if error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
         return _HEAD_TOO_LONG
-    return Refused(f"This is not HTTP/1.1: {error}.", code="bad_framing")
+    return ApiError(f"This is not HTTP/1.1: {error}.", code="bad_framing")
 
 
-_HEAD_TOO_LONG = Refused(f"The headers are longer than {HEAD_BYTES_MAX} bytes.", status=431, code="headers_too_large")
-_TOO_SLOW = Refused("The request did not arrive in time.", status=408, code="request_timeout")
+_HEAD_TOO_LONG = ApiError(f"The headers are longer than {HEAD_BYTES_MAX} bytes.", status=431, code="headers_too_large")
+_TOO_SLOW = ApiError("The request did not arrive in time.", status=408, code="request_timeout")
 
 
 def _nothing() -> None:

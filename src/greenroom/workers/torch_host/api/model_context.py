@@ -12,14 +12,14 @@ from functools import partial
 from ..engine.requests import CallbackQueue, GenerationRequest, InferenceEngine
 from ..sandbox.grammar import Grammars, JsonConstraint
 from ..text.harmony import Harmony
-from ..text.output_stream import StopFinder, Voice
-from ..text.templates import Template
+from ..text.output_stream import OutputStream, StopFinder
+from ..text.templates import ChatTemplate
 from ..text.tokens import Text
 from ..text.tool_calls import Reader
 from ..weights.sentence_config import SentenceConfig
-from .answering import Score
-from .refusals import Refused, new_id
-from .sampling_params import SEQUENCES_MAX, Wishes
+from .answering import Generation
+from .errors import ApiError, new_id
+from .sampling_params import SEQUENCES_MAX, SamplingParams
 
 CACHE_MODES = ("prefix", "none", "auto")
 # Of a token that does not exist so much is repeated.
@@ -38,12 +38,12 @@ class Origin:
     def of(headers: Mapping[str, str]) -> Origin:
         mode = headers.get("x-cache-mode", "auto").lower()
         if mode not in CACHE_MODES:
-            raise Refused(f"X-Cache-Mode must be one of {', '.join(CACHE_MODES)}.", param="X-Cache-Mode")
+            raise ApiError(f"X-Cache-Mode must be one of {', '.join(CACHE_MODES)}.", param="X-Cache-Mode")
         return Origin(headers.get("x-tenant-id", ""), headers.get("x-cache-tag", ""), mode != "none")
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class OutputFormat:
     """How the text of an answer is read."""
 
     reader: Callable[[], Reader | None] = lambda: None
@@ -57,13 +57,13 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class House:
-    model: str
-    performer: InferenceEngine
+class ModelContext:
+    name: str
+    engine: InferenceEngine
     text: Text
-    template: Template
+    template: ChatTemplate
     grammars: Grammars
-    mailbox: CallbackQueue
+    callbacks: CallbackQueue
     harmony: Harmony | None
     """The format of its answers, if it is this one."""
     sentence: SentenceConfig | None
@@ -73,41 +73,41 @@ class House:
 
     def check(self, tokens: Sequence[int], param: str) -> None:
         """Raises Refused for a token that the loaded weights do not have: many tokenizers name more than there are."""
-        unknown = self.performer.limits.unknown(tokens)
+        unknown = self.engine.limits.unknown(tokens)
         if unknown is None:
             return
         text = f" ({self.text.speller.spell(unknown)[0]})" if unknown < self.text.size else ""
-        raise Refused(
-            f"{param} holds token {str(unknown)[:TOKEN_DIGITS_MAX]}{text}, which the weights of {self.model} do not "
-            f"have: theirs are 0 to {self.performer.limits.tokens - 1}. Leave it out.",
+        raise ApiError(
+            f"{param} holds token {str(unknown)[:TOKEN_DIGITS_MAX]}{text}, which the weights of {self.name} do not "
+            f"have: theirs are 0 to {self.engine.limits.tokens - 1}. Leave it out.",
             param=param,
             code="unknown_token",
         )
 
-    def score(
+    def generation(
         self,
         prompts: Sequence[list[int]],
-        wishes: Wishes,
+        params: SamplingParams,
         origin: Origin,
         constraint: JsonConstraint | None = None,
         *,
-        reading: Reading | None = None,
+        reading: OutputFormat | None = None,
         continues: bool = False,
-    ) -> Score:
+    ) -> Generation:
         """Sequences for every choice of every prompt. `continues`: the answer goes on in the middle of the text."""
-        if len(prompts) * wishes.choices > SEQUENCES_MAX:
-            raise Refused(f"At most {SEQUENCES_MAX} answers may be asked for at once.", param="n")
-        rooms = [wishes.room(len(prompt), self.performer.context) for prompt in prompts]
-        read = reading or Reading()
-        make = partial(self._voice, wishes=wishes, origin=origin, reading=read, continues=continues)
-        voices: list[Voice] = []
+        if len(prompts) * params.choices > SEQUENCES_MAX:
+            raise ApiError(f"At most {SEQUENCES_MAX} answers may be asked for at once.", param="n")
+        rooms = [params.room(len(prompt), self.engine.context) for prompt in prompts]
+        read = reading or OutputFormat()
+        make = partial(self._output, params=params, origin=origin, reading=read, continues=continues)
+        outputs: list[OutputStream] = []
         for prompt, room in zip(prompts, rooms, strict=True):
-            for choice in range(wishes.choices):
-                own = constraint and (constraint.again() if voices else constraint)
-                voices.append(make(len(voices), prompt, room, choice, own))
-        return Score(voices, [len(prompt) for prompt in prompts])
+            for choice in range(params.choices):
+                own = constraint and (constraint.again() if outputs else constraint)
+                outputs.append(make(len(outputs), prompt, room, choice, own))
+        return Generation(outputs, [len(prompt) for prompt in prompts])
 
-    def _voice(
+    def _output(
         self,
         index: int,
         prompt: list[int],
@@ -115,23 +115,23 @@ class House:
         choice: int,
         constraint: JsonConstraint | None,
         *,
-        wishes: Wishes,
+        params: SamplingParams,
         origin: Origin,
-        reading: Reading,
+        reading: OutputFormat,
         continues: bool,
-    ) -> Voice:
+    ) -> OutputStream:
         detokeniser = self.text.detokeniser(prompt if continues else (), reading.spoken, reading.marks)
-        voice = Voice(index, self.mailbox, detokeniser, StopFinder(wishes.stops), reading.reader())
-        voice.ask = GenerationRequest(
+        output = OutputStream(index, self.callbacks, detokeniser, StopFinder(params.stops), reading.reader())
+        output.request = GenerationRequest(
             id=new_id("ask"),
             tokens=prompt,
             max_tokens=room,
-            sampling=wishes.sampling_of(choice),
-            stop_tokens=frozenset() if wishes.ignores_end else self.text.stop_tokens.union(reading.stops),
-            listener=voice,
+            sampling=params.sampling_of(choice),
+            stop_tokens=frozenset() if params.ignores_end else self.text.stop_tokens.union(reading.stops),
+            listener=output,
             tenant=origin.tenant,
             tag=origin.tag,
             uses_cache=origin.uses_cache,
             constraint=constraint,
         )
-        return voice
+        return output

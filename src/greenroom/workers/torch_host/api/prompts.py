@@ -9,24 +9,24 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from .errors import ApiError, too_long
 from .fields import Body, refuse
-from .model_context import House
-from .refusals import Refused, too_long
+from .model_context import ModelContext
 
 
 def inputs_of(body: Body, name: str, inputs_max: int) -> list[Any]:
     """What stands for each input, in order. Raises Refused."""
     said = body.get(name)
     if said is None:
-        raise Refused(f"{name} is missing.", param=name)
+        raise ApiError(f"{name} is missing.", param=name)
     inputs = _inputs(said, name)
     if not 1 <= len(inputs) <= inputs_max:
-        raise Refused(f"{name} may hold 1 to {inputs_max} inputs.", param=name)
+        raise ApiError(f"{name} may hold 1 to {inputs_max} inputs.", param=name)
     return inputs
 
 
 async def read_inputs(
-    house: House, inputs: Sequence[Any], name: str, *, before: str = "", truncates: bool = False
+    model: ModelContext, inputs: Sequence[Any], name: str, *, before: str = "", truncates: bool = False
 ) -> list[list[int]]:
     """The tokens of each input, in order: of texts with `before` in front. Raises Refused.
 
@@ -34,7 +34,7 @@ async def read_inputs(
     """
     found = []
     for one in inputs:
-        found.append(await _tokens(house, one, name, before, truncates))
+        found.append(await _tokens(model, one, name, before, truncates))
         # Each takes a millisecond at most, and there may be thousands: streams of others go on in between.
         await asyncio.sleep(0)
     return found
@@ -48,26 +48,26 @@ def _inputs(said: Any, name: str) -> list[Any]:
     return said
 
 
-async def _tokens(house: House, said: Any, name: str, before: str, truncates: bool) -> list[int]:
-    context = house.performer.context
+async def _tokens(model: ModelContext, said: Any, name: str, before: str, truncates: bool) -> list[int]:
+    context = model.engine.context
     if isinstance(said, str):
-        tokens = await house.text.encode(before + said, True, context, name, truncates=truncates)
+        tokens = await model.text.encode(before + said, True, context, name, truncates=truncates)
     elif isinstance(said, list):
         tokens = said[:context] if truncates else said
     else:
         raise _shapeless(name)
     if not tokens:
-        raise Refused(f"{name} must not be empty.", param=name)
+        raise ApiError(f"{name} must not be empty.", param=name)
     if len(tokens) > context:
         raise too_long(f"{name} has {len(tokens):,} tokens; at most {context:,} fit. Send less or raise ctx_size.")
     if not all(map(_is_token, tokens)):
         raise _shapeless(name)
-    house.check(tokens, name)
+    model.check(tokens, name)
     return tokens
 
 
-def _shapeless(name: str) -> Refused:
-    return Refused(f"{name} must be a string, a list of tokens, or a list of either.", param=name)
+def _shapeless(name: str) -> ApiError:
+    return ApiError(f"{name} must be a string, a list of tokens, or a list of either.", param=name)
 
 
 def _is_token(value: object) -> bool:

@@ -17,16 +17,16 @@ from ..sandbox.grammar import Grammars
 from ..sandbox.pool import SandboxPool
 from ..sandbox.schema_trials import SchemaTrials
 from ..text.harmony import Harmony
-from ..text.templates import RENDER_DEADLINE_S, Template
+from ..text.templates import RENDER_DEADLINE_S, ChatTemplate
 from ..text.tokens import Text, read_config
 from ..weights.sentence_config import SentenceConfig
 from .chat import chat
 from .completions import complete
 from .embeddings import embed
+from .errors import ApiError, encoded, unsupported
 from .fields import parse_body
-from .http import Answer, Request, Server
-from .model_context import House, Origin
-from .refusals import Refused, encoded, unsupported
+from .http import Answer, HttpServer, Request
+from .model_context import ModelContext, Origin
 
 # Bodies larger than this are read in a thread, so that streams of others go on meanwhile.
 INLINE_BODY_BYTES_MAX = 64 * 1024
@@ -41,7 +41,7 @@ class Api:
     def __init__(
         self,
         text: Text,
-        performer: InferenceEngine,
+        engine: InferenceEngine,
         model: str,
         *,
         templates: SandboxPool,
@@ -49,14 +49,14 @@ class Api:
         sentence: SentenceConfig | None = None,
         template_deadline_s: float = RENDER_DEADLINE_S,
     ) -> None:
-        template = Template(text, templates, template_deadline_s)
-        self.house = House(
-            model=model,
-            performer=performer,
+        template = ChatTemplate(text, templates, template_deadline_s)
+        self.model = ModelContext(
+            name=model,
+            engine=engine,
             text=text,
             template=template,
             grammars=Grammars(text, trials),
-            mailbox=CallbackQueue(asyncio.get_running_loop()),
+            callbacks=CallbackQueue(asyncio.get_running_loop()),
             harmony=Harmony.of(text, template.source),
             sentence=sentence,
             dimensions=_dimensions(text.folder),
@@ -70,52 +70,52 @@ class Api:
             elif request.path in _POSTS:
                 await self._ask(request, answer)
             else:
-                raise Refused(f"There is no {request.path[:200]}.", status=404, code="not_found")
+                raise ApiError(f"There is no {request.path[:200]}.", status=404, code="not_found")
         except RecursionError:
-            raise Refused("The body is nested too deeply.") from None
+            raise ApiError("The body is nested too deeply.") from None
 
     def _look(self, request: Request, answer: Answer) -> None:
         if request.method != "GET":
-            raise Refused(f"{request.path} is read with GET.", status=405, code="method_not_allowed")
+            raise ApiError(f"{request.path} is read with GET.", status=405, code="method_not_allowed")
         body: Mapping[str, Any] = {"status": "ok"}
         if request.path == "/v1/models":
-            model = {"id": self.house.model, "object": "model", "created": self._opened, "owned_by": "greenroom"}
+            model = {"id": self.model.name, "object": "model", "created": self._opened, "owned_by": "greenroom"}
             body = {"object": "list", "data": [model]}
         answer.whole(200, encoded(body))
 
     async def _ask(self, request: Request, answer: Answer) -> None:
         if request.method != "POST":
-            raise Refused(f"{request.path} is asked with POST.", status=405, code="method_not_allowed")
+            raise ApiError(f"{request.path} is asked with POST.", status=405, code="method_not_allowed")
         origin = Origin.of(request.headers)
         body = await _body(request.body)
         if request.path == "/v1/embeddings":
-            if self.house.sentence is None:
-                raise unsupported(f"{self.house.model} writes text. For vectors, set embedding: true for it.")
-            await embed(self.house, self.house.sentence, body, answer)
+            if self.model.sentence is None:
+                raise unsupported(f"{self.model.name} writes text. For vectors, set embedding: true for it.")
+            await embed(self.model, self.model.sentence, body, answer)
             return
-        if self.house.sentence is not None:
-            raise unsupported(f"{self.house.model} makes vectors: ask /v1/embeddings.")
-        perform = chat if request.path == "/v1/chat/completions" else complete
-        await perform(self.house, body, origin, answer)
+        if self.model.sentence is not None:
+            raise unsupported(f"{self.model.name} makes vectors: ask /v1/embeddings.")
+        generate = chat if request.path == "/v1/chat/completions" else complete
+        await generate(self.model, body, origin, answer)
 
 
-class Served(Server):
+class ModelServer(HttpServer):
     """An API that is open; closing it cuts everyone off and cancels their asks."""
 
     def __init__(self, api: Api) -> None:
         super().__init__(api.handle)
-        self._house = api.house
+        self._model = api.model
 
     async def close(self) -> None:
         try:
             await super().close()
         finally:
-            self._house.grammars.close()
+            self._model.grammars.close()
 
 
 async def serve_text(
     socket_path: Path,
-    performer: InferenceEngine,
+    engine: InferenceEngine,
     text: Text,
     model: str,
     *,
@@ -123,18 +123,18 @@ async def serve_text(
     trials: SchemaTrials,
     sentence: SentenceConfig | None = None,
     template_deadline_s: float = RENDER_DEADLINE_S,
-) -> Served:
+) -> ModelServer:
     """Serve the model's API here until it is closed. Raises OSError for a path nobody can listen on."""
     api = Api(
         text,
-        performer,
+        engine,
         model,
         templates=templates,
         trials=trials,
         sentence=sentence,
         template_deadline_s=template_deadline_s,
     )
-    served = Served(api)
+    served = ModelServer(api)
     await served.open(socket_path)
     return served
 

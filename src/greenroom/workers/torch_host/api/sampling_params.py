@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..engine.requests import Sampling
+from .errors import ApiError, too_long
 from .fields import Body, boolean, integer, mapping, number, refuse
-from .refusals import Refused, too_long
 
 STOPS_MAX = 16
 STOP_CHARS_MAX = 256
@@ -26,7 +26,7 @@ _SEED_MASK = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class SamplingParams:
     sampling: Sampling
     stops: tuple[str, ...]
     choices: int
@@ -55,10 +55,10 @@ class Wishes:
         return replace(self.sampling, seed=(seed + choice) & _SEED_MASK)
 
 
-def read_wishes(body: Body, logprobs: int | None, vocabulary: int) -> Wishes:
+def read_sampling_params(body: Body, logprobs: int | None, vocabulary: int) -> SamplingParams:
     """The wishes of a body. `logprobs` is read by the endpoint: the two shapes of it differ. Raises Refused."""
     streams = boolean(body, "stream")
-    return Wishes(
+    return SamplingParams(
         sampling=_sampling(body, logprobs, vocabulary),
         stops=_stops(body),
         choices=integer(body, "n", 1, SEQUENCES_MAX) or 1,
@@ -101,23 +101,23 @@ def _stops(body: Body) -> tuple[str, ...]:
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         refuse("stop", "a string or a list of strings", said)
     if len(stops) > STOPS_MAX or any(not 0 < len(stop) <= STOP_CHARS_MAX for stop in stops):
-        raise Refused(f"stop must be at most {STOPS_MAX} sequences of 1 to {STOP_CHARS_MAX} characters.", param="stop")
+        raise ApiError(f"stop must be at most {STOPS_MAX} sequences of 1 to {STOP_CHARS_MAX} characters.", param="stop")
     return tuple(stops)
 
 
 def _biases(body: Body, vocabulary: int) -> Mapping[int, float]:
     said = mapping(body, "logit_bias") or {}
     if len(said) > BIASES_MAX:
-        raise Refused(f"logit_bias may name at most {BIASES_MAX} tokens.", param="logit_bias")
+        raise ApiError(f"logit_bias may name at most {BIASES_MAX} tokens.", param="logit_bias")
     biases = {}
     for token in said:
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
-            raise Refused(
+            raise ApiError(
                 f"logit_bias: {token[:40]!r} is no token of this model, which has 0 to {vocabulary - 1}.",
                 param="logit_bias",
             )
         try:
             biases[int(token)] = number(said, token, 0.0, -100.0, 100.0)
-        except Refused as error:
-            raise Refused(f"logit_bias: {error.message}", param="logit_bias") from None
+        except ApiError as error:
+            raise ApiError(f"logit_bias: {error.message}", param="logit_bias") from None
     return biases

@@ -1,4 +1,4 @@
-"""One slot of this worker: an arena, a model on its stage, a batch of asks and an HTTP socket, tied together.
+"""One slot of this worker: an arena, a model on its weights, a batch of asks and an HTTP socket, tied together.
 
 Owns the order in which these are made, woken, put to sleep and let go, and that nothing is left of a slot that could
 not be opened. Never parses a request and never computes. Read `Hosted.open` first.
@@ -17,15 +17,15 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from ..api.routes import Served, serve_text
+from ..api.routes import ModelServer, serve_text
 from ..engine.engine_loop import EngineLoop
 from ..failures import BadModel, Cancelled, OnFatal, Stuck
 from ..sandbox.pool import SandboxPool
 from ..sandbox.schema_trials import SCHEMAS, SchemaTrials
 from ..sandbox.template_runner import TEMPLATES
 from ..weights.device_weights import CopyRate, DeviceWeights
-from .orders import Order
 from .preparing import DeviceContext, prepare
+from .slot_options import SlotOptions
 
 # Opening and closing a socket happen between requests; a loop that does not get to it for this long is stuck.
 LOOP_TIMEOUT_S: Final = 60.0
@@ -33,7 +33,7 @@ _Answer = TypeVar("_Answer")
 
 
 @dataclass(slots=True)
-class Shared:
+class WorkerResources:
     """What all slots of this process have in common."""
 
     loop: asyncio.AbstractEventLoop
@@ -47,14 +47,19 @@ class Shared:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(LOOP_TIMEOUT_S)
 
 
-class Hosted:
+class HostedSlot:
     """A slot that is open: asleep first. Its methods are called one at a time."""
 
     def __init__(
-        self, order: Order, stage: DeviceWeights, performer: EngineLoop, served: Served, shared: Shared
+        self,
+        options: SlotOptions,
+        weights: DeviceWeights,
+        engine: EngineLoop,
+        served: ModelServer,
+        resources: WorkerResources,
     ) -> None:
-        self._order, self._stage, self._performer = order, stage, performer
-        self._served, self._shared = served, shared
+        self._options, self._weights, self._engine = options, weights, engine
+        self._served, self._resources = served, resources
         self._let_go = ExitStack()
         self.host_bytes = 0
         self.wakes = 0
@@ -63,42 +68,42 @@ class Hosted:
     @classmethod
     def open(
         cls,
-        order: Order,
+        options: SlotOptions,
         descriptor: int,
-        shared: Shared,
+        resources: WorkerResources,
         progress: Callable[[float], None],
         cancelled: threading.Event,
-    ) -> tuple[Hosted, dict[str, Any]]:
+    ) -> tuple[HostedSlot, dict[str, Any]]:
         """Fill the arena, build everything, listen. Raises what these raise; then nothing is left of it."""
         began = time.monotonic()
         with ExitStack() as undo:
             undo.callback(os.close, descriptor)
-            if not order.filled:
+            if not options.filled:
                 # Whoever still holds the memfd must not hold the memory of a model that could not be opened.
                 refill = undo.enter_context(_Emptied(descriptor))
-            device = _device(order)
+            device = _device(options)
             made = prepare(
-                order, descriptor, DeviceContext(device, shared.copy_rate, shared.on_fatal), progress, cancelled
+                options, descriptor, DeviceContext(device, resources.copy_rate, resources.on_fatal), progress, cancelled
             )
             undo.callback(made.text.close)
             undo.callback(made.weights.close)
             undo.callback(made.engine.close)
             if cancelled.is_set():
-                raise Cancelled(f"{order.model} is not wanted any more.")
-            served = shared.run(
+                raise Cancelled(f"{options.model} is not wanted any more.")
+            served = resources.run(
                 serve_text(
-                    order.socket,
+                    options.socket,
                     made.engine,
                     made.text,
-                    order.model,
-                    templates=shared.templates,
-                    trials=shared.trials,
+                    options.model,
+                    templates=resources.templates,
+                    trials=resources.trials,
                     sentence=made.sentence,
                 )
             )
-            hosted = cls(order, made.weights, made.engine, served, shared)
+            hosted = cls(options, made.weights, made.engine, served, resources)
             hosted.host_bytes = made.host_bytes
-            if not order.filled:
+            if not options.filled:
                 refill.keep()
             hosted._let_go = undo.pop_all()
         answer = {
@@ -110,52 +115,52 @@ class Hosted:
         return hosted, answer
 
     def wake(self) -> dict[str, Any]:
-        was_awake = self._stage.is_awake
-        woken = self._stage.wake()
+        was_awake = self._weights.is_awake
+        woken = self._weights.wake()
         if not was_awake:
-            self._perform()
+            self._start_engine()
             self.wakes += 1
             self._last_wake_bytes = woken.bytes
         return {"bytes": woken.bytes, "device_bytes": woken.device_bytes, "expected_s": woken.expected_s}
 
-    def _perform(self) -> None:
+    def _start_engine(self) -> None:
         try:
-            self._performer.on_wake()
+            self._engine.on_wake()
         except Stuck:
             # It may begin yet: the memory stays until the process ends, which is at once.
             raise
         except BaseException:
-            self._stage.sleep()
+            self._weights.sleep()
             raise
 
     def sleep(self) -> dict[str, Any]:
         """Stop computing, then give the device its memory back. Asks that still run are ended."""
         began = time.monotonic()
-        if self._stage.is_awake:
-            self._performer.on_sleep()
-            self._stage.sleep()
+        if self._weights.is_awake:
+            self._engine.on_sleep()
+            self._weights.sleep()
         return {"seconds": time.monotonic() - began}
 
     def flush(self, tenant: str | None, tag: str | None) -> dict[str, Any]:
-        entries, size = self._performer.flush(tenant, tag)
+        entries, size = self._engine.flush(tenant, tag)
         return {"entries": entries, "bytes": size}
 
     def look(self) -> dict[str, Any]:
         return {
-            "tier": "ready" if self._stage.is_awake else "asleep",
-            "device_bytes": self._stage.device_bytes,
+            "tier": "ready" if self._weights.is_awake else "asleep",
+            "device_bytes": self._weights.device_bytes,
             "host_bytes": self.host_bytes,
             "wakes": self.wakes,
-            "last_wake_s": self._stage.last_wake_s,
+            "last_wake_s": self._weights.last_wake_s,
             "last_wake_bytes": self._last_wake_bytes,
-            "in_flight": self._performer.in_flight,
-            "problem": self._stage.registration_problem,
+            "in_flight": self._engine.in_flight,
+            "problem": self._weights.registration_problem,
         }
 
     def close(self) -> None:
         """Cut everyone off and let go of everything. The arena's memory is the gateway's to keep."""
         try:
-            self._shared.run(self._served.close())
+            self._resources.run(self._served.close())
             self.sleep()
         except Stuck:
             raise
@@ -183,8 +188,8 @@ class _Emptied:
             os.ftruncate(self._descriptor, 0)
 
 
-def _device(order: Order) -> torch.device:
-    wants = order.device if order.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+def _device(options: SlotOptions) -> torch.device:
+    wants = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if wants == "cuda" and not torch.cuda.is_available():
-        raise BadModel(f"{order.model} is to run on a GPU, and torch {torch.__version__} sees none here.")
+        raise BadModel(f"{options.model} is to run on a GPU, and torch {torch.__version__} sees none here.")
     return torch.device("cuda", 0) if wants == "cuda" else torch.device("cpu")

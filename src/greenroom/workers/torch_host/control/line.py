@@ -34,7 +34,7 @@ Fields = Mapping[str, Any]
 Progress = Callable[[float], None]
 
 
-class Desk(Protocol):
+class SlotOperations(Protocol):
     """Who does what is asked. The methods with a slot are called in that slot's own thread."""
 
     def hello(self) -> Fields: ...
@@ -50,14 +50,14 @@ class Desk(Protocol):
         """The device cannot be used any more: end this process."""
 
 
-class Control:
-    def __init__(self, connection: socket.socket, desk: Desk) -> None:
-        self._connection, self._desk = connection, desk
-        self._lanes: dict[str, Lane] = {}
+class ControlLine:
+    def __init__(self, connection: socket.socket, slots: SlotOperations) -> None:
+        self._connection, self._slots = connection, slots
+        self._threads: dict[str, SlotThread] = {}
         self._files: deque[int] = deque()
         self._sending = threading.Lock()
         # Held from the look for a lane to the end of the handing over: a lane that has ended would never answer.
-        self._lanes_lock = threading.RLock()
+        self._threads_lock = threading.RLock()
 
     def serve(self) -> None:
         """Read and answer until the gateway hangs up."""
@@ -95,71 +95,71 @@ class Control:
             self._refuse(number, error)
 
     def _dispatch(self, number: Any, operation: str, message: Fields, descriptor: int | None) -> None:
-        desk = self._desk
+        slots = self._slots
         if operation == "hello":
-            return self._send({"id": number, "ok": True, **desk.hello()})
+            return self._send({"id": number, "ok": True, **slots.hello()})
         if operation == "look":
-            return self._send({"id": number, "ok": True, **desk.look()})
+            return self._send({"id": number, "ok": True, **slots.look()})
         slot = message.get("slot")
         if not isinstance(slot, str):
             raise Failure(f"{operation} needs a slot.")
-        with self._lanes_lock:
+        with self._threads_lock:
             if operation == "open":
                 return self._open(number, slot, message, descriptor)
-            lane = self._lanes.get(slot)
-            if lane is None:
+            thread = self._threads.get(slot)
+            if thread is None:
                 raise UnknownSlot(f"there is no slot {slot} here.")
-            return self._move(lane, number, operation, slot, message)
+            return self._move(thread, number, operation, slot, message)
 
-    def _move(self, lane: Lane, number: Any, operation: str, slot: str, message: Fields) -> None:
-        desk = self._desk
+    def _move(self, thread: SlotThread, number: Any, operation: str, slot: str, message: Fields) -> None:
+        slots = self._slots
         if operation == "wake":
-            return self._later(lane, number, lambda: desk.wake(slot))
+            return self._later(thread, number, lambda: slots.wake(slot))
         if operation == "sleep":
-            return self._later(lane, number, lambda: desk.sleep(slot))
+            return self._later(thread, number, lambda: slots.sleep(slot))
         if operation == "flush":
             tenant, tag = message.get("tenant"), message.get("tag")
-            return self._later(lane, number, lambda: desk.flush(slot, tenant, tag))
+            return self._later(thread, number, lambda: slots.flush(slot, tenant, tag))
         if operation == "close":
-            lane.cancelled.set()
-            return self._later(lane, number, lambda: self._close(slot))
+            thread.cancelled.set()
+            return self._later(thread, number, lambda: self._close(slot))
         raise Failure(f"{operation!r} is not known here.")
 
     def _open(self, number: Any, slot: str, message: Fields, descriptor: int | None) -> None:
         if descriptor is None:
             raise Failure("open comes with a file to keep the weights in; there was none.")
-        if slot in self._lanes:
+        if slot in self._threads:
             raise Failure(f"slot {slot} is open already.")
-        lane = self._lanes[slot] = Lane(slot)
+        thread = self._threads[slot] = SlotThread(slot)
 
         def report(share: float) -> None:
             self._send({"id": number, "progress": round(share, 4)})
 
         def work() -> Fields:
             try:
-                return self._desk.open(message, descriptor, report, lane.cancelled)
+                return self._slots.open(message, descriptor, report, thread.cancelled)
             except BaseException:
-                with self._lanes_lock:
+                with self._threads_lock:
                     # Where a close has come meanwhile it is next in this lane, and ends it.
-                    if not lane.cancelled.is_set():
+                    if not thread.cancelled.is_set():
                         self._forget(slot)
                 raise
 
-        self._later(lane, number, work)
+        self._later(thread, number, work)
 
     def _close(self, slot: str) -> Fields:
         try:
-            return self._desk.close(slot)
+            return self._slots.close(slot)
         finally:
             self._forget(slot)
 
     def _forget(self, slot: str) -> None:
-        with self._lanes_lock:
-            lane = self._lanes.pop(slot, None)
-            if lane is not None:
-                lane.end()
+        with self._threads_lock:
+            thread = self._threads.pop(slot, None)
+            if thread is not None:
+                thread.end()
 
-    def _later(self, lane: Lane, number: Any, work: Callable[[], Fields]) -> None:
+    def _later(self, thread: SlotThread, number: Any, work: Callable[[], Fields]) -> None:
         def answer() -> None:
             try:
                 self._send({"id": number, "ok": True, **work()})
@@ -167,7 +167,7 @@ class Control:
                 self._refuse(number, error)
 
         try:
-            lane.put(answer)
+            thread.put(answer)
         except queue.Full:
             raise Failure("too much is asked of this slot at once.") from None
 
@@ -178,7 +178,7 @@ class Control:
         answer = {"id": number, "ok": False, "kind": failure.kind, "message": str(failure)}
         if is_fatal(error):
             # Where it was not its doing it is not answered, and then asked of another worker.
-            self._desk.lost(error, lambda: self._send(answer))
+            self._slots.lost(error, lambda: self._send(answer))
         else:
             self._send(answer)
 
@@ -222,7 +222,7 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
 WAITING_MAX: Final = 64
 
 
-class Lane:
+class SlotThread:
     """Runs what it is given in order. `cancelled` tells what runs now that nobody wants it any more."""
 
     def __init__(self, name: str) -> None:

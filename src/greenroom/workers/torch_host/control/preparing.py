@@ -29,7 +29,7 @@ from ..weights.device_weights import CopyRate, DeviceWeights
 from ..weights.driver import driver
 from ..weights.loading import LoadContext, load
 from ..weights.sentence_config import SentenceConfig, read_sentence_config
-from .orders import CACHE_CONTEXTS, Order
+from .slot_options import CACHE_CONTEXTS, SlotOptions
 
 # The context where neither the configuration nor the model states one.
 CONTEXT_UNKNOWN: Final = 2048
@@ -59,7 +59,7 @@ class DeviceContext:
 
 
 def prepare(
-    order: Order,
+    order: SlotOptions,
     descriptor: int,
     device_context: DeviceContext,
     progress: Callable[[float], None],
@@ -93,7 +93,7 @@ class _Background:
     """The parts of one model that are built in other threads."""
 
     def __init__(
-        self, order: Order, options: ModelOptions, device_context: DeviceContext, threads: ThreadPoolExecutor
+        self, order: SlotOptions, options: ModelOptions, device_context: DeviceContext, threads: ThreadPoolExecutor
     ) -> None:
         self._order, self._options, self._device_context, self._threads = order, options, device_context, threads
         self._arena: HostArena | None = None
@@ -151,7 +151,7 @@ class _Background:
         return _weights_and_engine(self._order, self._options.sentence, module, arena, self._device_context)
 
 
-def _options(order: Order) -> ModelOptions:
+def _options(order: SlotOptions) -> ModelOptions:
     return ModelOptions(
         folder=order.folder,
         # Embeddings use the attention and the masks of the model's own code.
@@ -165,7 +165,7 @@ def _options(order: Order) -> ModelOptions:
 
 
 def _weights_and_engine(
-    order: Order,
+    order: SlotOptions,
     sentence: SentenceConfig | None,
     module: torch.nn.Module,
     arena: HostArena,
@@ -196,7 +196,7 @@ def _weights_and_engine(
         raise
 
 
-def _check(order: Order, arena: HostArena, device: torch.device, context: int) -> ModelCheck | None:
+def _check(order: SlotOptions, arena: HostArena, device: torch.device, context: int) -> ModelCheck | None:
     """The comparison with plain Transformers, if due: once per set of files, device, version and context."""
     if order.embedding or order.skip_check:
         return None
@@ -206,7 +206,7 @@ def _check(order: Order, arena: HostArena, device: torch.device, context: int) -
     return check if check.is_due else None
 
 
-def _context(order: Order, config: Any) -> int:
+def _context(order: SlotOptions, config: Any) -> int:
     """The context that was asked for, at most the model's number of positions."""
     limit = getattr(text_config(config), "max_position_embeddings", None)
     known = limit if isinstance(limit, int) and limit > 0 else None

@@ -19,8 +19,8 @@ import torch
 import transformers
 
 from ..failures import POISONED_EXIT, UnknownSlot
-from .hosted_slot import Hosted, Shared
-from .orders import order_of
+from .hosted_slot import HostedSlot, WorkerResources
+from .slot_options import read_slot_options
 
 # How long it may take to say what is to be said, and how long until that has reached those it was said to. Whoever else
 # is asked meanwhile stays silent.
@@ -30,12 +30,12 @@ LAST_WORDS_S: Final = 0.1
 log = logging.getLogger(__name__)
 
 
-class Slots:
+class SlotTable:
     """Implements control's `Desk`."""
 
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
-        self._slots: dict[str, Hosted] = {}
+    def __init__(self, resources: WorkerResources) -> None:
+        self._resources = resources
+        self._slots: dict[str, HostedSlot] = {}
         self._is_lost = False
         self._losing = threading.Lock()
 
@@ -62,13 +62,13 @@ class Slots:
     ) -> Mapping[str, Any]:
         _show_gpus(message.get("gpus"))
         try:
-            order = order_of(message)
+            options = read_slot_options(message)
         except BaseException:
             os.close(descriptor)
             raise
-        hosted, answer = Hosted.open(order, descriptor, self._shared, progress, cancelled)
-        self._slots[order.slot] = hosted
-        log.info("opened slot=%s model=%s took_s=%.2f", order.slot, order.model, answer["seconds"])
+        hosted, answer = HostedSlot.open(options, descriptor, self._resources, progress, cancelled)
+        self._slots[options.slot] = hosted
+        log.info("opened slot=%s model=%s took_s=%.2f", options.slot, options.model, answer["seconds"])
         return answer
 
     def wake(self, slot: str) -> Mapping[str, Any]:
@@ -114,7 +114,7 @@ class Slots:
         finally:
             said.set()
 
-    def _of(self, slot: str) -> Hosted:
+    def _of(self, slot: str) -> HostedSlot:
         hosted = self._slots.get(slot)
         if hosted is None:
             raise UnknownSlot(f"slot {slot} is not open here.")

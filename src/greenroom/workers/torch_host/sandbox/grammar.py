@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from ..api.refusals import Refused, unavailable, unsupported
+from ..api.errors import ApiError, unavailable, unsupported
 from ..text.tokens import Text
 from .schema_job import COMPILE_STACK_BYTES
 from .schema_trials import SchemaChecker, SchemaTrials
@@ -110,7 +110,7 @@ class Grammars:
         """
         written = json.dumps(schema)
         if len(written) > SCHEMA_BYTES_MAX:
-            raise Refused(f"{param}: a schema may have at most {SCHEMA_BYTES_MAX} bytes.", param=param)
+            raise ApiError(f"{param}: a schema may have at most {SCHEMA_BYTES_MAX} bytes.", param=param)
         overrides = {**_LAYOUT, "lenient": not strict}
         order = json.dumps({"schema": written, "overrides": overrides}).encode()
         key = hashlib.sha256(order).digest()
@@ -144,7 +144,7 @@ class Grammars:
         try:
             return await asyncio.shield(making)
         except _Unfit as error:
-            raise Refused(f"{param}: this schema cannot be held to: {error}", param=param) from None
+            raise ApiError(f"{param}: this schema cannot be held to: {error}", param=param) from None
 
     def _keep(self, key: bytes, made: asyncio.Future[_Compiled]) -> None:
         del self._compiling[key]

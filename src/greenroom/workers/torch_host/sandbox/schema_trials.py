@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ..api.refusals import Refused, unavailable
+from ..api.errors import ApiError, unavailable
 from .pool import JobKind, MemoryExhausted, ProcessEnded, SandboxError, SandboxPool
 from .schema_job import FIT, SAID_CHARS_MAX, TOO_MUCH, TOO_SLOW, UNFIT
 
@@ -54,7 +54,7 @@ class Verdict:
     def enforce(self, param: str) -> None:
         """Return if the schema may be compiled. Raises Refused, which names the field it was sent in."""
         if self.status == _UNFIT:
-            raise Refused(f"{param}: this schema cannot be held to: {self.why}", param=param)
+            raise ApiError(f"{param}: this schema cannot be held to: {self.why}", param=param)
         if self.status == _TOO_COMPLEX:
             raise too_complex(param, self.why)
         if self.status == _UNKNOWN:
@@ -145,8 +145,8 @@ class _SharedTask:
     callers: int = 0
 
 
-def too_complex(param: str, why: str) -> Refused:
-    return Refused(
+def too_complex(param: str, why: str) -> ApiError:
+    return ApiError(
         f"{param}: this schema is too complex: {why}. Use fewer or shorter alternatives, literals, patterns, multiples "
         "and chains of $ref.",
         status=422,

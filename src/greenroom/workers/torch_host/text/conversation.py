@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ..api.errors import ApiError, unsupported
 from ..api.fields import Body, kind_of
-from ..api.refusals import Refused, unsupported
 
 MESSAGES_MAX = 65_536
 
@@ -25,19 +25,19 @@ def read_messages(body: Body, knows_developer: bool, thinks: bool = False) -> li
     """
     said = body.get("messages")
     if not isinstance(said, list) or not said:
-        raise Refused("messages must be a list of at least one message.", param="messages")
+        raise ApiError("messages must be a list of at least one message.", param="messages")
     if len(said) > MESSAGES_MAX:
-        raise Refused(f"messages may hold at most {MESSAGES_MAX} messages.", param="messages")
+        raise ApiError(f"messages may hold at most {MESSAGES_MAX} messages.", param="messages")
     messages = [_message(message, f"messages[{place}]", knows_developer) for place, message in enumerate(said)]
     return list(map(_with_thinking, messages)) if thinks else messages
 
 
 def _message(said: object, param: str, knows_developer: bool) -> Message:
     if not isinstance(said, dict):
-        raise Refused(f"{param} must be an object, not {kind_of(said)}.", param=param)
+        raise ApiError(f"{param} must be an object, not {kind_of(said)}.", param=param)
     role = said.get("role")
     if not isinstance(role, str) or not role:
-        raise Refused(f"{param}.role must be a string.", param=f"{param}.role")
+        raise ApiError(f"{param}.role must be a string.", param=f"{param}.role")
     if role == "developer" and not knows_developer:
         role = "system"
     message = {**said, "role": role, "content": _content(said.get("content"), f"{param}.content")}
@@ -63,32 +63,32 @@ def _content(said: object, param: str) -> str:
     if isinstance(said, str):
         return said
     if not isinstance(said, list):
-        raise Refused(f"{param} must be a string or a list of parts, not {kind_of(said)}.", param=param)
+        raise ApiError(f"{param} must be a string or a list of parts, not {kind_of(said)}.", param=param)
     return "".join(_part(part, param) for part in said)
 
 
 def _part(part: object, param: str) -> str:
     if not isinstance(part, dict):
-        raise Refused(f"{param} holds a part that is {kind_of(part)}, not an object.", param=param)
+        raise ApiError(f"{param} holds a part that is {kind_of(part)}, not an object.", param=param)
     kind = part.get("type")
     if kind not in ("text", "refusal"):
         raise unsupported(f"{param} holds a part of type {str(kind)[:40]!r}; this model reads text only.", param)
     text = part.get(kind)
     if not isinstance(text, str):
-        raise Refused(f"{param} holds a part whose text is {kind_of(text)}, not a string.", param=param)
+        raise ApiError(f"{param} holds a part whose text is {kind_of(text)}, not a string.", param=param)
     return text
 
 
 def _tool_calls(said: object, param: str) -> list[Any]:
     if not isinstance(said, list):
-        raise Refused(f"{param} must be a list, not {kind_of(said)}.", param=param)
+        raise ApiError(f"{param} must be a list, not {kind_of(said)}.", param=param)
     return [_tool_call(call, param) for call in said]
 
 
 def _tool_call(call: object, param: str) -> Mapping[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(f"{param} must hold calls with a function that has a name.", param=param)
+        raise ApiError(f"{param} must hold calls with a function that has a name.", param=param)
     return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
 
 

@@ -11,18 +11,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..api.refusals import Refused, failed, unavailable
+from ..api.errors import ApiError, failed, unavailable
 from ..engine.requests import CallbackQueue, End, GenerationRequest, Token
 from ..sandbox.grammar import JsonConstraint
 from ..sandbox.schema_trials import too_complex
 from .tokens import Detokeniser
-from .tool_calls import Call, Reader
+from .tool_calls import Reader, ToolCall
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ScoredToken:
     """A token with its log probability and those it was chosen from. `offset` is where its text begins."""
 
     token: int
@@ -32,29 +32,29 @@ class Chosen:
 
 
 @dataclass(slots=True)
-class Piece:
+class OutputPiece:
     """What is new of an answer."""
 
     text: str = ""
-    chosen: list[Chosen] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    chosen: list[ScoredToken] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     reasoning: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.text or self.chosen or self.calls or self.reasoning)
 
-    def add(self, later: Piece) -> None:
+    def add(self, later: OutputPiece) -> None:
         self.text += later.text
         self.chosen += later.chosen
         self.calls += later.calls
         self.reasoning += later.reasoning
 
 
-class Voice:
+class OutputStream:
     """A listener for one ask. `on_piece` and `on_over` are called on the loop, `on_over` exactly once and last."""
 
     def __init__(
-        self, index: int, mailbox: CallbackQueue, detokeniser: Detokeniser, stops: StopFinder, reader: Reader | None
+        self, index: int, callbacks: CallbackQueue, detokeniser: Detokeniser, stops: StopFinder, reader: Reader | None
     ) -> None:
         self.index = index
         self.tokens = 0
@@ -62,28 +62,28 @@ class Voice:
         self.finish = ""
         """stop, length or tool_calls, once it is over."""
         self.end: End | None = None
-        self.error: Refused | None = None
-        self.on_piece: Callable[[Voice, Piece], None]
-        self.on_over: Callable[[Voice], None]
-        self.ask: GenerationRequest
-        self._mailbox = mailbox
+        self.error: ApiError | None = None
+        self.on_piece: Callable[[OutputStream, OutputPiece], None]
+        self.on_over: Callable[[OutputStream], None]
+        self.request: GenerationRequest
+        self._callbacks = callbacks
         self._detokeniser = detokeniser
         self._stops = stops
         self._reader = reader
         self._has_called = False
         self._is_silent = False
         # Tokens whose text is still held back, with where it begins and ends.
-        self._waiting: deque[tuple[Chosen, int]] = deque()
+        self._waiting: deque[tuple[ScoredToken, int]] = deque()
         self._heard_chars = 0
         self._let_out_chars = 0
 
     # --- called by the model's thread ---
 
     def on_token(self, token: Token) -> None:
-        self._mailbox.post(self._take, token)
+        self._callbacks.post(self._take, token)
 
     def on_end(self, end: End) -> None:
-        self._mailbox.post(self._close, end)
+        self._callbacks.post(self._close, end)
 
     # --- on the event loop ---
 
@@ -102,7 +102,7 @@ class Voice:
         except Exception:
             self._break()
         if self._stops.is_found:
-            self.ask.cancelled = True
+            self.request.cancelled = True
 
     def _close(self, end: End) -> None:
         if self._is_silent:
@@ -120,7 +120,7 @@ class Voice:
         self.on_over(self)
 
     def _say(self, text: str, is_last: bool = False) -> None:
-        piece = Piece(text, self._let_out(len(text), is_last))
+        piece = OutputPiece(text, self._let_out(len(text), is_last))
         if self._reader is not None:
             found = self._reader.add(text)
             if is_last:
@@ -132,11 +132,11 @@ class Voice:
 
     def _remember(self, token: Token, text: str) -> None:
         if token.logprob is not None:
-            chosen = Chosen(token.id, token.logprob, token.top, self._heard_chars)
+            chosen = ScoredToken(token.id, token.logprob, token.top, self._heard_chars)
             self._waiting.append((chosen, self._heard_chars + len(text)))
         self._heard_chars += len(text)
 
-    def _let_out(self, chars: int, is_last: bool) -> list[Chosen]:
+    def _let_out(self, chars: int, is_last: bool) -> list[ScoredToken]:
         """The tokens whose text is out by now, if only in part. Those behind a stop sequence never are."""
         self._let_out_chars += chars
         out = []
@@ -148,12 +148,12 @@ class Voice:
             out.append(self._waiting.popleft()[0])
         return out
 
-    def _error_of(self, end: End) -> Refused | None:
-        constraint = self.ask.constraint
+    def _error_of(self, end: End) -> ApiError | None:
+        constraint = self.request.constraint
         if isinstance(constraint, JsonConstraint) and constraint.problem is not None:
             return too_complex(constraint.param, f"the answer could not be held to it ({constraint.problem})")
         if end.is_memory:
-            return Refused(
+            return ApiError(
                 f"The device has too little memory for this request, even alone: {end.error}. Send less, or try again.",
                 status=503,
                 code="out_of_memory",
@@ -168,7 +168,7 @@ class Voice:
         """Our own mistake ends this sequence and no other."""
         _log.exception("an answer could not be read")
         self.error = failed("Something went wrong inside the worker.")
-        self.ask.cancelled = True
+        self.request.cancelled = True
 
 
 class StopFinder:

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from ..api.refusals import Refused, too_long, unavailable
+from ..api.errors import ApiError, too_long, unavailable
 from ..sandbox.deadline import DeadlineExceeded, run_with_deadline
 from ..sandbox.pool import SandboxPool, Stopped, TimedOut, Unavailable
 from ..sandbox.template_runner import Complaint, RenderedTooLong, TemplateRunner
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 
 
-class Template:
+class ChatTemplate:
     def __init__(self, text: Text, pool: SandboxPool, deadline_s: float = RENDER_DEADLINE_S) -> None:
         self._text = text
         self._folder = text.folder
@@ -58,7 +58,7 @@ class Template:
         What is sure to be more than `context` tokens is refused too.
         """
         if not self.source:
-            raise Refused(
+            raise ApiError(
                 f"{self._folder.name} has no chat template. Use /v1/completions, or add chat_template.jinja to it.",
                 code="no_chat_template",
             )
@@ -76,8 +76,8 @@ class Template:
         except Complaint as reason:
             raise self._failed(f"refused these messages: {reason}", 400) from reason
 
-    def _failed(self, why: str, status: int) -> Refused:
-        return Refused(
+    def _failed(self, why: str, status: int) -> ApiError:
+        return ApiError(
             f"The chat template of {self._folder.name} ({self._file()}) {why}",
             status=status,
             param="messages",

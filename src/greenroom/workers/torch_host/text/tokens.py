@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..api.refusals import Refused, too_long
+from ..api.errors import ApiError, too_long
 from ..failures import BadModel
 
 # Encoding so many characters takes about a millisecond; more of them go to a thread.
@@ -91,7 +91,7 @@ class Text:
                 return encode()
             return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
         except (UnicodeError, TypeError, ValueError) as error:
-            raise Refused(f"{param} cannot be encoded: {error}.", param=param) from error
+            raise ApiError(f"{param} cannot be encoded: {error}.", param=param) from error
 
     def detokeniser(
         self, before: Sequence[int] = (), spoken: Collection[int] = (), marks: Mapping[int, str] | None = None

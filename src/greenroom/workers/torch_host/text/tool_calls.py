@@ -31,19 +31,19 @@ _DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     name: str
     arguments: str
     """JSON, as the API wants it."""
 
 
 @dataclass(slots=True)
-class Found:
+class ParsedText:
     text: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     reasoning: str = ""
 
-    def add(self, later: Found) -> None:
+    def add(self, later: ParsedText) -> None:
         self.text += later.text
         self.calls += later.calls
         self.reasoning += later.reasoning
@@ -52,10 +52,10 @@ class Found:
 class Reader(Protocol):
     """Tells the parts of one answer apart as its text comes."""
 
-    def add(self, text: str) -> Found:
+    def add(self, text: str) -> ParsedText:
         """What is certain now."""
 
-    def end(self) -> Found:
+    def end(self) -> ParsedText:
         """No more comes: what was held back."""
 
 
@@ -75,18 +75,18 @@ class CallReader:
         self._mark = ""
         self._has_called = False
 
-    def add(self, text: str) -> Found:
+    def add(self, text: str) -> ParsedText:
         """The text and calls that are certain now."""
         self._held += text
-        found = Found()
+        found = ParsedText()
         # Each step but the last takes something away from what is held.
         while self._step(found):
             pass
         return found
 
-    def end(self) -> Found:
+    def end(self) -> ParsedText:
         """No more comes: what is held is a call if it can be read as one, else text."""
-        found, held = Found(), self._held
+        found, held = ParsedText(), self._held
         self._held = ""
         if self._place in (_Place.HERMES, _Place.REST):
             self._read(held, found, self._mark + held)
@@ -94,7 +94,7 @@ class CallReader:
             found.text = held
         return found
 
-    def _step(self, found: Found) -> bool:
+    def _step(self, found: ParsedText) -> bool:
         """Go on by one step; false when more text must come first."""
         if self._place is _Place.START:
             return self._begin()
@@ -114,7 +114,7 @@ class CallReader:
         self._place, self._mark = (_Place.REST if is_bare else _Place.TEXT), ""
         return True
 
-    def _pass_text(self, found: Found) -> bool:
+    def _pass_text(self, found: ParsedText) -> bool:
         at, mark = min(((at, mark) for mark in _MARKS if (at := self._held.find(mark)) >= 0), default=(-1, ""))
         if at < 0:
             keep = _hopeful(self._held)
@@ -126,7 +126,7 @@ class CallReader:
         self._place, self._mark = (_Place.HERMES if mark == _HERMES else _Place.REST), mark
         return True
 
-    def _close_call(self, found: Found) -> bool:
+    def _close_call(self, found: ParsedText) -> bool:
         inside, end, rest = self._held.partition(_HERMES_END)
         if not end:
             return False
@@ -144,7 +144,7 @@ class CallReader:
         self._place = _Place.TEXT
         return True
 
-    def _read(self, inside: str, found: Found, otherwise: str) -> None:
+    def _read(self, inside: str, found: ParsedText, otherwise: str) -> None:
         calls = parse_calls(inside)
         if calls and (self._mark or all(call.name in self._names for call in calls)):
             found.calls += calls
@@ -153,9 +153,9 @@ class CallReader:
             found.text += otherwise
 
 
-def parse_calls(text: str) -> list[Call]:
+def parse_calls(text: str) -> list[ToolCall]:
     """All calls written here one after another; none at all if anything else is written too."""
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     for part in text.split(_MISTRAL):
         at = _BETWEEN.match(part).end()  # type: ignore[union-attr]
         while at < len(part):
@@ -173,7 +173,7 @@ def parse_calls(text: str) -> list[Call]:
     return calls
 
 
-def _call(item: Any) -> Call | None:
+def _call(item: Any) -> ToolCall | None:
     if not isinstance(item, dict):
         return None
     inner = item.get("function")
@@ -183,7 +183,7 @@ def _call(item: Any) -> Call | None:
     if not isinstance(name, str) or not isinstance(arguments, dict | str):
         return None
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return Call(name, written)
+    return ToolCall(name, written)
 
 
 def _hopeful(text: str) -> int:

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..api.errors import ApiError
 from ..api.fields import Body, refuse
-from ..api.refusals import Refused
 
 TOOLS_MAX = 128
 
 
-class Form(enum.Enum):
+class CallFormat(enum.Enum):
     """How calls are written. Models differ; each is recognised whatever the template says, this is what it is told."""
 
     HERMES = "<tool_call>{json}</tool_call>"
@@ -43,7 +43,7 @@ class Tools:
         """What the template is told of; nothing where nothing may be called."""
         return self.definitions if self.may_be_called else ()
 
-    def forced_schema(self, form: Form) -> dict[str, Any] | None:
+    def forced_schema(self, form: CallFormat) -> dict[str, Any] | None:
         """What one call must look like where the caller wants one; None where the model may choose."""
         if not self.may_be_called or (self.choice != "required" and not self.is_named):
             return None
@@ -64,27 +64,27 @@ def read_tools(body: Body) -> Tools:
         function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or name not in names:
-            raise Refused(f"tool_choice names {name!r}, which is not among the tools.", param="tool_choice")
+            raise ApiError(f"tool_choice names {name!r}, which is not among the tools.", param="tool_choice")
         return Tools(definitions, names, name, is_named=True)
     if choice is None:
         choice = "auto" if definitions else "none"
     if choice not in ("none", "auto", "required"):
         refuse("tool_choice", "none, auto, required or an object that names a function", choice)
     if choice == "required" and not definitions:
-        raise Refused("tool_choice is required, but there are no tools.", param="tool_choice")
+        raise ApiError("tool_choice is required, but there are no tools.", param="tool_choice")
     return Tools(definitions, names, choice)
 
 
-def form_of(template: str) -> Form:
+def call_format_of(template: str) -> CallFormat:
     """The form a chat template teaches."""
     if "[TOOL_CALLS]" in template:
-        return Form.MISTRAL
-    return Form.HERMES if "<tool_call>" in template else Form.BARE
+        return CallFormat.MISTRAL
+    return CallFormat.HERMES if "<tool_call>" in template else CallFormat.BARE
 
 
-def new_call_id(form: Form) -> str:
+def new_call_id(form: CallFormat) -> str:
     """Mistral's templates refuse ids that do not have nine letters."""
-    return secrets.token_hex(5)[:9] if form is Form.MISTRAL else f"call_{secrets.token_hex(12)}"
+    return secrets.token_hex(5)[:9] if form is CallFormat.MISTRAL else f"call_{secrets.token_hex(12)}"
 
 
 def _as_list(said: object) -> list[Any]:
@@ -93,25 +93,25 @@ def _as_list(said: object) -> list[Any]:
     if not isinstance(said, list):
         refuse("tools", "a list", said)
     if len(said) > TOOLS_MAX:
-        raise Refused(f"At most {TOOLS_MAX} tools may be offered.", param="tools")
+        raise ApiError(f"At most {TOOLS_MAX} tools may be offered.", param="tools")
     return said
 
 
 def _checked(tool: object) -> Mapping[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(tool, dict) or tool.get("type", "function") != "function" or not isinstance(function, dict):
-        raise Refused('Each tool must be {"type": "function", "function": {…}}.', param="tools")
+        raise ApiError('Each tool must be {"type": "function", "function": {…}}.', param="tools")
     if not isinstance(function.get("name"), str) or not function["name"]:
-        raise Refused("Each tool's function must have a name.", param="tools")
+        raise ApiError("Each tool's function must have a name.", param="tools")
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         refuse("parameters of a tool", "a JSON schema", parameters)
     return {**tool, "type": "function"}
 
 
-def _call_schema(function: Mapping[str, Any], place: int, form: Form) -> dict[str, Any]:
+def _call_schema(function: Mapping[str, Any], place: int, form: CallFormat) -> dict[str, Any]:
     # The word Llama was taught; Hermes and Mistral say arguments.
-    word = "parameters" if form is Form.BARE else "arguments"
+    word = "parameters" if form is CallFormat.BARE else "arguments"
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, word: {"$ref": f"#/$defs/{_key(place)}"}},

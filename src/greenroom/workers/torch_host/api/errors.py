@@ -12,7 +12,7 @@ from typing import Any
 MESSAGE_CHARS_MAX = 2_048
 
 
-class Refused(Exception):
+class ApiError(Exception):
     """The request fails with this status. The message says what, which, and what to do."""
 
     def __init__(
@@ -35,22 +35,22 @@ class Refused(Exception):
         return json.dumps({"error": error}).encode()
 
 
-def too_long(message: str) -> Refused:
-    return Refused(message, code="context_length_exceeded")
+def too_long(message: str) -> ApiError:
+    return ApiError(message, code="context_length_exceeded")
 
 
-def failed(message: str) -> Refused:
+def failed(message: str) -> ApiError:
     """The model could not do it; nobody asked wrongly."""
-    return Refused(message, status=500, code="model_failed")
+    return ApiError(message, status=500, code="model_failed")
 
 
-def unavailable(message: str) -> Refused:
+def unavailable(message: str) -> ApiError:
     """The model is not there; another time it may be."""
-    return Refused(message, status=503, code="unavailable")
+    return ApiError(message, status=503, code="unavailable")
 
 
-def unsupported(message: str, param: str | None = None) -> Refused:
-    return Refused(message, param=param, code="unsupported")
+def unsupported(message: str, param: str | None = None) -> ApiError:
+    return ApiError(message, param=param, code="unsupported")
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))

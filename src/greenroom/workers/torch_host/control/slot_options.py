@@ -21,7 +21,7 @@ _Kind = TypeVar("_Kind", str, int, bool)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SlotOptions:
     slot: str
     model: str
     folder: Path
@@ -43,7 +43,7 @@ class Order:
     """The folder where it is remembered which files were found right."""
 
 
-def order_of(message: Mapping[str, Any]) -> Order:
+def read_slot_options(message: Mapping[str, Any]) -> SlotOptions:
     """Raises Failure that names the wrong field."""
     options = message.get("options") or {}
     if not isinstance(options, Mapping):
@@ -51,7 +51,7 @@ def order_of(message: Mapping[str, Any]) -> Order:
     device = _one(options, "device", str, "auto")
     if device not in DEVICES:
         raise Failure(f"device {device!r} is not known; choose one of {', '.join(DEVICES)}.")
-    return Order(
+    return SlotOptions(
         slot=_needed(message, "slot"),
         model=_needed(message, "model"),
         folder=Path(_needed(message, "path")),
