@@ -1,7 +1,7 @@
-"""What can go wrong in a worker, by kind, and whether the process can go on afterwards.
+"""The errors of a worker, by kind, and whether the process can go on afterwards.
 
-Owns the kinds the control protocol speaks of and the judgement on foreign exceptions. Never imports torch: its errors
-are known by their words, so that a worker without it can still say what is missing.
+Owns the kinds that the control protocol names, and how foreign exceptions are judged. Never imports torch: its errors
+are recognised by their text, so that a worker without it can still say what is missing.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from typing import ClassVar
 # The process ends with this after an error that leaves its CUDA context unusable.
 POISONED_EXIT = 70
 MESSAGE_MAX_CHARS = 600
-# After these words in an error of CUDA's nothing works any more in this process; running out of memory is none of them.
+# After a CUDA error with one of these texts nothing works any more in this process. Running out of memory is not one.
 _POISON_WORDS = ("cuda error", "device-side assert", "cublas_status", "cudnn_status", "unspecified launch failure")
-# Codes of the driver after which its context is lost: a hardware fault, and everything a kernel can do wrong.
+# Driver codes after which the context is lost: hardware faults and errors of kernels.
 _POISON_CODES = frozenset({214, 220, 226, 700, 702, 709, 710, *range(714, 720), 999})
-# A library that asks the driver itself says so in its own way: cuBLAS, for the first product of a new thread.
+# Libraries that allocate through the driver themselves have their own texts, such as cuBLAS in a new thread.
 _MEMORY_WORDS = ("out of memory", "cannot allocate memory", "not enough memory", "status_alloc_failed")
 _CHAIN_MAX = 8
 
 OnFatal = Callable[[BaseException, Callable[[], None]], None]
-"""Told of an error that the process does not survive, and how those who asked are told if it may have been theirs."""
+"""Called with an error that the process does not survive, and a function that reports it to the callers concerned."""
 
 
 class Failure(Exception):
-    """Something asked of this worker did not work. The message says what, which and what to do."""
+    """An operation of this worker failed. The message says what, which and what to do."""
 
     kind: ClassVar[str] = "failed"
 
 
 class BadModel(Failure):
-    """The model's files cannot be served: trying again changes nothing."""
+    """The model's files cannot be served; a retry changes nothing."""
 
     kind = "bad_model"
 
 
 class OutOfMemory(Failure):
-    """Device or host memory is too small for it now."""
+    """Device or host memory does not suffice now."""
 
     kind = "out_of_memory"
 
@@ -47,11 +47,11 @@ class UnknownSlot(Failure):
 
 
 class Cancelled(Failure):
-    """Nobody wants it any more."""
+    """The result is not wanted any more."""
 
 
 class Stuck(Failure):
-    """A thread computes and does not stop. What it computes with cannot be taken from it while the process lives."""
+    """A thread computes and does not stop. Its memory cannot be freed while the process lives."""
 
 
 class DriverError(Failure):
@@ -63,7 +63,7 @@ class DriverError(Failure):
 
 
 def translated(error: BaseException) -> Failure:
-    """The same error as one of ours."""
+    """The error as a Failure, for the gateway."""
     if isinstance(error, Failure):
         return error
     text = shortened(f"{type(error).__name__}: {error}")
@@ -71,7 +71,7 @@ def translated(error: BaseException) -> Failure:
 
 
 def told(error: BaseException) -> Failure:
-    """The same for who asked the model: words of foreign code may name files, processes or what others sent."""
+    """The error as a Failure, for a caller, without the text of foreign code: it may name files or other requests."""
     if isinstance(error, Failure):
         return error
     if is_memory(error):
@@ -80,13 +80,13 @@ def told(error: BaseException) -> Failure:
 
 
 def is_memory(error: BaseException) -> bool:
-    """Memory was asked for and not there."""
+    """True if an allocation failed."""
     words = str(error).lower()
     return isinstance(error, OutOfMemory | MemoryError) or any(word in words for word in _MEMORY_WORDS)
 
 
 def is_fatal(error: BaseException) -> bool:
-    """The CUDA context is lost, or a thread is: nothing in this process can be relied on any more."""
+    """True if the CUDA context or a thread is lost, so that nothing in this process can be relied on any more."""
     for cause in _chain(error):
         if isinstance(cause, Stuck):
             return True
@@ -100,7 +100,7 @@ def is_fatal(error: BaseException) -> bool:
 
 
 def shortened(text: str) -> str:
-    """One line, long enough to act on: engines like to answer with pages."""
+    """The text on one line, cut to MESSAGE_MAX_CHARS: engines may answer with pages."""
     line = " ".join(text.split())
     return line if len(line) <= MESSAGE_MAX_CHARS else line[: MESSAGE_MAX_CHARS - 1] + "…"
 

@@ -1,8 +1,8 @@
-"""The worker program: listens for its gateway, imports what takes long, then serves until the gateway hangs up.
+"""The worker program: listens for its gateway, imports the heavy packages, then serves until the gateway hangs up.
 
-Owns the start and the end of the process, and which thread does what: the main thread runs the loop of all HTTP
-sockets, another the control line, one more each slot. Exit codes: 0 the gateway hung up, 1 it was stuck, 2 an option
-was not understood, 3 a package is missing, 70 the device was lost.
+Owns the start and the end of the process, and which thread does what: the main thread runs the event loop of all HTTP
+sockets, another the control line, and each slot has one more. Exit codes: 0 the gateway hung up, 1 the loop was stuck,
+2 an option was not understood, 3 a package is missing, 70 the device was lost.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Final
 from .control.line import ControlLine, bound, listen
 
 NOT_INSTALLED: Final = 3
-# Threads that compute hand the interpreter over after this long: a wake must not wait for another model's steps.
+# A computing thread yields the interpreter after this long: a wake must not wait for another model's steps.
 SWITCH_INTERVAL_S: Final = 0.001
-# Foreign code can keep the interpreter to itself: one number raised to another may take hours. Where the loop does not
-# turn for this long the process ends, and its models wake in another. Nothing honest takes a tenth of it.
+# Foreign code can hold the interpreter: raising one number to another may take hours. If the loop does not turn for
+# this long, the process ends and its models wake in another. Nothing legitimate takes a tenth of it.
 STUCK_S: Final = 60.0
 BEATS_A_TIMEOUT: Final = 10
-# What nearly every model needs, imported before anyone waits for it.
+# Nearly every model needs these, so they are imported before the first slot opens.
 FIRST_IMPORTS: Final = (
     "torch",
     "transformers",
@@ -58,11 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         log.error("%s is missing in %s: pip install torch transformers h11", reason.name or reason, sys.executable)
         return NOT_INSTALLED
-    # Modules stay for good: looking through them again and again for garbage would only hold up those who compute.
+    # Modules stay for good. Collecting garbage among them again and again would only delay computations.
     gc.collect()
     gc.freeze()
     asyncio.run(_serve(listener))
-    # Threads may be deep in the device: they end with the process, and memory with them.
+    # Threads may be inside the driver. They end with the process, and their memory with them.
     with suppress(OSError):
         os.unlink(asked.control)
     logging.shutdown()
@@ -70,17 +70,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_ours(module: str | None) -> bool:
-    """A module of this package: that it cannot be imported is our mistake, and nothing to be installed helps."""
+    """True for a module of this package: if it cannot be imported, that is a bug, which no installation mends."""
     return f"{module}.".startswith(f"{__package__}.")
 
 
 async def _serve(listener: socket.socket) -> None:
-    """Run the loop of all sockets until the gateway has hung up."""
+    """Run the event loop until the gateway has hung up."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     threading.Thread(target=_control, args=(listener, loop, ended), name="control", daemon=True).start()
     while not ended.is_set():
-        # A thread of C waits for it, which needs no interpreter. It says on stderr where every thread stands.
+        # The timer is a C thread, which needs no interpreter. It prints the stack of every thread to stderr.
         faulthandler.dump_traceback_later(STUCK_S, exit=True)
         with suppress(TimeoutError):
             async with asyncio.timeout(STUCK_S / BEATS_A_TIMEOUT):
@@ -94,7 +94,7 @@ def _control(listener: socket.socket, loop: asyncio.AbstractEventLoop, ended: as
 
     try:
         connection, _ = listener.accept()
-        # There is one gateway. Whoever else comes is not heard.
+        # There is one gateway. No other connection is accepted.
         listener.close()
         bound(connection)
         resources = WorkerResources(loop, on_fatal=lambda error, say: slots.lost(error, say))
@@ -106,14 +106,14 @@ def _control(listener: socket.socket, loop: asyncio.AbstractEventLoop, ended: as
 
 
 def _settle() -> None:
-    """Plain lines to stderr, signals as they come by default, and no model fetched from anywhere."""
+    """Log plain lines to stderr, take signals as by default, and never download a model."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
-    # Threads that wait for one another would else keep processors busy for it, and beside any other busy process wait
-    # for each other's turn. Read when torch is imported; whoever knows better says so in the model's `env`.
+    # By default, OpenMP threads that wait for each other spin. Beside any other busy process they then wait for each
+    # other's time slice. Read when torch is imported; a model's `env` may say otherwise.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Whether there is a GPU is asked without touching CUDA: which ones it may see is only told with the first slot.
+    # Look for GPUs without initialising CUDA: which ones this process may see comes with the first slot only.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

@@ -1,7 +1,7 @@
-"""Puts the sequences of one request on stage and sends what they say, whole or as a stream.
+"""Runs the sequences of one request and sends their output, whole or as a stream.
 
-Owns the life of a request's asks: whatever happens, none goes on for a caller that is gone. How an answer is written is
-a `Dialect`: chat and completions are the two.
+Owns the life of these sequences: whatever happens, none goes on for a caller that is gone. A `Dialect` writes the
+answer: one for chat, one for completions.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ Usage = Mapping[str, Any]
 
 
 class Dialect(Protocol):
-    """One endpoint's way of writing. Bytes are events of a stream, ready to be sent."""
+    """How one endpoint writes answers. Bytes are events of a stream, ready to be sent."""
 
     def opening(self, index: int) -> bytes | None:
-        """What a choice says before its first token."""
+        """The event before the first token of a choice, if there is one."""
 
     def events(self, index: int, piece: OutputPiece) -> list[bytes]: ...
 
     def finish(self, index: int, reason: str) -> bytes: ...
 
     def usage(self, usage: Usage) -> bytes:
-        """The event after the last choice, where the caller wants it."""
+        """The event after the last choice, if the caller asked for it."""
 
     def whole(self, pieces: Sequence[OutputPiece], reasons: Sequence[str], usage: Usage) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What is performed for one request: its sequences, in the order of their choices, and what their prompts cost."""
+    """The sequences of one request, in the order of their choices, and the sizes of its prompts."""
 
     outputs: Sequence[OutputStream]
     prompts: Sequence[int]
@@ -66,7 +66,7 @@ async def answer_stream(
     for output in generation.outputs:
         output.on_piece = stream.say
     await generate(engine, generation, stream)
-    # A client that is slow to the end gets what was joined for it now.
+    # A slow client gets what was joined for it now.
     stream.flush()
     if tells_usage:
         stream.send(dialect.usage(usage_of(generation)))
@@ -75,7 +75,7 @@ async def answer_stream(
 
 
 class _Stream:
-    """The events of all choices. While the client does not keep up, what a choice says is joined to one event."""
+    """The events of all choices. While the client does not keep up, the output of a choice is joined to one event."""
 
     def __init__(self, dialect: Dialect, answer: Answer, generation: Generation) -> None:
         self._dialect = dialect
@@ -103,8 +103,8 @@ class _Stream:
             self._write(index, piece)
 
     def send(self, event: bytes) -> None:
-        # The head goes out with the first word: what was reused is known by then, and an error before it still has a
-        # status of its own.
+        # The head goes out with the first event: by then the cached tokens are known, and an error before it still
+        # gets a status of its own.
         if not self._answer.has_begun:
             self._answer.begin_events(cache_headers_of(self._score))
         self._answer.event(event)
@@ -123,7 +123,7 @@ class _Stream:
 
 
 async def generate(engine: InferenceEngine, generation: Generation, stream: _Stream | None = None) -> None:
-    """Submit all sequences and wait until all are over. Raises the first error of one; ends the others then."""
+    """Submit all sequences and wait until all are over. Raises the first error of one and ends the others."""
     over = asyncio.get_running_loop().create_future()
     left = len(generation.outputs)
 
@@ -135,7 +135,7 @@ async def generate(engine: InferenceEngine, generation: Generation, stream: _Str
             if stream is not None:
                 stream.over(output)
         except Exception as mistake:
-            # Whoever waits hears of it; nobody waits for ever.
+            # Raised from `over`, which would never be set otherwise.
             error = mistake
         if not over.done() and error is not None:
             over.set_exception(error)
@@ -160,7 +160,7 @@ async def generate(engine: InferenceEngine, generation: Generation, stream: _Str
 
 
 def usage_of(generation: Generation) -> Usage:
-    """Each prompt counts once, however many choices were made from it."""
+    """Each prompt counts once, however many choices it has."""
     prompt, completion = sum(generation.prompts), sum(output.tokens for output in generation.outputs)
     return {
         "prompt_tokens": prompt,
@@ -171,13 +171,13 @@ def usage_of(generation: Generation) -> Usage:
 
 
 def headers_of(generation: Generation) -> Mapping[str, str]:
-    """What is known of an answer once it is complete."""
+    """The headers of a complete answer."""
     compute_s = sum(output.end.compute_s for output in generation.outputs if output.end is not None)
     return {**cache_headers_of(generation), "x-gpu-time-ms": str(round(1000 * compute_s))}
 
 
 def cache_headers_of(generation: Generation) -> Mapping[str, str]:
-    """None at all while a prompt of several still waits for its place: nothing wrong is said, and nobody is held up."""
+    """Empty while any of several prompts still waits for its place in the batch: the answer does not wait for it."""
     reused = _reused(generation)
     if reused is None:
         return {}
@@ -185,7 +185,7 @@ def cache_headers_of(generation: Generation) -> Mapping[str, str]:
 
 
 def _reused(generation: Generation) -> int | None:
-    """Tokens nobody had to compute: those the first choice of each prompt found. The others find that prompt itself."""
+    """Cached tokens of the first choice of each prompt; the other choices reuse that prompt. None: not known yet."""
     choices = max(len(generation.outputs) // max(len(generation.prompts), 1), 1)
     known = [output.request.cached_tokens for output in generation.outputs[::choices]]
     found = [tokens for tokens in known if tokens is not None]

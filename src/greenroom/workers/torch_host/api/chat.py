@@ -1,6 +1,6 @@
 """`/v1/chat/completions`: a conversation in, the next message out.
 
-Owns how a request of this kind becomes sequences. Writing the answer is `chat_written.py`'s.
+Owns how such a request becomes sequences, and how the answer is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .sampling_params import LOGPROBS_MAX, read_sampling_params
 
 
 async def chat(model: ModelContext, body: Body, origin: Origin, answer: Answer) -> None:
-    """Answer this conversation. Raises Refused before anything was sent, or out of a stream that has begun."""
+    """Answer this conversation. Raises ApiError, before anything was sent or from a stream that has begun."""
     logprobs = _logprobs(body)
     params = read_sampling_params(body, logprobs, model.engine.limits.choices)
     tools = read_tools(body)
@@ -49,7 +49,7 @@ async def chat(model: ModelContext, body: Body, origin: Origin, answer: Answer) 
 
 
 def _reading(model: ModelContext, tools: Tools, is_held: bool) -> OutputFormat:
-    """How the answer is read. One that is held to a schema has no marks of any format."""
+    """How the answer is parsed. One that follows a schema has no marks of any format."""
     names = tools.names if tools.may_be_called else frozenset()
     if model.harmony is not None and not is_held:
         return OutputFormat(lambda: HarmonyReader(names), marks=model.harmony.marks, stops=model.harmony.stops)
@@ -68,7 +68,7 @@ def _logprobs(body: Body) -> int | None:
 
 
 async def _constraint(model: ModelContext, body: Body, tools: Tools) -> JsonConstraint | None:
-    """A tool that must be called is a schema like any other; it comes before the answer's own."""
+    """A tool that must be called is a schema too; it takes precedence over response_format."""
     forced = tools.forced_schema(call_format_of(model.template.source))
     if forced is not None:
         return await model.grammars.constraint(forced, strict=False, param="tools")
@@ -105,7 +105,7 @@ class ChatDialect:
         self._id = new_id("chatcmpl")
         self._created = int(time.time())
         self._model = model
-        # With include_usage, every event but the last says that there is none yet.
+        # With include_usage, every event but the last has a null usage.
         self._usage_part: dict[str, Any] = {"usage": None} if tells_usage else {}
         self._calls_said: dict[int, int] = {}
         chunk = encoded({**self._top("chat.completion.chunk"), **self._usage_part})
@@ -183,7 +183,7 @@ class ChatDialect:
         return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
 
 
-# What the API itself says for a token that could not have come; JSON has no infinity.
+# What the OpenAI API itself reports for an impossible token: JSON has no infinity.
 LOGPROB_MIN = -9999.0
 
 

@@ -1,6 +1,6 @@
-"""`/v1/completions`: text or tokens in, their continuation out. The older endpoint, with shapes of its own.
+"""`/v1/completions`: text or tokens in, their continuation out. The older endpoint, with its own shapes.
 
-Owns how a request of this kind becomes sequences, and how the answer is written.
+Owns how such a request becomes sequences, and how the answer is written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .sampling_params import LOGPROBS_MAX, SEQUENCES_MAX, read_sampling_params
 
 
 async def complete(model: ModelContext, body: Body, origin: Origin, answer: Answer) -> None:
-    """Answer with continuations. Raises Refused before anything was sent, or out of a stream that has begun."""
+    """Answer with continuations. Raises ApiError, before anything was sent or from a stream that has begun."""
     logprobs = integer(body, "logprobs", 0, LOGPROBS_MAX)
     params = read_sampling_params(body, logprobs, model.engine.limits.choices)
     echoes = boolean(body, "echo")
@@ -43,7 +43,7 @@ async def complete(model: ModelContext, body: Body, origin: Origin, answer: Answ
 
 
 def _echo(model: ModelContext, prompts: Sequence[Sequence[int]], choices: int) -> list[str]:
-    """What each choice says first. No stop sequence is looked for in it, and none of its tokens was chosen."""
+    """The prompt as the beginning of each choice. Stop sequences and logprobs do not apply to it."""
     special = model.text.special
     texts = [model.text.decode([token for token in prompt if token not in special]) for prompt in prompts]
     return [text for text in texts for _ in range(choices)]
@@ -113,6 +113,6 @@ class CompletionDialect:
         }
 
     def _text(self, token: int) -> str:
-        """Its letters; bytes that are no whole character are spelled out, so that different tokens stay different."""
+        """The token's text. Bytes of incomplete characters are escaped, so that different tokens stay different."""
         text, raw = self._speller.spell(token)
         return text if "\ufffd" not in text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -1,6 +1,6 @@
 """`/v1/embeddings`: texts in, vectors out, as numbers or as base64 of little-endian floats.
 
-Owns this endpoint, and which prompt stands before a text. Pooling and normalising are the model's side.
+Owns this endpoint, and which prompt goes before a text. Pooling and normalising are done by the engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DIMENSIONS_MAX = 1_048_576
 
 
 async def embed(model: ModelContext, sentence: SentenceConfig, body: Body, answer: Answer) -> None:
-    """Answer with one vector for each input. Raises Refused."""
+    """Answer with one vector for each input. Raises ApiError."""
     dimensions = _dimensions(model, body)
     form = body.get("encoding_format") or "float"
     if form not in ("float", "base64"):
@@ -40,12 +40,12 @@ async def embed(model: ModelContext, sentence: SentenceConfig, body: Body, answe
     if dimensions is not None:
         vectors = [_cut(vector, dimensions, sentence.normalizes) for vector in vectors]
     tokens = sum(map(len, inputs))
-    # A thousand long vectors are many megabytes of text: not written on the loop.
+    # A thousand long vectors are many megabytes of JSON, which a thread writes.
     answer.whole(200, await asyncio.to_thread(_written, model.name, vectors, form == "base64", tokens))
 
 
 def _prompt(model: ModelContext, sentence: SentenceConfig, body: Body, inputs: Sequence[Any]) -> str:
-    """What stands before every text: the prompt that is asked for by its name, else the model's own choice."""
+    """The text before every input: the prompt that `prompt_name` names, else the model's default."""
     name = body.get("prompt_name")
     if name is None:
         return sentence.default_prompt
@@ -60,7 +60,7 @@ def _prompt(model: ModelContext, sentence: SentenceConfig, body: Body, inputs: S
 
 
 async def _prompt_tokens(model: ModelContext, prompt: str) -> int:
-    """Tokens at the beginning of a text that are the prompt's, special ones before it included."""
+    """How many tokens of a text belong to the prompt, special tokens before it included."""
     if not prompt:
         return 0
     tokens = await model.text.encode(prompt, True, model.engine.context, "prompt_name")
@@ -71,7 +71,7 @@ async def _embedded(model: ModelContext, inputs: Sequence[Sequence[int]], skippe
     future: asyncio.Future[Vectors] = asyncio.get_running_loop().create_future()
 
     def settle(result: Vectors | Exception) -> None:
-        # A caller that left has cancelled it already.
+        # A caller that left has cancelled it.
         if future.done():
             return
         if isinstance(result, Exception):
@@ -99,7 +99,7 @@ def _dimensions(model: ModelContext, body: Body) -> int | None:
 
 
 def _cut(vector: list[float], dimensions: int, normalizes: bool) -> list[float]:
-    """The first numbers, of length one again where the whole vector is."""
+    """The first numbers, normalised again if the whole vector is."""
     cut = vector[:dimensions]
     if not normalizes or len(cut) == len(vector):
         return cut

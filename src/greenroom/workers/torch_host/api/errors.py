@@ -1,6 +1,6 @@
-"""Why a request gets no answer, in the words of the OpenAI API.
+"""The errors of this API, as OpenAI's clients expect them.
 
-Owns the one shape of an error body. The worker cannot use the gateway's error tree: it imports nothing of greenroom.
+Owns the shape of an error body. The worker cannot use the gateway's error tree: it imports nothing of greenroom.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def too_long(message: str) -> ApiError:
 
 
 def failed(message: str) -> ApiError:
-    """The model could not do it; nobody asked wrongly."""
+    """The model failed at a valid request."""
     return ApiError(message, status=500, code="model_failed")
 
 
 def unavailable(message: str) -> ApiError:
-    """The model is not there; another time it may be."""
+    """The model cannot answer now; a retry may work."""
     return ApiError(message, status=503, code="unavailable")
 
 

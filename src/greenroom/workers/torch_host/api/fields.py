@@ -1,6 +1,6 @@
 """Reads fields of a JSON body: each is absent, or of the right type and in its range, or refused by name.
 
-Owns how wrong input is told. A field that is null counts as absent, as in the OpenAI API. Never knows an endpoint.
+Owns the error messages for wrong input. A null field counts as absent, as in the OpenAI API. Never knows an endpoint.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from .errors import ApiError
 
 Body = Mapping[str, Any]
 
-# Things in one body, by the marks that part them; those that cost Python more count twice. It reads JSON without
-# handing over, in a thread too, so that every stream of this process waits meanwhile: a quarter of a second for so
-# many, which are more tokens than any one request needs.
+# Elements in one body, counted by their separators; those that cost Python more count twice. Python parses JSON without
+# yielding, even in a thread, so every stream of this process waits meanwhile: a quarter of a second for this many. No
+# request needs as many tokens.
 ELEMENTS_MAX = 2**20
-# And by their length: a number of thousands of digits is one thing.
+# Their length is bounded too: a number of thousands of digits is one element.
 BARE_BYTES_MAX = 8 * 2**20
-# Digits Python makes a number of; more would take it long.
+# Python refuses to convert longer numbers, because that takes long.
 DIGITS_MAX = 4_000
 NAME_CHARS_MAX = 64
-# Only an escaped half of a pair can make text that is no Unicode; bodies without one need no second look.
+# Only an escaped surrogate can make text that is not Unicode; bodies without one need no second look.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a request. Raises Refused for anything else."""
+    """The JSON object of a request. Raises ApiError for anything else."""
     if _is_too_much(raw) and _is_too_much(_outside_texts(raw)):
         raise ApiError(
             f"The body holds more than {ELEMENTS_MAX:,} elements, or {BARE_BYTES_MAX:,} bytes beside its texts. Send "
@@ -58,7 +58,7 @@ def _is_too_much(raw: bytes) -> bool:
 
 
 def _outside_texts(raw: bytes) -> bytes:
-    """What stands between the texts of a body; all of it where there are more texts than elements may be."""
+    """The body without its strings; the whole body if it has more strings than elements are allowed."""
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     return raw if plain.count(b'"') > 2 * ELEMENTS_MAX else b"".join(plain.split(b'"')[::2])
 
@@ -69,7 +69,7 @@ def number(body: Body, name: str, default: float, low: float, high: float) -> fl
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
         refuse(name, "a number", value)
-    # Compared before it is made a float: an integer may be too large for one.
+    # Compared before the conversion: an integer may be too large for a float.
     if not low <= value <= high or not math.isfinite(value):
         raise ApiError(f"{name} must be between {low:g} and {high:g}.", param=name)
     return float(value)
@@ -109,7 +109,7 @@ def refuse(name: str, wanted: str, value: object) -> NoReturn:
 
 
 def kind_of(value: object) -> str:
-    """What a JSON value is, in words."""
+    """The type of a JSON value, in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -119,7 +119,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _no_number(raw: bytes) -> ApiError:
-    """Which field holds what Python reads as a number and JSON does not, or a number that it does not read."""
+    """The error for a number that JSON does not have or Python does not convert; names the field that holds it."""
     odd = object()
 
     def whole(digits: str) -> object:
@@ -139,7 +139,7 @@ def _no_number(raw: bytes) -> ApiError:
 
 
 def _holds(value: object, odd: object) -> bool:
-    """Whether this is somewhere in a JSON value."""
+    """True if this object is somewhere in a JSON value."""
     unseen = [value]
     while unseen:
         one = unseen.pop()

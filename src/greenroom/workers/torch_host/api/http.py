@@ -27,7 +27,7 @@ BACKLOG = 512
 REQUEST_TIMEOUT_S = 60.0
 # What may be sent ahead while a request is answered. We keep reading, because only then we learn that the client left.
 AHEAD_BYTES_MAX = 64 * 1024
-# Above this many unsent bytes an answer is choked: streams then join what they have to say.
+# Above this many unsent bytes an answer is choked: streams then join their events.
 UNSENT_BYTES_MAX = 256 * 1024
 CLOSE_TIMEOUT_S = 5.0
 HEAD_BYTES_MAX = 64 * 1024
@@ -52,7 +52,7 @@ class Request:
 
 
 class Answer:
-    """What is sent back for one request. Sending to a client that has left does nothing."""
+    """The response to one request. Sending to a client that has left does nothing."""
 
     def __init__(self, transport: asyncio.Transport, keeps_alive: bool) -> None:
         self._transport = transport
@@ -61,7 +61,7 @@ class Answer:
         self.is_over = False
         self.is_choked = False
         self.on_relief: Callable[[], None] = _nothing
-        """Called when the client has caught up after the answer was choked."""
+        """Called when the client has caught up."""
 
     def whole(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         length = {"content-type": "application/json", "content-length": str(len(body))}
@@ -82,7 +82,7 @@ class Answer:
         self.is_over = True
 
     def refuse(self, error: ApiError) -> None:
-        """The error as the answer, or as the last event of a stream that has begun."""
+        """Send the error as the answer, or as the last event of a stream that has begun."""
         if not self.has_begun:
             self.whole(error.status, error.body())
         elif not self.is_over:
@@ -105,7 +105,7 @@ Handler = Callable[[Request, Answer], Awaitable[None]]
 
 
 class HttpServer:
-    """The listening socket and everyone connected to it."""
+    """The listening socket and its connections."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -114,14 +114,14 @@ class HttpServer:
         self._path: Path | None = None
 
     async def open(self, socket_path: Path) -> None:
-        """Listen here; only this user may connect. A socket left behind by another is replaced."""
+        """Listen here; only this user may connect. A stale socket is replaced."""
         loop = asyncio.get_running_loop()
         self._listening = await loop.create_unix_server(self._connected, str(socket_path), backlog=BACKLOG)
         self._path = socket_path
         os.chmod(socket_path, 0o600)
 
     async def close(self) -> None:
-        """Stop listening and cut everyone off. Returns when nothing of it runs any more."""
+        """Stop listening and cut all connections. Returns when their handlers have ended, or after CLOSE_TIMEOUT_S."""
         if self._listening is not None:
             self._listening.close()
         if self._path is not None:
@@ -162,7 +162,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def eof_received(self) -> bool:
-        """Nobody sends half a goodbye here: who stops sending has left."""
+        """The client has left: the gateway never closes only its sending side."""
         self._transport.abort()
         return False
 
@@ -190,7 +190,7 @@ class _Connection(asyncio.Protocol):
         return self._task
 
     def _advance(self) -> None:
-        """Begin with the next request if it is complete."""
+        """Start the next request if it is complete."""
         try:
             request = self._reader.next_request()
         except ApiError as error:
@@ -230,7 +230,7 @@ class _Connection(asyncio.Protocol):
             self._advance()
 
     def _refuse_all(self, error: ApiError) -> None:
-        """Answer what cannot be understood, and end the connection: nothing after it can be trusted."""
+        """Answer with this error and close the connection: its next bytes cannot be trusted."""
         self._stop_deadline()
         Answer(self._transport, keeps_alive=False).refuse(error)
         self._transport.close()
@@ -265,7 +265,7 @@ class RequestReader:
         self._unread += data
 
     def next_request(self) -> Request | None:
-        """The next complete request, or None while bytes are missing. Raises Refused for what is not HTTP."""
+        """The next complete request, or None while bytes are missing. Raises ApiError for what is not HTTP."""
         self._hand_over()
         try:
             while not isinstance(event := self._http.next_event(), h11.EndOfMessage):
@@ -331,7 +331,7 @@ class RequestReader:
 
 
 def _headers(head: h11.Request) -> Mapping[str, str]:
-    """The headers, by name. Raises Refused for a head that h11 accepts and we do not."""
+    """The headers, by name. Raises ApiError for a head that h11 accepts and we do not."""
     # h11's own sequence of headers is slow to walk, so it is walked once.
     pairs = list(head.headers)
     if len(pairs) > HEADERS_MAX:

@@ -1,6 +1,6 @@
-"""Everything one model's endpoints share: its tokenizer, its template, its performer, and where a request comes from.
+"""What one model's endpoints share: its tokenizer, its chat template, its engine, and where a request comes from.
 
-Owns how prompts and wishes become sequences for the performer.
+Owns how prompts and sampling parameters become sequences for the engine.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .errors import ApiError, new_id
 from .sampling_params import SEQUENCES_MAX, SamplingParams
 
 CACHE_MODES = ("prefix", "none", "auto")
-# Of a token that does not exist so much is repeated.
+# An unknown token is repeated in the error up to this length.
 TOKEN_DIGITS_MAX = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Whose request it is, as the gateway says in headers: cached prefixes are shared within these only."""
+    """Tenant and cache tag of a request, from the gateway's headers. Cached prefixes are shared within both only."""
 
     tenant: str
     tag: str
@@ -44,16 +44,16 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """How the text of an answer is read."""
+    """How the tokens of an answer become text, calls and reasoning."""
 
     reader: Callable[[], Reader | None] = lambda: None
-    """Makes what tells its parts apart, for each choice anew."""
+    """Makes the parser of one choice."""
     spoken: Collection[int] = ()
-    """Special tokens that are part of the text."""
+    """Special tokens that appear in the text."""
     marks: Mapping[int, str] = field(default_factory=dict)
-    """Special tokens that the reader must see, as it sees them."""
+    """Special tokens that the parser needs, and the text that stands for each."""
     stops: Collection[int] = ()
-    """Tokens that end the answer besides those that the model's files name."""
+    """Tokens that end the answer, besides those that the model's files name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,14 @@ class ModelContext:
     grammars: Grammars
     callbacks: CallbackQueue
     harmony: Harmony | None
-    """The format of its answers, if it is this one."""
+    """Set if its answers are in the Harmony format."""
     sentence: SentenceConfig | None
-    """How its embeddings are made; None: it writes text."""
+    """How its embeddings are made. None: it generates text."""
     dimensions: Collection[int]
-    """Lengths its vectors may be cut to, for models that were trained for it."""
+    """Lengths that its vectors may be cut to, if it was trained for that."""
 
     def check(self, tokens: Sequence[int], param: str) -> None:
-        """Raises Refused for a token that the loaded weights do not have: many tokenizers name more than there are."""
+        """Raises ApiError for a token that the loaded weights do not have: many tokenizers name more than there are."""
         unknown = self.engine.limits.unknown(tokens)
         if unknown is None:
             return
@@ -94,7 +94,7 @@ class ModelContext:
         reading: OutputFormat | None = None,
         continues: bool = False,
     ) -> Generation:
-        """Sequences for every choice of every prompt. `continues`: the answer goes on in the middle of the text."""
+        """Sequences for every choice of every prompt. `continues`: the answer continues the prompt's own text."""
         if len(prompts) * params.choices > SEQUENCES_MAX:
             raise ApiError(f"At most {SEQUENCES_MAX} answers may be asked for at once.", param="n")
         rooms = [params.room(len(prompt), self.engine.context) for prompt in prompts]

@@ -1,6 +1,6 @@
-"""Inputs as older endpoints take them: a text, tokens, or a list of either. They become lists of tokens.
+"""Inputs of completions and embeddings: a text, tokens, or a list of either. They become lists of tokens.
 
-Owns the four shapes for completions and embeddings.
+Owns these four shapes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .model_context import ModelContext
 
 
 def inputs_of(body: Body, name: str, inputs_max: int) -> list[Any]:
-    """What stands for each input, in order. Raises Refused."""
+    """The inputs of this field, in order. Raises ApiError."""
     said = body.get(name)
     if said is None:
         raise ApiError(f"{name} is missing.", param=name)
@@ -28,14 +28,14 @@ def inputs_of(body: Body, name: str, inputs_max: int) -> list[Any]:
 async def read_inputs(
     model: ModelContext, inputs: Sequence[Any], name: str, *, before: str = "", truncates: bool = False
 ) -> list[list[int]]:
-    """The tokens of each input, in order: of texts with `before` in front. Raises Refused.
+    """The tokens of each input, in order; `before` is put in front of texts. Raises ApiError.
 
-    With `truncates` those that are too long are cut.
+    With `truncates`, inputs that are too long are cut.
     """
     found = []
     for one in inputs:
         found.append(await _tokens(model, one, name, before, truncates))
-        # Each takes a millisecond at most, and there may be thousands: streams of others go on in between.
+        # Each takes a millisecond at most, and there may be thousands: other streams go on in between.
         await asyncio.sleep(0)
     return found
 

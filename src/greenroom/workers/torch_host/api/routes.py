@@ -1,7 +1,7 @@
 """One model's OpenAI API on a Unix socket.
 
-Owns the routes and what they need. `serve_text` opens it; it stays open while the model sleeps, and it is the gateway
-that sends nothing then.
+Owns the routes and what they need. `serve_text` opens the socket. It stays open while the model sleeps; the gateway
+sends no requests then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .fields import parse_body
 from .http import Answer, HttpServer, Request
 from .model_context import ModelContext, Origin
 
-# Bodies larger than this are read in a thread, so that streams of others go on meanwhile.
+# Larger bodies are parsed in a thread, so that other streams go on meanwhile.
 INLINE_BODY_BYTES_MAX = 64 * 1024
 
 _POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
@@ -36,7 +36,7 @@ _GETS = ("/health", "/v1/models")
 
 
 class Api:
-    """Handles requests. To be made on the loop that serves it."""
+    """Handles requests. To be created on the loop that serves it."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Api:
 
 
 class ModelServer(HttpServer):
-    """An API that is open; closing it cuts everyone off and cancels their asks."""
+    """An open API. Closing it cuts all connections and cancels their sequences."""
 
     def __init__(self, api: Api) -> None:
         super().__init__(api.handle)
@@ -124,7 +124,7 @@ async def serve_text(
     sentence: SentenceConfig | None = None,
     template_deadline_s: float = RENDER_DEADLINE_S,
 ) -> ModelServer:
-    """Serve the model's API here until it is closed. Raises OSError for a path nobody can listen on."""
+    """Serve the model's API here until it is closed. Raises OSError if the path cannot be listened on."""
     api = Api(
         text,
         engine,
@@ -146,6 +146,6 @@ async def _body(raw: bytes) -> dict[str, Any]:
 
 
 def _dimensions(folder: Path) -> frozenset[int]:
-    """What a model that was trained for shorter vectors says about it."""
+    """The vector lengths that the model was trained for, besides its full one."""
     said = read_config(folder / "config.json").get("matryoshka_dimensions")
     return frozenset(size for size in said if isinstance(size, int)) if isinstance(said, list) else frozenset()

@@ -1,6 +1,6 @@
-"""What a request wishes of the answer besides its prompt: how to choose tokens, where to stop, how many answers.
+"""The sampling parameters of a request: how tokens are chosen, where to stop, how many answers there are.
 
-Owns the ranges of these fields, for chat and completions alike. Fields nobody here knows are ignored.
+Owns the ranges of these fields, for chat and completions alike. Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from .fields import Body, boolean, integer, mapping, number, refuse
 
 STOPS_MAX = 16
 STOP_CHARS_MAX = 256
-# Sequences of one request, all prompts and choices together: what a large batch holds.
+# Sequences of one request, all prompts and choices together; a large batch holds as many.
 SEQUENCES_MAX = 128
 LOGPROBS_MAX = 20
 BIASES_MAX = 1_024
 TEMPERATURE_MAX = 100.0
 TOKENS_MAX = 2**31
-# Nothing at all is more likely than the likeliest token: a smaller share of the probability would leave no choice.
+# A smaller share of the probability would leave no token to choose from.
 TOP_P_MIN = 1e-6
 _SEED_MASK = 2**63 - 1
 
@@ -33,12 +33,12 @@ class SamplingParams:
     max_tokens: int | None
     streams: bool
     tells_usage: bool
-    """A stream ends with an event that holds its usage."""
+    """The stream ends with a usage event."""
     ignores_end: bool
-    """Go on after the model's own end, up to max_tokens: for measuring."""
+    """Go on after the model's end token, up to max_tokens: for measuring."""
 
     def room(self, prompt_tokens: int, context: int) -> int:
-        """Tokens the answer may have. Raises Refused if the prompt leaves none."""
+        """How many tokens the answer may have. Raises ApiError if the prompt leaves none."""
         left = context - prompt_tokens
         if left < 1:
             raise too_long(
@@ -48,7 +48,7 @@ class SamplingParams:
         return left if self.max_tokens is None else min(self.max_tokens, left)
 
     def sampling_of(self, choice: int) -> Sampling:
-        """Each choice has a seed of its own: the same one would say the same."""
+        """Each choice gets its own seed: the same seed would give the same answer."""
         seed = self.sampling.seed
         if seed is None or choice == 0:
             return self.sampling
@@ -56,7 +56,7 @@ class SamplingParams:
 
 
 def read_sampling_params(body: Body, logprobs: int | None, vocabulary: int) -> SamplingParams:
-    """The wishes of a body. `logprobs` is read by the endpoint: the two shapes of it differ. Raises Refused."""
+    """The parameters of a body. The endpoint reads `logprobs`, which has two shapes. Raises ApiError."""
     streams = boolean(body, "stream")
     return SamplingParams(
         sampling=_sampling(body, logprobs, vocabulary),
@@ -74,7 +74,7 @@ def _sampling(body: Body, logprobs: int | None, vocabulary: int) -> Sampling:
     return Sampling(
         temperature=number(body, "temperature", 1.0, 0.0, TEMPERATURE_MAX),
         top_p=max(number(body, "top_p", 1.0, 0.0, 1.0), TOP_P_MIN),
-        # Some call "all" -1.
+        # Some clients send -1 for "all".
         top_k=max(integer(body, "top_k", -1, 2**31) or 0, 0),
         min_p=number(body, "min_p", 0.0, 0.0, 1.0),
         presence_penalty=number(body, "presence_penalty", 0.0, -2.0, 2.0),
@@ -87,7 +87,7 @@ def _sampling(body: Body, logprobs: int | None, vocabulary: int) -> Sampling:
 
 
 def _max_tokens(body: Body) -> int | None:
-    """The newer name counts where both are said."""
+    """If both names are given, the newer one counts."""
     newer = integer(body, "max_completion_tokens", 1, TOKENS_MAX)
     older = integer(body, "max_tokens", 1, TOKENS_MAX)
     return older if newer is None else newer

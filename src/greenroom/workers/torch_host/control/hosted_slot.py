@@ -1,7 +1,7 @@
-"""One slot of this worker: an arena, a model on its weights, a batch of asks and an HTTP socket, tied together.
+"""One slot of this worker: its arena, its model, its engine and its HTTP socket.
 
-Owns the order in which these are made, woken, put to sleep and let go, and that nothing is left of a slot that could
-not be opened. Never parses a request and never computes. Read `Hosted.open` first.
+Owns the order in which these are created, woken, put to sleep and released, and that nothing is left of a slot that
+could not be opened. Never parses a request and never computes. Read `HostedSlot.open` first.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ..weights.device_weights import CopyRate, DeviceWeights
 from .preparing import DeviceContext, prepare
 from .slot_options import SlotOptions
 
-# Opening and closing a socket happen between requests; a loop that does not get to it for this long is stuck.
+# A loop that does not get to open or close a socket for this long is stuck.
 LOOP_TIMEOUT_S: Final = 60.0
 _Answer = TypeVar("_Answer")
 
 
 @dataclass(slots=True)
 class WorkerResources:
-    """What all slots of this process have in common."""
+    """What all slots of this process share."""
 
     loop: asyncio.AbstractEventLoop
     on_fatal: OnFatal
@@ -43,12 +43,12 @@ class WorkerResources:
     trials: SchemaTrials = field(default_factory=lambda: SchemaTrials(SandboxPool(SCHEMAS)))
 
     def run(self, work: Coroutine[Any, Any, _Answer]) -> _Answer:
-        """Do this on the loop of the sockets, from another thread."""
+        """Run this on the event loop, from another thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(LOOP_TIMEOUT_S)
 
 
 class HostedSlot:
-    """A slot that is open: asleep first. Its methods are called one at a time."""
+    """An open slot, which starts asleep. Its methods are called one at a time."""
 
     def __init__(
         self,
@@ -74,12 +74,12 @@ class HostedSlot:
         progress: Callable[[float], None],
         cancelled: threading.Event,
     ) -> tuple[HostedSlot, dict[str, Any]]:
-        """Fill the arena, build everything, listen. Raises what these raise; then nothing is left of it."""
+        """Fill the arena, build everything, listen. Passes on errors of these; nothing is left of the slot then."""
         began = time.monotonic()
         with ExitStack() as undo:
             undo.callback(os.close, descriptor)
             if not options.filled:
-                # Whoever still holds the memfd must not hold the memory of a model that could not be opened.
+                # The gateway holds the memfd too: it must not keep the memory of a model that could not be opened.
                 refill = undo.enter_context(_Emptied(descriptor))
             device = _device(options)
             made = prepare(
@@ -127,14 +127,14 @@ class HostedSlot:
         try:
             self._engine.on_wake()
         except Stuck:
-            # It may begin yet: the memory stays until the process ends, which is at once.
+            # The thread may still begin, so its memory stays until the process ends, which is soon.
             raise
         except BaseException:
             self._weights.sleep()
             raise
 
     def sleep(self) -> dict[str, Any]:
-        """Stop computing, then give the device its memory back. Asks that still run are ended."""
+        """Stop computing, then free the device memory. Sequences that still run are ended."""
         began = time.monotonic()
         if self._weights.is_awake:
             self._engine.on_sleep()
@@ -158,7 +158,7 @@ class HostedSlot:
         }
 
     def close(self) -> None:
-        """Cut everyone off and let go of everything. The arena's memory is the gateway's to keep."""
+        """Cut all connections and release everything but the arena's memory, which the gateway owns."""
         try:
             self._resources.run(self._served.close())
             self.sleep()
@@ -171,7 +171,7 @@ class HostedSlot:
 
 
 class _Emptied:
-    """A memfd that is emptied on the way out, unless it is to be kept."""
+    """Truncates a memfd on exit, unless `keep` was called."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -1,8 +1,7 @@
-"""The gateway's line to this worker: one JSON object a line, answers in any order, files by the side.
+"""The control line from the gateway to this worker: one JSON object a line, answers in any order, files as SCM_RIGHTS.
 
-Owns the connection, the framing and the dispatch of operations to `Desk`. Operations of one slot run in the order they
-came, those of different slots beside each other. Never knows what an operation does. When the line ends, so does
-`serve`. Read `Control.serve` first.
+Owns the connection, the framing and the dispatch to `SlotOperations`. Operations of one slot run in the order of their
+arrival, those of different slots in parallel. Never knows what an operation does. Read `ControlLine.serve` first.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from ..failures import Cancelled, Failure, UnknownSlot, is_fatal, translated
 
 LINE_MAX_BYTES: Final = 2**20
 READ_BYTES: Final = 2**16
-# Files that may come with one read, and that may wait for the line they belong to.
+# Files in one read, and files that wait for the line they belong to.
 FILES_MAX: Final = 16
-# A gateway that does not read for this long is gone.
+# A gateway that does not read for this long is given up.
 SEND_TIMEOUT_S: Final = 30.0
 
 log = logging.getLogger(__name__)
@@ -35,19 +34,19 @@ Progress = Callable[[float], None]
 
 
 class SlotOperations(Protocol):
-    """Who does what is asked. The methods with a slot are called in that slot's own thread."""
+    """What the gateway may ask for. Methods with a slot are called in that slot's own thread."""
 
     def hello(self) -> Fields: ...
     def look(self) -> Fields: ...
     def open(self, message: Fields, descriptor: int, progress: Progress, cancelled: threading.Event) -> Fields:
-        """The descriptor is the desk's from now on, whatever happens."""
+        """Takes ownership of the descriptor, whatever happens."""
 
     def wake(self, slot: str) -> Fields: ...
     def sleep(self, slot: str) -> Fields: ...
     def flush(self, slot: str, tenant: str | None, tag: str | None) -> Fields: ...
     def close(self, slot: str) -> Fields: ...
     def lost(self, error: BaseException, say: Callable[[], None]) -> None:
-        """The device cannot be used any more: end this process."""
+        """The device cannot be used any more: end this process, after `say` if this caller caused it."""
 
 
 class ControlLine:
@@ -56,11 +55,11 @@ class ControlLine:
         self._threads: dict[str, SlotThread] = {}
         self._files: deque[int] = deque()
         self._sending = threading.Lock()
-        # Held from the look for a lane to the end of the handing over: a lane that has ended would never answer.
+        # Held from finding a thread to handing work over: a thread that has ended would never answer.
         self._threads_lock = threading.RLock()
 
     def serve(self) -> None:
-        """Read and answer until the gateway hangs up."""
+        """Read and answer until the gateway hangs up or breaks the protocol."""
         rest = b""
         while True:
             try:
@@ -85,7 +84,7 @@ class ControlLine:
         except (ValueError, KeyError, TypeError):
             self._send({"id": None, "ok": False, "kind": "failed", "message": "That is not a request."})
             return
-        # A file belongs to the next `open`, whether that can be carried out or not.
+        # A file belongs to the next `open`, even if that fails.
         descriptor = self._files.popleft() if operation == "open" and self._files else None
         try:
             self._dispatch(number, operation, message, descriptor)
@@ -140,7 +139,7 @@ class ControlLine:
                 return self._slots.open(message, descriptor, report, thread.cancelled)
             except BaseException:
                 with self._threads_lock:
-                    # Where a close has come meanwhile it is next in this lane, and ends it.
+                    # If a close has arrived meanwhile, it comes next in this thread and ends it.
                     if not thread.cancelled.is_set():
                         self._forget(slot)
                 raise
@@ -177,20 +176,20 @@ class ControlLine:
             log.warning("asked in vain: %s", failure, exc_info=None if isinstance(error, Failure) else error)
         answer = {"id": number, "ok": False, "kind": failure.kind, "message": str(failure)}
         if is_fatal(error):
-            # Where it was not its doing it is not answered, and then asked of another worker.
+            # Only the operation that lost the device is answered. The gateway repeats the others in another worker.
             self._slots.lost(error, lambda: self._send(answer))
         else:
             self._send(answer)
 
     def _send(self, message: Fields) -> None:
         line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
-        # A gateway that has hung up does not want an answer; `serve` notices by itself.
+        # A gateway that has hung up needs no answer; `serve` notices by itself.
         with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(line)
 
 
 def listen(path: str) -> socket.socket:
-    """A socket for the one gateway, which only this user may reach."""
+    """A listening socket for one gateway; only this user may connect."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -204,7 +203,7 @@ def listen(path: str) -> socket.socket:
 
 
 def bound(connection: socket.socket) -> None:
-    """Give up on a gateway that does not read; waiting for its next request has no bound."""
+    """Bound sending, so that a gateway that does not read is given up. Receiving has no bound."""
     seconds = array.array("l", [int(SEND_TIMEOUT_S), 0]).tobytes()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
 
@@ -218,12 +217,12 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     return data, files
 
 
-# A gateway asks for one move at a time; this many at once is a mistake somewhere.
+# A gateway asks for one move at a time, so this many at once are a bug.
 WAITING_MAX: Final = 64
 
 
 class SlotThread:
-    """Runs what it is given in order. `cancelled` tells what runs now that nobody wants it any more."""
+    """The thread of one slot: runs work in order. `cancelled` tells running work that its result is not wanted."""
 
     def __init__(self, name: str) -> None:
         self.cancelled = threading.Event()
@@ -232,13 +231,13 @@ class SlotThread:
         self._thread.start()
 
     def put(self, work: Callable[[], None]) -> None:
-        """Do this when everything before it is done. Raises queue.Full."""
+        """Run this after all earlier work. Raises queue.Full."""
         if self._waiting.qsize() >= WAITING_MAX:
             raise queue.Full
         self._waiting.put(work)
 
     def end(self) -> None:
-        """Stop after what is being done. To be called once, by the last piece of work or by whoever made the lane."""
+        """Stop after the current work. To be called once, by the last piece of work or by the owner."""
         self.cancelled.set()
         self._waiting.put(None)
 

@@ -1,7 +1,7 @@
-"""What the gateway asks for when it opens a slot, checked.
+"""The options with which the gateway opens a slot, checked.
 
-Owns the names and kinds of the options. They come from our own gateway, perhaps of another version: a missing one has
-its default, an unknown one is left alone, a wrong one is said by name.
+Owns their names and types. The gateway may have another version: a missing option has its default, an unknown one is
+ignored, and the error for a wrong one names it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..failures import Failure
 
 DEVICES: Final = ("auto", "cuda", "cpu")
 BATCH_MAX: Final = 32
-# Room for the answers of several at once, where nobody says how much.
+# Contexts that the cache holds by default, for several answers at once.
 CACHE_CONTEXTS: Final = 4
 _Kind = TypeVar("_Kind", str, int, bool)
 
@@ -40,11 +40,11 @@ class SlotOptions:
     threads: int | None = None
     skip_check: bool = False
     checked: Path | None = None
-    """The folder where it is remembered which files were found right."""
+    """The folder that records which files have passed their check."""
 
 
 def read_slot_options(message: Mapping[str, Any]) -> SlotOptions:
-    """Raises Failure that names the wrong field."""
+    """The options of an `open` message. Raises Failure, which names the wrong field."""
     options = message.get("options") or {}
     if not isinstance(options, Mapping):
         raise Failure("options must be an object.")

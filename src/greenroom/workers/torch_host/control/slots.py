@@ -1,7 +1,7 @@
-"""All slots of this worker, and what the gateway may ask of them.
+"""All slots of this worker, and the operations on them.
 
-Owns the table of slots and the end of the process. What a slot is made of is `hosted`'s to know; how requests come in
-is `control`'s.
+Owns the table of slots and the end of the process. `hosted_slot.py` knows what a slot is made of, `line.py` how the
+gateway's requests arrive.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..failures import POISONED_EXIT, UnknownSlot
 from .hosted_slot import HostedSlot, WorkerResources
 from .slot_options import read_slot_options
 
-# How long it may take to say what is to be said, and how long until that has reached those it was said to. Whoever else
-# is asked meanwhile stays silent.
+# Before a process that lost its device exits: how long the report may take, and how long it may travel. Other requests
+# get no answer meanwhile.
 SAYING_S: Final = 2.0
 LAST_WORDS_S: Final = 0.1
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class SlotTable:
-    """Implements control's `Desk`."""
+    """Implements `SlotOperations`."""
 
     def __init__(self, resources: WorkerResources) -> None:
         self._resources = resources
@@ -40,7 +40,7 @@ class SlotTable:
         self._losing = threading.Lock()
 
     def hello(self) -> Mapping[str, Any]:
-        # Asking whether there is a GPU does not make a context on it.
+        # Looking for a GPU creates no CUDA context.
         return {
             "pid": os.getpid(),
             "torch": str(torch.__version__),
@@ -81,23 +81,22 @@ class SlotTable:
         return self._of(slot).flush(tenant, tag)
 
     def close(self, slot: str) -> Mapping[str, Any]:
-        """A slot that never came to be is closed already."""
+        """Closing a slot that was never opened does nothing."""
         hosted = self._slots.pop(slot, None)
         if hosted is not None:
             hosted.close()
             del hosted
-            # What its graphs kept on the device goes with them.
+            # Its CUDA graphs and their memory go with the last reference.
             gc.collect()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
         return {}
 
     def lost(self, error: BaseException, say: Callable[[], None]) -> None:
-        """End this process: its device answers nothing any more.
+        """End this process, because its device does not work any more.
 
-        Who is the first to tell may have done it: it may `say` so to those who asked, before the process ends. The
-        others have only noticed. Who asked them hears nothing here, and so is asked for again where their models wake
-        next.
+        The first caller may have caused it: its `say` reports the error before the process ends. Later callers have
+        only noticed it. Their requests get no answer, so the gateway repeats them where the models wake next.
         """
         with self._losing:
             is_first, self._is_lost = not self._is_lost, True
@@ -109,7 +108,7 @@ class SlotTable:
             threading.Thread(target=_end, args=(said,), name="end", daemon=True).start()
             say()
         except RuntimeError:
-            # There can be no thread any more, or nobody can be told. It must end all the same.
+            # No thread can be started, or the report failed. The process must end all the same.
             os._exit(POISONED_EXIT)
         finally:
             said.set()
@@ -122,7 +121,7 @@ class SlotTable:
 
 
 def _show_gpus(names: object) -> None:
-    """A worker that was started before anybody knew for whom learns with its first slot which GPUs it may see."""
+    """Choose the GPUs that this process sees. Only the first slot can; the worker started before they were known."""
     if isinstance(names, str) and not torch.cuda.is_initialized():
         os.environ["CUDA_VISIBLE_DEVICES"] = names
 
@@ -134,5 +133,5 @@ def _end(said: threading.Event) -> None:
 
 
 def _own_bytes() -> int:
-    """What torch itself holds on the device for all slots: results of computations, graphs, small buffers."""
+    """What torch's allocator holds on the device for all slots: activations, graphs, small buffers."""
     return int(torch.cuda.memory_reserved()) if torch.cuda.is_initialized() else 0

@@ -1,1 +1,1 @@
-"""Foreign code (chat templates, JSON schemas) run where it may fail or be killed."""
+"""Runs foreign code (chat templates, JSON schemas) where it may fail or be killed."""

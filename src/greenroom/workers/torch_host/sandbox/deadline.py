@@ -1,7 +1,7 @@
 """Runs foreign code in a thread that can be ended from outside.
 
-Owns such threads. Python cannot stop a thread, but it can raise an exception in one, at its next instruction: enough
-for a template that loops, which is made of Python instructions.
+Owns such threads. Python cannot stop a thread, but it can raise an exception in it, at its next instruction. That is
+enough for a loop of Python instructions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
 
-# An exception is raised only between instructions; until the thread is seen to end it is raised again and again.
+# Foreign code may swallow the exception, so it is raised again until the thread has ended.
 ENDING_EVERY_S = 0.05
 ENDING_TRIES_MAX = 200
 
@@ -25,11 +25,11 @@ class DeadlineExceeded(Exception):
 
 
 class _Ended(SystemExit):
-    """No Exception, so that nothing in foreign code catches it by accident; of SystemExit no thread prints a trace."""
+    """Not an Exception, so that foreign code does not catch it by accident. Threads print no trace for SystemExit."""
 
 
 async def run_with_deadline(work: Callable[[], Result], deadline_s: float, name: str) -> Result:
-    """What `work` returns or raises. Raises DeadlineExceeded if it takes longer; also ended when the caller is."""
+    """What `work` returns or raises. Raises DeadlineExceeded if it takes longer. Cancelling the caller ends it too."""
     thread = _Thread(work, name)
     try:
         async with asyncio.timeout(deadline_s):
@@ -46,7 +46,7 @@ class _Thread(Generic[Result]):
         self._work = work
         self._loop = asyncio.get_running_loop()
         self.is_over = asyncio.Event()
-        # While this is held and the thread has not finished, its number is its own and nobody else's.
+        # While this is held and the thread has not finished, its number cannot belong to another thread.
         self._finishing = threading.Lock()
         self._is_finished = False
         self._value: list[Result] = []
@@ -61,7 +61,7 @@ class _Thread(Generic[Result]):
         return self._value[0]
 
     def end(self) -> None:
-        """Make it end if it has not; looks again until it has."""
+        """Make the thread end if it has not; tries again until it has."""
         with self._finishing:
             if self._is_finished or not self._thread.is_alive():
                 return
@@ -79,12 +79,12 @@ class _Thread(Generic[Result]):
         except BaseException as error:
             self._error = error
         finally:
-            # The exception may also come here. Once this is true none is raised any more.
+            # The exception may be raised here too. Once `_is_finished` is true, none follows.
             while not self._is_finished:
                 with contextlib.suppress(_Ended):
                     self._finish()
         with contextlib.suppress(RuntimeError):
-            # The loop may have closed: then nobody waits.
+            # The loop may have closed; then no caller waits.
             self._loop.call_soon_threadsafe(self.is_over.set)
 
     def _finish(self) -> None:

@@ -1,9 +1,8 @@
-"""Holds an answer to a JSON schema: which tokens may come next, by the llguidance library.
+"""Constrains an answer to a JSON schema: which tokens may come next, by the llguidance library.
 
-Owns how a schema becomes a constraint. The library is an engine package: where it is missing, requests that need it are
-refused and all others served. Building takes a second once for each tokenizer and milliseconds to seconds for each
-schema, in threads of its own; the last few are kept and copied. A schema that was not seen before is tried first where
-it can do no harm (`schema_trials.py`).
+Owns how a schema becomes a constraint. The library is optional: without it, requests that need it are refused and all
+others served. Building takes a second for each tokenizer, once, and milliseconds to seconds for each schema, in threads
+of its own; the last few are kept and copied. A new schema is first tried in a sandbox (`schema_trials.py`).
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ if TYPE_CHECKING:
 SCHEMA_BYTES_MAX = 256 * 1024
 # One space after commas and colons, as models write. Free whitespace lets a small model write nothing else.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Twice what a trial has: what passed there cannot fall here.
+# Twice what a trial has: a schema that passed there cannot overrun the stack here.
 STACK_BYTES: Final = 2 * COMPILE_STACK_BYTES
-# Two, so that a schema that takes seconds does not hold up those that take none.
+# Two, so that a schema that takes seconds does not delay quick ones.
 COMPILING_THREADS: Final = 2
-# Who leaves does not end a compilation. Whoever comes when so many are waiting is refused.
+# A caller that leaves does not end a compilation. With this many under way, more requests are refused.
 COMPILING_MAX: Final = 64
-# Compiled ones that are kept. Most take less than a MiB, the heaviest that pass their trial some dozens.
+# Compiled schemas that are kept. Most take less than a MiB, the heaviest that pass their trial some dozens.
 COMPILED_MAX: Final = 16
 _stacks = threading.Lock()
 _Made = TypeVar("_Made")
@@ -48,14 +47,14 @@ class _Unfit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A matcher that nobody steps: it is copied for each answer, which takes no time."""
+    """A matcher that is never stepped, only copied for each answer, which takes no time."""
 
     matcher: Any
     mask_bytes: int
 
 
 class JsonConstraint:
-    """An `asks.Constraint`: a library's matcher for one sequence."""
+    """A `Constraint`: the library's matcher for one sequence."""
 
     def __init__(self, matcher: Any, mask_bytes: int, param: str) -> None:
         self._matcher = matcher
@@ -68,7 +67,7 @@ class JsonConstraint:
         if size == self._mask_bytes:
             self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), size)
             return
-        # A model's head is often wider than its tokenizer, for speed; what is beyond may never come.
+        # A model's head is often padded beyond its tokenizer; the padding is never allowed.
         mask = self._matcher.compute_bitmask()
         row.zero_()
         ctypes.memmove(row.data_ptr(), mask, min(size, len(mask)))
@@ -82,16 +81,16 @@ class JsonConstraint:
 
     @property
     def problem(self) -> str | None:
-        """Why the library gave up in the middle of an answer, if it did."""
+        """Why the library gave up in the middle of an answer; None if it did not."""
         return str(self._matcher.get_error()).partition("\n")[0] if self._matcher.is_error() else None
 
     def again(self) -> JsonConstraint:
-        """The same for another sequence, from the start. To be asked before the first token."""
+        """A copy for another sequence. To be called before the first token."""
         return JsonConstraint(self._matcher.deep_copy(), self._mask_bytes, self.param)
 
 
 class Grammars:
-    """Constraints for one model's tokenizer. To be used on one loop, and closed."""
+    """Constraints for one model's tokenizer. To be used on one loop, and closed after."""
 
     def __init__(self, text: Text, trials: SchemaTrials) -> None:
         self._text = text
@@ -104,9 +103,9 @@ class Grammars:
         self._kept: OrderedDict[bytes, _Compiled] = OrderedDict()
 
     async def constraint(self, schema: Mapping[str, Any], strict: bool, param: str) -> JsonConstraint:
-        """Hold an answer to this schema. Raises Refused for one that is wrong, too complex or not supported.
+        """A constraint to this schema. Raises ApiError for one that is wrong, too complex or not supported.
 
-        Not strict: keywords that cannot be held to are passed over.
+        If not strict, keywords that cannot be enforced are ignored.
         """
         written = json.dumps(schema)
         if len(written) > SCHEMA_BYTES_MAX:
@@ -124,7 +123,7 @@ class Grammars:
         return JsonConstraint(compiled.matcher.deep_copy(), compiled.mask_bytes, param)
 
     def close(self) -> None:
-        """Let its threads go, and what was compiled. To be called when nobody asks any more."""
+        """End its threads and drop what was compiled. To be called after the last request."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._kept.clear()
 
@@ -134,7 +133,7 @@ class Grammars:
             self._has_library = True
 
     async def _compiled(self, key: bytes, compile: Callable[[], _Compiled], param: str) -> _Compiled:
-        """What comes of the one compilation of this schema, which all wait for who ask for it meanwhile."""
+        """The result of compiling this schema. Callers that ask for it meanwhile share one compilation."""
         making = self._compiling.get(key)
         if making is None:
             if len(self._compiling) >= COMPILING_MAX:
@@ -155,7 +154,7 @@ class Grammars:
             self._kept.popitem(last=False)
 
     def _in_deep_thread(self, work: Callable[[], _Made]) -> asyncio.Future[_Made]:
-        """Do this in a thread that is known to have stack enough; others have what the system gives them."""
+        """Run this in a thread with a large enough stack; the default depends on the system."""
         with _stacks:
             before = threading.stack_size(STACK_BYTES)
             try:
@@ -179,7 +178,7 @@ class Grammars:
         return _Compiled(matcher, (tokens.vocab_size + 31) // 32 * 4)
 
     def _library_tokens(self) -> Any:
-        """The tokenizer as the library wants it; built by the first who needs it while others wait."""
+        """The tokenizer in the library's form. The first caller builds it while others wait."""
         import llguidance.hf
 
         with self._building:

@@ -62,7 +62,7 @@ def said(text: str) -> bytes:
 
 
 def why_not(order: dict[str, Any]) -> str:
-    """Why the library refuses this schema; empty if it does not."""
+    """Why the library refuses this schema; empty if it accepts it."""
     import llguidance
 
     tokens = llguidance.LLTokenizer("byte")
@@ -72,7 +72,7 @@ def why_not(order: dict[str, Any]) -> str:
         return str(error)
     limits = llguidance.LLParserLimits(verbose_errors=False)
     matchers = [llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)]
-    # What is deeply nested is taken apart by functions that call themselves, the last time when it is let go.
+    # The library recurses into deeply nested schemas, last when the matcher is freed, which `pop` moves to the thread.
     return in_thread(lambda: _stepped(matchers.pop()), STEP_STACK_BYTES)
 
 
@@ -84,10 +84,10 @@ def _stepped(matcher: Any) -> str:
         if token is not None and not matcher.is_error():
             matcher.consume_token(token)
         if matcher.is_error():
-            # The library says no, however long it took to: on a slow machine the same schema hears the same.
+            # The library refuses it, however long that took: the verdict must not depend on the speed of the machine.
             break
         if time.thread_time() - began > STEP_S:
-            # However it is answered, the others who are answered with it would wait for every word.
+            # Other sequences of the same batch would wait at every step.
             raise StepTooSlow
         if token is None or matcher.is_stopped():
             break
@@ -95,7 +95,7 @@ def _stepped(matcher: Any) -> str:
 
 
 def _choice(mask: bytes) -> int | None:
-    """The token to go on with: one that opens something, because behind it lies most of a schema."""
+    """The token to go on with: preferably one that opens something, because most of a schema lies behind it."""
     allowed = [number for number in range(8 * len(mask)) if mask[number >> 3] >> (number & 7) & 1]
     return next((token for token in OPENING if token in allowed), min(allowed, default=None))
 
@@ -103,13 +103,13 @@ def _choice(mask: bytes) -> int | None:
 def _problem(matcher: Any) -> str:
     if not matcher.is_error():
         return ""
-    # It has no word for a schema that only ever refers to itself.
+    # The library has no message for a schema that only ever refers to itself.
     said = str(matcher.get_error()).partition("\n")[0]
     return "nothing satisfies it" if said == "NoExtensionBias" else said
 
 
 def in_thread(work: Callable[[], str], stack_bytes: int) -> str:
-    """What this returns, or raises, in a thread with such a stack. Raises RuntimeError if there can be no thread."""
+    """What this returns or raises in a thread with such a stack. Raises RuntimeError if no thread can start."""
     found: list[str] = []
     failed: list[BaseException] = []
 

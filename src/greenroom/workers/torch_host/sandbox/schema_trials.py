@@ -52,7 +52,7 @@ class Verdict:
     why: str = ""
 
     def enforce(self, param: str) -> None:
-        """Return if the schema may be compiled. Raises Refused, which names the field it was sent in."""
+        """Return if the schema may be compiled. Raises ApiError, which names the field it was sent in."""
         if self.status == _UNFIT:
             raise ApiError(f"{param}: this schema cannot be held to: {self.why}", param=param)
         if self.status == _TOO_COMPLEX:
@@ -100,7 +100,7 @@ class SchemaChecker:
         self._waiting = _SharedTasks()
 
     async def check(self, order: bytes, param: str) -> None:
-        """Return if the worker may compile the schema of this order. Raises Refused.
+        """Return if the worker may compile the schema of this order. Raises ApiError.
 
         However many callers ask about one schema, it is tried once; the trial ends when the last of them leaves.
         """

@@ -57,18 +57,18 @@ def render(order: Order) -> str:
 
 
 def thoughtful(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Reasoning goes by three names. Whichever a message has, templates find it by the two that they read."""
+    """Reasoning has three names in the wild. Whichever a message uses, templates find it by the two that they read."""
     names = ("reasoning_content", "thinking", "reasoning")
     thought = next((message[name] for name in names if message.get(name) is not None), None)
     if thought is None:
         return message
-    # The order of the keys shows where a template writes a message as JSON.
+    # The order of the keys matters to templates that write a message as JSON.
     return {"thinking": thought, **message, "reasoning_content": thought}
 
 
 @functools.lru_cache(COMPILED_MAX)
 def compiled(source: str) -> Any:
-    """Each program has a world of its own, so that none leaves anything behind for another."""
+    """Each template has its own environment, so that none leaves anything behind for another."""
     world = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
     )
@@ -84,7 +84,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes what is special in HTML, and models were not trained on that."""
+    """Unlike Jinja's own filter, does not escape HTML: models were not trained on that."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -97,14 +97,14 @@ def now_as(format: str) -> str:
 
 
 class GenerationBlock(Extension):  # type: ignore[misc, unused-ignore]
-    """`{% generation %}…{% endgeneration %}` marks for training what a model said. Here it is written like the rest."""
+    """`{% generation %}…{% endgeneration %}` marks a model's text for training. Here it is rendered like the rest."""
 
     tags = frozenset({"generation"})
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A call, because what is set within such a block is not seen after it.
+        # A call block, because variables set within it must not be visible after it.
         return nodes.CallBlock(self.call_method("written"), [], [], body).set_lineno(line)
 
     def written(self, caller: Callable[[], str]) -> str:
@@ -112,7 +112,7 @@ class GenerationBlock(Extension):  # type: ignore[misc, unused-ignore]
 
 
 class DictMaker:
-    """`dict` for templates: makes dictionaries, and has nothing else of the type."""
+    """`dict` for templates: creates dictionaries, and exposes nothing else of the type."""
 
     def __call__(self, *args: Any, **fields: Any) -> dict[Any, Any]:
         return dict(*args, **fields)
@@ -122,10 +122,10 @@ class DictMaker:
 
 
 class PlainNamespace(Namespace):  # type: ignore[misc, unused-ignore]
-    """Keeps what a template sets, except under the names that Python itself looks for."""
+    """Keeps what a template sets, but refuses names that Python itself looks for."""
 
     def __init__(*args: Any, **fields: Any) -> None:
-        # Without a parameter called self, a field may have that name.
+        # There is no parameter `self`, so that a field may have that name.
         own, *given = args
         kept = dict(*given, **fields)
         for name in kept:

@@ -1,1 +1,1 @@
-"""Between tokens and what people read: templates, stop sequences, tool calls, channels."""
+"""Between tokens and text: chat templates, stop sequences, tool calls, channels."""

@@ -1,7 +1,7 @@
 """The messages of a request, checked and in the shape chat templates expect.
 
-Owns what differs between the API and the templates: content in parts, arguments of calls as text, the developer's role.
-Never renders.
+Owns the differences between the API and the templates: content in parts, arguments of calls as text, the developer
+role. Never renders.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Message = dict[str, Any]
 
 
 def read_messages(body: Body, knows_developer: bool, thinks: bool = False) -> list[Message]:
-    """Raises Refused for what is no conversation. Unknown fields of a message stay: a template may know them.
+    """The messages of a body. Raises ApiError. Unknown fields of a message stay: a template may know them.
 
-    `thinks`: the template is one of Harmony's, which calls earlier reasoning `thinking`.
+    `thinks`: the template is for Harmony, which calls earlier reasoning `thinking`.
     """
     said = body.get("messages")
     if not isinstance(said, list) or not said:
@@ -47,7 +47,7 @@ def _message(said: object, param: str, knows_developer: bool) -> Message:
 
 
 def _with_thinking(message: Message) -> Message:
-    """Before a call Harmony's templates want all that was said in one place: they refuse content beside thinking."""
+    """In a message with calls, Harmony's templates refuse content beside thinking, so both are joined."""
     reasoning = message.get("reasoning_content")
     if message["role"] != "assistant" or not isinstance(reasoning, str) or not reasoning or message.get("thinking"):
         return message
@@ -57,7 +57,7 @@ def _with_thinking(message: Message) -> Message:
 
 
 def _content(said: object, param: str) -> str:
-    """Parts of text become one: most templates know only that."""
+    """Parts are joined to one text: most templates know nothing else."""
     if said is None:
         return ""
     if isinstance(said, str):
@@ -93,7 +93,7 @@ def _tool_call(call: object, param: str) -> Mapping[str, Any]:
 
 
 def _arguments(said: Any) -> Any:
-    """Templates write arguments as JSON themselves: given text they would quote it once more."""
+    """Arguments as an object: templates write JSON themselves and would quote a text once more."""
     if not isinstance(said, str):
         return said
     try:

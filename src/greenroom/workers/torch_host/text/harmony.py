@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
 
 `analysis` is reasoning and `final` the answer. `commentary` is part of the answer too, unless it is a call: a message
-`to=functions.NAME`, which may stand in either part of the header. The marks are special tokens. Here they are
-characters that no text has, so that an answer may speak about the format. Owns the header and the arguments held back.
+with `to=functions.NAME` in either part of its header. The marks are special tokens. Here they are characters that no
+text has, so that an answer may mention the format. Owns the header and the arguments held back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, Literal
 from .tokens import Text
 from .tool_calls import ParsedText, ToolCall
 
-# Unicode keeps these free for use within a program.
+# Unicode reserves these for use within a program.
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
 _ALL: Final = f"{_START}{_CHANNEL}{_CONSTRAIN}{_MESSAGE}{_END}"
 _MARKS: Final[Mapping[str, str]] = {
@@ -26,35 +26,35 @@ _MARKS: Final[Mapping[str, str]] = {
     "<|constrain|>": _CONSTRAIN,
     "<|message|>": _MESSAGE,
     "<|end|>": _END,
-    # The model's last token; it ends a message like any other where the model is made to go on.
+    # The model's last token. It only ends a message if generation goes on.
     "<|return|>": _END,
     "<|call|>": _END,
 }
 _LAST: Final = ("<|return|>", "<|call|>")
-# What an answer that is held to a schema goes on from: it has no room for marks of its own.
+# Ends the prompt of an answer that must follow a schema, which allows no marks.
 ANSWER_HEADER: Final = "<|channel|>final<|message|>"
 _SPLIT = re.compile(f"([{_ALL}])")
 _RECIPIENT = re.compile(rf"(?:^|[\s{_ALL}])to=([^\s{_ALL}]+)")
 _NAMESPACE: Final = "functions."
-# Between messages of one kind: in the API's answer they are one text.
+# Between messages of one kind: the API's answer joins them.
 _BETWEEN: Final = "\n\n"
-# Longer than the longest name of a tool: what has no end by then is no header.
+# Longer than the longest name of a tool. A longer text is not a header.
 HEADER_CHARS_MAX: Final = 1_024
 
 Kind = Literal["text", "reasoning", "call"]
 
 
 class Harmony:
-    """The format in the tokens of one model."""
+    """The format's tokens in one model."""
 
     def __init__(self, text: Text) -> None:
         self.marks = {token: _MARKS[text.speller.spell(token)[0]] for token in text.specials_spelled(_MARKS)}
-        """Special tokens, and how the reader sees them."""
+        """Special tokens, and the character that stands for each."""
         self.stops = text.specials_spelled(_LAST)
 
     @staticmethod
     def of(text: Text, template: str) -> Harmony | None:
-        """None for a model whose template or tokenizer does not have the marks."""
+        """None if the template or the tokenizer does not have the marks."""
         if any(mark not in template for mark in ("<|start|>", "<|channel|>", "<|message|>")):
             return None
         found = Harmony(text)
@@ -62,15 +62,15 @@ class Harmony:
 
 
 class HarmonyReader:
-    """Reads one answer. It begins in the middle of a header, whose role was the end of the prompt."""
+    """Parses one answer. It begins in the middle of a header: the prompt ends with the role."""
 
     def __init__(self, names: Collection[str]) -> None:
-        """`names` are the tools offered: where there are none, nothing is a call."""
+        """`names` are the tools offered. Without any, nothing is a call."""
         self._names = names
         self._header: str | None = ""
-        """What there is of a header. None: its message is being read."""
+        """The header so far. None: its message is being read."""
         self._is_bare = True
-        """No mark has begun this header: it may turn out to be plain text."""
+        """No mark has begun this header, so it may turn out to be plain text."""
         self._kind: Kind = "text"
         self._tool = ""
         self._arguments = ""
@@ -90,14 +90,14 @@ class HarmonyReader:
         return found
 
     def end(self) -> ParsedText:
-        """No more comes: arguments are a call if they are complete, else text."""
+        """The answer is over: arguments are a call if they are complete, else text."""
         found = ParsedText()
         self._close(found)
         return found
 
     def _mark(self, mark: str, found: ParsedText) -> None:
         if self._header is None or mark in (_START, _END):
-            # Whether it says so or not, the message before has ended.
+            # The message before has ended, even without an end mark.
             self._close(found)
             self._header = ""
         self._is_bare = mark == _END
@@ -115,7 +115,7 @@ class HarmonyReader:
             self._say(_SPLIT.sub("", header), found)
 
     def _open(self, header: str) -> None:
-        """A message begins: what it is, by its header."""
+        """A message begins; its header says of which kind."""
         self._header, self._is_new, self._arguments = None, True, ""
         channel = header.partition(_CHANNEL)[2].split(_CONSTRAIN)[0].split()
         recipient = _RECIPIENT.search(header)
@@ -137,7 +137,7 @@ class HarmonyReader:
                 found.text += text
 
     def _close(self, found: ParsedText) -> None:
-        """A message has ended, or what might have become a header."""
+        """A message has ended, or text that might have become a header."""
         if self._header is None and self._kind == "call":
             arguments = self._arguments.strip() or "{}"
             if _is_object(arguments):

@@ -1,7 +1,7 @@
-"""One answer on its way out: tokens become text, text is cut at stop sequences, calls and reasoning are taken out.
+"""The output of one sequence: tokens become text, text is cut at stop sequences, calls and reasoning are split off.
 
-Owns the state of one sequence on the event loop. The model's thread only posts into the mailbox. Never writes JSON and
-never knows whether the caller streams: it says pieces, in order, and then its end.
+Owns the state of this on the event loop; the model's thread only posts callbacks. Never writes JSON and never knows
+whether the caller streams: it passes on pieces, in order, and then the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token with its log probability and those it was chosen from. `offset` is where its text begins."""
+    """A token with its log probability and its likeliest alternatives. `offset` is where its text begins."""
 
     token: int
     logprob: float
@@ -33,7 +33,7 @@ class ScoredToken:
 
 @dataclass(slots=True)
 class OutputPiece:
-    """What is new of an answer."""
+    """A new part of an answer."""
 
     text: str = ""
     chosen: list[ScoredToken] = field(default_factory=list)
@@ -51,14 +51,14 @@ class OutputPiece:
 
 
 class OutputStream:
-    """A listener for one ask. `on_piece` and `on_over` are called on the loop, `on_over` exactly once and last."""
+    """Listens to one sequence. Calls `on_piece` and `on_over` on the loop, `on_over` exactly once and last."""
 
     def __init__(
         self, index: int, callbacks: CallbackQueue, detokeniser: Detokeniser, stops: StopFinder, reader: Reader | None
     ) -> None:
         self.index = index
         self.tokens = 0
-        """How many were said so far."""
+        """How many there are so far."""
         self.finish = ""
         """stop, length or tool_calls, once it is over."""
         self.end: End | None = None
@@ -72,7 +72,7 @@ class OutputStream:
         self._reader = reader
         self._has_called = False
         self._is_silent = False
-        # Tokens whose text is still held back, with where it begins and ends.
+        # Tokens with text that is still held back, each with the end of its text.
         self._waiting: deque[tuple[ScoredToken, int]] = deque()
         self._heard_chars = 0
         self._let_out_chars = 0
@@ -88,7 +88,7 @@ class OutputStream:
     # --- on the event loop ---
 
     def silence(self) -> None:
-        """Nobody listens any more; what the model still says in its last step is dropped."""
+        """Drop everything from now on: the caller has left or has its error."""
         self._is_silent = True
 
     def _take(self, token: Token) -> None:
@@ -137,7 +137,7 @@ class OutputStream:
         self._heard_chars += len(text)
 
     def _let_out(self, chars: int, is_last: bool) -> list[ScoredToken]:
-        """The tokens whose text is out by now, if only in part. Those behind a stop sequence never are."""
+        """Tokens with text that is out by now, at least in part. Tokens after a stop sequence never are."""
         self._let_out_chars += chars
         out = []
         while self._waiting:
@@ -165,7 +165,7 @@ class OutputStream:
         return None
 
     def _break(self) -> None:
-        """Our own mistake ends this sequence and no other."""
+        """A bug of ours ends this sequence and no other."""
         _log.exception("an answer could not be read")
         self.error = failed("Something went wrong inside the worker.")
         self.request.cancelled = True
@@ -179,13 +179,13 @@ class StopFinder:
         self.is_found = False
 
     def add(self, text: str) -> str:
-        """The text that surely comes before any stop sequence."""
+        """The text that is certain to come before any stop sequence."""
         if not self._stops:
             return text
         if self.is_found:
             return ""
         self._held += text
-        # The one that is complete first counts, so that it does not matter where pieces end; of several the longest.
+        # The stop that is complete first counts, and the longest of several: so it does not matter where pieces end.
         found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             self.is_found = True
@@ -193,7 +193,7 @@ class StopFinder:
         return self._release(len(self._held) - self._hopeful())
 
     def end(self) -> str:
-        """No more text comes: what was held back was no stop sequence."""
+        """The text that was held back, which was not a stop sequence."""
         return "" if self.is_found else self._release(len(self._held))
 
     def _release(self, length: int) -> str:

@@ -1,11 +1,10 @@
-"""A conversation as the one text its model was trained on, by the model's chat template.
+"""Renders a conversation as the text that its model was trained on, by the model's chat template.
 
-Owns what of a request a template sees, and how long it may think. A template is a program that came with the model: it
-runs in a sandbox, in a process of its own (`sandbox/`), so that one that loops or grows fails only the request.
+Owns what a template sees of a request, and how long it may take. A template is a program that comes with the model: it
+runs in a sandbox process (`sandbox/`), so that one that loops or grows fails only its request.
 
-Some tokenizers bring Python of their own that renders, before or instead of a template. The operator has trusted it
-with this process (`trust_remote_code`), and only here it can be called: in a thread, with the deadline but no other
-bound.
+Some tokenizers bring Python of their own that renders. The operator has trusted it with this process
+(`trust_remote_code`): it runs in a thread, with a deadline but no other bound.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from ..sandbox.template_runner import Complaint, RenderedTooLong, TemplateRunner
 from .tokens import Text
 
 RENDER_DEADLINE_S = 5.0
-# What a template says about itself when it refuses is shown, but not a whole conversation.
+# A template's own error message is shown, but not a whole conversation.
 COMPLAINT_CHARS_MAX = 500
-# Twenty times the longest there are. It is sent with every order.
+# Twenty times the longest known. It is sent with every order.
 PROGRAM_CHARS_MAX = 2**20
-# No prompt has more, however many tokens fit and however long one can be.
+# No prompt is longer, however large the context is.
 PROMPT_CHARS_MAX = 2**26
 
 log = logging.getLogger(__name__)
@@ -41,8 +40,8 @@ class ChatTemplate:
         tokenizer = text.tokenizer
         said = getattr(tokenizer, "chat_template", None)
         self.source = "\n".join(map(str, said.values())) if isinstance(said, dict) else str(said or "")
-        """Its program; all of them where a model has one for tools."""
-        # A caller may set the template's own switches, never the arguments that decide which program runs and how.
+        """Its source; all of them if the model has several."""
+        # A caller may set a template's own switches, never the arguments that choose the template or how it runs.
         self._reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         self._writer: _Writer = (
             _InThread(tokenizer, deadline_s)
@@ -53,9 +52,9 @@ class ChatTemplate:
     async def render(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, switches: Mapping[str, Any], context: int
     ) -> str:
-        """The prompt of this conversation. Raises Refused if there is no template, or it fails, or does not return.
+        """The prompt of this conversation. Raises ApiError if there is no template, or if it fails or does not end.
 
-        What is sure to be more than `context` tokens is refused too.
+        A prompt that is certain to have more than `context` tokens is refused too.
         """
         if not self.source:
             raise ApiError(
@@ -114,7 +113,7 @@ class _InProcess:
         return await self._runner.render(order, chars_max, self._deadline_s)
 
     def _program(self, tools: list[Message] | None) -> str:
-        """Of several the one for this request, as Transformers chooses."""
+        """The template for this request, as Transformers chooses among several."""
         try:
             program = self._tokenizer.get_chat_template(tools=tools)
         except ValueError as error:

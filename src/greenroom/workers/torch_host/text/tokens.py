@@ -1,6 +1,6 @@
-"""A model's own way of writing: text to tokens and back, and which tokens end an answer.
+"""Text to tokens and back, and which tokens end an answer.
 
-Owns the tokenizer of one model. Long prompts are encoded in a thread, so that streams of others go on meanwhile. Never
+Owns the tokenizer of one model. Long prompts are encoded in a thread, so that other streams go on meanwhile. Never
 renders a chat: `templates.py` does, with the tokenizer kept here.
 """
 
@@ -18,10 +18,10 @@ from typing import Any
 from ..api.errors import ApiError, too_long
 from ..failures import BadModel
 
-# Encoding so many characters takes about a millisecond; more of them go to a thread.
+# Encoding this many characters takes about a millisecond; longer texts go to a thread.
 INLINE_CHARS_MAX = 4_096
 ENCODING_THREADS = 2
-# Files that say which tokens end an answer are small; a larger one is not read.
+# Configuration files are small; a larger one is not read.
 CONFIG_BYTES_MAX = 4 * 1024 * 1024
 
 
@@ -32,7 +32,7 @@ class Text:
         self.folder = folder
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
-            # Files of embedding models cut and fill up what they are given; here nobody's text is cut silently.
+            # Tokenizers of embedding models truncate and pad by default; here no text is cut silently.
             self._backend.no_truncation()
             self._backend.no_padding()
         self.speller = Speller(tokenizer)
@@ -60,11 +60,11 @@ class Text:
         return len(self.tokenizer)
 
     def chars_max(self, context: int) -> int:
-        """A text with more characters has more tokens than fit, however it is encoded."""
+        """A text with more characters does not fit, however it is encoded."""
         return context * self._token_chars_max
 
     def prepare_to_embed(self, lowers_case: bool) -> None:
-        """Read texts as sentence-transformers does. Raises BadModel for a tokenizer with tokens of several types."""
+        """Encode texts as sentence-transformers does. Raises BadModel for a tokenizer with several token types."""
         if any(self.tokenizer("a").get("token_type_ids") or ()):
             raise BadModel(f"{type(self.tokenizer).__name__} gives tokens types, which embeddings cannot be made with.")
         if not lowers_case:
@@ -81,7 +81,7 @@ class Text:
     ) -> list[int]:
         """The tokens of this text, cut to `context` with `truncates`.
 
-        Raises Refused if it is so long that no encoding of it fits into `context`.
+        Raises ApiError if it is so long that no encoding of it fits into `context`.
         """
         if len(text) > self.chars_max(context) and not truncates:
             raise too_long(f"{param} has {len(text):,} characters; at most {context:,} tokens fit. Send less.")
@@ -96,35 +96,35 @@ class Text:
     def detokeniser(
         self, before: Sequence[int] = (), spoken: Collection[int] = (), marks: Mapping[int, str] | None = None
     ) -> Detokeniser:
-        """Special tokens have no text, except the `spoken` ones and those that `marks` give one."""
+        """Special tokens have no text, except those in `spoken` and in `marks`, which gives theirs."""
         return Detokeniser(self.decode, self.special.difference(spoken), before, marks)
 
     def decode(self, tokens: Sequence[int]) -> str:
         if self._backend is not None:
             return str(self._backend.decode(list(tokens), skip_special_tokens=False))
-        # A head may be wider than its tokenizer: what only it has is written as nothing.
+        # A head may be wider than its tokenizer; its other tokens have no text.
         known = [token for token in tokens if token < self.size]
         return str(self.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def specials_spelled(self, spellings: Collection[str]) -> frozenset[int]:
-        """The special tokens that are spelled like one of these."""
+        """The special tokens with one of these spellings."""
         return frozenset(token for token in self.special if self.speller.spell(token)[0] in spellings)
 
     def close(self) -> None:
-        """Let its threads go. To be called by whoever loaded it, when nobody encodes any more."""
+        """End its threads. To be called by its owner, after the last encoding."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode(self, text: str, adds_special: bool) -> list[int]:
         if self._backend is not None:
-            # A batch of one: batches are encoded without Python's lock, so that the model's thread goes on.
+            # A batch of one: batches are encoded without the GIL, so that the model's thread goes on.
             return list(self._backend.encode_batch([text], add_special_tokens=adds_special)[0].ids)
         return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=adds_special)]
 
     def _encode_cut(self, text: str, room: int) -> list[int]:
-        """With special tokens, which are not cut off."""
+        """Encode with special tokens, which are not cut off."""
         if self._backend is None:
             return [int(token) for token in self.tokenizer.encode(text, truncation=True, max_length=room)]
-        # The backend could cut by itself, but would then cut for everybody who encodes at the same time.
+        # The backend could truncate by itself, but that setting would apply to all concurrent calls.
         found = self._backend.encode_batch([text], add_special_tokens=False)[0]
         left = max(room - self._backend.num_special_tokens_to_add(False), 0)
         found.truncate(left, direction=self.tokenizer.truncation_side)
@@ -136,7 +136,7 @@ class Text:
 
 
 def _end_tokens(folder: Path, tokenizer: Any) -> list[int]:
-    """Every token that its files call the end: chat models often name a second one in generation_config.json only."""
+    """Every end token that its files name: chat models often name a second one in generation_config.json only."""
     found = [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         said = read_config(folder / name).get("eos_token_id")
@@ -145,7 +145,7 @@ def _end_tokens(folder: Path, tokenizer: Any) -> list[int]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A JSON object from a model's folder; empty where there is none."""
+    """A JSON object from a model's folder; empty if there is none."""
     try:
         if path.stat().st_size > CONFIG_BYTES_MAX:
             return {}
@@ -155,9 +155,9 @@ def read_config(path: Path) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
-# A character has at most four bytes; tokens of noise that never becomes one are let go after this many.
+# A character has at most four bytes. Tokens that never become one are released after this many.
 HELD_TOKENS_MAX = 16
-# Tokens before the first that are decoded with it, so that a continuation begins with its space.
+# Tokens before the first that are decoded with it, so that a continuation keeps its leading space.
 BEFORE_TOKENS = 6
 _BROKEN = "\ufffd"
 
@@ -170,7 +170,7 @@ class Detokeniser:
         before: Sequence[int] = (),
         marks: Mapping[int, str] | None = None,
     ) -> None:
-        """`unspoken` tokens have no text, `marks` the one given. `before` ends the text that is being continued."""
+        """`unspoken` tokens have no text; `marks` gives some their text. `before` are the tokens that are continued."""
         self._decode = decode
         self._marks = marks or {}
         self._unspoken = unspoken
@@ -192,7 +192,7 @@ class Detokeniser:
         return self._say(text)
 
     def end(self) -> str:
-        """What was held back, with a replacement for a character that never became whole."""
+        """The text that was held back, with a replacement for an incomplete character."""
         return self._say(self._new_text()) if self._held else ""
 
     def _new_text(self) -> str:
@@ -219,11 +219,11 @@ class Speller:
         self._added = set(getattr(tokenizer, "added_tokens_decoder", {}))
         decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", ""))
         self._is_byte_level = "ByteLevel" in decoder
-        # One entry for each token ever asked for: bounded by the vocabulary.
+        # One entry for each token ever asked for, so at most the vocabulary.
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def spell(self, token: int) -> tuple[str, bytes]:
-        """Text and bytes of this token; both empty for one that the tokenizer does not have."""
+        """Text and bytes of this token; both empty for an unknown one."""
         known = self._known.get(token)
         if known is None:
             raw = self._bytes(token)
@@ -245,7 +245,7 @@ class Speller:
 
 
 def _byte_letters() -> dict[str, bytes]:
-    """Byte-level tokenizers write each byte as a letter: itself where it can be seen, else one from 256 onwards."""
+    """Byte-level tokenizers write each byte as a character: itself if printable, else one from 256 onwards."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {chr(byte): bytes([byte]) for byte in seen}
     hidden = [byte for byte in range(256) if byte not in seen]

@@ -1,10 +1,10 @@
-"""Finds a model's calls of tools in its text, as it comes: three forms that most models write.
+"""Finds tool calls in a model's text, as it comes, in the three formats that most models write.
 
 1. Hermes, Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them among text.
 2. Mistral: `[TOOL_CALLS]` and then a list of such objects, or `name[ARGS]{…}`, up to the end.
 3. Llama 3: nothing but `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>`.
 
-Owns the text held back because it may be a call. What turns out to be none is let out as text, so that nothing is lost.
+Owns the text held back because it may be a call. If it turns out to be none, it is passed on as text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 _HERMES, _HERMES_END = "<tool_call>", "</tool_call>"
 _MISTRAL, _PYTHON = "[TOOL_CALLS]", "<|python_tag|>"
 _MARKS = (_HERMES, _MISTRAL, _PYTHON)
-# Special tokens that are part of calls: they must come out as text to be found.
+# Special tokens that are part of calls. They must be decoded as text to be found.
 CALL_TOKENS = (*_MARKS, _HERMES_END, "[ARGS]", "[CALL_ID]")
 CALLS_MAX = 128
 
@@ -34,7 +34,7 @@ _DECODER = json.JSONDecoder()
 class ToolCall:
     name: str
     arguments: str
-    """JSON, as the API wants it."""
+    """JSON, as in the API."""
 
 
 @dataclass(slots=True)
@@ -50,17 +50,17 @@ class ParsedText:
 
 
 class Reader(Protocol):
-    """Tells the parts of one answer apart as its text comes."""
+    """Splits one answer into text, calls and reasoning as it comes."""
 
     def add(self, text: str) -> ParsedText:
-        """What is certain now."""
+        """The parts that are certain now."""
 
     def end(self) -> ParsedText:
-        """No more comes: what was held back."""
+        """The answer is over: the parts that were held back."""
 
 
 class _Place(enum.Enum):
-    START = enum.auto()  # Only space so far, since the beginning or since the last call.
+    START = enum.auto()  # Only spaces since the beginning or the last call.
     TEXT = enum.auto()
     HERMES = enum.auto()  # Between the marks of one call.
     REST = enum.auto()  # Everything up to the end belongs to calls.
@@ -68,7 +68,7 @@ class _Place(enum.Enum):
 
 class CallReader:
     def __init__(self, names: Collection[str]) -> None:
-        """`names` are the tools offered: without a mark, only a call of one of these is a call."""
+        """`names` are the tools offered: without a mark, only these can be called."""
         self._names = names
         self._place = _Place.START
         self._held = ""
@@ -79,13 +79,13 @@ class CallReader:
         """The text and calls that are certain now."""
         self._held += text
         found = ParsedText()
-        # Each step but the last takes something away from what is held.
+        # Each step but the last shortens the held text or changes the place.
         while self._step(found):
             pass
         return found
 
     def end(self) -> ParsedText:
-        """No more comes: what is held is a call if it can be read as one, else text."""
+        """The answer is over: held text is a call if it parses as one, else text."""
         found, held = ParsedText(), self._held
         self._held = ""
         if self._place in (_Place.HERMES, _Place.REST):
@@ -95,7 +95,7 @@ class CallReader:
         return found
 
     def _step(self, found: ParsedText) -> bool:
-        """Go on by one step; false when more text must come first."""
+        """Go on by one step; false if more text must come first."""
         if self._place is _Place.START:
             return self._begin()
         if self._place is _Place.TEXT:
@@ -135,7 +135,7 @@ class CallReader:
         return True
 
     def _give_up_rest(self) -> bool:
-        """An object that begins with a key no call has is an answer in JSON: it need not wait for its end."""
+        """An object that begins with a key that no call has is an answer in JSON, which need not be held back."""
         if self._mark:
             return False
         first = _FIRST_KEY.match(self._held)
@@ -154,7 +154,7 @@ class CallReader:
 
 
 def parse_calls(text: str) -> list[ToolCall]:
-    """All calls written here one after another; none at all if anything else is written too."""
+    """All calls in this text; none if it contains anything else."""
     calls: list[ToolCall] = []
     for part in text.split(_MISTRAL):
         at = _BETWEEN.match(part).end()  # type: ignore[union-attr]

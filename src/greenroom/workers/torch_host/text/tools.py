@@ -1,7 +1,6 @@
-"""The tools a request offers, and the form in which a model calls them.
+"""The tools that a request offers, and the format in which a model calls them.
 
-Owns reading `tools` and `tool_choice`, and telling from a chat template which form the model was taught. A call itself
-is found by `tool_calls.py`.
+Owns `tools` and `tool_choice`, and which format a chat template teaches. `tool_calls.py` finds the calls.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ TOOLS_MAX = 128
 
 
 class CallFormat(enum.Enum):
-    """How calls are written. Models differ; each is recognised whatever the template says, this is what it is told."""
+    """How a model writes calls. All formats are recognised; this one is used for ids and forced calls."""
 
     HERMES = "<tool_call>{json}</tool_call>"
     MISTRAL = "[TOOL_CALLS][{json}]"
@@ -31,7 +30,7 @@ class Tools:
     definitions: tuple[Mapping[str, Any], ...]
     names: frozenset[str]
     choice: str
-    """none, auto, required, or the name of the one that must be called (then `is_named`)."""
+    """none, auto, required, or the name of the tool that must be called (then `is_named`)."""
     is_named: bool = False
 
     @property
@@ -40,11 +39,11 @@ class Tools:
 
     @property
     def shown(self) -> tuple[Mapping[str, Any], ...]:
-        """What the template is told of; nothing where nothing may be called."""
+        """The tools that the template sees; none if none may be called."""
         return self.definitions if self.may_be_called else ()
 
     def forced_schema(self, form: CallFormat) -> dict[str, Any] | None:
-        """What one call must look like where the caller wants one; None where the model may choose."""
+        """The schema of a call if the caller requires one; None if the model may choose."""
         if not self.may_be_called or (self.choice != "required" and not self.is_named):
             return None
         functions = [tool["function"] for tool in self.definitions]
@@ -55,7 +54,7 @@ class Tools:
 
 
 def read_tools(body: Body) -> Tools:
-    """Raises Refused for tools that are not functions with a name, and for a choice that is none of them."""
+    """The tools of a body. Raises ApiError for a tool that is not a named function, and for an unknown choice."""
     said = body.get("tools")
     definitions = tuple(map(_checked, _as_list(said)))
     names = frozenset(tool["function"]["name"] for tool in definitions)
@@ -76,14 +75,14 @@ def read_tools(body: Body) -> Tools:
 
 
 def call_format_of(template: str) -> CallFormat:
-    """The form a chat template teaches."""
+    """The format that a chat template teaches."""
     if "[TOOL_CALLS]" in template:
         return CallFormat.MISTRAL
     return CallFormat.HERMES if "<tool_call>" in template else CallFormat.BARE
 
 
 def new_call_id(form: CallFormat) -> str:
-    """Mistral's templates refuse ids that do not have nine letters."""
+    """A new id. Mistral's templates require nine characters."""
     return secrets.token_hex(5)[:9] if form is CallFormat.MISTRAL else f"call_{secrets.token_hex(12)}"
 
 
@@ -110,7 +109,7 @@ def _checked(tool: object) -> Mapping[str, Any]:
 
 
 def _call_schema(function: Mapping[str, Any], place: int, form: CallFormat) -> dict[str, Any]:
-    # The word Llama was taught; Hermes and Mistral say arguments.
+    # Llama was taught "parameters"; Hermes and Mistral use "arguments".
     word = "parameters" if form is CallFormat.BARE else "arguments"
     return {
         "type": "object",
@@ -125,7 +124,7 @@ def _key(place: int) -> str:
 
 
 def _parameters(function: Mapping[str, Any], place: int) -> Any:
-    """A tool's own schema, as part of a larger one: what it refers to inside itself has moved with it."""
+    """A tool's schema as part of a larger one: references within it follow its new place."""
     return _moved(function.get("parameters") or {"type": "object"}, f"#/$defs/{_key(place)}")
 
 
