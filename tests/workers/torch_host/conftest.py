@@ -84,7 +84,7 @@ def open_api(byte_text: Text, socket_folder: Path, templates: SandboxPool) -> Op
         import openai
 
         own = text or byte_text
-        script = says if callable(says) else lambda ask: own._encode(says, False)
+        script = says if callable(says) else lambda ask: own.tokens_of(says, False)
         performer = FakeEngine(script, context)
         path = socket_folder / "model.sock"
         served = await serve_text(

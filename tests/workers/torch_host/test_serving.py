@@ -38,7 +38,7 @@ class House:
 
     def expected(self, prompt: str, tokens: int) -> str:
         """What Transformers itself says, likeliest token by likeliest token."""
-        inputs = torch.tensor([self.text._encode(prompt, True)])
+        inputs = torch.tensor([self.text.tokens_of(prompt, True)])
         with torch.no_grad():
             said = self.reference.generate(inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=2)
         new = [token for token in said[0, inputs.shape[1] :].tolist() if token not in self.text.special]
@@ -129,7 +129,7 @@ async def test_an_answer_is_held_to_its_schema(house: House) -> None:
 async def test_log_probabilities_are_those_of_the_model(house: House) -> None:
     answer = await house.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1, temperature=0, logprobs=3)
     with torch.no_grad():
-        scores = house.reference(torch.tensor([house.text._encode(PROMPT, True)])).logits[0, -1]
+        scores = house.reference(torch.tensor([house.text.tokens_of(PROMPT, True)])).logits[0, -1]
     best = torch.topk(torch.log_softmax(scores.float(), -1), 3).values.tolist()
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.top_logprobs and logprobs.token_logprobs

@@ -50,7 +50,7 @@ async def test_a_whole_answer_has_text_reason_and_usage(open_api: Opener) -> Non
     asked = rig.performer.asks[0]
     assert rig.text.decode(asked.tokens) == "<|user|>hi\n<|assistant|>"
     assert answer.usage.prompt_tokens == len(asked.tokens)
-    assert answer.usage.completion_tokens == len(rig.text._encode("hello world", False))
+    assert answer.usage.completion_tokens == len(rig.text.tokens_of("hello world", False))
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
 
@@ -66,7 +66,7 @@ async def test_a_stream_says_token_by_token_and_then_done(open_api: Opener) -> N
     assert "".join(choice.delta.content or "" for choice in choices) == "hello world"
     assert choices[0].delta.role == "assistant"
     assert choices[-1].finish_reason == "stop"
-    assert len(choices) == 2 + len(rig.text._encode("hello world", False))
+    assert len(choices) == 2 + len(rig.text.tokens_of("hello world", False))
 
 
 async def test_a_token_is_sent_before_the_next_is_there(open_api: Opener) -> None:
@@ -166,7 +166,7 @@ async def test_wishes_reach_the_performer(open_api: Opener) -> None:
 @pytest.mark.parametrize("streams", [True, False])
 async def test_several_choices_are_told_apart(open_api: Opener, streams: bool) -> None:
     def script(ask: GenerationRequest) -> Sequence[int]:
-        return own._encode(f"answer {ask.sampling.seed}", False)
+        return own.tokens_of(f"answer {ask.sampling.seed}", False)
 
     async with open_api(script) as rig:
         own = rig.text
@@ -294,7 +294,7 @@ async def test_a_schema_that_fails_in_the_middle_is_the_callers_to_change(
     wanted = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}, "strict": True}}
     body = {"messages": HI, "response_format": wanted, "stream": streams}
     async with open_api() as rig:
-        (brace,) = rig.text._encode("{", False)
+        (brace,) = rig.text.tokens_of("{", False)
         monkeypatch.setattr(rig.performer, "_next", out_of_turn)
         response = await rig.http.post("/v1/chat/completions", json=body)
     last = response.text.strip().splitlines()[-1].removeprefix("data: ")

@@ -20,8 +20,8 @@ async def test_a_text_is_continued(open_api: Opener) -> None:
     async with open_api(" sat on") as rig:
         answer = await ask(rig)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (" sat on", "stop")
-    assert rig.performer.asks[0].tokens == rig.text._encode("the cat", True)
-    assert answer.usage.completion_tokens == len(rig.text._encode(" sat on", False))
+    assert rig.performer.asks[0].tokens == rig.text.tokens_of("the cat", True)
+    assert answer.usage.completion_tokens == len(rig.text.tokens_of(" sat on", False))
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
 
 
@@ -34,11 +34,11 @@ async def test_a_sentencepiece_continuation_keeps_its_space(open_api: Opener, se
 
 async def test_prompts_come_as_texts_tokens_or_lists_of_either(open_api: Opener) -> None:
     async with open_api("x") as rig:
-        tokens = rig.text._encode("the cat", False)
+        tokens = rig.text.tokens_of("the cat", False)
         for prompt in ("the cat", tokens, ["the cat", "the dog"], [tokens, [5, 6]]):
             await ask(rig, prompt)
     asked = [one.tokens for one in rig.performer.asks]
-    assert asked == [tokens, tokens, tokens, rig.text._encode("the dog", False), tokens, [5, 6]]
+    assert asked == [tokens, tokens, tokens, rig.text.tokens_of("the dog", False), tokens, [5, 6]]
 
 
 async def test_choices_of_several_prompts_are_numbered_in_order(open_api: Opener) -> None:

@@ -26,7 +26,7 @@ async def test_each_input_has_its_vector_as_numbers_or_base64(open_api: Opener) 
     assert [one.embedding for one in decoded.data] == [[0.5, -0.25], [1.0, 0.0]]
     assert [one.index for one in numbers.data] == [0, 1]
     assert base64.b64decode(raw.json()["data"][0]["embedding"]) == struct.pack("<2f", 0.5, -0.25)
-    tokens = sum(len(rig.text._encode(text, True)) for text in ("the cat", "hi"))
+    tokens = sum(len(rig.text.tokens_of(text, True)) for text in ("the cat", "hi"))
     assert numbers.usage.prompt_tokens == numbers.usage.total_tokens == tokens
 
 
@@ -34,7 +34,7 @@ async def test_inputs_come_as_texts_tokens_or_lists_of_either(open_api: Opener) 
     async with open_api(embeds=True) as rig:
         for given in ("hi", [5, 6], ["hi", "hi"], [[5], [6]]):
             assert (await rig.http.post("/v1/embeddings", json={"input": given})).status_code == 200
-    hi = rig.text._encode("hi", True)
+    hi = rig.text.tokens_of("hi", True)
     assert rig.performer.embedded == [[hi], [[5, 6]], [hi, hi], [[5], [6]]]
 
 

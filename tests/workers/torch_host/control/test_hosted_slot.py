@@ -1,24 +1,23 @@
-"""A slot whose model's thread does not obey: memory in which somebody may compute is never taken away."""
+"""A slot whose model's thread does not obey: memory that a computation may still use is never freed."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any, cast
 
 import pytest
 
 from greenroom.workers.torch_host.api.routes import ModelServer
 from greenroom.workers.torch_host.control.hosted_slot import HostedSlot, WorkerResources
-from greenroom.workers.torch_host.control.slot_options import SlotOptions
 from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.failures import Failure, Stuck, is_fatal
 from greenroom.workers.torch_host.weights.device_weights import DeviceWeights, WakeResult
 
 
-class FakeStage:
+class FakeWeights:
     is_awake = False
 
     def wake(self) -> WakeResult:
@@ -47,26 +46,28 @@ class FakeEngine:
             raise self.errors[what]
 
 
-class FakeServed:
+class FakeServer:
     async def close(self) -> None:
-        """Nobody is connected."""
+        """There are no connections."""
 
 
 class Rig:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.stage, self.performer = FakeStage(), FakeEngine()
-        shared = WorkerResources(loop, on_fatal=lambda error, say: say())
-        parts: tuple[Any, ...] = (self.stage, self.performer, FakeServed())
-        stage, performer, served = parts
-        self.hosted = HostedSlot(
-            SlotOptions("s", "m", Path("folder"), Path("socket")),
-            cast(DeviceWeights, stage),
-            cast(EngineLoop, performer),
-            cast(ModelServer, served),
-            shared,
-        )
+        self.weights, self.engine = FakeWeights(), FakeEngine()
+        resources = WorkerResources(loop, on_fatal=lambda error, say: say())
+        parts: tuple[Any, ...] = (self.weights, self.engine, FakeServer())
+        weights, engine, served = parts
         self.has_let_go = False
-        self.hosted._let_go.callback(self._let_go)
+        cleanup = ExitStack()
+        cleanup.callback(self._let_go)
+        self.hosted = HostedSlot(
+            cast(DeviceWeights, weights),
+            cast(EngineLoop, engine),
+            cast(ModelServer, served),
+            resources,
+            cleanup,
+            host_bytes=0,
+        )
 
     def _let_go(self) -> None:
         self.has_let_go = True
@@ -84,17 +85,17 @@ def rig() -> Iterator[Rig]:
 
 
 def test_a_wake_that_fails_leaves_it_asleep(rig: Rig) -> None:
-    rig.performer.errors["wake"] = Failure("the thread has ended")
+    rig.engine.errors["wake"] = Failure("the thread has ended")
     with pytest.raises(Failure, match="has ended"):
         rig.hosted.wake()
-    assert not rig.stage.is_awake
+    assert not rig.weights.is_awake
 
 
 @pytest.mark.parametrize("order", ["wake", "sleep", "close"])
 def test_memory_is_not_taken_from_a_thread_that_does_not_obey_and_the_process_is_to_end(rig: Rig, order: str) -> None:
     if order != "wake":
         rig.hosted.wake()
-    rig.performer.errors = dict.fromkeys(("wake", "sleep"), Stuck("it did not obey"))
+    rig.engine.errors = dict.fromkeys(("wake", "sleep"), Stuck("it did not obey"))
     moves: dict[str, Callable[[], Any]] = {
         "wake": rig.hosted.wake,
         "sleep": rig.hosted.sleep,
@@ -103,13 +104,13 @@ def test_memory_is_not_taken_from_a_thread_that_does_not_obey_and_the_process_is
     with pytest.raises(Stuck) as caught:
         moves[order]()
     assert is_fatal(caught.value)
-    assert rig.stage.is_awake
+    assert rig.weights.is_awake
     assert not rig.has_let_go
 
 
 def test_a_close_that_fails_otherwise_lets_go_all_the_same(rig: Rig) -> None:
     rig.hosted.wake()
-    rig.performer.errors["sleep"] = Failure("odd")
+    rig.engine.errors["sleep"] = Failure("odd")
     with pytest.raises(Failure, match="odd"):
         rig.hosted.close()
     assert rig.has_let_go

@@ -46,7 +46,7 @@ def allowed(constraint: JsonConstraint, words: int) -> set[int]:
 
 def follows(text: Text, constraint: JsonConstraint, said: str) -> bool:
     """Whether each token of this text was allowed when it came, whatever the width of the mask."""
-    for token in text._encode(said, False):
+    for token in text.tokens_of(said, False):
         exact = allowed(constraint, (text.size + 31) // 32)
         assert allowed(constraint, 40) == exact
         assert allowed(constraint, 4) == {one for one in exact if one < 128}
@@ -77,7 +77,7 @@ async def test_the_end_may_come_exactly_when_the_text_is_complete(byte_text: Tex
     constraint = await grammars.constraint({"type": "integer"}, True, "f")
     (end,) = byte_text.stop_tokens
     assert end not in allowed(constraint, 16)
-    constraint.accept(byte_text._encode("4", False)[0])
+    constraint.accept(byte_text.tokens_of("4", False)[0])
     assert end in allowed(constraint, 16)
     constraint.accept(end)
     assert constraint.is_done and constraint.problem is None
@@ -85,7 +85,7 @@ async def test_the_end_may_come_exactly_when_the_text_is_complete(byte_text: Tex
 
 async def test_a_token_out_of_turn_is_a_problem_that_is_told(byte_text: Text, grammars: Grammars) -> None:
     constraint = await grammars.constraint(CITY, True, "f")
-    constraint.accept(byte_text._encode("x", False)[0])
+    constraint.accept(byte_text.tokens_of("x", False)[0])
     assert constraint.is_done
     assert constraint.problem is not None and "\n" not in constraint.problem
 
@@ -93,7 +93,7 @@ async def test_a_token_out_of_turn_is_a_problem_that_is_told(byte_text: Text, gr
 async def test_copies_go_their_own_ways(byte_text: Text, grammars: Grammars) -> None:
     first = await grammars.constraint(CITY, True, "f")
     second = first.again()
-    first.accept(byte_text._encode("{", False)[0])
+    first.accept(byte_text.tokens_of("{", False)[0])
     assert allowed(first, 16) != allowed(second, 16)
 
 

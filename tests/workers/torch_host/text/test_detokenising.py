@@ -23,20 +23,20 @@ def pieces(text: Text, tokens: list[int], before: list[int] | None = None) -> li
 
 @pytest.mark.parametrize("sample", TEXTS)
 def test_byte_level_text_comes_out_as_it_was(byte_text: Text, sample: str) -> None:
-    said = pieces(byte_text, byte_text._encode(sample, False))
+    said = pieces(byte_text, byte_text.tokens_of(sample, False))
     assert "".join(said) == sample
     assert not any("\ufffd" in piece for piece in said)
 
 
 @pytest.mark.parametrize("sample", TEXTS)
 def test_sentencepiece_text_comes_out_as_it_was(sentence_text: Text, sample: str) -> None:
-    said = pieces(sentence_text, sentence_text._encode(sample, False))
+    said = pieces(sentence_text, sentence_text.tokens_of(sample, False))
     assert "".join(said) == sample
     assert not any("\ufffd" in piece for piece in said)
 
 
 def test_a_continuation_keeps_its_space_and_an_answer_does_not_begin_with_one(sentence_text: Text) -> None:
-    before, after = sentence_text._encode("the", True), sentence_text._encode("cat", False)
+    before, after = sentence_text.tokens_of("the", True), sentence_text.tokens_of("cat", False)
     assert "".join(pieces(sentence_text, after, before)) == " cat"
     assert "".join(pieces(sentence_text, after)) == "cat"
 

@@ -51,7 +51,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
 
 def saying(text: Text, *parts: str) -> Callable[[GenerationRequest], Sequence[int]]:
     """Parts are encoded one by one: a mark that is cut in two is no mark."""
-    tokens = [token for part in parts for token in text._encode(part, False)]
+    tokens = [token for part in parts for token in text.tokens_of(part, False)]
     return lambda _: tokens
 
 

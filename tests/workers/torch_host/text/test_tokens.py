@@ -55,14 +55,16 @@ def test_a_tokenizer_file_that_cuts_and_fills_up_is_told_not_to(tmp_path: Path) 
     }
     path.write_text(json.dumps(said))
     text = Text.load(folder)
-    assert text.decode(text._encode("the cat sat on the mat and the dog", True)) == "the cat sat on the mat and the dog"
+    assert (
+        text.decode(text.tokens_of("the cat sat on the mat and the dog", True)) == "the cat sat on the mat and the dog"
+    )
 
 
 @pytest.mark.parametrize("sample", ["the cat", "Grüße 你好 🙂", "a\n b"])
 def test_tokens_are_spelled_by_their_bytes(byte_text: Text, sentence_text: Text, sample: str) -> None:
     for text, before in ((byte_text, ""), (sentence_text, " ")):
         speller = Speller(text.tokenizer)
-        raw = b"".join(speller.spell(token)[1] for token in text._encode(sample, False))
+        raw = b"".join(speller.spell(token)[1] for token in text.tokens_of(sample, False))
         assert raw.decode() == before + sample
         assert speller.spell(10_000_000) == ("", b"")
 

@@ -95,8 +95,8 @@ class Api:
             return
         if self.model.sentence is not None:
             raise unsupported(f"{self.model.name} makes vectors: ask /v1/embeddings.")
-        generate = chat if request.path == "/v1/chat/completions" else complete
-        await generate(self.model, body, origin, answer)
+        respond = chat if request.path == "/v1/chat/completions" else complete
+        await respond(self.model, body, origin, answer)
 
 
 class ModelServer(HttpServer):

@@ -48,20 +48,21 @@ class WorkerResources:
 
 
 class HostedSlot:
-    """An open slot, which starts asleep. Its methods are called one at a time."""
+    """An open slot, which starts asleep. Its methods are called one at a time. `cleanup` is closed with it."""
 
     def __init__(
         self,
-        options: SlotOptions,
         weights: DeviceWeights,
         engine: EngineLoop,
         served: ModelServer,
         resources: WorkerResources,
+        cleanup: ExitStack,
+        host_bytes: int,
     ) -> None:
-        self._options, self._weights, self._engine = options, weights, engine
+        self._weights, self._engine = weights, engine
         self._served, self._resources = served, resources
-        self._let_go = ExitStack()
-        self.host_bytes = 0
+        self._cleanup = cleanup
+        self.host_bytes = host_bytes
         self.wakes = 0
         self._last_wake_bytes = 0
 
@@ -101,11 +102,9 @@ class HostedSlot:
                     sentence=made.sentence,
                 )
             )
-            hosted = cls(options, made.weights, made.engine, served, resources)
-            hosted.host_bytes = made.host_bytes
             if not options.filled:
                 refill.keep()
-            hosted._let_go = undo.pop_all()
+            hosted = cls(made.weights, made.engine, served, resources, undo.pop_all(), made.host_bytes)
         answer = {
             "arena_bytes": hosted.host_bytes,
             "kv_bytes": made.weights.kv.size,
@@ -165,9 +164,9 @@ class HostedSlot:
         except Stuck:
             raise
         except BaseException:
-            self._let_go.close()
+            self._cleanup.close()
             raise
-        self._let_go.close()
+        self._cleanup.close()
 
 
 class _Emptied:

@@ -161,7 +161,7 @@ class OutputStream:
         if end.reason == "error":
             return failed(end.error or "The model failed at this request.")
         if end.reason == "cancelled":
-            return unavailable("The model was taken off stage before it had answered.")
+            return unavailable("The model was put to sleep before it had answered.")
         return None
 
     def _break(self) -> None:

@@ -85,7 +85,7 @@ class Text:
         """
         if len(text) > self.chars_max(context) and not truncates:
             raise too_long(f"{param} has {len(text):,} characters; at most {context:,} tokens fit. Send less.")
-        encode = partial(self._encode_cut, text, context) if truncates else partial(self._encode, text, adds_special)
+        encode = partial(self._encode_cut, text, context) if truncates else partial(self.tokens_of, text, adds_special)
         try:
             if len(text) <= INLINE_CHARS_MAX:
                 return encode()
@@ -98,6 +98,13 @@ class Text:
     ) -> Detokeniser:
         """Special tokens have no text, except those in `spoken` and in `marks`, which gives theirs."""
         return Detokeniser(self.decode, self.special.difference(spoken), before, marks)
+
+    def tokens_of(self, text: str, adds_special: bool) -> list[int]:
+        """The tokens of a text, in this thread, however long that takes."""
+        if self._backend is not None:
+            # A batch of one: batches are encoded without the GIL, so that the model's thread goes on.
+            return list(self._backend.encode_batch([text], add_special_tokens=adds_special)[0].ids)
+        return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=adds_special)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         if self._backend is not None:
@@ -113,12 +120,6 @@ class Text:
     def close(self) -> None:
         """End its threads. To be called by its owner, after the last encoding."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _encode(self, text: str, adds_special: bool) -> list[int]:
-        if self._backend is not None:
-            # A batch of one: batches are encoded without the GIL, so that the model's thread goes on.
-            return list(self._backend.encode_batch([text], add_special_tokens=adds_special)[0].ids)
-        return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=adds_special)]
 
     def _encode_cut(self, text: str, room: int) -> list[int]:
         """Encode with special tokens, which are not cut off."""
