@@ -9,7 +9,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from greenroom.core import effects, events
@@ -46,6 +46,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     "kind", [*EVENTS, Rejection, effects.Reason, Move, events.Limits], ids=lambda kind: kind.__name__
 )
 def test_every_kind_of_record_comes_back_as_it_was(kind: type[Any]) -> None:
+    # A busy machine is slow to make records, which says nothing of them.
+    @settings(suppress_health_check=[HealthCheck.too_slow])
     @given(records(kind))
     def check(record: Any) -> None:
         # By what they print, so that what is not equal to itself (nan) compares too, and 1 is not 1.0.

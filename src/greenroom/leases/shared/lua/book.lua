@@ -9,7 +9,7 @@
 -- Tokens are text in JSON, because its numbers keep 14 digits only.
 local META, LEASES, EXPIRY, USABLE, TAKEN, LINE, GATEWAYS = unpack(KEYS)
 local arg = cjson.decode(ARGV[1])
--- Memory of the machine itself may be claimed by slots, but is never given to who asks for GPUs.
+-- Host memory may be claimed by slots, but is never given to a request for GPUs.
 local HOST = 'host'
 -- So many lapsed leases are put away by one operation; those that follow take the next.
 local LAPSES_MAX = 64
@@ -31,10 +31,10 @@ if meta[1] then
   now = tonumber(meta[2]) + math.max(0, math.min(wall - tonumber(meta[1]), arg.step_ms))
   last, birth = tonumber(meta[3]), tonumber(meta[4])
 else
-  -- The version starts at the time too, so that nobody takes a new book for the one it knew.
+  -- The version starts at the time too, so that a new book is never taken for an earlier one.
   redis.call('HSET', META, 'version', digits(wall_us))
 end
--- A new book may be one that was lost: those who held leases come first.
+-- A new book may replace one that was lost: earlier holders come first.
 local in_grace = now < arg.birth_grace_ms
 -- Callers know the highest token they have heard of. While nothing has been granted, it is from before the birth.
 local floor, last_known_here = tonumber(arg.floor), last

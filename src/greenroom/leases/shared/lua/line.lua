@@ -1,6 +1,6 @@
--- Who waits, in order of priority and then of arrival; and who is to make room for them.
+-- The queue of waiting leases, by priority and then by arrival; and which gateway must make room for them.
 --
--- Memory that is released for somebody in the line is kept for it, but whoever is further ahead may take it.
+-- Memory that is released for a waiting lease is kept for it, but a lease further ahead may take it.
 local LINE_MAX = 256
 -- One priority is further from the next than arrivals will ever be from each other.
 local PRIORITY_STEP = 2 ^ 40
@@ -91,8 +91,8 @@ local function is_slot_of(lease, ask)
   return lease.gateway == ask.gateway or (not lease.gateway and same(lease.holder, ask.holder))
 end
 
--- Which calls were told that the lease is held, with commas between. Only when each of them has said that nobody heard
--- of it has nobody. Too many to be written down are nobody in particular, who cannot say so.
+-- The calls that were told that the lease is held, separated by commas. It is given up only after each of them was
+-- reported as unheard. If they are too many to list, it is never given up this way.
 local TOLD_MAX = 512
 local SEVERAL = ''
 
@@ -126,7 +126,7 @@ local function untold(lease, asker)
   return #others == 0
 end
 
--- Whether it would fit if nobody held anything. Who could not have it even then stands in nobody's way.
+-- Whether it would fit if no lease was held. If not, it blocks no other lease in the queue.
 local function is_possible(ask)
   return place(ask, function(device)
     return usable[device]
@@ -193,8 +193,8 @@ local function reserve(entries, number, claim)
   save(lease)
 end
 
--- Give what is free to those who can now have all they wait for. Nobody takes a device before somebody ahead of it.
--- Returns who still waits and stands first on enough devices, and on which: { lease, where }.
+-- Give free memory to the leases that can now have all they wait for. None takes a device before a lease ahead of it.
+-- Returns the leases that still wait and are first on enough devices, with these devices: { lease, where }.
 local function promote()
   local heads, barred = {}, {}
   if in_grace or redis.call('ZCARD', LINE) == 0 then
@@ -306,7 +306,7 @@ local function preemptible_below(ask)
   return found
 end
 
--- Ask preemptible holders to leave, where that gives the waiting one all it needs; else nobody.
+-- Recall preemptible leases if that gives the waiting lease all it needs; else none.
 local function recall_for(lease, where)
   local candidates = preemptible_below(lease)
   local function room(device)

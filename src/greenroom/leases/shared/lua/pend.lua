@@ -17,7 +17,7 @@ local promised, victims = {}, {}
 for _, id in ipairs(arg.victims) do
   local victim = lease_of(id)
   local other = victim and victim.into and victim.into ~= ask.id and lease_of(victim.into)
-  -- 1. Only a gateway's own leases are its to give.  2. What leaves for somebody else who still waits for it is not.
+  -- 1. A gateway may only name its own leases.  2. Not one that leaves for another swap that is still pending.
   if victim and victim.gateway == ask.gateway and not (other and other.state == 'pending') then
     victims[#victims + 1] = victim
     for device, mib in pairs(victim.claim) do

@@ -1,5 +1,5 @@
 -- A gateway's heartbeat: how much of each device may be planned with, and what freeing memory there would cost it. It
--- hears for whom it is to make room, and whether anything changed: that somebody was recalled is a change too.
+-- is told for which leases it must make room, and whether anything changed; a recall is a change too.
 local is_different = false
 for device, mib in pairs(arg.devices) do
   if redis.call('HGET', USABLE, device) ~= digits(mib) then

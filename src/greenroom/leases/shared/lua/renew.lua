@@ -1,10 +1,10 @@
--- Holders of one kind say that they live. `arg.leases` holds id, token and, where the holder knows it, the whole record: a
--- book that has never heard of it, because it was lost or is an older copy, learns it from that.
+-- Renews leases of one kind. `arg.leases` holds id, token and, where the holder knows it, the whole record: a book that
+-- does not have it, because it was lost or is an older copy, learns it from that.
 local function was_lost_by_us(token)
   return token <= birth or token > last_known_here
 end
 
--- 1. During the grace nobody new has been granted anything, so whatever was held before was held together.
+-- 1. During the grace nothing new was granted, so all leases that were held before fit together.
 -- 2. Later it must fit, on the devices that have been heard of since.
 local function is_still_there(claim)
   look()
