@@ -80,7 +80,7 @@ class _Stream:
     def __init__(self, dialect: Dialect, answer: Answer, generation: Generation) -> None:
         self._dialect = dialect
         self._answer = answer
-        self._score = generation
+        self._generation = generation
         self._opened: set[int] = set()
         self._joined: dict[int, OutputPiece] = {}
         answer.on_relief = self.flush
@@ -106,7 +106,7 @@ class _Stream:
         # The head goes out with the first event: by then the cached tokens are known, and an error before it still
         # gets a status of its own.
         if not self._answer.has_begun:
-            self._answer.begin_events(cache_headers_of(self._score))
+            self._answer.begin_events(cache_headers_of(self._generation))
         self._answer.event(event)
 
     def _write(self, index: int, piece: OutputPiece) -> None:
