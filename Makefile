@@ -25,8 +25,14 @@ TORCH_TESTS := tests/workers/torch_host
 ENGINE_TESTS := tests/contract/engines tests/integration/transformers
 # An import of torch keeps a core busy for seconds, so no more of them than cores.
 TORCH_JOBS ?= 2
+TORCH_PYTEST := PYTHONPATH=src OMP_WAIT_POLICY=PASSIVE $(TORCH)/bin/python -m pytest $(TORCH_TESTS)
+# `make test` leaves out what is marked slow, `make test-slow` runs just that. Neither soaks, nor needs a GPU.
+QUICK := not slow and not soak and not gpu
+SLOW := slow and not soak and not gpu
+# Run by themselves: core for its coverage, integration last because a unit that is broken explains it.
+NOT_UNITS := tests/core tests/integration $(TORCH_TESTS) $(ENGINE_TESTS)
 
-.PHONY: setup redis torch serve test check format compiled test-compiled bench soak sim sim-shared clean
+.PHONY: setup redis torch serve test test-slow check format compiled test-compiled bench soak sim sim-shared clean
 
 setup: $(STAMP) redis
 
@@ -62,12 +68,16 @@ $(TORCH_STAMP):
 serve: $(STAMP)         ## serve the demo models on http://$(HOST):$(PORT)
 	@$(BIN)/greenroom demo --host $(HOST) --port $(PORT)
 
-test: check torch       ## everything that must hold, in about ten minutes on two cores
+test: check torch       ## check, core, units, then a running gateway: at most 8 minutes on two cores
 	@$(BIN)/python -m pytest tests/core --cov --cov-fail-under=100 --cov-report=term:skip-covered --numprocesses $(JOBS)
-	@$(BIN)/python -m pytest -m 'not soak and not gpu' --numprocesses $(JOBS) \
-	  $(foreach folder,tests/core $(TORCH_TESTS) $(ENGINE_TESTS),--ignore=$(folder))
+	@$(BIN)/python -m pytest -m '$(QUICK)' --numprocesses $(JOBS) $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
+	@$(TORCH_PYTEST) -m '$(QUICK)' --numprocesses $(TORCH_JOBS)
+	@$(BIN)/python -m pytest tests/integration -m '$(QUICK)' --numprocesses $(JOBS) --ignore=tests/integration/transformers
+
+test-slow: setup torch  ## kills and faults, shared stores, real engines, every model family: about 12 minutes
+	@$(BIN)/python -m pytest -m '$(SLOW)' --numprocesses $(JOBS) $(foreach folder,$(TORCH_TESTS) $(ENGINE_TESTS),--ignore=$(folder))
 	@$(BIN)/python -m pytest $(ENGINE_TESTS) --numprocesses $(TORCH_JOBS) --dist loadfile
-	@PYTHONPATH=src OMP_WAIT_POLICY=PASSIVE $(TORCH)/bin/python -m pytest $(TORCH_TESTS) -m 'not soak and not gpu' --numprocesses $(TORCH_JOBS)
+	@$(TORCH_PYTEST) -m '$(SLOW)' --numprocesses $(TORCH_JOBS)
 
 check: setup            ## format, lint (async rules included), types, layers
 	@$(BIN)/ruff format --check src tests benchmarks

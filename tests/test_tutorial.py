@@ -21,6 +21,8 @@ from greenroom.sim.world import World
 from tests.cli.test_guides import ROOT, blocks
 from tests.sim.settings import setting, sim_model
 
+pytestmark = pytest.mark.slow
+
 PAGE = "docs/design/writing-a-policy.md"
 GPU = DeviceId("gpu0")
 # Generous: the machine may be busy.

@@ -19,6 +19,8 @@ from greenroom.leases.holder import holder_of
 from greenroom.leases.records import Holder, Lease, LeaseAsk, LeaseStore
 from tests.contract.lease_stores import GPU_MIB, GPUS, SLOT_MIB, STAGES, Stage
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 30.0
 SHORT_TTL_S = 1.0
 

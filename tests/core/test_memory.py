@@ -9,7 +9,7 @@ import pytest
 from greenroom.core import events as ev
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits
-from greenroom.core.model import Device, DeviceId, ModelSpec, MoveKind, Need, Tier
+from greenroom.core.model import Device, DeviceId, ModelSpec, MoveKind, Need, Tier, cuda_name
 from greenroom.core.policy.default import ByCost
 from greenroom.core.policy.swapper import Eviction, Resident, Target
 
@@ -502,3 +502,7 @@ def test_a_swapper_that_forbids_company_makes_everybody_else_leave() -> None:
         world.arrive(name, "a" if name == "r1" else "b", takes_s=0.0)
     world.run()
     assert world.kinds() == ["load a", "unload a", "load b"] and world.is_at_rest()
+
+
+def test_cuda_knows_a_gpu_by_its_uuid_and_a_simulated_one_by_its_number() -> None:
+    assert [cuda_name(name) for name in ("GPU-3fa2", "gpu1", "gpux")] == ["GPU-3fa2", "1", "gpux"]

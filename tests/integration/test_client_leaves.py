@@ -28,7 +28,7 @@ HOWS = ("FIN", "RST", "HALF")
 # Answered by the gateway itself, in the same turn of the loop.
 REFUSED = request_bytes("POST", CHAT, b"{}")
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @dataclass

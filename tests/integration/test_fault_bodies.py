@@ -21,6 +21,8 @@ from tests.integration.facts import at_rest
 from tests.integration.faults import loaded
 from tests.integration.raw import CHAT, Answer, Raw, asking, chat, http, request_bytes
 
+pytestmark = pytest.mark.slow
+
 
 def head(length: int | None) -> bytes:
     """The head of a chat request with a body of this length, or a chunked one."""

@@ -27,6 +27,8 @@ from tests.integration.facts import Journal, at_rest, is_loading, is_ready, pids
 from tests.integration.raw import Answer, chat
 from tests.models import tiny as tiny_model
 
+pytestmark = pytest.mark.slow
+
 # A load timeout nobody here waits for: who is answered much earlier was not answered by it.
 NEVER_S = 300
 LONG_BACKOFF = {"scheduler": {"backoff_s": 100}}

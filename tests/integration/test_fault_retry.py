@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from greenroom.errors import EngineLost
 from greenroom.http.upstream import EngineAddress, Pool
 from tests.http.wires import SlowLoop
+
+pytestmark = pytest.mark.slow
 
 
 class Listener:

@@ -23,6 +23,8 @@ from tests.integration.faults import ENDLESS, assert_ended_by, first_events, loa
 from tests.integration.raw import LIMIT_BYTES, Answer, Raw, asking, chat, http
 from tests.models import tiny as tiny_model
 
+pytestmark = pytest.mark.slow
+
 # --- kill -9 --------------------------------------------------------------------------------------------------------
 
 

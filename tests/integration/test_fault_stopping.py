@@ -28,6 +28,8 @@ from tests.integration.faults import (
 from tests.integration.raw import Raw, asking, chat
 from tests.models import tiny as tiny_model
 
+pytestmark = pytest.mark.slow
+
 # A stop timeout nobody here waits for: who is gone much earlier was not killed for being slow.
 PATIENT_S = 100
 

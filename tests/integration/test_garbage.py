@@ -4,8 +4,12 @@ import gc
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.harness import fake, gateway
 from tests.integration.raw import Raw, request_bytes
+
+pytestmark = pytest.mark.slow
 
 REQUESTS = 100
 

@@ -28,6 +28,8 @@ from tests.integration.faults import ENDLESS, assert_ended_by, dial, first_event
 from tests.integration.raw import Answer, asking, chat
 from tests.models import tiny as tiny_model
 
+pytestmark = pytest.mark.slow
+
 RACE = Path(__file__).with_name("state_dir_race.py")
 # Engines get a second to leave when the gateway is gone, then are killed.
 CLEARED_WITHIN_S = 30.0

@@ -21,6 +21,8 @@ from greenroom.errors import ConfigError
 from tests import fake_gpu
 from tests.harness import fake, gateway, until, url, write_config
 
+pytestmark = pytest.mark.slow
+
 A, B = "GPU-aaaa", "GPU-bbbb"
 
 

@@ -22,7 +22,7 @@ from tests.integration.facts import at_rest
 from tests.integration.hosted_rig import Folder, arenas, fake_workers, move
 from tests.integration.raw import chat
 
-pytestmark = pytest.mark.usefixtures("fake_workers")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fake_workers")]
 __all__ = ["fake_workers"]
 
 NAMES = ("alpha", "beta", "gamma", "delta")

@@ -22,7 +22,7 @@ from tests.integration.hosted_rig import Folder, fake_workers, move, tier, until
 from tests.integration.raw import chat
 from tests.integration.test_gpu_probe import get, stranger
 
-pytestmark = pytest.mark.usefixtures("fake_workers")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fake_workers")]
 __all__ = ["fake_workers"]
 
 A, B = DeviceId("GPU-aaaa"), DeviceId("GPU-bbbb")

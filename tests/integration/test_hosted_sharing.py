@@ -16,7 +16,7 @@ from tests.integration.raw import chat
 from tests.integration.sharing_rig import A, described, grown_up, in_store, sections, sharing, taking
 from tests.redis_server import RedisServer, redis_server
 
-pytestmark = pytest.mark.usefixtures("fake_workers")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fake_workers")]
 __all__ = ["fake_workers"]
 
 

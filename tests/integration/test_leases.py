@@ -25,6 +25,8 @@ from greenroom.errors import StateDirBusy
 from tests.harness import GatewayProcess, fake, gateway, until, url, write_config
 from tests.integration.facts import is_ready
 
+pytestmark = pytest.mark.slow
+
 PATH = "/api/v1/leases"
 # Nobody renews what is asked for here by hand, however slow the machine is.
 LONG = {"ttl_s": 3_600}

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion
 
@@ -18,6 +19,8 @@ from tests.harness import fake, gateway, tiny, until, url
 from tests.integration.facts import Journal, at_rest
 from tests.integration.raw import Answer, chat
 from tests.models import tiny as tiny_model
+
+pytestmark = pytest.mark.slow
 
 REQUESTS = 200
 NAMES = ("alpha", "bravo", "charlie", "delta")

@@ -28,6 +28,8 @@ from tests.integration.faults import dial
 from tests.integration.raw import asking, chat, http
 from tests.models import tiny as tiny_model
 
+pytestmark = pytest.mark.slow
+
 A, B = "GPU-aaaa", "GPU-bbbb"
 TESTS = str(FAKE_ENGINE.parent.parent)
 NEVER_S = 300

@@ -17,6 +17,8 @@ from greenroom.cli.client import Client
 from greenroom.process import proc
 from tests.harness import PATIENCE_S, GatewayProcess, fake, write_config
 
+pytestmark = pytest.mark.slow
+
 # A new process namespace with its own /proc; all of it ends with the gateway, and the gateway with the test.
 CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 

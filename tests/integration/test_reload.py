@@ -23,6 +23,8 @@ from tests.harness import fake, gateway, until
 from tests.integration.facts import Journal, at_rest, counters, is_loading, pids
 from tests.integration.raw import Answer, Raw, asking, chat, http
 
+pytestmark = pytest.mark.slow
+
 LONG: dict[str, Any] = {"stream": True, "tokens": 60, "token_s": 0.02}
 
 

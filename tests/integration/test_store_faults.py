@@ -30,6 +30,8 @@ from tests.integration.sharing_rig import (
 from tests.integration.trainer import trainer
 from tests.redis_server import RedisServer, redis_server
 
+pytestmark = pytest.mark.slow
+
 # Nobody loses anything for want of being heard of, where only what happens at once is looked for.
 LONG_TTL_S = 600.0
 AT_ONCE_S = 20.0

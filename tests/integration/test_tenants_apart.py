@@ -18,6 +18,8 @@ from tests.integration.facts import at_rest
 from tests.integration.hosted_rig import Folder, fake_workers
 from tests.integration.raw import CHAT, Answer, Raw, chat, http, request_bytes
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["fake_workers"]
 
 MARKER = "marker-of-a-secret-prompt"

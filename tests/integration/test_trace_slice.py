@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, cast
 
+import pytest
+
 from greenroom.app import App
 from greenroom.core.effects import Effects
 from greenroom.core.events import ConfigChanged, Event, MoveDone
@@ -28,6 +30,8 @@ from tests.harness import gateway, tiny
 from tests.integration.facts import at_rest
 from tests.integration.raw import chat
 from tests.models import tiny as tiny_model
+
+pytestmark = pytest.mark.slow
 
 NAMES = ("alpha", "bravo", "charlie", "delta")
 # Each model claims 100 MiB, so that two are in memory at once.

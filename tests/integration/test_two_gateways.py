@@ -20,6 +20,8 @@ from tests.integration.trainer import trainer
 from tests.integration.two_gateways_chaos import Chaos
 from tests.redis_server import RedisServer, redis_server
 
+pytestmark = pytest.mark.slow
+
 CHAOS_S = 25.0
 # However many are killed meanwhile: the bound within which a trainer has its share.
 GRANTED_WITHIN_S = 45.0

@@ -11,6 +11,8 @@ from tests.leases.history.checker import check
 from tests.leases.history.events import Event, Log, read
 from tests.leases.history.run import run
 
+pytestmark = pytest.mark.slow
+
 CAPACITY = {"gpu0": 10}
 TTL_S = 2.0
 SECONDS = 30.0

@@ -16,6 +16,8 @@ from greenroom.leases.shared.redis_store import RedisStore
 from tests.leases.history.proxy import Proxy
 from tests.redis_server import RedisServer, redis_server
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 60.0
 DEVICES = {"gpu0": 10_000}
 

@@ -13,6 +13,8 @@ from greenroom.leases.shared.redis_store import RedisStore
 from tests.leases.redis_rig import DEVICES, PATIENCE_S, Opener, ask, slot
 from tests.redis_server import RedisServer, redis_server
 
+pytestmark = pytest.mark.slow
+
 SECRET = "hunter2-is-secret"
 
 

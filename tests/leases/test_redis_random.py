@@ -18,6 +18,8 @@ from greenroom.leases.shared.redis_store import RedisStore
 from greenroom.leases.shared.store import SlotAsk
 from tests.redis_server import redis_server
 
+pytestmark = pytest.mark.slow
+
 DEVICES = {"gpu0": 100, "gpu1": 100, "host": 100}
 GPUS = ("gpu0", "gpu1")
 GATEWAYS = ("g", "h")

@@ -9,6 +9,8 @@ import pytest
 from greenroom.errors import LeaseDenied, LeaseLost, LeaseTaken
 from tests.leases.redis_rig import DEVICES, PATIENCE_S, Opener, ask, claims, slot, until_claims
 
+pytestmark = pytest.mark.slow
+
 
 async def test_a_swap_gets_what_is_free_and_then_what_its_victims_release(client: Opener) -> None:
     store = client(offers=False)

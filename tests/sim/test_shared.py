@@ -12,6 +12,8 @@ from tests.sim.shared.gpus import Violation
 from tests.sim.shared.many import Figures, outcome
 from tests.sim.shared.play import Plant, play
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 200
 # Played in so many parts, which test processes share.
 PARTS = 8

@@ -13,6 +13,8 @@ from tests.chaos.play import Failure, Play, Played, play
 from tests.chaos.scenario import Scenario, draw_scenario
 from tests.chaos.seeds.planted import BUGS, bug, found
 
+pytestmark = pytest.mark.slow
+
 # One for each way of finding them: the world, a table, a count, an order, a share, a bound, a claim, a stay.
 SAMPLE = (
     "one_too_many_at_once",

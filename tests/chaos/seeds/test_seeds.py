@@ -14,6 +14,8 @@ from tests.chaos.play import play
 from tests.chaos.scenario import draw_scenario
 from tests.chaos.seeds.seeds import ONCE_FAILED
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 SEEDS = 200
 EVENTS_MIN = 2_000_000

@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 TINY = "--layers 1 --hidden 32 --intermediate 64 --heads 2 --kv-heads 1 --vocabulary 100 --prompt 8 --steps 4"
 
 

@@ -23,7 +23,7 @@ from tests.workers.torch_host.families import (
 )
 
 # Some families say things about torch or their own tiny sizes that do not matter here.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 SERVED_FAMILIES = [family for family in FAMILIES if documented().get(family) == SERVED]
 
 

@@ -17,6 +17,8 @@ import pytest
 from tests.workers.torch_host import tiny
 from tests.workers.torch_host.worker_rig import PROGRAM, WorkerRig
 
+pytestmark = pytest.mark.slow
+
 CYCLES = 8
 
 

@@ -83,8 +83,6 @@ class Residents:
 
     def fixed(self, resident: Resident) -> Resident:
         """The same resident as one that may not be asked to leave."""
-        if resident.is_fixed:
-            return resident
         held = self._fixed.get(resident)
         if held is None:
             held = self._fixed[resident] = resident.fixed()

@@ -25,7 +25,10 @@ from tests.workers.torch_host.worker_rig import WorkerRig
 
 torch.set_num_threads(1)
 # DeBERTa's own code is compiled in a way that torch warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]
 
 WIDTH = 32
 POSITIONS = 192

@@ -20,6 +20,8 @@ from greenroom.workers.torch_host.weights.reading import Transfer, read_all
 from greenroom.workers.torch_host.weights.safetensors_files import StoredTensor, read_header
 from greenroom.workers.torch_host.weights.weight_file import WeightFile, bounce_for
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 60.0
 
 
