@@ -385,3 +385,5 @@ def play(seed: int, plant: Plant | None = None) -> Played:
             task.cancel()
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()
+        # As it is by default: the level belongs to the process, and other tests read what is logged.
+        setup_logs("info", "text")
