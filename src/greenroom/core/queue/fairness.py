@@ -1,8 +1,8 @@
-"""Fair shares between tenants: virtual service in slot-seconds, one account for each that has work here.
+"""Fair shares between tenants: virtual service in slot-seconds, one account per tenant with work here.
 
-Owns the accounts. Who has been served least goes first within a class. A tenant that comes back from idle starts where
-the others are: time in which it asked for nothing is no credit. An account that is behind the others says nothing that
-coming back would not say, so idle ones are forgotten when the others have passed them.
+Owns the accounts. Within a class the tenant that was served least goes first. A tenant that returns from idle starts at
+the level of the others: idle time is no credit. So an idle account below that level holds no information, and is
+deleted.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from greenroom.core.model import TenantId
 
 # Below this share a tenant would in effect never be served; configurations are checked against it.
 WEIGHT_MIN = 1e-3
-# Tenants that come once and never again would be remembered for ever. Beyond this many idle ones, those that were
-# served least are forgotten, and whoever comes back starts from there.
+# Limits the accounts of tenants that never return. Beyond this many idle accounts, those that were served least are
+# deleted, and a tenant that returns starts at their level.
 IDLE_MAX = 10_000
-# Accounts are looked through when there are twice as many as were left the last time, and this many more.
+# Accounts are swept when there are twice as many as after the last sweep, plus this many.
 SWEEP_MIN = 64
 
 
 class Accounts:
     def __init__(self) -> None:
         self.weights: Mapping[TenantId, float] = {}
-        # How far those who were served lately have come. Only grows.
+        # The level of the tenants that were served lately. Only grows.
         self.level_s = 0.0
         self._served_s: dict[TenantId, float] = {}
         self._active: dict[TenantId, int] = {}
@@ -36,11 +36,11 @@ class Accounts:
         return self._served_s.get(tenant, self.level_s)
 
     def join(self, tenant: TenantId) -> None:
-        """A request of this tenant has come."""
+        """A request of this tenant has arrived."""
         active = self._active.get(tenant, 0)
         self._active[tenant] = active + 1
         if not active:
-            # Written down even where it is the level: while it waits the level may grow, and it must not grow with it.
+            # Stored even if it equals the level: the level may grow while the tenant waits, and its account must not.
             self._served_s[tenant] = max(self._served_s.get(tenant, 0.0), self.level_s)
 
     def leave(self, tenant: TenantId) -> None:
@@ -54,7 +54,7 @@ class Accounts:
             self.sweep()
 
     def serve(self, tenant: TenantId, estimate_s: float) -> None:
-        """It is served next: others who come back start from here."""
+        """This tenant is served next: tenants that return start from its level."""
         self.level_s = max(self.level_s, self.served_s(tenant))
         self.charge(tenant, estimate_s)
 
@@ -64,7 +64,7 @@ class Accounts:
         self._served_s[tenant] = self.served_s(tenant) + slot_s / weight
 
     def sweep(self) -> None:
-        """Forget idle accounts that the others have passed. Done so seldom that it costs next to nothing each time."""
+        """Delete idle accounts that the others have passed. It runs so rarely that its amortized cost is negligible."""
         idle = sorted(served_s for tenant, served_s in self._served_s.items() if tenant not in self._active)
         if len(idle) > IDLE_MAX:
             self.level_s = max(self.level_s, idle[-IDLE_MAX - 1])

@@ -1,7 +1,7 @@
-"""Orders that are kept while what they go by changes bit by bit, so that nobody has to go through all of it at once.
+"""Orders of keys that are updated bit by bit, so that no caller has to go through all keys at once.
 
-Owns what was last seen of each key, and the order of that. Never knows what the keys are or what decides. Seeing,
-changing and dropping one cost O(log n) comparisons.
+Owns the last seen turn of each key, and their order. Does not know what the keys are. Updating or dropping a key takes
+O(log n) comparisons.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Turn = tuple[float, ...]
 
 
 class KeptOrder(Generic[Key]):
-    """Everybody in turn. A few are looked at again each time, those first that were not looked at for longest."""
+    """Keys ordered by turn. Callers refresh a few at a time, those first that were not seen for longest."""
 
     def __init__(self) -> None:
-        # Those that were not looked at for longest come first.
+        # The keys that were not seen for longest come first.
         self._seen: OrderedDict[Key, Turn] = OrderedDict()
         self._order: list[tuple[Turn, Key]] = []
 
@@ -31,20 +31,20 @@ class KeptOrder(Generic[Key]):
         return key in self._seen
 
     def __iter__(self) -> Iterator[Key]:
-        """The first in turn first. Only for as long as nothing changes."""
+        """Keys in order of turn. Valid only until something changes."""
         return (key for _, key in self._order)
 
     @property
     def first(self) -> tuple[Turn, Key]:
-        """The first in turn, and its turn as it was last seen."""
+        """The first key, and its turn as last seen."""
         return self._order[0]
 
     def turn(self, key: Key) -> Turn:
-        """What was last seen of it."""
+        """The turn of this key as last seen."""
         return self._seen[key]
 
     def put(self, key: Key, turn: Turn) -> None:
-        """This was seen of it just now."""
+        """Record the current turn of this key."""
         seen = self._seen.get(key)
         if seen != turn:
             if seen is not None:
@@ -54,13 +54,13 @@ class KeptOrder(Generic[Key]):
         self._seen.move_to_end(key)
 
     def drop(self, key: Key) -> None:
-        """It is no longer there, if it was."""
+        """Remove this key, if it is there."""
         seen = self._seen.pop(key, None)
         if seen is not None:
             self._take_out(seen, key)
 
     def longest_unseen(self, count: int) -> list[Key]:
-        """Up to so many that were not looked at for longest."""
+        """Up to `count` keys that were not seen for longest."""
         return [key for key, _ in zip(self._seen, range(count), strict=False)]
 
     def clear(self) -> None:
@@ -72,14 +72,14 @@ class KeptOrder(Generic[Key]):
 
 
 class Least(Generic[Key]):
-    """The smallest number in each of some groups. What does not hold any more is passed over when it comes to light."""
+    """The smallest number in each group. Outdated entries are skipped when they come to the top."""
 
     def __init__(self) -> None:
         self._groups: dict[int, list[tuple[float, Key]]] = {}
         self._size = 0
 
     def __len__(self) -> int:
-        """How many are remembered, those included that do not hold any more."""
+        """Number of entries, outdated ones included."""
         return self._size
 
     def put(self, group: int, number: float, key: Key) -> None:
@@ -87,7 +87,7 @@ class Least(Generic[Key]):
         self._size += 1
 
     def of_groups(self, holds: Callable[[float, Key], bool]) -> list[tuple[int, float]]:
-        """The smallest number that holds, for each group that has one."""
+        """The smallest number that still holds, for each group that has one."""
         found = []
         for group, heap in list(self._groups.items()):
             while heap and not holds(*heap[0]):

@@ -1,4 +1,4 @@
-"""What a waiting caller can be told: its place, and how long it may take if that is known. Changes nothing."""
+"""What a waiting caller can be told: its position, and an estimate if one is known. Changes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Outlook:
 
 
 def outlook(state: State, request: RequestId, now: float) -> Outlook | None:
-    """Place and estimate of a waiting request; None if it does not wait."""
+    """Position and estimate of a waiting request; None if it does not wait."""
     waiter = state.waitlist.get(request)
     if waiter is None:
         return None
@@ -24,7 +24,7 @@ def outlook(state: State, request: RequestId, now: float) -> Outlook | None:
 
 
 def eta_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float | None:
-    """The model's own move, the moves of those who wait before it, and the answers before it in its own queue."""
+    """Seconds for its model's own move, the moves of models ahead of it, and the answers ahead of it in its queue."""
     own = _move_left_s(state, model, now)
     if own is None:
         return None
@@ -35,14 +35,14 @@ def eta_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float | N
 
 
 def _others_s(state: State, waiter: Waiter) -> float:
-    """Swaps of those before it: no more than there are callers ahead, nor than there are other models waited for."""
+    """Swaps ahead of it: at most one per request ahead, and at most one per other model that is waited for."""
     ahead = min(state.waitlist.position(waiter) - 1, len(state.waitlist.queues) - 1)
     at_once = max(1, len(state.ledger.devices) - 1)
     return max(0, ahead) * (state.avg_swap_s or 0.0) / at_once
 
 
 def _queue_s(state: State, waiter: Waiter, model: ModelId) -> float:
-    """Rounds of answers before its own, each as long as answers of this model usually take."""
+    """Rounds of answers ahead of its own, each as long as an average answer of this model."""
     record, waitlist = state.claimant(model), state.waitlist
     queue = waitlist.queues.get(model)
     queued = 0 if queue is None else queue.ahead_of(waiter)
@@ -53,7 +53,7 @@ def _queue_s(state: State, waiter: Waiter, model: ModelId) -> float:
 
 
 def _move_left_s(state: State, model: ModelId, now: float) -> float | None:
-    """How long until this model is ready once its turn has come; None if nothing was learned yet."""
+    """Seconds until this model is ready once its turn has come; None if nothing was learned yet."""
     record = state.claimant(model)
     for slot in state.slots_of(model):
         if slot.is_serving:

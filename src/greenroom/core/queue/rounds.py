@@ -1,7 +1,7 @@
-"""Rounds: which of the models that are waited for and not ready may come now, asked in the order of their rank.
+"""Rounds: which waiting models may come now, asked in order of rank.
 
-Owns that order, the timer for the next look, and the devices kept for those who have waited too long. What happens to
-each is decided in `decide.py` and done in `apply.py`.
+Owns that order, the timer for the next round, and the devices kept for models that have waited too long.
+`decide/decision.py` decides on each, and `apply.py` carries the plan out.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from greenroom.core.queue.waitlist import Queue, Waiter
 from greenroom.core.slots import SlotWriter
 from greenroom.core.state import State
 
-# How many models that are not ready are looked at in one round, the first in rank. Others wait for their turn there.
+# How many models one round asks for in order of rank, and how many more that might fit. Others wait.
 ASKED_MAX = 16
-# With more waiting models than this there is a crowd: their order is kept, and only a part of it is made anew in each
-# round, because that takes some microseconds for each of them; fewer are asked for in a round; and one more request for
-# a model that is waited for already is looked at a little later, together with others.
+# With more waiting models than this there is a crowd. Ranking takes some microseconds per model, so their order is kept
+# and each round ranks only a part anew. Each round also asks for fewer models, and one more request for a model that is
+# already waited for is decided on a little later, together with others.
 RANKED_MANY = 64
 ASKED_IN_CROWD = 4
 RANKED_IN_CROWD = 16
-# With more than these waiting the next deadline of anybody is looked at, because not everybody may be asked for.
+# With more waiting models than this, the next deadline also sets the timer, because a round may not ask for all.
 INSIST_MANY = 4
 LOOK_SOON_S = 0.1
-# In a crowd there is a round at least this often, so that no part of the order grows old.
+# In a crowd there is a round at least this often, so that no rank grows old.
 CROWD_ROUND_S = 0.5
 _SWITCH = ev.Timer(ev.TimerKind.SWITCH, "")
-# The rank of those who need not be brought.
+# The rank of a model that need not be brought.
 _LAST = (inf,)
 
 
@@ -46,32 +46,32 @@ class Rounds:
         self._slots = slots
         self._act = act
         self._crowd: KeptOrder[ModelId] = KeptOrder()
-        # The first arrival among those who wait for a model that is not ready, or an earlier time.
+        # The earliest arrival in the queues of models that are not ready, or an earlier time.
         self._oldest = inf
-        # A slot was granted as often as those may be overtaken: the policy has to be asked again.
+        # A slot was granted as often as waiters may be overtaken: a round has to ask the policy again.
         self.is_due = False
 
     def joined(self, until: float, now: float) -> None:
-        """Somebody waits from now on for a model that is not ready; asking again may help at `until`."""
+        """A request now waits for a model that is not ready; asking again may help at `until`."""
         self._oldest = min(self._oldest, now)
         self.look_again_at(min(until, self.looks_at), now)
 
     def overtaken(self, since: float, now: float) -> None:
-        """A slot was granted since then as often as others may be overtaken. If one waited so long, a round is due."""
+        """A slot was granted `overtakes_max` times since then. A round is due if a waiter arrived before that."""
         if self._oldest <= now and since >= self._oldest:
             self.is_due = True
 
     def rest(self, now: float) -> None:
-        """Nobody waits: nothing is to be looked at later."""
+        """Nothing waits: cancel the timer and release kept devices."""
         self.is_due, self._oldest = False, inf
         self._state.kept.clear()
         self.look_again_at(inf, now)
 
     def bring(self, now: float) -> None:
-        """Ask for each waiting model that is not ready, the first in rank first, whether it may come now.
+        """Ask, in order of rank, whether each waiting model that is not ready may come now.
 
-        The first few are asked for in any case. Further down only those may fare better who want less than anybody that
-        had to wait for the same devices, or want others: so nobody is hidden behind those who wait for a busy device.
+        The first few are always asked for. After them only models that need less memory than every model that had to
+        wait for the same devices, or that use other devices: so a busy device does not block the models behind.
         """
         state = self._state
         self.is_due = False
@@ -99,10 +99,10 @@ class Rounds:
         self.look_again_at(until, now)
 
     def _ranked(self, now: float) -> tuple[list[ModelId], float]:
-        """Those who are away, in the order in which they may come, and when to look again in any case."""
+        """Models that are away, in order of rank, and when the next round is due in any case."""
         state, policy = self._state, self._state.policy
         if self._crowd:
-            # The crowd has dispersed. Where another one gathers, everybody is looked at anew.
+            # The crowd has dispersed. The next one is ranked from scratch.
             self._crowd.clear()
             state.waitlist.alter_all()
         cold = [queue for queue in state.waitlist.queues.values() if self.is_away(queue.model, now)]
@@ -113,14 +113,14 @@ class Rounds:
         return [queue.model for queue in cold], until
 
     def _ranked_in_crowd(self, now: float) -> tuple[list[ModelId], float]:
-        """The first few of those who are away, and then some others, each of whom is among these in turn."""
+        """The first few models that are away, and then some others, so that each model has its turn."""
         crowd = self._crowd
         for model in self._state.waitlist.take_altered(RANKED_IN_CROWD):
             self._rank(model, now)
         others = crowd.longest_unseen(RANKED_IN_CROWD)
         for model in others:
             self._rank(model, now)
-        # Who has left since it was ranked is dropped when it comes to light.
+        # A model that has left since it was ranked is dropped when it is found.
         queues = self._state.waitlist.queues
         away = (model for model in crowd if model in queues and self.is_away(model, now))
         firsts = list(islice(away, ASKED_IN_CROWD))
@@ -128,7 +128,7 @@ class Rounds:
         return [*firsts, *rest], now + CROWD_ROUND_S
 
     def _rank(self, model: ModelId, now: float) -> None:
-        """See where in the crowd this one stands now."""
+        """Rank this model in the crowd as of now."""
         queue = self._state.waitlist.queues.get(model)
         if queue is None:
             self._crowd.drop(model)
@@ -136,7 +136,7 @@ class Rounds:
             self._crowd.put(model, self._state.policy.rank(queue, now) if self.is_away(model, now) else _LAST)
 
     def is_away(self, model: ModelId, now: float) -> bool:
-        """Neither ready nor on its way in or out, nor pausing."""
+        """True if it is neither ready, moving, planned, leaving nor pausing."""
         record, slots = self._state.claimant(model), self._state.slots_by_model.get(model)
         if record.pausing is not None and now < record.retry_at:
             return False
@@ -147,9 +147,9 @@ class Rounds:
         return True
 
     def _ask_for(self, queue: Queue, residents: Residents, now: float) -> tuple[float, Residents]:
-        """Decide on the first of this queue, and on the next if that one left; and on those who want it asleep.
+        """Decide on the first of this queue, on the next if that one has left, and on operators that want it asleep.
 
-        Returns when to ask again, and the residents as it is then: the same if nothing has changed.
+        Returns when to ask again, and the residents from then on: the same object if nothing has changed.
         """
         if self._is_kept_out(queue, residents, now):
             return inf, residents
@@ -167,9 +167,9 @@ class Rounds:
         return until, residents
 
     def _is_kept_out(self, queue: Queue, residents: Residents, now: float) -> bool:
-        """Whether all it could hear is that what it could use is kept for others. That changes nothing.
+        """True if every device that it could use is kept for others, so that asking would change nothing.
 
-        Nothing is kept for itself yet: each is asked for once in a round.
+        Nothing is kept for the model itself yet: a round asks for each model once.
         """
         state, record = self._state, self._state.claimant(queue.model)
         if not state.kept or queue.preparing or state.waitlist.choosy or record.retry_at > now:
@@ -188,20 +188,20 @@ class Rounds:
         return plan, residents.after_swap() if isinstance(plan, Swap) else Residents(self._state, now, self._places)
 
     def _keep_devices(self, queue: Queue, plan: Wait, now: float) -> None:
-        """Who has been late for as long again, and only needs time or the end of a move, has its devices kept.
+        """Keep the devices of a model that has been late for as long again and only needs time or the end of a move.
 
-        Not before: what is kept serves nobody, and smaller models could have been fitted in.
+        Not earlier: kept devices serve nothing, and smaller models could have used them.
         """
         if 2 * queue.late_at - queue.oldest <= now and (plan.until < inf or self._state.moves):
             self._state.kept[queue.model] = plan.on
 
     @property
     def looks_at(self) -> float:
-        """When the next round is due without anything happening."""
+        """When the next round is due if nothing happens."""
         return self._state.timers.get(_SWITCH, inf)
 
     def look_again_at(self, at: float, now: float) -> None:
-        """Have a round then; infinity: only when something happens."""
+        """Schedule a round; infinity: only when something happens."""
         if at == self.looks_at:
             return
         if at == inf:

@@ -1,6 +1,6 @@
-"""One that waits: a request, an operator's load, a preload or a lease, and what a policy says of its priority.
+"""A waiter: a request, an operator's load, a preload or a lease; and the class that a policy gives its priority.
 
-Owns what is known of it. Where it stands among others is `waitlist.py`'s.
+Owns the facts about one waiter. `waitlist.py` knows its place among others.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class WaiterKind(Enum):
 
 
 ASKING = (WaiterKind.OP, WaiterKind.PRELOAD)
-# Of a queue in which nobody waits who could be urgent.
+# The priority of a queue without urgent waiters.
 NO_PRIORITY = 2**62
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One that waits. `model` is the queue it stands in; `candidates` are those it may be moved to."""
+    """A request, operator's load, preload or lease in a queue. `candidates` are models that may serve it."""
 
     id: RequestId | OpId | LeaseId
     kind: WaiterKind
@@ -39,7 +39,7 @@ class Waiter:
     answer_by: float | None = None
     wants: MoveKind = MoveKind.LOAD
     keep_alive_s: float | None = None
-    # Age counts from here: its arrival, or when the one before it in its lane was served.
+    # Age counts from here: from its arrival, or from when the waiter before it in its lane was served.
     aged_from: float = 0.0
     came_back: bool = False
 
@@ -49,10 +49,10 @@ class Waiter:
 
 @dataclass(frozen=True, slots=True)
 class PriorityClass:
-    """What a policy says of a priority once and for all.
+    """What a policy says about a priority, once and for all.
 
-    Its weight in a queue's waiting; after how long it insists; after how long it goes before all who have not waited so
-    long; and how much waiting lifts it by one class.
+    Its weight in the total wait of a queue; the wait after which it insists; the wait after which it is late and goes
+    before all that are not; and the wait that lifts it by one class.
     """
 
     weight: float
@@ -62,7 +62,7 @@ class PriorityClass:
 
 
 class Priorities:
-    """How many wait with which priority, and the most urgent of these."""
+    """How many wait at each priority, and the most urgent priority."""
 
     __slots__ = ("_counts", "first")
 

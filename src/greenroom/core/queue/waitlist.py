@@ -1,7 +1,7 @@
-"""Who waits: requests, operators' loads, preloads and leases, by model.
+"""What waits: requests, operators' loads, preloads and leases, by model.
 
-Owns the queues and their sums. Never decides who goes: it says who stands first in each lane, how long a queue has
-waited altogether, and how many stand before whom. Adding, removing and finding a position cost O(log n) comparisons.
+Owns the queues and their sums. Never decides what goes next: it knows the first of each lane, the total wait of a queue
+and the number ahead of a waiter. Adding, removing and finding a position take O(log n) comparisons.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from greenroom.core.queue.waiter import PriorityClass as PriorityClass
 from greenroom.core.queue.waiter import Waiter as Waiter
 from greenroom.core.queue.waiter import WaiterKind as WaiterKind
 
-# The kind's word, not the kind: lanes are compared where turns are equal.
+# The kind's value, not the kind: lanes are compared where turns are equal.
 Lane = tuple[str, int, TenantId]
-# Seconds until a model is ready from where it is and until it has answered, and how many it answers at once.
+# Seconds until a model is ready from its tier, seconds per answer, and its concurrency.
 Prices = tuple[float, float, int]
 
-# With more lanes than these their order is kept; with fewer it is as quick to look at each.
+# With more lanes than this their order is kept; with fewer, checking each is as fast.
 LANES_FEW = 8
-# What is remembered of firsts that have left is forgotten when there is so much of it.
+# Rebuild the heaps of lane heads when they hold this many entries per lane, most of them outdated.
 FIRSTS_PER_LANE = 4
 # How long an order of lanes is good enough: age lifts by the minute.
 TURNS_FRESH_S = 1.0
-# Then all of them are looked at again; with more than these only so many at each turn, until all have been.
+# After that all lanes are checked again; with more lanes than this, only a few at each turn until all have been.
 LANES_MANY = 64
 LANES_LOOKED_AT = 8
 
 
 class Queue:
-    """Everybody who waits for one model. A lane holds those of one kind, priority and tenant in the order they came."""
+    """The waiters of one model. A lane holds those of one kind, priority and tenant in order of arrival."""
 
     __slots__ = (
         "_ages",
@@ -70,23 +70,23 @@ class Queue:
         self.model = model
         self._class_of = class_of
         self.lanes: dict[Lane, list[Waiter]] = {}
-        # Operators who want it asleep stand apart: they hold up nobody, and nobody holds them up.
+        # Operators that want the model asleep are kept apart: they neither hold up other waiters nor wait for them.
         self.preparing: dict[str, Waiter] = {}
-        # The order of the lanes as far as it is known, since when, how many have yet to be looked at again, and lanes
-        # whose first has changed since.
+        # The order of the lanes as last seen, when that was, how many are still to be checked again, and the lanes
+        # that have a new first waiter since.
         self.turns: KeptOrder[Lane] = KeptOrder()
         self.turns_at = -inf
         self.turns_left = 0
         self.changed: dict[Lane, None] = {}
         self.askers = 0
-        # Whether the first of a lane has left since the times below were seen. With many lanes: when their firsts came
-        # and since when they age, by priority, and the lanes whose first is not among them yet.
+        # True if the first of a lane has left since the times below were computed. With many lanes: when their first
+        # waiters arrived and since when they age, by priority, and the lanes not included yet.
         self.stale = False
         self._arrivals: Least[Lane] | None = None
         self._ages_from: Least[Lane] | None = None
         self._unseen: dict[Lane, None] = {}
         self.tenants: dict[TenantId, int] = {}
-        # A model is as urgent as the most urgent of those who wait for it, and an operator counts for all.
+        # A model is as urgent as its most urgent waiter; one operator counts for the whole queue.
         self.priorities = Priorities()
         self.operators = 0
         self.waiting = 0
@@ -96,53 +96,53 @@ class Queue:
         self._late_at = inf
         self._oldest = inf
         self._lift_at = inf
-        # How long its model takes to be ready from where it is, and to answer, and how many it answers at once.
+        # Seconds until its model is ready from its tier, seconds per answer, and its concurrency.
         self.swap_s = 0.0
         self.service_s = 0.0
         self.at_once = 1
 
     @property
     def deadline_at(self) -> float:
-        """When the first of them insists."""
+        """When the first waiter insists."""
         if self.stale:
             self._look()
         return self._deadline_at
 
     @property
     def late_at(self) -> float:
-        """When the first of them is late."""
+        """When the first waiter is late."""
         if self.stale:
             self._look()
         return self._late_at
 
     @property
     def oldest(self) -> float:
-        """The first arrival."""
+        """The earliest arrival."""
         if self.stale:
             self._look()
         return self._oldest
 
     @property
     def lift_at(self) -> float:
-        """When somebody here stands in class 0 by age alone."""
+        """When the first waiter reaches class 0 by age alone."""
         if self.stale:
             self._look()
         return self._lift_at
 
     def waited_s(self, now: float) -> float:
-        """Seconds waited by all together, each with the weight of its class."""
+        """Total seconds waited, each waiter weighted by its class."""
         return max(0.0, self.weight * now - self._ages)
 
     @property
     def middle(self) -> float:
-        """When they came, on average."""
+        """The weighted mean arrival time."""
         return self._ages / self.weight
 
     def price(self, prices: Prices) -> None:
         self.swap_s, self.service_s, self.at_once = prices
 
     def joined_by(self, waiter: Waiter, prices: Prices) -> Queue:
-        """The sums as they would be with this one in the queue. Lanes are left out."""
+        """A copy with the sums as they would be with this waiter in the queue. Lanes are left out."""
         copy = Queue(self.model, self._class_of)
         copy.price(prices)
         copy.waiting, copy.weight, copy._ages, copy.tenants = self.waiting, self.weight, self._ages, {**self.tenants}
@@ -180,7 +180,7 @@ class Queue:
         place = 0 if lane[0] is waiter else bisect_left(lane, waiter.sequence, key=_sequence)
         del lane[place]
         if lane and served_at is not None:
-            # A lane that is served does not starve, however long it is: only its turn comes by age, not its length.
+            # A lane that is served does not starve, however long it is: its next waiter ages from this turn on.
             lane[0].aged_from = max(lane[0].aged_from, served_at)
         self._count(waiter, -1)
         if place == 0:
@@ -206,7 +206,7 @@ class Queue:
             self.operators += sign if waiter.kind is WaiterKind.OP else 0
 
     def _lead(self, waiter: Waiter) -> None:
-        """Take the first of a lane into account. Those behind it came later and change nothing."""
+        """Account for the first of a lane. Later waiters of the lane change nothing."""
         if waiter.kind is WaiterKind.PRELOAD:
             return
         its = self._class_of(waiter.priority)
@@ -216,7 +216,7 @@ class Queue:
         self._lift_at = min(self._lift_at, waiter.aged_from + waiter.priority * its.lift_s)
 
     def _look(self) -> None:
-        """See the first of every lane again, after one of them has left; with many lanes only what has changed."""
+        """Recompute the times from the first of every lane, after one has left; with many lanes incrementally."""
         self.stale = False
         self._deadline_at = self._late_at = self._oldest = self._lift_at = inf
         if len(self.lanes) <= LANES_FEW:
@@ -235,7 +235,7 @@ class Queue:
             self._lift_at = min(self._lift_at, aged_from + priority * self._class_of(priority).lift_s)
 
     def _seen_firsts(self) -> tuple[Least[Lane], Least[Lane]]:
-        """When the first of each lane came and since when it ages, as of now."""
+        """When the first of each lane arrived and since when it ages, up to date."""
         arrivals, ages_from, changed = self._arrivals, self._ages_from, self._unseen
         if arrivals is None or ages_from is None or len(arrivals) > FIRSTS_PER_LANE * len(self.lanes):
             arrivals, ages_from, changed = Least(), Least(), dict.fromkeys(self.lanes)
@@ -249,25 +249,25 @@ class Queue:
         return arrivals, ages_from
 
     def ahead_of(self, waiter: Waiter) -> int:
-        """How many are likely to go before this one: those before it in its lane, and as many in each other lane."""
+        """How many are likely to go first: those before it in its lane, and as many of each lane no less urgent."""
         own = _lane(waiter)
         before = bisect_left(self.lanes.get(own, []), waiter.sequence, key=_sequence)
         others = (min(before + 1, len(lane)) for key, lane in self.lanes.items() if key != own and key[1] <= own[1])
         return before + sum(others)
 
     def heads(self) -> list[Waiter]:
-        """The first of every lane, and those who stand apart."""
+        """The first of every lane, and the operators that want the model asleep."""
         return [*(lane[0] for lane in self.lanes.values()), *self.preparing.values()]
 
     def asking(self) -> list[Waiter]:
-        """Operators and wishes, who ask only that the model be there."""
+        """Operators and preloads, which only ask that the model be there."""
         if not self.askers:
             return []
         lanes = [lane for lane in self.lanes.values() if lane[0].kind in ASKING]
         return [*self.preparing.values(), *(waiter for lane in lanes for waiter in lane)]
 
     def first(self, turn: Callable[[Waiter], tuple[float, ...]], now: float) -> Waiter | None:
-        """Whose turn it is; None if only those wait who stand apart."""
+        """The next waiter in turn; None if all waiters only want the model asleep."""
         if not self.lanes:
             return None
         if len(self.lanes) <= LANES_FEW:
@@ -287,7 +287,7 @@ class Queue:
                 return lane[0]
 
     def _arrange(self, turn: Callable[[Waiter], tuple[float, ...]], now: float) -> None:
-        """See what has changed; after a while all of them again, some at a time, because turns also come by age."""
+        """Update changed lanes. After a while update all, a few at a time, because turns also change with age."""
         lanes, turns = self.lanes, self.turns
         if not turns:
             self.turns_at, self.turns_left, self.changed = now, 0, dict.fromkeys(lanes)
@@ -305,7 +305,7 @@ class Queue:
                 turns.drop(key)
 
     def __iter__(self) -> Iterator[Waiter]:
-        """In the order they came."""
+        """In order of arrival."""
         waiters = [waiter for lane in self.lanes.values() for waiter in lane]
         return iter(sorted([*waiters, *self.preparing.values()], key=_sequence))
 
@@ -315,11 +315,11 @@ class Waitlist:
         self.class_of = class_of
         self._waiters: dict[str, Waiter] = {}
         self.queues: dict[ModelId, Queue] = {}
-        # Models whose queues have changed, or what bringing them takes, since somebody ranked them.
+        # Models with a queue or costs that have changed since they were last ranked.
         self.altered: dict[ModelId, None] = {}
-        # Those who named several models: they are few, and looked at whenever one of these has room.
+        # Requests with several candidates. They are few, and are checked whenever one of their models has room.
         self.choosy: dict[str, Waiter] = {}
-        # Callers only: operators and preloads are not counted as queue depth and are not given positions.
+        # Requests only: operators, preloads and leases do not count as queue depth and have no position.
         self._callers: list[tuple[int, int]] = []
 
     def __contains__(self, waiter_id: str) -> bool:
@@ -342,7 +342,7 @@ class Waitlist:
         return self._waiters.get(waiter_id)
 
     def add(self, waiter: Waiter, model: ModelId | None = None) -> None:
-        """It waits in this model's queue, or else in that in which it stood."""
+        """Queue it for this model, or else for `waiter.model`."""
         assert waiter.id not in self._waiters, f"{waiter.id} waits already"
         if model is not None:
             waiter.model = model
@@ -372,7 +372,7 @@ class Waitlist:
         return waiter
 
     def reclassify(self, class_of: Callable[[int], PriorityClass]) -> None:
-        """Another policy judges priorities in another way."""
+        """Rebuild all queues with the classes of another policy."""
         self.class_of = class_of
         waiters, self._waiters = self._waiters, {}
         self.queues, self.altered, self.choosy, self._callers = {}, {}, {}, []
@@ -380,27 +380,27 @@ class Waitlist:
             self.add(waiter)
 
     def mark_returned(self, waiter: Waiter) -> None:
-        """It was granted a slot and comes back."""
+        """Mark a waiter that was granted a slot and comes back."""
         waiter.came_back = True
 
     def strike(self, waiter: Waiter, model: ModelId) -> None:
-        """This model is no longer one of its candidates. It still stands in the queue in which it stands."""
+        """Remove this model from its candidates. The waiter stays in its queue."""
         waiter.candidates = tuple(name for name in waiter.candidates if name != model)
 
     def price(self, model: ModelId, prices: Prices) -> None:
-        """Tell this model's queue what bringing it takes now."""
+        """Update the costs in this model's queue."""
         self.queues[model].price(prices)
         self.altered[model] = None
 
     def take_altered(self, count: int) -> list[ModelId]:
-        """Up to so many models whose queues have changed since they were taken last."""
+        """Take up to `count` models with queues that have changed since they were last taken."""
         models = list(islice(self.altered, count))
         for model in models:
             del self.altered[model]
         return models
 
     def alter_all(self) -> None:
-        """Every queue counts as changed."""
+        """Mark every queue as changed."""
         self.altered.update(dict.fromkeys(self.queues))
 
     def of(self, model: ModelId) -> list[Waiter]:
@@ -412,12 +412,12 @@ class Waitlist:
         return 0 if queue is None else queue.waiting
 
     def position(self, waiter: Waiter) -> int:
-        """1 for the next; callers only, by priority and arrival."""
+        """1 for the next; requests only, by priority and arrival."""
         return bisect_left(self._callers, _place(waiter)) + 1
 
 
 def _lane(waiter: Waiter) -> Lane:
-    # What `value` says, without the property that it is: every coming and going asks for this.
+    # `value` without the cost of its property: every add and remove calls this.
     return (waiter.kind._value_, waiter.priority, waiter.tenant)
 
 
