@@ -1,6 +1,6 @@
-"""One decision tree: what should happen to this waiter now. Pure; used by arrivals, drains and `explain` alike.
+"""One decision tree: what should happen to this waiter now. Pure; used by arrivals, rounds and `explain` alike.
 
-The answer is a Plan. `apply.py` turns it into state changes and effects; nothing here changes anything.
+The answer is a Plan, which `apply.py` carries out. Nothing here changes anything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Somebody already caused the load: wait for it, in the queue of that model."""
+    """The model is already on its way: wait for it in its queue."""
 
     slot: SlotId
     model: ModelId
@@ -39,19 +39,19 @@ class Join:
 class WaitReason(Enum):
     """Why nothing can be done now."""
 
-    BUSY = "busy"  # ready, and it answers as many as it can
-    LEAVING = "leaving"  # on its way out, or to the green room
-    NO_LEASE = "no_lease"  # a lease was refused, and is asked for again soon
+    BUSY = "busy"  # ready, but at its concurrency limit
+    LEAVING = "leaving"  # leaving, or moving to the green room
+    NO_LEASE = "no_lease"  # a lease was refused; it is retried soon
     STORE_DOWN = "store_down"
     KEPT_FOR_OTHERS = "kept_for_others"
     GREEN_ROOM = "green_room"  # no host memory for one more sleeper
     NO_ROOM = "no_room"
-    CROWD = "crowd"  # many models are waited for, and are looked through in turn
+    CROWD = "crowd"  # many models are waited for, and a round asks for only some of them
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing can be done now. `until` is when asking again may help; `on` where it waits for memory."""
+    """Nothing can be done now. `until` is when asking again may help; `on` are the devices where memory is missing."""
 
     why: WaitReason
     model: ModelId
@@ -62,7 +62,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Start the move that brings the model, after the moves that make room. `claim` is its own when it is ready."""
+    """Start the move that brings the model, after the evictions. `claim` is what it holds when ready."""
 
     model: ModelId
     kind: MoveKind
@@ -73,7 +73,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """This can only be answered by an error."""
+    """The only possible answer is an error."""
 
     code: RejectCode
     retry_after_s: float | None = None
@@ -85,15 +85,15 @@ class Refuse:
 
 Plan = Serve | Join | Wait | Swap | Refuse
 
-# Setbacks after which loads pause without anyone being refused.
+# Outcomes after which loads pause without refusing waiters.
 _PAUSES = {Outcome.NO_LEASE: WaitReason.NO_LEASE, Outcome.STORE_DOWN: WaitReason.STORE_DOWN}
 
 
 def decide(state: State, waiter: Waiter, now: float, places: Places, residents: Residents | None = None) -> Plan:
-    """The plan for this waiter: its own queue's model first, another candidate if that can serve at once.
+    """The plan for this waiter: for its own model, or for another candidate that can serve at once.
 
-    Another candidate is also turned to when its own model can only be refused. `residents` are those at this moment, if
-    the caller knows that nothing has changed since they were made.
+    Other candidates are also used when its own model can only be refused. `residents` may be passed if nothing has
+    changed since they were made.
     """
     own = _decide_for(state, waiter, waiter.model, now, places, residents)
     if isinstance(own, Serve) or len(waiter.candidates) == 1:
@@ -142,7 +142,7 @@ def _decide_for(
 
 
 def _decide_ready(waiter: Waiter, model: ModelId, serving: list[Slot]) -> Plan:
-    # An operator's load asks only that the model be there.
+    # An operator's load only asks that the model be ready.
     if waiter.kind in (WaiterKind.OP, WaiterKind.PRELOAD):
         return Serve(serving[0].id)
     free = [slot for slot in serving if slot.has_room]
@@ -171,7 +171,7 @@ def _decide_swap(
     kind = _kind(waiter, spec, asleep)
     ways = _ways(state, record, kind, asleep, residents, most)
     if not ways and asleep is not None:
-        # It can never wake where it sleeps: bring it elsewhere, as if it were cold.
+        # It can never wake where it sleeps: load it elsewhere, as if it were cold.
         return _decide_swap(state, waiter, record, None, residents, now)
     if not ways:
         if kind is MoveKind.PREPARE and spec.need_asleep is not None:
@@ -179,7 +179,7 @@ def _decide_swap(
             return refusal(state, RejectCode.TOO_LARGE, None, spec, spec.need_asleep, within)
         return refusal(state, RejectCode.TOO_LARGE, None, spec, record.need, most)
     if state.store_is_down and all(way.on for way in ways):
-        # Who waits already may wait on; others can ask somebody else.
+        # A waiter that is queued stays queued; a new one is refused, so that its caller can go elsewhere.
         waits = waiter.id in state.waitlist
         return Wait(WaitReason.STORE_DOWN, spec.id) if waits else Refuse(RejectCode.STORE_DOWN, state.limits.replan_s)
     open_ways = [way for way in ways if not state.keepers(way.on, spec.id)]
@@ -206,7 +206,7 @@ def refusal(
     need: Need,
     mib: Mapping[DeviceId, int],
 ) -> Refuse:
-    """A refusal for want of memory, with the numbers: what is needed, what there is of it, and who else holds some."""
+    """A refusal for lack of memory, in numbers: what is needed, what there is, and which other gateways hold some."""
     figures = placement.shortfall(spec, need, state.devices, mib)
     return Refuse(code, retry_after_s, *figures, held_by=state.holders(spec.devices))
 
@@ -226,7 +226,7 @@ def _ways(
     residents: Residents,
     most: Mapping[DeviceId, int],
 ) -> list[Way]:
-    """Every place where it can ever be; none if it is too large."""
+    """Every placement that could ever hold it; none if it is too large."""
     if asleep is not None:
         during = asleep.needs_for(kind)
         held = state.ledger.held_by(asleep.id)
@@ -248,16 +248,16 @@ def _less(claim: Claim, held: Claim) -> Claim:
 
 
 class Urgency(NamedTuple):
-    """Whose words count when others are asked to leave."""
+    """The kind and priority that count when residents are asked to leave."""
 
     kind: WaiterKind
     priority: int
 
 
 def _urgency(waiter: Waiter, queue: Queue) -> Urgency:
-    """A model is as urgent as the most urgent of those that wait for it: else a late one would hold up an urgent one.
+    """A model is as urgent as its most urgent waiter; otherwise a late request would hold up an urgent one.
 
-    One that wants it asleep, a preload and a lease count for themselves alone.
+    An operator's prepare, a preload and a lease count for themselves alone.
     """
     if waiter.wants is MoveKind.PREPARE or waiter.kind in (WaiterKind.PRELOAD, WaiterKind.LEASE):
         return Urgency(waiter.kind, waiter.priority)
@@ -267,7 +267,7 @@ def _urgency(waiter: Waiter, queue: Queue) -> Urgency:
 def _eviction(
     state: State, queue: Queue, urgency: Urgency, target: Target, but: Slot | None, residents: Residents, now: float
 ) -> tuple[Eviction | None, float]:
-    """Let residents sleep if that makes enough room, else let them go cold; and when more of them may be asked to."""
+    """Evict residents to sleep if that frees enough, else to cold; and when more of them may be asked to leave."""
     swapper, room = state.policy.swapper, residents.room_mib
     asleep, until = _askable(state, urgency, queue, residents, residents.those(may_sleep=True, but=but), now)
     found = swapper.eviction_for(target, asleep, room)
@@ -280,7 +280,7 @@ def _eviction(
 
 
 def _queue(state: State, waiter: Waiter, model: ModelId) -> Queue:
-    """The model's queue as it stands with this waiter in it."""
+    """The model's queue as it is with this waiter in it."""
     queue = state.waitlist.queues.get(model)
     if queue is not None and waiter.id in state.waitlist and waiter.model == model:
         return queue
@@ -290,7 +290,7 @@ def _queue(state: State, waiter: Waiter, model: ModelId) -> Queue:
 def _askable(
     state: State, urgency: Urgency, queue: Queue, residents: Residents, there: list[Resident], now: float
 ) -> tuple[list[Resident], float]:
-    """These residents, fixed where they may not be asked to leave for this queue; and when the next of them may be."""
+    """These residents, fixed where they may not leave for this queue yet; and when the next of them may."""
     until, takes_at = inf, state.policy.takes_at
     by_policy = urgency.kind is WaiterKind.REQUEST
     found: list[Resident] = []
@@ -311,10 +311,10 @@ def _askable(
 def _askable_at(state: State, urgency: Urgency, queue: Queue, resident: Resident, now: float) -> float:
     slot = state.slots[resident.slot]
     if slot.lease is not None:
-        # A holder of a lease leaves only for somebody more urgent.
+        # A lease is recalled only for something more urgent.
         return now if slot.last_priority > urgency.priority else inf
     if urgency.kind is WaiterKind.PRELOAD:
-        # A preload makes no model leave, unless its own is pinned.
+        # A preload evicts no model, unless its own model is pinned.
         return now if state.models[queue.model].spec.pinned and not resident.is_busy else inf
     if urgency.kind is WaiterKind.OP and not resident.is_busy:
         return now

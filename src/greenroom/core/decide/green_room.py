@@ -1,7 +1,7 @@
-"""The green room: host memory for those who sleep, and who has to leave it when there is too little.
+"""The green room: host memory for sleeping slots, and which of them leave when there is too little.
 
-Owns the rule that sleepers together stay within `green_room_mib`. Changes nothing: `stage.py` makes them leave. What a
-sleeper is worth is what its absence would cost: how often it is asked for, times its load, for every MiB it holds.
+Owns the rule that sleepers together stay within `green_room_mib`. Changes nothing: `slots.py` evicts them. A sleeper's
+worth is the cost of its absence: request rate times load time, per MiB that it holds.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from greenroom.core.model import Claim, DeviceId, DeviceKind, ModelSpec, MoveKind, Slot, SlotId, Tier
 from greenroom.core.state import State
 
-# Moves that end there.
+# Moves that end in the green room.
 _TO_SLEEP = (MoveKind.SLEEP, MoveKind.PREPARE)
 
-# Compared from the left: the smaller goes first.
+# Compared from the left: the smaller leaves first.
 Worth = tuple[float, float, SlotId]
 
 
 def has_place(state: State, slot: Slot, now: float, wakes: Slot | None = None) -> bool:
-    """Whether this slot may go to sleep: there is room, or sleepers who are worth less can make some.
+    """True if this slot may sleep: there is room, or sleepers that are worth less can make room.
 
-    `wakes` is one for whose sake it would leave, and who then leaves its own place here.
+    `wakes` is the sleeping slot for which it would leave. That slot frees its own place here.
     """
     limit_mib = state.limits.green_room_mib
     if limit_mib is None or not (wanted_mib := _host_mib(state, slot.claim_asleep)):
@@ -36,7 +36,7 @@ def has_place(state: State, slot: Slot, now: float, wakes: Slot | None = None) -
 
 
 def can_take(state: State, claim_asleep: Claim) -> bool:
-    """Whether an operator's choice may come here: there is room when everybody has left who may."""
+    """True if a model that an operator prepares fits once all sleepers that may leave have left."""
     limit_mib, wanted_mib = state.limits.green_room_mib, _host_mib(state, claim_asleep)
     if limit_mib is None or not wanted_mib:
         return True
@@ -45,7 +45,7 @@ def can_take(state: State, claim_asleep: Claim) -> bool:
 
 
 def within(state: State, most_mib: Mapping[DeviceId, int]) -> Mapping[DeviceId, int]:
-    """What there could be at most for one who sleeps: on the host no more than the green room without the pinned."""
+    """Upper limit of memory for a sleeper: on the host, the green room without its pinned slots."""
     limit_mib = state.limits.green_room_mib
     if limit_mib is None:
         return most_mib
@@ -56,7 +56,7 @@ def within(state: State, most_mib: Mapping[DeviceId, int]) -> Mapping[DeviceId, 
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """What a model takes of the host asleep, how much may sleep there, and what of that pinned models keep."""
+    """Host memory that a model takes asleep, the size of the green room, and the part that pinned models keep."""
 
     needs_mib: int
     size_mib: int
@@ -64,7 +64,7 @@ class Shortfall:
 
 
 def shortfall(state: State, spec: ModelSpec) -> Shortfall | None:
-    """Why this model can never sleep here, in numbers; None where the host's memory is not what it lacks."""
+    """Why this model can never sleep here, in numbers; None if host memory is not the reason."""
     left = within(state, state.most_mib(None))
     hosts = [device for device in state.devices if device.kind is DeviceKind.HOST]
     if spec.need_asleep is None or not hosts or spec.need_asleep.host_mib <= left[hosts[0].id]:
@@ -75,7 +75,7 @@ def shortfall(state: State, spec: ModelSpec) -> Shortfall | None:
 
 
 def excess(state: State, now: float) -> list[Slot]:
-    """Who has to leave so that the others stay within the green room, those who are worth least first."""
+    """Sleepers that must leave so that the rest fits into the green room, the least valuable first."""
     limit_mib = state.limits.green_room_mib
     if limit_mib is None:
         return []
@@ -91,7 +91,7 @@ def excess(state: State, now: float) -> list[Slot]:
 
 
 def _sleepers(state: State) -> list[Slot]:
-    """Those who stay or are on their way there. Who has to leave, or is about to wake, no longer counts."""
+    """Slots that are asleep or falling asleep, without those that are leaving or about to wake."""
     return [slot for slot in state.slots.values() if slot.leaving_to is not Tier.COLD and _sleeps(slot)]
 
 

@@ -1,7 +1,7 @@
-"""Which devices: where a need could go, as claims. Best fit and eviction are chosen by the swapper from these options.
+"""Which devices could hold a need, as claims. The swapper chooses best fit and evictions among these options.
 
-Owns the rule that a machine without GPUs uses its host's memory, the split over several GPUs, the same need on each of
-several, and where a slot sleeps.
+Owns the rule that a machine without GPUs uses host memory, the split over several GPUs, the same need on each of
+several GPUs, and where a slot sleeps.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from greenroom.core.model import Claim, Device, DeviceId, DeviceKind, ModelSpec,
 Mib = Mapping[DeviceId, int]
 Shape = tuple[tuple[DeviceId, ...], int, bool, int, int]
 
-# How many sets of GPUs are looked at for who wants several: all of them with 8 GPUs; with more, those that are freest.
+# How many sets of GPUs are tried for a lease on several: all of them with 8 GPUs; with more, the freest.
 SETS_MAX = 100
-# Shapes that are remembered: more than most configurations have models.
+# Number of remembered shapes: more than most configurations have models.
 SHAPES_MAX = 1_024
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A place where a model could be: its claim there when ready, and what its move wants beyond what it holds."""
+    """A placement: the claim there when ready, and what the move needs beyond what the slot already holds."""
 
     claim: Claim
     wants: Claim
-    on: frozenset[DeviceId]  # where it wants any
+    on: frozenset[DeviceId]  # devices where `wants` is positive
 
 
 def way_to(claim: Claim, wants: Claim) -> Way:
@@ -35,9 +35,9 @@ def way_to(claim: Claim, wants: Claim) -> Way:
 
 
 class Places:
-    """Remembers every way of a shape for as long as devices and the memory there could be at most stay the same.
+    """Remembers the placements of each shape while devices and their upper limits stay the same.
 
-    A memo of a pure function, which belongs to who asks and not to the state: without it each answer is the same.
+    A cache of a pure function. It belongs to the caller, not to the state: answers are the same without it.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Places:
         self._ways: dict[Shape, list[Way]] = {}
 
     def ways(self, shape: Shape, devices: Mapping[DeviceId, Device], most_mib: Mib) -> list[Way] | None:
-        """What was remembered; None if nothing is known under these circumstances."""
+        """The remembered placements; None if this shape is unknown under these limits."""
         if self._devices is not devices or self._most_mib != most_mib or len(self._ways) > SHAPES_MAX:
             self._devices, self._most_mib, self._ways = devices, most_mib, {}
         return self._ways.get(shape)
@@ -56,7 +56,7 @@ class Places:
 
 
 def shape(spec: ModelSpec, need: Need) -> Shape:
-    """All that `options` goes by of a model: those of the same shape have the same options."""
+    """All that `options` reads of a model: models of the same shape have the same options."""
     return (spec.devices, spec.gpus, spec.can_split, need.gpu_mib, need.host_mib)
 
 
@@ -68,9 +68,10 @@ def options(
     most_mib: Mib,
     likely_mib: Mib | None = None,
 ) -> list[Claim]:
-    """Every claim that could hold this need if all who may leave had left (`most_mib`); empty when none could.
+    """Every claim that could hold this need if all that may leave had left (`most_mib`); empty if there is none.
 
-    `likely_mib` is the same without what strangers and holders of leases have now, who leave when they like.
+    `likely_mib` is the same without what undeclared processes and leases hold now, which leave only when they choose
+    to.
     """
     gpus, host = _gpus(spec, devices), _host(devices)
     if not gpus:
@@ -103,7 +104,7 @@ def _on_several(
 
 
 def _split(need: Need, gpus: Sequence[Device], host: Device | None, mib: Mib) -> Claim | None:
-    """In proportion to this memory; None if all of it together is not enough."""
+    """Split in proportion to this memory; None if it is too small in total."""
     weights = {gpu.id: max(0, mib.get(gpu.id, 0)) for gpu in gpus}
     if sum(weights.values()) < need.gpu_mib:
         return None
@@ -111,7 +112,7 @@ def _split(need: Need, gpus: Sequence[Device], host: Device | None, mib: Mib) ->
 
 
 def asleep(need: Need, claim: Claim, devices: Sequence[Device]) -> Claim:
-    """What a slot placed there holds when asleep: on the same GPUs in the same proportion, and on the host."""
+    """What a slot with this claim holds when asleep: the same proportion on the same GPUs, and its part on the host."""
     weights = {
         device.id: claim[device.id] for device in devices if device.kind is DeviceKind.GPU and device.id in claim
     }
@@ -121,7 +122,7 @@ def asleep(need: Need, claim: Claim, devices: Sequence[Device]) -> Claim:
 
 
 def shortfall(spec: ModelSpec, need: Need, devices: Sequence[Device], mib: Mib) -> tuple[int, int, int]:
-    """What is needed, how much of this memory there is for it, and of all memory; where it is too small."""
+    """What is needed, how much of `mib` is there for it, and how much memory in all; on the GPUs or the host."""
     all_mib = {device.id: device.usable_mib for device in devices}
     gpus, host = _gpus(spec, devices), _host(devices)
     if not gpus:
@@ -135,7 +136,7 @@ def shortfall(spec: ModelSpec, need: Need, devices: Sequence[Device], mib: Mib) 
 
 
 def _on_gpus(spec: ModelSpec, gpus: Sequence[Device], mib: Mib) -> int:
-    """On all of them together if it can be split, else on the best, or on the last of as many as are wanted."""
+    """MiB on all GPUs together if the need can be split, else on the best, or on the last of as many as are needed."""
     each = sorted((max(0, mib.get(gpu.id, 0)) for gpu in gpus), reverse=True)
     if spec.can_split:
         return sum(each)
@@ -147,7 +148,7 @@ def _on_host(host: Device | None, mib: Mib) -> int:
 
 
 def bounded(spec: ModelSpec, need: Need, devices: Sequence[Device], most_mib: Mib) -> Need:
-    """As much of this need as there could ever be."""
+    """This need, limited to what could ever be free."""
     gpus, host_mib = _gpus(spec, devices), _on_host(_host(devices), most_mib)
     on_host = min(need.host_mib, host_mib)
     gpu_mib = _on_gpus(spec, gpus, most_mib) if gpus else host_mib - on_host
@@ -175,6 +176,6 @@ def _holding(claims: list[Claim], most_mib: Mib) -> list[Claim]:
 
 
 def _shares(mib: int, weights: Mib) -> dict[DeviceId, int]:
-    """In proportion to the weights, each share rounded up."""
+    """Shares in proportion to the weights, each rounded up."""
     total = max(1, sum(weights.values()))
     return {device: -(-mib * weight // total) for device, weight in weights.items()}

@@ -1,6 +1,6 @@
-"""Who is on stage, as a policy and a swapper see it: residents with what leaving would give and cost.
+"""Residents: slots as policies and swappers see them, with what an eviction would free and cost.
 
-Owns the translation from slots to residents, and where a model could come. Made anew for each decision, because
+Owns the translation from slots to residents, and where a model could be placed. Made anew for each decision, because
 everything in it may change.
 """
 
@@ -16,7 +16,7 @@ from greenroom.core.state import Claimant, State
 
 
 class Residents:
-    """Residents and free memory at one moment. Only for as long as nothing changes."""
+    """Residents and free memory at one moment. Valid only until the state changes."""
 
     def __init__(self, state: State, now: float, places: Places) -> None:
         self._state = state
@@ -27,12 +27,12 @@ class Residents:
         self._most_mib: dict[DeviceId, int] | None = None
         self._may_fall_asleep: bool | None = None
         self._ways: dict[placement.Shape, list[Way]] = {}
-        # Those who would go cold, who are the same for everybody.
+        # Residents that would go cold. They are the same for every newcomer.
         self._cold: dict[SlotId, Resident] = {}
         self._fixed: dict[Resident, Resident] = {}
 
     def after_swap(self) -> Residents:
-        """The cast after a swap was ordered at this moment: whom it does not concern is as before."""
+        """The residents after a swap was ordered at this moment. Those that the swap does not affect are reused."""
         after, slots = Residents(self._state, self._now, self._places), self._state.slots
         after._cold = {slot: one for slot, one in self._cold.items() if not (one.cannot_leave or slots[slot].can_sleep)}
         return after
@@ -50,7 +50,7 @@ class Residents:
         return self._most_mib
 
     def ways(self, record: Claimant) -> list[Way]:
-        """Every place where a model that is cold can ever be; none if it is too large. Many models are alike."""
+        """Every placement that could ever hold a cold model; none if it is too large. Shared by equal models."""
         shape = placement.shape(record.spec, record.need)
         if shape not in self._ways:
             by_free = record.spec.can_split or record.spec.gpus > 1
@@ -58,7 +58,7 @@ class Residents:
         return self._ways[shape]
 
     def _ways_known(self, record: Claimant, shape: placement.Shape) -> list[Way]:
-        """Where free memory does not decide, this changes seldom and is remembered."""
+        """Placements that do not depend on free memory change rarely and are remembered."""
         known = self._places.ways(shape, self._state.ledger.devices, self.most_mib)
         if known is None:
             known = self._ways_now(record)
@@ -72,9 +72,9 @@ class Residents:
         return [way_to(claim, claim) for claim in claims]
 
     def those(self, may_sleep: bool, but: Slot | None) -> list[Resident]:
-        """Everybody but one, who is to wake, who holds memory, or will, and is not about to give it back."""
+        """All residents except `but`, which is to wake: slots that hold or will hold memory and are not leaving."""
         if may_sleep and but is not None and self._state.limits.green_room_mib is not None:
-            # In the green room there will be the place of the one who wakes: this differs from one to the other.
+            # The slot that wakes frees its place in the green room, so the answer depends on `but`.
             return [self._resident(slot, may_sleep, but) for slot in self._stay() if slot is not but]
         if may_sleep not in self._made:
             self._made[may_sleep] = [self._resident(slot, may_sleep, None) for slot in self._stay()]
@@ -82,7 +82,7 @@ class Residents:
         return made if but is None else [resident for resident in made if resident.slot != but.id]
 
     def fixed(self, resident: Resident) -> Resident:
-        """The same resident as one that may not be asked to leave."""
+        """The same resident, marked as one that may not be asked to leave."""
         held = self._fixed.get(resident)
         if held is None:
             held = self._fixed[resident] = resident.fixed()
@@ -93,7 +93,7 @@ class Residents:
 
     @property
     def may_fall_asleep(self) -> bool:
-        """Whether anybody would leave to the green room."""
+        """True if any resident would leave to the green room."""
         if self._may_fall_asleep is None:
             self._may_fall_asleep = any(one.leaves_to is Tier.ASLEEP for one in self.those(True, None))
         return self._may_fall_asleep
@@ -109,27 +109,27 @@ class Residents:
 
 
 def drain_s(record: Claimant, answers: int) -> float:
-    """How long until the last of so many answers may have ended: that of one, and a little more for each doubling."""
+    """Expected seconds until the last of this many answers has ended: it grows with the logarithm of their number."""
     return record.typical_s if answers <= 1 else record.typical_s * (1.0 + log(answers))
 
 
 def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot | None) -> Resident:
-    # A round does little else than this: by place and not by name, and with few calls.
+    # Hot path: positional arguments and few calls.
     tier, spec, lease, in_flight = slot.tier, slot.spec, slot.lease, slot.in_flight
     model, held = spec.id, state.ledger.held_by(slot.id)
-    # The holder of a lease is asked rather than waited for.
+    # A lease is recalled; its answers are not waited for.
     is_busy = lease is None and bool(in_flight)
     on_stage = lease is None and (tier is Tier.READY or slot.is_arriving)
     if spec.pinned or slot.move is not None or slot.planned is not None:
-        # Nobody asks what its leaving would cost. In a crowd these are most.
+        # The cost of its leaving is never asked for. With many waiting models most residents are like this.
         return Resident(
             slot.id, model, held, Tier.COLD, slot.last_priority, slot.last_used, is_busy, True, True, on_stage
         )
-    # As it will be when it leaves: only where the green room has room for it.
+    # It sleeps only if the memory for the move is free and the green room has a place for it.
     could_sleep = may_sleep and tier is Tier.READY and slot.can_sleep
     fits = could_sleep and state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
     sleeps = fits and green_room.has_place(state, slot, now, wakes)
-    # Whose model is configured no longer has been told to leave, and is not asked.
+    # Slots of a removed model are already leaving and are no residents.
     record = state.claimant(model)
     resident = Resident(
         slot.id,
@@ -164,5 +164,5 @@ def _passed_since(slot: Slot) -> float:
 
 
 def _given(held: Claim, kept: Claim) -> Claim:
-    """What comes back per device; less than nothing on the host where a sleeping copy is put."""
+    """What comes back per device; negative on the host if a sleeping copy is put there."""
     return {device: held.get(device, 0) - kept.get(device, 0) for device in sorted({*held, *kept})}
