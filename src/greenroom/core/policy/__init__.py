@@ -1,6 +1,6 @@
 """Rules that can be replaced: the order of the queue, the choice of evictions, which models may be ready together.
 
-What is named here is all that a policy or swapper of another package needs, and stays where it is.
+The names exported here are all that a policy or swapper of another package needs. They are stable.
 """
 
 from greenroom.core.events import Limits as Limits

@@ -1,8 +1,8 @@
-"""What a policy decides: who goes first, and from when on a waiting model may take another's place.
+"""What a policy decides: which waiter goes first, and from when on a waiting model may take a resident's place.
 
-A policy is one class of five small methods. It is given what it judges, changes nothing, keeps no state and is silent;
-the scheduler asks it and carries out. `default.py` and `fifo.py` are the two that come with Greenroom. A Swapper
-chooses among those who may be made to leave.
+A policy is one class with five small methods. It judges what it is given, changes nothing, keeps no state and logs
+nothing; the scheduler carries out. `default.py` and `fifo.py` come with Greenroom. A Swapper chooses among the
+residents that may be evicted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from greenroom.core.events import Limits
 from greenroom.core.policy.swapper import Resident, Swapper
 from greenroom.core.queue.waitlist import PriorityClass, Queue, Waiter
 
-# Compared from the left; smaller goes first. The last part must be unique, so that no two are equal.
+# Compared from the left; smaller goes first. The last part must be unique, so that no two turns are equal.
 Turn = tuple[float, ...]
 
 
@@ -22,11 +22,11 @@ class Policy(Protocol):
     swapper: Swapper
 
     def priority_class(self, priority: int) -> PriorityClass:
-        """The weight of a priority in a queue's waiting, its deadline, and how long it waits for a lift."""
+        """The weight of a priority in a queue's total wait, and when a waiter insists, is late or is lifted."""
         ...
 
     def turn(self, waiter: Waiter, served_s: float, now: float) -> Turn:
-        """The order within one model's queue. `served_s` is what the waiter's tenant has had so far."""
+        """The order within one model's queue. `served_s` is what the waiter's tenant has received so far."""
         ...
 
     def rank(self, queue: Queue, now: float) -> Turn:
@@ -34,11 +34,11 @@ class Policy(Protocol):
         ...
 
     def takes_at(self, queue: Queue, resident: Resident, now: float) -> float:
-        """From when on this queue's model may take this resident's place; infinity if only an end of its work helps."""
+        """When this queue's model may take this resident's place; infinity if only the end of its work helps."""
         ...
 
     def loss(self, resident: Resident, now: float) -> float:
-        """How bad it would be to lose this resident; the swapper takes the least bad."""
+        """The cost of losing this resident; the swapper chooses the smallest."""
         ...
 
 

@@ -1,8 +1,9 @@
-"""A swapper with few rules: idle models leave, sleepers first, then the least urgent, the least recently used of them.
+"""A swapper with few rules: evicts idle models, sleepers first, then the least urgent, then the least recently used.
 
-Nobody leaves who is pinned, busy, or more urgent than who comes; equals do. It asks for no costs, so that everybody can
-foretell who goes. Who is more urgent and idle goes when its stay is over (`ttl_s`, `keep_alive`), not before: models
-that never go by themselves can keep less urgent ones out for good. The stay of those who sleep is over.
+Never evicts a resident that is pinned, busy, or ready and more urgent than the newcomer; equally urgent ones may be
+evicted. It uses no costs, so its choice is easy to predict. A more urgent idle model leaves only when its own time is
+over (`ttl_s`, `keep_alive`): without such a limit it can keep less urgent models out for good. Its priority
+does not protect a sleeper.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from greenroom.core.model import Claim, DeviceId
 from greenroom.core.policy.swapper import ByMemory, Eviction, Resident, Target
 
-# Compared from the left: the smaller goes first.
+# Compared from the left: the smaller leaves first.
 Turn = tuple[bool, int, float, str]
 
 
 class Coordinator(ByMemory):
-    """Shares with its base which rules about company there are, and nothing else."""
+    """Shares only the coresidency rules with its base."""
 
     def eviction_for(
         self, target: Target, residents: Sequence[Resident], room_mib: Mapping[DeviceId, int]
@@ -44,7 +45,7 @@ def _turn(resident: Resident) -> Turn:
 
 
 def _order(eviction: Eviction, room_mib: Mapping[DeviceId, int]) -> tuple[int, list[Turn], int, tuple[DeviceId, ...]]:
-    """Where fewer leave, then where those leave whose turn it is, then where the smaller gap is left."""
+    """Fewest victims first, then the victims that come first in turn, then the smallest gap."""
     gap_mib = sum(max(0, room_mib[device] - mib) for device, mib in eviction.claim.items())
     turns = [_turn(victim) for victim in eviction.victims]
     return (len(turns), turns, gap_mib, tuple(eviction.claim))
@@ -53,13 +54,13 @@ def _order(eviction: Eviction, room_mib: Mapping[DeviceId, int]) -> tuple[int, l
 def _in_turn(
     claim: Claim, must: tuple[Resident, ...], goers: Sequence[Resident], room_mib: Mapping[DeviceId, int]
 ) -> tuple[Resident, ...] | None:
-    """One after the other until there is room; None if there is none even then."""
+    """Take victims in turn until there is room; None if all of them are not enough."""
     lacking = {device: mib - room_mib[device] for device, mib in claim.items()}
     for resident in must:
         _give(lacking, resident)
     victims = list(must)
     for resident in goers:
-        # Whose leaving gives nothing where memory lacks is left alone.
+        # A resident that frees nothing where memory is missing is left alone.
         if any(mib > 0 and resident.gives_mib.get(device, 0) > 0 for device, mib in lacking.items()):
             _give(lacking, resident)
             victims.append(resident)
@@ -69,7 +70,7 @@ def _in_turn(
 
 
 def _needed(lacking: dict[DeviceId, int], victims: Sequence[Resident]) -> tuple[Resident, ...]:
-    """Sleepers stay where those who leave the stage after them give enough without them."""
+    """Spare sleepers if the victims that are ready free enough without them."""
     needed: list[Resident] = []
     for resident in victims:
         if resident.is_asleep and all(mib + resident.gives_mib.get(device, 0) <= 0 for device, mib in lacking.items()):

@@ -1,7 +1,7 @@
-"""The default policy: decides by cost, is fair between tenants, and keeps a promise about waiting.
+"""The default policy: decides by cost, is fair between tenants, and bounds the wait.
 
 Owns the rules of `docs/design/scheduling.md`: classes that age, rent-or-buy switching, minimum residency, the gated
-batch, lingering, and what a resident is worth. Numbers come from `Limits`.
+batch, lingering, and the worth of a resident. Numbers come from `Limits`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from greenroom.core.policy.base import Turn
 from greenroom.core.policy.swapper import Resident, Swapper
 from greenroom.core.queue.waitlist import PriorityClass, Queue, Waiter, WaiterKind
 
-# A class weighs twice the next lower one.
+# A class weighs twice as much as the next lower one.
 WEIGHTS = (2.0, 1.0, 0.5)
-# Who has waited this many of its deadlines is late: it goes strictly by age, before all who are not. The urgent are at
-# once.
+# A request is late after this many of its deadlines: it then goes strictly by age, before all that are not late. High
+# priority is late at its deadline.
 LATE_DEADLINES = (1.0, 2.0, 2.0)
-# With fewer requests than this in the time its answers take to end, a model falls idle by itself soon enough: keeping
-# newcomers out would hardly be quicker, and would cost a batch of its own later.
+# With fewer requests than this in the time its answers take to end, a model soon falls idle by itself. Closing it would
+# hardly be faster, and would cost a batch of its own later.
 RESTS_BELOW = 0.7
-# Keeps divisions harmless where nothing takes time.
+# Avoids division by zero.
 _MOMENT_S = 1e-3
 
 
@@ -40,19 +40,19 @@ class ByCost:
     # --- order ----------------------------------------------------------------------------------------------------
 
     def turn(self, waiter: Waiter, served_s: float, now: float) -> Turn:
-        """The late by age, whatever their class; then by class, by fair share, by arrival."""
+        """Late waiters by age, whatever their class; then by class, by fair share, by arrival."""
         lift_s = self._limits.lift_s
-        # A preload is never late: it comes when there is room, and must not go before those that can make some.
+        # A preload is never late: it waits for room, and must not go before waiters that can evict.
         is_preload = waiter.kind is WaiterKind.PRELOAD
         if not is_preload and waiter.aged_from + self.priority_class(waiter.priority).late_s <= now:
             return (0.0, waiter.aged_from, 0.0, waiter.sequence)
         return (1.0, _class(waiter.aged_from + waiter.priority * lift_s, lift_s, now), served_s, waiter.sequence)
 
     def rank(self, queue: Queue, now: float) -> Turn:
-        """The late by age; then by class; then the longest wait of all together for the time it takes to end it.
+        """Late queues by age; then by class; then by total wait per second that serving the queue takes.
 
-        Serving many at once takes hardly longer than serving one, as when one broadcast answers everybody who asked for
-        it: there the longest total wait first is known to keep the mean low without forgetting anybody.
+        Serving many at once takes hardly longer than serving one, as in broadcast scheduling. There, longest total wait
+        first is known to keep the mean low without starving any queue.
         """
         if queue.late_at <= now:
             return (0.0, queue.late_at, 0.0, queue.oldest)
@@ -77,10 +77,10 @@ class ByCost:
         return max(resident.stays_until, free_at) if is_higher else free_at
 
     def _pays_at(self, queue: Queue, resident: Resident, now: float) -> float:
-        """Rent or buy: when those whom the switch would serve will have waited as long as it costs all together.
+        """Rent or buy: when the waiters that a switch would serve have waited as long as the switch costs in total.
 
-        It costs the way in, and the way out and back of the resident for everybody it leaves behind. Waiting counts
-        from when the resident came: what was waited before has been paid for by its own coming.
+        A switch costs the swap in, and the resident's drain and reload for each waiter that it leaves behind. Waiting
+        counts from when the resident became ready: earlier waiting was paid for by its own swap.
         """
         if not queue.weight:
             return inf
@@ -93,25 +93,25 @@ class ByCost:
         return max(now, since + away_s * (1.0 + left) / min(served, queue.at_once))
 
     def _linger_s(self, resident: Resident) -> float:
-        """Stay where one is more likely than not to be asked again within the time that bringing it back takes."""
+        """Seconds to stay idle: more than 0 if another request is more likely than not within the time of a reload."""
         likely = 1.0 - exp(-resident.rate * resident.reload_s)
         return resident.reload_s * max(0.0, 2.0 * likely - 1.0)
 
     # --- worth ----------------------------------------------------------------------------------------------------
 
     def loss(self, resident: Resident, now: float) -> float:
-        """Seconds of loading a second that its absence will cost: per MiB this is the classic greedy-dual score.
+        """Seconds of loading per second that its absence will cost; per MiB this is the classic greedy-dual score.
 
-        Of busy ones that one goes whose answers will have ended first.
+        For busy residents the drain is added, so that the one with the shortest drain is evicted.
         """
         return resident.rate * resident.reload_s + (resident.drain_s if resident.is_busy else 0.0)
 
 
 def _counted(queue: Queue, own: Queue) -> tuple[float, float]:
-    """How many the switch would serve, and how many it would leave behind.
+    """How many waiters the switch would serve, and how many it would leave behind.
 
-    Of a tenant who waits in both every request counts, here and there. Another tenant counts as one, and its people do
-    not stand in the way: between tenants it is turns that are shared, not the lengths of their queues.
+    Of a tenant with requests in both queues every request counts, on both sides. Any other tenant counts as one waiter,
+    and its requests for the resident do not delay the switch: tenants share turns, not queue lengths.
     """
     served, left = float(len(queue.tenants)), 0.0
     few, many = (queue.tenants, own.tenants) if len(queue.tenants) <= len(own.tenants) else (own.tenants, queue.tenants)
@@ -123,19 +123,19 @@ def _counted(queue: Queue, own: Queue) -> tuple[float, float]:
 
 
 def _ends_at(due_at: float, queue: Queue, resident: Resident) -> float:
-    """When somebody busy has to stop for a queue that is due. Who is late is not put off by hopes."""
+    """When a busy resident must stop for a queue that is due. A late queue does not wait for it to fall idle."""
     own = resident.queue
     if own is None:
-        # With few requests in the time its answers take it falls idle by itself almost as soon.
+        # With few requests in the time its answers take, it falls idle by itself almost as soon.
         rests_soon = resident.rate * resident.drain_s < RESTS_BELOW
         return queue.late_at if rests_soon else due_at
-    # Where the same tenants' people there are past their deadline too, each model gets a whole batch in turn.
+    # If requests of the same tenants are past their deadlines on both sides, each model serves a whole batch in turn.
     in_turn = own.deadline_at <= due_at and not own.tenants.keys().isdisjoint(queue.tenants)
     return max(due_at, resident.batch_until) if in_turn else due_at
 
 
 def _passed_at(queue: Queue, resident: Resident, now: float) -> float:
-    """When the batch is over and this queue was overtaken as often as may be."""
+    """When the batch is over and this queue was overtaken as often as allowed."""
     if resident.passed_since == inf:
         return resident.batch_until
     return now if resident.passed_since >= max(resident.batch_until, queue.oldest) else inf

@@ -1,7 +1,7 @@
-"""First come, first served, as simple routers do it: a ready model serves its own queue, an idle one gives way.
+"""First come, first served, as in simple routers: a ready model serves its own queue, an idle one gives way.
 
-Each model may have its own priority (lower goes first); within it arrival decides. Nothing busy is ever asked to leave,
-so a model in constant use keeps the others out: `default.py` is for those who mind.
+Requests go by priority (lower first), then by arrival. Busy models are never evicted, so a model in constant use keeps
+the others out; `default.py` prevents that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from greenroom.core.policy.base import Turn
 from greenroom.core.policy.swapper import Resident, Swapper
 from greenroom.core.queue.waitlist import PriorityClass, Queue, Waiter
 
-# Far enough apart that a class is never made up for by age.
+# Large enough that age never makes up for a class.
 _CLASS_S = 1e9
 
 
@@ -34,5 +34,5 @@ class FirstCome:
         return inf if resident.is_busy else now
 
     def loss(self, resident: Resident, now: float) -> float:
-        """The least recently used goes first, whatever it costs to bring back."""
+        """The least recently used is evicted first, whatever it costs to bring back."""
         return 1.0 / (1.0 + max(0.0, now - resident.last_used))

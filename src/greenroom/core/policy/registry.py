@@ -1,4 +1,4 @@
-"""Policies and swappers by name: those that come with Greenroom, and how they are put together from a configuration."""
+"""Policies and swappers by name: those that come with Greenroom, and how a configuration combines them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from greenroom.core.policy.default import ByCost
 from greenroom.core.policy.fifo import FirstCome
 from greenroom.core.policy.swapper import ByMemory, Swapper
 
-# Made with the rules about company that the configuration has, if any.
+# Called with the coresidency rules of the configuration, or None.
 SwapperFactory = Callable[[Coresidency | None], Swapper]
 Swappers = Mapping[str, SwapperFactory]
 

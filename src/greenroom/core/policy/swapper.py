@@ -1,7 +1,7 @@
-"""Who has to leave so that a model can come. Pure and deterministic: the same question has the same answer.
+"""Which residents leave so that a model can come. Pure and deterministic: the same question has the same answer.
 
-A Swapper is asked far more often than a swap happens, so it is silent and changes nothing. ByMemory is the default;
-rules about company (groups, matrix) are a constraint on top of it.
+A Swapper is asked far more often than a swap happens, so it logs nothing and changes nothing. ByMemory is the default;
+coresidency rules (groups, matrix) are a constraint on top of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from greenroom.core.model import Claim, DeviceId, ModelId, SlotId, Tier
 from greenroom.core.policy.coresidency import Coresidency
 from greenroom.core.queue.waitlist import Queue
 
-# Up to this many residents the cheapest set of victims is found exactly; more are taken greedily.
+# Up to this many residents the cheapest set of victims is found exactly; beyond that greedily.
 EXACT_MAX = 12
 
 
@@ -26,12 +26,12 @@ class Target:
     model: ModelId
     options: tuple[Claim, ...]
     priority: int
-    on_stage: bool = True  # False for those whom rules about company do not concern: leases, and who comes to sleep
+    on_stage: bool = True  # False if coresidency rules do not apply: leases, and models that come to sleep
 
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """What is there, targets of moves in flight included. `gives_mib` is what its leaving would free per device.
+    """A slot with memory, or with a move or plan that will have it. `gives_mib` is what its eviction frees per device.
 
     Made anew for each round of decisions and never changed. `is_fixed` is the answer for one newcomer: for another the
     same resident may be asked to leave.
@@ -44,19 +44,19 @@ class Resident:
     priority: int
     last_used: float
     is_busy: bool  # answering
-    is_fixed: bool  # pinned, arriving, held by somebody who was not asked to leave, or not yet to be disturbed
-    cannot_leave: bool = False  # pinned or arriving
-    on_stage: bool = True  # False for leases and for who is asleep
+    is_fixed: bool  # pinned, moving, planned, or not to be evicted yet
+    cannot_leave: bool = False  # pinned, moving or planned
+    on_stage: bool = True  # False for leases and sleepers
     ready_since: float = 0.0
     stays_until: float = 0.0  # its minimum residency
     batch_until: float = 0.0  # the end of its batch, while others wait
-    queue: Queue | None = None  # those who wait for it
-    rate: float = 0.0  # requests a second, those of long ago counting less
-    reload_s: float = 0.0  # what bringing it back would take from the tier it would leave to
-    drain_s: float = 0.0  # what its running answers may still take
-    passed_since: float = -inf  # the time since which it was granted as often as others may be overtaken
+    queue: Queue | None = None  # its own waiters
+    rate: float = 0.0  # requests per second; older ones count less
+    reload_s: float = 0.0  # seconds to bring it back from the tier it would leave to
+    drain_s: float = 0.0  # seconds that its running answers may still take
+    passed_since: float = -inf  # since when it was granted as often as others may be overtaken
     is_asleep: bool = False
-    loss: float = 0.0  # how bad the policy finds losing it
+    loss: float = 0.0  # the policy's cost of losing it
 
     def fixed(self) -> Resident:
         """A copy that may not be asked to leave."""
@@ -86,7 +86,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """The claim chosen and who leaves for it, in the order they should go. Busy ones have to be waited for."""
+    """The chosen claim and its victims, in the order in which they should leave. Busy victims are waited for."""
 
     claim: Claim
     victims: tuple[Resident, ...]
@@ -100,15 +100,15 @@ class Swapper(Protocol):
     def eviction_for(
         self, target: Target, residents: Sequence[Resident], room_mib: Mapping[DeviceId, int]
     ) -> Eviction | None:
-        """The best way to make room, or None if there is none even when everyone who may leave has left.
+        """The best way to make room; None if even evicting every resident that may leave is not enough.
 
-        `room_mib` is free memory per device with promises kept and with those already leaving gone.
+        `room_mib` is free memory per device: promises are deducted, and slots that are leaving count as gone.
         """
         ...
 
 
 class ByMemory:
-    """Idle ones before busy ones, the less urgent before the more urgent; among them the smallest loss."""
+    """Idle residents before busy ones, less urgent before more urgent ones; among them the smallest loss."""
 
     def __init__(self, company: Coresidency | None = None) -> None:
         self._company = company
@@ -120,7 +120,7 @@ class ByMemory:
         if must is None:
             return None
         willing = [resident for resident in residents if not resident.is_fixed and resident not in must]
-        # Where somebody who falls asleep would take memory.
+        # Devices where a resident that falls asleep takes memory.
         beds = {
             device
             for resident in residents
@@ -136,7 +136,7 @@ class ByMemory:
         return min(found, key=lambda pair: pair[0])[1] if found else None
 
     def _must_leave(self, target: Target, residents: Sequence[Resident]) -> tuple[Resident, ...] | None:
-        """Those whom the rules about company send away; None if one of them cannot leave."""
+        """Residents that the coresidency rules evict; None if one of them cannot leave."""
         if self._company is None or not target.on_stage:
             return ()
         on_stage = [resident for resident in residents if resident.on_stage]
@@ -147,7 +147,7 @@ class ByMemory:
 
 
 def _level(resident: Resident, target: Target) -> tuple[bool, int]:
-    """Whom to disturb rather late than early: busy ones last; then by 0 for less urgent, 1 for equal, 2 for more so."""
+    """Eviction order: idle before busy; then less urgent (0), equally urgent (1), more urgent (2) than the target."""
     rank = 1 if resident.priority == target.priority else 0 if resident.priority > target.priority else 2
     return (resident.is_busy, rank)
 
@@ -155,7 +155,7 @@ def _level(resident: Resident, target: Target) -> tuple[bool, int]:
 def _badness(
     victims: tuple[Resident, ...], target: Target, claim: Claim, room_mib: Mapping[DeviceId, int]
 ) -> tuple[tuple[bool, int], float, int, int, tuple[DeviceId, ...]]:
-    """The worst victim's level, then the loss, then how many, then the gaps left behind."""
+    """The worst victim's level, then the total loss, then the number of victims, then the gaps left behind."""
     gap = sum(max(0, room_mib[device] - mib) for device, mib in claim.items())
     worst = max((_level(victim, target) for victim in victims), default=(False, 0))
     return (worst, sum(victim.loss for victim in victims), len(victims), gap, tuple(claim))
@@ -169,7 +169,7 @@ def _victims(
     must: tuple[Resident, ...],
     room_mib: Mapping[DeviceId, int],
 ) -> tuple[Resident, ...] | None:
-    """The least bad set that makes room on these devices, those who must leave included; None if there is none."""
+    """The least bad set that makes room on these devices, `must` included; None if there is none."""
     lacking = {device: mib - room_mib[device] for device, mib in claim.items()}
     for resident in must:
         _give(lacking, resident)
@@ -177,7 +177,7 @@ def _victims(
         return must
     if not willing:
         return None
-    # Where memory lacks, or will when somebody falls asleep there.
+    # Where memory is missing, or will be once a resident falls asleep there.
     short = [device for device, mib in lacking.items() if mib > 0 or device in beds]
     useful = [one for one in willing if any(one.gives_mib.get(device, 0) > 0 for device in short)]
     for level in sorted({_level(resident, target) for resident in useful}):
@@ -196,30 +196,31 @@ def _give(lacking: dict[DeviceId, int], resident: Resident) -> None:
 
 
 def _cheapest(allowed: Sequence[Resident], lacking: Mapping[DeviceId, int]) -> tuple[Resident, ...] | None:
-    """The set with the smallest loss that gives what is lacking. Exact for few residents, greedy for many."""
+    """The set with the smallest loss that frees what is missing. Exact for few residents, greedy for many."""
     scarce = [device for device, mib in lacking.items() if mib > 0]
     queue = sorted(allowed, key=lambda one: (_price(one, scarce), one.last_used, one.slot))
     needs = list(lacking.values())
     gives = [[one.gives_mib.get(device, 0) for device in lacking] for one in queue]
     chosen = _greedy(gives, needs)
     if 1 < len(queue) <= EXACT_MAX and not _is_one_of_the_least(chosen, queue):
-        # Also where greed finds none: who falls asleep takes memory elsewhere, so that fewer may give more.
+        # Also if greedy found nothing: a resident that falls asleep takes memory elsewhere, so fewer victims may free
+        # more.
         chosen = _Search([one.loss for one in queue], gives).best(needs, chosen)
     return None if chosen is None else tuple(queue[index] for index in chosen)
 
 
 def _is_one_of_the_least(chosen: list[int] | None, queue: Sequence[Resident]) -> bool:
-    """Whether a single one is enough that nobody undercuts, alone or together with others."""
+    """True if one victim is enough and no resident has a smaller loss."""
     return chosen is not None and len(chosen) == 1 and 0.0 <= queue[chosen[0]].loss <= min(one.loss for one in queue)
 
 
 def _price(resident: Resident, scarce: Sequence[DeviceId]) -> float:
-    """Loss for every MiB it gives where memory lacks."""
+    """Loss per MiB that it frees where memory is missing."""
     return resident.loss / max(1, sum(max(0, resident.gives_mib.get(device, 0)) for device in scarce))
 
 
 def _greedy(gives: Sequence[Sequence[int]], needs: Sequence[int]) -> list[int] | None:
-    """Take them in order until it is enough, then spare those who turned out not to be needed."""
+    """Take victims in order until there is enough, then spare those that turn out not to be needed."""
     left, taken = list(needs), []
     for index, given in enumerate(gives):
         if all(mib <= 0 for mib in left):
@@ -237,13 +238,13 @@ def _greedy(gives: Sequence[Sequence[int]], needs: Sequence[int]) -> list[int] |
 
 
 class _Search:
-    """Branch and bound over who leaves. Candidates are in order of loss for a MiB, so that good sets come early."""
+    """Branch and bound over sets of victims. Candidates are sorted by loss per MiB, so that good sets come early."""
 
     def __init__(self, losses: Sequence[float], gives: Sequence[Sequence[int]]) -> None:
         self._losses = losses
         self._gives = gives
         width = len(gives[0])
-        # From each candidate on: what all of them could give together, and the best price of a MiB among them.
+        # For each suffix of the candidates: what they could free in total, and the best price of a MiB.
         self._rest = [[0] * width]
         self._price = [[inf] * width]
         for loss, given in zip(reversed(losses), reversed(gives), strict=True):
@@ -255,7 +256,7 @@ class _Search:
         self._best: tuple[float, int, list[int] | None] = (inf, 0, None)
 
     def best(self, needs: Sequence[int], start: list[int] | None) -> list[int] | None:
-        """The best set, found from a first guess; None if there is none at all."""
+        """The best set, starting from a first guess; None if there is none."""
         if start is not None:
             self._best = (sum(self._losses[index] for index in start), len(start), start)
         self._branch(0, list(needs), 0.0, [])
@@ -275,5 +276,5 @@ class _Search:
         self._branch(index + 1, needs, loss, taken)
 
     def _bound(self, index: int, needs: Sequence[int]) -> float:
-        """No less than this must still be lost, even if everybody gave memory at the best price there is."""
+        """Lower bound of the further loss, as if every candidate freed memory at the best remaining price."""
         return max(mib * price for mib, price in zip(needs, self._price[index], strict=True) if mib > 0)

@@ -1,7 +1,7 @@
-"""Who may be on stage together, as rules beside memory.
+"""Which models may be ready together, as rules beside memory.
 
-Owns the question every set of rules answers, and the way from rules as written to the one who answers. The rules are
-plain records, so that they can travel in events and be replayed. Nothing here knows of memory, time or requests.
+Owns the question that every set of rules answers, and how rules are compiled. Rules are plain records, so that events
+can carry and replay them. Nothing here knows about memory, time or requests.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Coresidency(Protocol):
     def leavers(
         self, newcomer: ModelId, present: Sequence[ModelId], staying: frozenset[ModelId]
     ) -> frozenset[ModelId] | None:
-        """Who of `present` must leave so that the newcomer may come.
+        """The models of `present` that must leave so that the newcomer may come.
 
-        Those of `present` who are also `staying` cannot leave now: the answer never names them, and is None when the
-        newcomer cannot come while they are there. The newcomer itself never has to leave, be it present or not.
+        Models in `staying` cannot leave now: the answer never names them, and is None if the newcomer cannot come while
+        they are there. The newcomer itself never has to leave, whether it is present or not.
         """
         ...
 
 
 def coresidency_under(rules: Rules) -> Coresidency:
-    """The one who answers by these rules. Raises ValueError if they contradict themselves."""
+    """The coresidency that follows these rules. Raises ValueError if they contradict themselves."""
     return ByMatrix(rules) if isinstance(rules, Matrix) else ByGroup(rules)

@@ -1,14 +1,15 @@
-"""What a set of the matrix means, and the best of it for a moment, found without writing it out.
+"""What a set of the matrix means, and its best company for a newcomer, found without enumerating the set.
 
-A set denotes a family of companies: a model is the family of itself alone, `|` joins two families, `&` joins each
-company of one to each of the other. Written out, ten choices of six are sixty million companies. But only the few
-models that are on stage or coming matter now, and of companies that differ in nothing the rest of the set can see only
-the heaviest can win. So each part of the set is reduced, from the inside out, to the companies worth keeping.
+A company is a group of models that may be ready together. A set denotes a family of companies: a model is the family of
+itself alone, `|` unites two families, `&` joins each company of one with each company of the other. Enumerated, ten
+choices of six are sixty million companies. But only the few models that are ready or coming matter now. And of
+companies that look the same to the rest of the set, only the heaviest can win. So each part of the set is reduced, from
+the inside out, to the companies worth keeping.
 
-Companies are bit masks, one bit a model. A model may stand in several parts that are joined by `&`; it counts once,
-because masks are joined and only then weighed. The models that a part shares with parts it is joined to are its
-`outer` ones: two companies with the same outer models are compared by weight, and one whose outer models are all in
-another that weighs no less without them is dropped. Where parts share nothing, one company is left of each.
+Companies are bit masks, one bit per model. A model may occur in several parts that are joined by `&`; it counts once,
+because masks are joined before they are weighed. The models that a part shares with parts it is joined to are its
+`outer` models. Companies with the same outer models are compared by weight. A company is dropped if another one
+contains all of its outer models and weighs no less without them. If parts share nothing, one company of each is left.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from dataclasses import dataclass
 
 from greenroom.core.policy.coresidency.language import AllOf, AnyOf, Expression, Mistake, Name, Reference, leaves
 
-# Companies kept of one part. The best is hard to find when joined parts share many models that are all on stage. Beyond
-# this many only the heaviest are kept: the answer is still allowed, and found in time, but there may be a cheaper one.
-# Seven shared models are always few enough, for they have 128 companies.
+# How many companies are kept for one part. The best one is hard to find when joined parts share many models that are
+# all ready. Beyond this many only the heaviest are kept: the answer is still allowed and found in time, but a cheaper
+# one may exist. Seven shared models always fit: they have 128 companies.
 COMPANIES_MAX = 128
-# Parts of all sets together, each set with those it refers to.
+# Parts of all sets together, each set counted with the sets it refers to.
 NODES_MAX = 100_000
 
 _NOBODY = (0,)
@@ -30,18 +31,18 @@ _NOBODY = (0,)
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A part of a set: all of these together, or one of these."""
+    """A part of a set: all of its parts together, or one of them."""
 
     is_together: bool
-    bits: int  # Models named right here.
-    parts: tuple[int, ...]  # Further parts, by their place; all come before this one.
-    support: int  # Every model in it, however deep.
-    inner: int  # Models that stand in more than one of its parts, where those are joined by &.
-    outer: int  # Models of it that also stand in something this part is joined to by &, here or further out.
+    bits: int  # Models named directly in this part.
+    parts: tuple[int, ...]  # Nested parts, by index; all come before this one.
+    support: int  # Every model in it, at any depth.
+    inner: int  # Models in more than one of its parts, if those are joined by &.
+    outer: int  # Its models that also occur in something it is joined to by &, at any level above.
 
 
 class Weights(dict[int, int]):
-    """The weight of each company: the sum over its models. Whoever makes it puts in the weight of each single model."""
+    """The weight of each company: the sum over its models. The creator sets the weight of each single model."""
 
     def __missing__(self, mask: int) -> int:
         self[mask] = sum(self[bit] for bit in bits_of(mask))
@@ -60,7 +61,7 @@ class Family:
         return self.nodes[-1].support
 
     def heaviest(self, relevant: int, weights: Weights) -> int:
-        """The heaviest company, of which only the relevant models are looked at."""
+        """The heaviest company, restricted to the relevant models."""
         found: list[Sequence[int]] = []
         for node in self.nodes:
             if not node.support & relevant:
@@ -69,7 +70,7 @@ class Family:
                 found.append(self._together(node, found, relevant, weights))
             else:
                 found.append(self._one_of(node, found, relevant, weights))
-        # Nothing is outside the set itself, so that one company is left of it.
+        # Nothing is outside the set itself, so one company is left.
         return found[-1][0]
 
     def _one_of(self, node: Node, found: list[Sequence[int]], relevant: int, weights: Weights) -> Sequence[int]:
@@ -84,13 +85,13 @@ class Family:
         return self._worth_keeping(masks, node.outer & relevant, weights)
 
     def _worth_keeping(self, masks: Sequence[int], seen: int, weights: Weights) -> Sequence[int]:
-        """The masks without those that cannot be in the heaviest company. `seen` are the models the rest can see."""
+        """Drop masks that cannot be part of the heaviest company. `seen` are the models that the rest can see."""
         if len(masks) == 1:
             return masks
         if not seen:
             return (max(masks, key=weights.__getitem__),)
         kept: list[tuple[int, int, int]] = []
-        # Whoever makes another needless weighs no less and so comes before it.
+        # A mask that makes another redundant weighs no less, so it comes first.
         for mask in sorted(set(masks), key=weights.__getitem__, reverse=True):
             shared = mask & seen
             alone = weights[mask ^ shared]
@@ -114,7 +115,7 @@ def families_of(
     bit_of: Mapping[str, int],
     companies_max: int = COMPANIES_MAX,
 ) -> dict[str, Family]:
-    """Each set compiled, with what it refers to. `order` has each set after those. Raises Mistake if it is too much."""
+    """Each set compiled, with the sets it refers to, which `order` lists first. Raises Mistake beyond NODES_MAX."""
     place_of = {name: place for place, name in enumerate(order)}
     needed: dict[str, frozenset[str]] = {}
     left = NODES_MAX
@@ -161,7 +162,7 @@ class _Builder:
         return Node(is_together, bits, parts, support, inner if is_together else 0, outer=0)
 
     def with_outer(self) -> tuple[Node, ...]:
-        """Once everything is there: what each part can be seen by. A set used in several places takes all of them."""
+        """The nodes with `outer` filled in. A set that is used in several places gets the union of all of them."""
         outer = [0] * len(self.nodes)
         for place in reversed(range(len(self.nodes))):
             node = self.nodes[place]

@@ -1,7 +1,7 @@
-"""Groups: models that take turns, groups that clear the stage, groups that others cannot send away.
+"""Groups: models that take turns, groups that evict others, groups that others cannot evict.
 
-A model's coming sends others away; once on stage it forbids nothing. So a model of an exclusive group comes alone, and
-one of a group that is not exclusive may still join it later.
+A rule applies when a model comes; once ready, a model forbids nothing. So a model of an exclusive group comes alone,
+and a model of a group that is not exclusive may still join it later.
 """
 
 from __future__ import annotations

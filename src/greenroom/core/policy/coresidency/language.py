@@ -1,12 +1,12 @@
-"""The language in which sets of models are written, and its tree.
+"""The language of sets of models: its grammar and its syntax tree.
 
     any  :=  all ( "|" all )*           one of these
     all  :=  atom ( "&" atom )*         these together
     atom :=  name  |  "+" name  |  "(" any ")"
 
-A name is a model or a short name for one, `+name` is another set. Names are made of letters, digits and `_ - . / : @`.
-Owns the grammar, what is wrong with a text, and the order in which sets build on each other. Never knows which models
-there are, nor what a set means: `families.py` does.
+A name is a model or a short name for one, `+name` is another set. Names consist of letters, digits and `_ - . / : @`.
+Owns the grammar, its errors, and the order in which sets refer to each other. Does not know which models there are, nor
+what a set means: `families.py` does.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-# Nobody nests by hand as deep; it keeps all that walks over a tree within the stack.
+# Deeper than people nest by hand; it keeps every walk over a tree within the stack.
 DEPTH_MAX = 32
-# Thousands of models; it keeps one set from costing more than a file of them should.
+# Room for thousands of models; it limits the cost of one set.
 EXPRESSION_CHARS_MAX = 65_536
 
 _SIGNS = "|&+()"
@@ -25,7 +25,7 @@ _AN_ATOM = "a model, +set or ("
 
 
 class Mistake(ValueError):
-    """What is wrong with a set, and at which of its characters, counted from 1."""
+    """What is wrong with a set, and at which character, counted from 1."""
 
     def __init__(self, set_name: str, at: int, message: str) -> None:
         super().__init__(f"set {set_name}, character {at}: {message}")
@@ -68,7 +68,7 @@ Expression = Name | Reference | AnyOf | AllOf
 
 
 def parse(set_name: str, text: str) -> Expression:
-    """The tree of a text. Raises Mistake for the first thing that is wrong."""
+    """The tree of a text. Raises Mistake at the first error."""
     if len(text) > EXPRESSION_CHARS_MAX:
         raise Mistake(set_name, EXPRESSION_CHARS_MAX + 1, f"has more than {EXPRESSION_CHARS_MAX:,} characters")
     reader = _Reader(set_name, list(_tokens(set_name, text)))
@@ -78,12 +78,12 @@ def parse(set_name: str, text: str) -> Expression:
 
 
 def is_name(text: str) -> bool:
-    """Whether this text can stand in a set."""
+    """True if this text is a valid name in a set."""
     return bool(text) and all(_is_in_names(char) for char in text)
 
 
 def leaves(expression: Expression) -> Iterator[Name | Reference]:
-    """Models and sets named in an expression, as written."""
+    """Models and sets named in an expression, in the order written."""
     if isinstance(expression, Name | Reference):
         yield expression
     else:
@@ -95,7 +95,7 @@ def in_order(definitions: Mapping[str, Expression]) -> tuple[str, ...]:
     """The names of all sets, each after those it refers to. Raises Mistake if there is no such order."""
     finished: dict[str, None] = {}
     for start in definitions:
-        # The sets between the start and where we are, each with the references that are still to be followed.
+        # The sets on the path from the start to here, each with the references that are still to be followed.
         way = {} if start in finished else {start: _references(definitions[start])}
         while way:
             here = next(reversed(way))
@@ -161,7 +161,7 @@ class _Reader:
         return parts[0] if len(parts) == 1 else AnyOf(tuple(parts))
 
     def take(self, sign: str, wanted: str) -> _Token:
-        """The next token, which must be this sign. Raises Mistake with what would have been right."""
+        """Take the next token, which must be this sign. Raises Mistake with what was expected."""
         token = self.tokens[self.position]
         if token.text != sign:
             raise self._unexpected(token, wanted)
@@ -200,7 +200,7 @@ class _Reader:
         return token
 
     def _is_next(self, sign: str) -> bool:
-        """Whether this sign comes next; if so it is taken."""
+        """True if this sign comes next; if so it is taken."""
         found = self.tokens[self.position].text == sign
         self.position += found
         return found

@@ -1,8 +1,9 @@
-"""The matrix: sets of models that may be on stage together, and what sending each model away costs.
+"""The matrix: sets of models that may be ready together, and what evicting each model costs.
 
-A company is allowed if some set has one that holds it whole. For a newcomer the allowed company is chosen that holds it
-and those who cannot leave, and that sends the least cost away. Between sets that cost the same the first one written
-wins, within a set the models written first stay. A model in no set comes alone.
+A company is a group of models that are ready together. It is allowed if some set has a company that contains it. For a
+newcomer the matrix chooses the allowed company that contains it and every model that cannot leave, at the lowest cost
+of evictions. Between sets of equal cost the first one written wins; within a set the models written first stay. A model
+in no set comes alone.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from greenroom.core.policy.coresidency.families import COMPANIES_MAX, Weights, f
 from greenroom.core.policy.coresidency.language import Mistake, Name, in_order, leaves, parse
 
 COST_DEFAULT = 1
-# The same few questions are asked over and over while requests wait; when this many are known all are forgotten.
+# The same few questions recur while requests wait. The cache is cleared when it holds this many.
 REMEMBERED_MAX = 1_024
 
 
 class ByMatrix:
     def __init__(self, spec: Matrix, companies_max: int = COMPANIES_MAX) -> None:
-        """Raises Mistake if a set cannot be read, is defined twice, or refers to one that is not there or to itself."""
+        """Raises Mistake if a set cannot be read, is defined twice, or refers to a missing set or to itself."""
         definitions = {}
         for name, text in spec.sets:
             if name in definitions:
@@ -63,7 +64,7 @@ class ByMatrix:
     def _best_company(self, newcomer: ModelId, others: frozenset[ModelId], held: frozenset[ModelId]) -> int | None:
         relevant, needed = self._mask({newcomer, *others}), self._mask({newcomer, *held})
         weights = self._weights({newcomer, *others}, needed)
-        # The last part of a weight only says who was written first, which does not count between sets.
+        # The low bits of a weight only encode which model was written first. They do not count between sets.
         order_bits = relevant.bit_count()
         best: int | None = None
         for family in self._families:
@@ -82,10 +83,10 @@ class ByMatrix:
         return mask
 
     def _weights(self, models: Iterable[ModelId], needed: int) -> Weights:
-        """Each model weighs what sending it away costs; one that is needed outweighs all who are not.
+        """Each model weighs what its eviction costs; a needed model outweighs all that are not needed.
 
-        Companies that cost the same are told apart by a last part of each weight, which halves from model to model as
-        they are written. So no two companies weigh the same, and nothing depends on the order of anything else.
+        The low bits of each weight break ties: they halve from model to model in the order written. So no two companies
+        weigh the same, and the result depends on no other order.
         """
         costs = {
             self._bit_of[model]: self._cost_of.get(model, COST_DEFAULT) for model in models if model in self._bit_of
