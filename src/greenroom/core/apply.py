@@ -1,7 +1,6 @@
-"""A Plan becomes state changes and effects. Everything the scheduler does to its state on purpose is done here.
+"""Carries out a Plan: changes the state and calls effects.
 
-Owns who waits and who is served. How slots come and go is `stage.py`'s. Never decides: what should happen was decided
-before.
+Owns how waiters join, leave, are granted and are refused. `slots.py` writes the slots. Never decides.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
 from greenroom.core.slots import SlotWriter
 from greenroom.core.state import Grant, State, learn
 
-# Preloads wait behind everybody.
+# A preload is less urgent than every request.
 PRELOAD_PRIORITY = 1_000_000
 
 _READY = because("ready")
@@ -32,7 +31,7 @@ _OPS = {
 
 
 def preload_id(model: ModelId) -> RequestId:
-    """The id under which a preload waits."""
+    """The id of a model's preload in the waitlist."""
     return RequestId(f"preload:{model}")
 
 
@@ -44,11 +43,11 @@ class Actions:
         self._places = places
 
     def settle(self, waiter: Waiter, now: float) -> None:
-        """Decide on this waiter as things are now, and carry that out."""
+        """Decide on this waiter now and carry out the plan."""
         self.carry_out(waiter, decide(self._state, waiter, now, self._places), now)
 
     def carry_out(self, waiter: Waiter, plan: Plan, now: float) -> float:
-        """Do what was decided for this waiter, which may wait already or not yet. Returns what `serve` does."""
+        """Carry out the plan for this waiter, queued or not. Returns what `serve` returns, else -inf."""
         if isinstance(plan, Serve):
             return self.serve(waiter, self._state.slots[plan.slot], now)
         match plan:
@@ -75,18 +74,18 @@ class Actions:
         self._state.price_queue(model)
 
     def put_back(self, waiter: Waiter) -> None:
-        """A granted request goes back to its place, which it may do once."""
+        """Put a granted request back in its place. A request may go back once."""
         self._state.waitlist.mark_returned(waiter)
         self._keep_waiting(waiter, waiter.model)
 
     def forget(self, waiter_id: str, served_at: float | None = None) -> None:
-        """This one no longer waits, if it did."""
+        """Remove this waiter from its queue, if it waits."""
         waiter = self._state.waitlist.remove(waiter_id, served_at)
         if waiter is not None and waiter.give_up_at is not None:
             self._slots.forget_timer(Timer(TimerKind.EXPIRE, waiter_id))
 
     def preload(self, model: ModelId, now: float) -> None:
-        """Ask for this model: it comes as soon as there is room. Only a pinned one makes others leave."""
+        """Queue a preload of this model. It loads when there is room; only a pinned model evicts others."""
         state, request = self._state, preload_id(model)
         if request in state.waitlist or state.shutting_down or now < state.models[model].retry_at:
             return
@@ -125,7 +124,7 @@ class Actions:
         )
 
     def reject_waiters(self, model: ModelId, refusal: Refuse) -> None:
-        """End everybody who waits for this model, except those who named another that may still serve them."""
+        """Reject the waiters of this model. A waiter with another known candidate moves to that queue instead."""
         state = self._state
         for waiter in state.waitlist.of(model):
             state.waitlist.strike(waiter, model)
@@ -136,7 +135,7 @@ class Actions:
                 self.refuse(waiter, refusal)
 
     def end_lease(self, name: ModelId) -> None:
-        """Nothing is left of this lease: neither its record nor what it holds or was promised."""
+        """Delete this lease: its record, its memory and its promise."""
         state = self._state
         del state.leases[name]
         self._slots.forget_timer(Timer(TimerKind.RETRY, name))
@@ -149,17 +148,17 @@ class Actions:
     # --- next -----------------------------------------------------------------------------------------------------
 
     def first_of(self, queue: Queue, now: float) -> Waiter | None:
-        """Who of this queue goes next; None if only those wait who want it asleep."""
+        """The next waiter of this queue; None if all of its waiters only want the model asleep."""
         policy, accounts = self._state.policy, self._state.accounts
         return queue.first(lambda waiter: policy.turn(waiter, accounts.served_s(waiter.tenant), now), now)
 
     def fill(self, model: ModelId, now: float) -> float:
-        """Give the free places of this model's slots to those who wait for it. Returns the latest that `serve` does."""
+        """Give free places of this model's slots to its waiters. Returns the latest value of `serve`, or -inf."""
         passed_since = -inf
         queue = self._state.waitlist.queues.get(model)
         if queue is None or not (serving := self._state.serving(model)):
             return passed_since
-        # Operators and wishes ask only that the model be there.
+        # Operators and preloads only ask that the model be ready.
         for waiter in queue.asking():
             self.serve(waiter, serving[0], now)
         while queue.waiting and (free := [slot for slot in serving if slot.has_room]):
@@ -172,7 +171,7 @@ class Actions:
     # --- served ---------------------------------------------------------------------------------------------------
 
     def serve(self, waiter: Waiter, slot: Slot, now: float) -> float:
-        """Grant it this slot. Returns since when others were overtaken as often as may be, as `count_overtake` does."""
+        """Grant it this slot, or answer an operator. Returns what `count_overtake` returns for a request, else -inf."""
         state = self._state
         waited = waiter.id in state.waitlist
         if waited:
@@ -208,13 +207,13 @@ class Actions:
     def _swap(self, waiter: Waiter, plan: Swap, now: float) -> None:
         state = self._state
         slot = state.slots[plan.wakes] if plan.wakes is not None else self._new_slot(waiter, plan)
-        # First of all: where it sleeps now there may be a place for those who leave for it.
+        # First: a slot that is about to wake frees its place in the green room for the victims.
         self._slots.plan(slot, plan.kind)
         for victim in plan.evict:
             facts = {"loss": round(victim.loss, 4), "idle_s": round(now - victim.last_used, 1)}
             why = because("evicted", model=victim.model, for_model=plan.model, for_request=str(waiter.id), **facts)
             self._slots.evict(state.slots[victim.slot], victim.leaves_to, slot.id, why, now)
-        # It comes for all of them, so plans of the less urgent among them are not called off for a newcomer.
+        # The model comes for its whole queue, so its plan gets the priority of the most urgent waiter.
         priority = min(waiter.priority, state.waitlist.queues[plan.model].priorities.first)
         self._slots.comes_for(slot, priority, waiter.tenant if waiter.kind is WaiterKind.REQUEST else None, now)
         state.counters.swaps += 1
@@ -225,14 +224,14 @@ class Actions:
         return self._slots.add(self._state.claimant(plan.model).spec, plan.claim, lease)
 
     def _charge(self, slot: Slot, move: Move) -> None:
-        """Whoever caused a swap pays for it, once it has begun: what is only planned may be called off."""
+        """Charge the tenant that caused the swap. Only a move that has started is charged: a plan may be called off."""
         state, tenant = self._state, slot.caused_by
         if tenant is not None and (record := state.record_of(slot)):
             state.accounts.charge(tenant, record.move_s(move.kind))
         self._slots.is_charged(slot)
 
     def start_planned(self, now: float) -> None:
-        """Start every planned move whose memory is free now; give up those that are hopeless or not wanted any more."""
+        """Start every planned move that has its memory free; call off plans that are hopeless or no longer wanted."""
         state = self._state
         for slot in [state.slots[slot] for slot in state.ledger.promises]:
             self._start(slot, now)

@@ -1,6 +1,6 @@
-"""How a changed configuration is taken in: new models, new revisions, relabelled ones, models that are gone.
+"""Takes in a changed configuration: new models, new revisions, changed specs, removed models.
 
-Owns the reaction to `ConfigChanged`. What keeps its revision keeps running; what has a new one drains beside it.
+Owns the reaction to `ConfigChanged`. A slot of the current revision keeps running, one of an old revision drains.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Configuration:
                     record.answered(learned.service_s)
 
     def _set_need(self, model: ModelId, need: Need) -> None:
-        """What its next load is planned with. What is there keeps its claim."""
+        """The need of its next load. Existing slots keep their claims."""
         record = self._state.models.get(model)
         if record is not None:
             record.need = need
             self._state.price_queue(model)
 
     def _take_over(self, limits: Limits) -> None:
-        """Another policy, or the same with other numbers. Who waits keeps waiting, by the new rules."""
+        """Change the policy or its numbers. Waiters keep waiting, under the new rules."""
         state = self._state
         policy = make_policy(limits, self._policies, self._swappers)
         state.limits, state.policy = limits, policy
@@ -83,7 +83,7 @@ class Configuration:
             self._act.preload(spec.id, now)
 
     def _relabel(self, record: ModelRecord, spec: ModelSpec) -> None:
-        """Nothing that needs another process has changed."""
+        """Take over a spec that needs no new process."""
         if record.spec.need != spec.need:
             record.need = spec.need
         record.preload_again = record.preload_again and spec.preload
@@ -93,7 +93,7 @@ class Configuration:
                 self._slots.relabel(slot, spec)
 
     def _renew(self, old: ModelRecord | None, spec: ModelSpec, now: float) -> None:
-        """Another process is needed. What was learned of the old one is the best guess for the new one."""
+        """A new process is needed. What was learned about the old revision is the best estimate for the new one."""
         record = ModelRecord(spec, spec.need)
         if old is not None:
             record.inherit(old)

@@ -1,6 +1,6 @@
-"""Everything the scheduler may ask for, each with its reason. The shell carries them out; the simulator plays them.
+"""Everything the scheduler may ask for, each with its reason. The shell carries effects out; the simulator plays them.
 
-Effects return nothing: what comes of them comes back as events.
+Effects return nothing: their results come back as events.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Fact = str | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why: one word and the facts that led to it. The shell logs it and keeps it; policies are silent."""
+    """Why: one word and the facts behind it. The shell logs and keeps it; policies log nothing."""
 
     why: str
     facts: tuple[tuple[str, Fact], ...] = ()
@@ -30,7 +30,7 @@ def because(why: str, **facts: Fact) -> Reason:
     return Reason(why, tuple(facts.items()))
 
 
-# Why an answer is cut that has used up its caller's budget. The shell tells this caller something else.
+# The reason of a cut when the caller's budget is used up. The shell reports it with an error of its own.
 BUDGET_OVER = because("budget")
 
 
@@ -61,7 +61,7 @@ class Rejection:
     needs_mib: int = 0
     free_mib: int = 0
     capacity_mib: int = 0
-    # Who holds memory there through other gateways.
+    # Holders of memory through other gateways.
     held_by: tuple[str, ...] = ()
 
 
@@ -79,11 +79,11 @@ class OpOutcome(Enum):
 
 class Effects(Protocol):
     def grant(self, request: RequestId | LeaseId, slot: SlotId, reason: Reason) -> None:
-        """Let this request use this slot now. In-flight is already counted."""
+        """Let this request or lease use this slot now. It is already counted as in flight."""
         ...
 
     def reject(self, request: RequestId | LeaseId, rejection: Rejection, reason: Reason) -> None:
-        """End this waiting request with an error."""
+        """End this waiting request or lease with an error."""
         ...
 
     def cut(self, request: RequestId, reason: Reason) -> None:
@@ -95,17 +95,17 @@ class Effects(Protocol):
         ...
 
     def abort(self, move: MoveId, reason: Reason) -> None:
-        """Stop this move if it can still be stopped; its `MoveDone` follows all the same."""
+        """Stop this move if that is still possible; its `MoveDone` follows either way."""
         ...
 
     def answer(self, op: OpId, outcome: OpOutcome, reason: Reason) -> None:
-        """Tell the operator how it ended."""
+        """Tell the operator how the operation ended."""
         ...
 
     def recall(self, lease: LeaseId, deadline: float, reason: Reason) -> None:
-        """Ask this holder to leave by then; `LeaseGone` follows."""
+        """Ask the holder to leave by the deadline; `LeaseGone` follows."""
         ...
 
     def set_timer(self, timer: Timer, at: float | None, reason: Reason) -> None:
-        """Fire once at that time; a later call for the same timer replaces it, None forgets it."""
+        """Fire once at that time. A later call for the same timer replaces it; None cancels it."""
         ...

@@ -1,6 +1,6 @@
-"""Everything that can happen, one frozen record each. They carry ids, numbers and `now`: never sockets or futures.
+"""Everything that can happen, one record each. Events carry ids, numbers and `now`: never sockets or futures.
 
-A list of these alone replays every decision. Adding a word takes an ADR.
+A list of events replays every decision. A new kind of event takes an ADR.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from greenroom.core.model import (
 
 
 class TimerKind(Enum):
-    """What a timer is for. One that fires late or twice is harmless: its handler looks at the clock and the state."""
+    """What a timer is for. Late or twice is harmless: its handler checks the clock and the state."""
 
-    # As of MoveKind.
+    # See MoveKind.
     __hash__ = object.__hash__
 
-    EXPIRE = "expire"  # a waiting request reaches the end of its patience
+    EXPIRE = "expire"  # a waiter gives up
     IDLE = "idle"  # a slot may have been idle for its ttl
-    RETRY = "retry"  # a model's back-off ends
-    GRACE = "grace"  # a leaving slot's running answers are cut
+    RETRY = "retry"  # a model's back-off or pause ends
+    GRACE = "grace"  # running answers of a leaving slot are cut
     BUDGET = "budget"  # a running answer has used up its caller's budget
-    SWITCH = "switch"  # from now on a waiting model may take another's place
+    SWITCH = "switch"  # a waiting model may now take a resident's place
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Timer:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The scheduler's numbers; their reasons stand in the configuration reference."""
+    """The scheduler's numbers. The configuration reference gives the reasons."""
 
     policy: str = "default"
     swapper: str = "memory"
@@ -61,21 +61,21 @@ class Limits:
     tenant_weights: Mapping[TenantId, float] = field(default_factory=dict)  # Shares between tenants; 1 if not named.
     queue_depth_max: int = 1_000
     overtakes_max: int = 8
-    residency_swaps: float = 2.0  # While others wait a slot stays at least this many of its own swap times.
-    batch_swaps: float = 5.0  # And at most this many, but for `overtakes_max` further requests.
+    residency_swaps: float = 2.0  # While others wait, a slot stays for at least this many of its own swap times.
+    batch_swaps: float = 5.0  # Its batch: this many times swap and drain; then `overtakes_max` requests.
     lift_s: float = 60.0  # Waiting this long lifts a request by one class.
     deadlines_s: tuple[float, float, float] = (5.0, 60.0, 240.0)  # When high, normal and low requests insist.
-    recency_s: float = 600.0  # What was asked for this long ago counts a third for how likely it is asked for again.
+    recency_s: float = 600.0  # A request this old counts 1/e in the rate of its model.
     backoff_s: float = 5.0
     backoff_max_s: float = 300.0
-    replan_s: float = 1.0  # Pause before asking again for a lease that was refused or a store that was down.
-    need_raise: float = 1.25  # How much more a model is given after it ran out of memory at load.
-    green_room_mib: int | None = None  # Host memory for all sleeping slots together; None: what the host has.
+    replan_s: float = 1.0  # Pause before retrying after a refused lease or a store that is down.
+    need_raise: float = 1.25  # Factor on a model's need after it ran out of memory while loading.
+    green_room_mib: int | None = None  # Host memory for all sleeping slots together; None: all of the host's.
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What was learned of a model in an earlier run: how long its moves and its answers take."""
+    """What an earlier run learned about a model: how long its moves and its answers take."""
 
     moves_s: Mapping[MoveKind, float]
     service_s: float | None = None
@@ -83,10 +83,10 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanged:
-    """The first event carries everything; later ones carry what is new, changed or gone.
+    """The first event carries everything; later ones carry what is new, changed or removed.
 
-    `needs` are figures that were measured or remembered. They count from a model's next load on: what is there keeps
-    its claim.
+    `needs` are measured or remembered figures. They apply from a model's next load on: existing slots keep their
+    claims.
     """
 
     now: float
@@ -98,14 +98,13 @@ class ConfigChanged:
     needs: Mapping[ModelId, Need] | None = None
 
 
-# Two are made for every request, so they are not frozen: that alone would take a microsecond. Nobody changes them.
+# Two are created for every request, so they are not frozen, which alone would cost a microsecond. Never modified.
 @dataclass(slots=True)
 class RequestArrived:
     """`give_up_at` is when waiting no longer helps; `patient` callers are not refused for a long estimate.
 
-    `answer_by` is the caller's budget: the whole answer must have ended by then, or is not worth beginning.
-    `keep_alive_s` is how long the slot that serves it stays afterwards: 0 leaves when idle, -1 sets no idle timer, None
-    says nothing.
+    `answer_by` is the caller's budget: the whole answer must end by then. `keep_alive_s` is how long its slot stays
+    when idle afterwards: 0 leaves when idle, -1 sets no idle timer, None leaves it unchanged.
     """
 
     now: float
@@ -127,7 +126,7 @@ class RequestGone:
 
 @dataclass(slots=True)
 class ServeDone:
-    """A granted request has ended. One lost before its first byte goes back to its place, once."""
+    """A granted request has ended. If it was lost before its first byte, it goes back to its place, once."""
 
     now: float
     request: RequestId
@@ -136,7 +135,7 @@ class ServeDone:
 
 @dataclass(frozen=True, slots=True)
 class MoveAsked:
-    """An operator asks; `answer` tells when it is done. `evict` names models that must leave first."""
+    """An operator asks for a move; `answer` reports its end. `evict` names models that must leave first."""
 
     now: float
     op: OpId
@@ -148,9 +147,9 @@ class MoveAsked:
 
 @dataclass(frozen=True, slots=True)
 class MoveDone:
-    """`seen` is memory per device after the move, where it was measured.
+    """`seen` is the memory per device after the move, where it was measured.
 
-    `took_s` is what the move takes in all where that is not over yet: an engine may answer while it is still arriving.
+    `took_s` is the duration of the whole move if it has not ended yet: an engine may answer while it is still arriving.
     """
 
     now: float
@@ -163,7 +162,7 @@ class MoveDone:
 
 @dataclass(frozen=True, slots=True)
 class SlotsLost:
-    """Everything one process took with it. A slot whose host copy survives is left asleep."""
+    """A process has died, and these slots with it. If the host copy survives, `left_in` is asleep."""
 
     now: float
     slots: tuple[SlotId, ...]
@@ -173,10 +172,10 @@ class SlotsLost:
 
 @dataclass(frozen=True, slots=True)
 class MemoryChanged:
-    """What processes nobody declared use, per device; devices not named keep their last figure.
+    """What undeclared processes use, per device; devices that are not named keep their last figure.
 
-    `leases` are all that are held through other gateways; None leaves them as they were told last. `store_is_down` says
-    that no memory can be granted at present, because who grants it does not answer; None leaves that as it was.
+    `leases` are all leases held through other gateways. `store_is_down` says that the lease store does not answer, so
+    no memory can be granted. None leaves either unchanged.
     """
 
     now: float
@@ -190,8 +189,8 @@ class MemoryChanged:
 class LeaseAsked:
     """Another program wants memory. Planned like a load; answered by `grant` or `reject` under the lease's id.
 
-    `need.gpu_mib` is wanted on each of `gpus` different GPUs, all or nothing. `waits_since` is for who waited elsewhere
-    before.
+    `need.gpu_mib` applies to each of `gpus` different GPUs, all or nothing. `waits_since` is set if the lease has
+    waited elsewhere before.
     """
 
     now: float

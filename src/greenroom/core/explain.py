@@ -1,4 +1,4 @@
-"""What would happen to a request, in facts a person can be told. Made from the plan: no rule is repeated."""
+"""Explains what would happen to a request, in facts for people. Built from the plan: no rule is repeated here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from greenroom.core.state import State
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """Somebody who would have to leave, where to, and why it and not another."""
+    """A resident that would be evicted, to which tier, and why it rather than another."""
 
     slot: SlotId
     model: ModelId
@@ -31,11 +31,11 @@ class Victim:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`position` is the place among those who wait; 0 if it would not wait.
+    """`position` is the place in the queue; 0 if the request would not wait.
 
-    `held` are leases of other gateways where it would have to wait for memory, or has none. `is_too_late`: its model
-    would be brought, but this caller cannot wait for it. `calls_off` are less urgent models that are about to come and
-    would have to ask anew.
+    `held` are leases of other gateways on the devices it waits for, or that a refusal names. `is_too_late`: its model
+    would be loaded, but the request would give up first. `calls_off` are less urgent models with plans that would be
+    dropped.
     """
 
     plan: Plan
@@ -63,7 +63,7 @@ def explanation(
 
 
 def _held(state: State, plan: Plan) -> tuple[OtherLease, ...]:
-    """Of a refusal all whom it names; else those on the devices on which it waits for memory."""
+    """The leases that a refusal names; else those on the devices where the request waits for memory."""
     if isinstance(plan, Refuse):
         return tuple(lease for lease in state.ledger.others if lease.holder in plan.held_by)
     on: frozenset[DeviceId] = plan.on if isinstance(plan, Wait) else frozenset()
@@ -71,7 +71,7 @@ def _held(state: State, plan: Plan) -> tuple[OtherLease, ...]:
 
 
 def _before(state: State, waiter: Waiter, model: ModelId) -> tuple[ModelId, ...]:
-    """Other models somebody waits for who came before it, or matters more."""
+    """Other models with a waiter of the same or a higher priority."""
     return tuple(
         name
         for name, queue in state.waitlist.queues.items()

@@ -1,6 +1,6 @@
-"""What must hold after every event. Recomputed from scratch, so that no incremental count can hide its own mistake.
+"""What must hold after every event. Recomputed from scratch, so that no incremental count can hide its own error.
 
-Raises AssertionError naming the property. Used by tests and by the simulator; cheap enough for small worlds only.
+Raises AssertionError naming the property. Used by tests and by the simulator; cheap enough for small setups only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from greenroom.core.state import State
 
 
 def check(scheduler: Scheduler, now: float | None = None) -> None:
-    """Everything that can be seen in the state; with the time of the last event also that no wake-up was lost."""
+    """Check everything visible in the state; given the time of the last event, also that no wake-up was lost."""
     state = scheduler.state
     _grants_and_slots_agree(state)
     _moves_and_slots_agree(state)
@@ -44,14 +44,14 @@ def _grants_and_slots_agree(state: State) -> None:
 
 
 def _moves_and_slots_agree(state: State) -> None:
-    """One move a slot, and every move is known by its slot."""
+    """A slot has at most one move, and every move is known to its slot."""
     by_slot = {slot.move.id: slot.id for slot in state.slots.values() if slot.move is not None}
     known = {move: slot.id for move, slot in state.moves.items()}
     assert by_slot == known, f"moves of slots {by_slot} but moves known {known}"
 
 
 def _memory_is_held_for_every_slot(state: State) -> None:
-    """The ledger holds exactly the slots that are somewhere, and promises exactly what is planned."""
+    """The ledger holds exactly the slots that are not cold or that move, and promises exactly what is planned."""
     there = {slot.id for slot in state.slots.values() if slot.tier is not Tier.COLD or slot.move is not None}
     assert set(state.ledger.holdings) == there, f"ledger holds {set(state.ledger.holdings)} but slots are {there}"
     planned = {slot.id for slot in state.slots.values() if slot.planned is not None}
@@ -59,7 +59,7 @@ def _memory_is_held_for_every_slot(state: State) -> None:
 
 
 def _free_memory_is_what_nobody_has(state: State) -> None:
-    """The sums that the ledger keeps are those of a count from scratch."""
+    """The sums that the ledger keeps equal a count from scratch."""
     ledger = state.ledger
     for device, free_mib in ledger.free_mib(frozenset()).items():
         taken_mib = sum(
@@ -78,7 +78,7 @@ def _nobody_waits_and_is_served(state: State, waiters: list[Waiter]) -> None:
 
 
 def _tables_hold_only_what_is_there(state: State, waiters: list[Waiter]) -> None:
-    """Nothing is remembered of those who have left."""
+    """No table refers to a waiter, slot or model that has left."""
     subjects: dict[TimerKind, set[str]] = {
         TimerKind.EXPIRE: {waiter.id for waiter in waiters if waiter.give_up_at is not None},
         TimerKind.RETRY: {*state.models, *state.leases},
@@ -107,21 +107,21 @@ def _tables_hold_only_what_is_there(state: State, waiters: list[Waiter]) -> None
 
 
 def _nobody_waits_for_nothing(state: State, now: float) -> None:
-    """No lost wake-up: nobody at the head of a lane could be served, brought or refused already.
+    """No lost wake-up: no head of a lane could be served, brought or refused already.
 
-    Wishes and bad news may come a little later, when a move ends; whoever pauses is woken by a timer. The time at which
-    a model may be brought shifts a little as rates fade, so it is enough that it will be looked at. With more models
-    waiting than are asked for in one round, those further back wait for their turn.
+    Preloads and refusals may come a little later, when a move ends; a timer wakes a model that pauses. The time at
+    which a model may come shifts a little as rates decay, so a timer that looks again is enough. With more waiting
+    models than one round asks for, those of lower rank wait for their turn.
     """
     looked_at = Timer(TimerKind.SWITCH, "") in state.timers or len(state.waitlist.queues) > ASKED_MAX
-    # Nothing changes between these questions, so all of them are asked of the same residents.
+    # Nothing changes between these questions, so all of them use the same residents.
     places = Places()
     residents = Residents(state, now, places)
     for head in [head for queue in state.waitlist.queues.values() for head in queue.heads()]:
         if head.kind is WaiterKind.PRELOAD or Timer(TimerKind.RETRY, head.model) in state.timers:
             continue
         plan = decide(state, head, now, places, residents)
-        # Whoever named another model hears bad news of its own by turning to that one.
+        # A waiter with other candidates may move to one of them when its own model is refused.
         is_bad_news = isinstance(plan, Refuse) or (isinstance(plan, Swap) and plan.model != head.model)
         bad_news_later = is_bad_news and (state.moves or state.ledger.promises)
         later = bad_news_later or (isinstance(plan, Swap) and looked_at)

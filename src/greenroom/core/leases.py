@@ -1,6 +1,6 @@
-"""Memory for other programs. A lease has a record and one waiter of its own, and takes no time to arrive.
+"""Memory for other programs. A lease has its own record and one waiter, and is ready as soon as its memory is free.
 
-Owns the two lease events. Planning, eviction and recall are those of every other waiter.
+Owns the two lease events. Leases are planned, evicted and recalled by the same code as models.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from greenroom.core.state import LeaseRecord, State
 
 
 def name_of(lease: LeaseId) -> ModelId:
-    """The name under which a lease waits and holds, in queues, slots and reasons.
+    """The name of a lease in queues, slots and reasons.
 
-    No configured model's id begins with a space, so the two cannot be taken for each other.
+    It begins with a space, which no configured model id does, so the two never collide.
     """
     return ModelId(f" lease:{lease}")
 
@@ -55,7 +55,7 @@ class Leases:
 
 
 def _spec(event: LeaseAsked, name: ModelId) -> ModelSpec:
-    """What it wants, in the words of placement and eviction. One that cannot be recalled is pinned."""
+    """The lease as a spec for placement and eviction. A lease that cannot be recalled is pinned."""
     return ModelSpec(
         name,
         need=event.need,

@@ -1,7 +1,7 @@
-"""Memory arithmetic per device: who holds what, what is promised, what strangers use.
+"""Memory arithmetic per device: what is held, what is promised, what undeclared processes use.
 
 free = usable − Σ max(claim, seen, promise) − foreign − leases of other gateways. Owns no policy and knows no models: it
-answers what fits. A device that is no longer there has no memory, so that what was placed on it can still leave.
+answers what fits. A device that has disappeared counts as having no memory, so that its slots can still leave.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from greenroom.core.model import NO_CLAIM, Claim, Device, DeviceId, OtherLease, 
 
 @dataclass(slots=True)
 class Holding:
-    """One claimant's memory: what it may use and what it was last seen to use."""
+    """The memory of one slot: what it may use, and what it was last seen to use."""
 
     claim: Claim
     seen: Claim = field(default_factory=dict)
@@ -27,13 +27,13 @@ class Ledger:
     def __init__(self) -> None:
         self.devices: dict[DeviceId, Device] = {}
         self.foreign: dict[DeviceId, int] = {}
-        # Leases held through other gateways, and what they take together.
+        # Leases held through other gateways, and their sum per device.
         self.others: tuple[OtherLease, ...] = ()
         self._others_mib: dict[DeviceId, int] = {}
         self.holdings: dict[SlotId, Holding] = {}
-        # The sums of all holdings, kept because every decision asks for them.
+        # The sum of all holdings per device, kept because every decision reads it.
         self._held_mib: dict[DeviceId, int] = {}
-        # Reservations: counted in plans, not yet in use. A sleeping slot that is to wake holds and is promised memory.
+        # Reservations: counted in plans, not yet in use. A sleeping slot that is to wake has a holding and a promise.
         self.promises: dict[SlotId, Claim] = {}
 
     def set_devices(self, devices: Iterable[Device]) -> None:
@@ -57,7 +57,7 @@ class Ledger:
         self.promises.pop(slot, None)
 
     def hold(self, slot: SlotId, claim: Claim, seen: Claim = NO_CLAIM) -> None:
-        """This slot now holds that, and is promised nothing any more."""
+        """Set what this slot holds. Its promise ends."""
         self.unpromise(slot)
         self._count(slot, -1)
         self.holdings[slot] = Holding(claim, seen)
@@ -83,7 +83,7 @@ class Ledger:
         return NO_CLAIM if holding is None else holding.seen
 
     def held_by(self, slot: SlotId) -> Claim:
-        """What this slot really takes now, promises left out."""
+        """What this slot takes now, per device, without its promise."""
         holding = self.holdings.get(slot)
         if holding is None:
             return NO_CLAIM
@@ -94,11 +94,11 @@ class Ledger:
         return 0 if there is None else there.usable_mib - self.outside_mib(device)
 
     def outside_mib(self, device: DeviceId) -> int:
-        """What nobody here can give back: strangers' use and leases of other gateways."""
+        """MiB that no slot here can give back: undeclared processes and leases of other gateways."""
         return self.foreign.get(device, 0) + self._others_mib.get(device, 0)
 
     def free_mib(self, without: frozenset[SlotId]) -> dict[DeviceId, int]:
-        """What plans may still use per device, promises kept, as if the slots in `without` had left."""
+        """MiB that plans may still use, per device: promises are deducted, and the slots in `without` count as gone."""
         free = {device: self.usable_mib(device) for device in self.devices}
         for device, mib in self._held_mib.items():
             free[device] = free.get(device, 0) - mib
@@ -113,7 +113,7 @@ class Ledger:
         return free
 
     def can_start(self, slot: SlotId, claim: Claim) -> bool:
-        """Whether this claim fits beside what is really held now. What the slot holds already is not asked for."""
+        """True if this claim fits beside all current holdings. What the slot already holds is not counted twice."""
         own, held = self.held_by(slot), self._held_mib
         for device, mib in claim.items():
             more_mib = mib - own.get(device, 0)

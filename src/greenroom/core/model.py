@@ -29,20 +29,20 @@ NO_CLAIM: Claim = {}
 
 
 def cuda_name(device: str) -> str:
-    """The name CUDA knows a GPU by: its UUID, or the number of a simulated GPU such as gpu0."""
+    """The name by which CUDA knows a GPU: its UUID, or the number of a simulated GPU such as gpu0."""
     number = device.removeprefix("gpu")
     return number if number.isdecimal() else device
 
 
 def larger(one: Claim, other: Claim) -> Claim:
-    """Per device the larger of the two."""
+    """The larger of the two on each device."""
     if other.keys() <= one.keys():
         return {device: max(mib, other.get(device, 0)) for device, mib in one.items()}
     return {device: max(one.get(device, 0), other.get(device, 0)) for device in sorted({*one, *other})}
 
 
 class Tier(Enum):
-    """A slot's place."""
+    """Where a slot is: ready to serve, asleep in host memory, or cold."""
 
     READY = "ready"
     ASLEEP = "asleep"
@@ -50,9 +50,9 @@ class Tier(Enum):
 
 
 class MoveKind(Enum):
-    """Changing tier."""
+    """A change of tier."""
 
-    # There is one of each, so that identity will do; an Enum's own hash is a call of Python for every look-up.
+    # Members are singletons, so identity suffices. Enum's own hash is a Python call on every lookup.
     __hash__ = object.__hash__
 
     LOAD = "load"
@@ -62,7 +62,7 @@ class MoveKind(Enum):
     UNLOAD = "unload"
 
 
-# The only ways from tier to tier. `docs/design/` draws its diagram from this table.
+# The only legal changes of tier: from which tiers each move starts, and where it ends.
 LEGAL_MOVES: Mapping[MoveKind, tuple[frozenset[Tier], Tier]] = {
     MoveKind.LOAD: (frozenset({Tier.COLD}), Tier.READY),
     MoveKind.WAKE: (frozenset({Tier.ASLEEP}), Tier.READY),
@@ -93,7 +93,7 @@ class DeviceKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Something with memory. `margin_mib` is never planned with."""
+    """A GPU or the host. Plans never use `margin_mib`."""
 
     id: DeviceId
     kind: DeviceKind
@@ -107,13 +107,13 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a slot needs before it is known where: on GPUs, and on the host besides."""
+    """Memory that a slot needs, before it is placed: on GPUs, and on the host."""
 
     gpu_mib: int = 0
     host_mib: int = 0
 
     def or_more(self, other: Need) -> Need:
-        """On each side the larger of the two."""
+        """The larger of the two on each side."""
         return Need(max(self.gpu_mib, other.gpu_mib), max(self.host_mib, other.host_mib))
 
     def raised(self, factor: float) -> Need:
@@ -122,7 +122,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What the scheduler must know about a model. A changed spec that needs another process has a higher revision."""
+    """What the scheduler knows about a model's configuration. A change that needs a new process raises `revision`."""
 
     id: ModelId
     revision: int = 1
@@ -137,25 +137,25 @@ class ModelSpec:
     grace_s: float = 30.0
     pinned: bool = False
     preload: bool = False
-    gpus: int = 1  # More: its need on each of so many different GPUs, all or nothing. Only leases ask for that.
+    gpus: int = 1  # Above 1: `need` applies to each of this many GPUs, all or nothing. Only leases set it.
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Models under one rule. Every model in no group is in one more, with the rules that are the defaults here."""
+    """Models under one rule. Models in no group share an implicit group with the defaults below."""
 
     name: str
     members: tuple[ModelId, ...]
     swap: bool = True  # Only one member at a time.
-    exclusive: bool = True  # A member that comes sends the members of other groups away,
+    exclusive: bool = True  # Loading a member evicts the members of other groups,
     persistent: bool = False  # except those of persistent groups.
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Sets of models that may be ready together, as written.
+    """Sets of models that may be ready together, as written in the configuration.
 
-    A name in `vars` stands for its model, every other one for the model of that id.
+    A name in `vars` stands for its model, any other name for the model with that id.
     """
 
     sets: tuple[tuple[str, str], ...]
@@ -166,15 +166,15 @@ class Matrix:
         return self.vars.get(name, ModelId(name))
 
 
-# Which models may be ready together. Plain records, so that they can travel in events and be replayed.
+# Which models may be ready together. Plain records, so that events can carry and replay them.
 Rules = tuple[Group, ...] | Matrix
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An order to change a slot's tier. `claim` says what the slot may use where once it has arrived.
+    """An order to change a slot's tier. `claim` is what the slot may use after the move.
 
-    `makes_room_for` is the slot for whose sake this one leaves, if it leaves for another's.
+    `makes_room_for` is the slot for which this one is evicted, if any.
     """
 
     id: MoveId
@@ -189,7 +189,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class OtherLease:
-    """Memory held through another gateway. It is not ours to take back; `claim` is what it takes, seen use included."""
+    """Memory held through another gateway, which this one cannot take back. `claim` includes the use that was seen."""
 
     id: LeaseId
     holder: str
@@ -198,52 +198,53 @@ class OtherLease:
     preemptible: bool = False
 
 
-# In-flight counts before the engine has said how many it takes at once.
+# Concurrency before the engine has reported its own.
 CONCURRENCY_UNKNOWN = 1
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One revision of a model on a set of devices. A lease held by another program is a slot without an engine."""
+    """One revision of a model on a set of devices. A lease of another program is a slot without an engine."""
 
     id: SlotId
     spec: ModelSpec
     claim: Claim
     claim_asleep: Claim = field(default_factory=dict)
-    # On both tiers at once: what it holds while it falls asleep or wakes.
+    # What it holds while it falls asleep or wakes: the larger of both claims on each device.
     claim_between: Claim = field(init=False)
     can_sleep: bool = False
     tier: Tier = Tier.COLD
     move: Move | None = None
-    # A planned slot holds a reservation and waits until the memory it was promised is really free.
+    # A planned slot holds a promise and waits until the promised memory is free.
     planned: MoveKind | None = None
     concurrency: int = CONCURRENCY_UNKNOWN
     in_flight: dict[RequestId, None] = field(default_factory=dict)
     last_used: float = 0.0
     ready_since: float = 0.0
-    # While others wait it is left alone at least until the first, and serves its batch until the second.
+    # While other models wait, it may not be evicted before `stays_until`, and may serve its batch until `batch_until`.
     stays_until: float = 0.0
     batch_until: float = 0.0
-    # When it was last granted, as far back as anybody asks: who waits too long was overtaken this often.
+    # Times of its last `overtakes_max` grants. They show how often an older waiter was overtaken.
     recent_grants: deque[float] = field(default_factory=deque)
-    # Processor sharing: the clock runs at one over the answers in flight, so that their shares add up to its time.
+    # Processor sharing: the clock advances by 1/n of real time with n answers in flight, so that the shares of all
+    # answers add up to the busy time.
     shared_s: float = 0.0
     shared_at: float = 0.0
-    # When its idleness will be looked at next. Beside the timer, because every answer asks for it.
+    # When idleness is checked next. Kept beside the timer because every answer reads it.
     looked_at: float | None = None
-    # What the latest request that spoke of it said: seconds to stay when idle, or -1; None leaves it to the model.
+    # From the latest request that set it: seconds to stay when idle, or -1 for no limit. None: `ttl_s` of the model.
     keep_alive_s: float | None = None
     last_priority: int = 1
-    # A leaving slot takes no further requests and moves to `leaving_to` when it is idle.
+    # A leaving slot takes no more requests and moves to `leaving_to` when it is idle.
     leaving_to: Tier | None = None
-    # Whose request brings it, until that has begun.
+    # The tenant to charge for the swap, until the move has started.
     caused_by: TenantId | None = None
-    # Whose place it makes, while its answers are waited for.
+    # The slot that this one makes room for.
     leaving_for: SlotId | None = None
     lease: LeaseId | None = None
-    # Its process is gone, but not all of its answers have been told to have ended.
+    # Its process is gone, but some of its answers have not been reported as ended.
     lost: bool = False
-    # Its process went away during a move, which can only end badly now, whatever its MoveDone says.
+    # Its process died during a move. The move has failed, even if its MoveDone reports success.
     fell: bool = False
 
     def __post_init__(self) -> None:
@@ -259,7 +260,7 @@ class Slot:
 
     @property
     def is_serving(self) -> bool:
-        """Ready, staying, and not on its way anywhere."""
+        """True if it is ready, has no move in progress and is not leaving."""
         return self.tier is Tier.READY and self.move is None and self.leaving_to is None and not self.lost
 
     @property
@@ -268,7 +269,7 @@ class Slot:
 
     @property
     def idle_s(self) -> float | None:
-        """How long it stays when nobody asks for it; None: until its place is needed."""
+        """Seconds it stays when idle; None: until its memory is needed."""
         if self.spec.pinned:
             return None
         if self.keep_alive_s is not None:
@@ -276,14 +277,14 @@ class Slot:
         return self.spec.ttl_s if self.spec.ttl_s > 0.0 else None
 
     def share(self, now: float) -> float:
-        """The clock by which its answers share its time."""
+        """Advance the shared clock to `now` and return it."""
         if self.in_flight:
             self.shared_s += max(0.0, now - self.shared_at) / len(self.in_flight)
         self.shared_at = now
         return self.shared_s
 
     def needs_for(self, kind: MoveKind) -> Claim:
-        """What it holds while it makes this move. Between ready and asleep it is on both tiers."""
+        """What it holds during this move. Between ready and asleep it holds both tiers."""
         if kind is MoveKind.LOAD:
             return self.claim
         if kind is MoveKind.PREPARE:
@@ -291,9 +292,9 @@ class Slot:
         return self.claim_between
 
     def sleeps_in(self, seen: Claim) -> None:
-        """Its sleeping copy takes only this, where that is less than was planned for. On stage the copy is there too.
+        """Lower its claims to what its sleeping copy was seen to take. The copy also stays while the slot is ready.
 
-        Never makes a claim larger: what is seen beyond one is counted beside it.
+        Never raises a claim: the ledger counts use beyond a claim.
         """
         spared = {on: self.claim_asleep[on] - mib for on, mib in seen.items() if mib < self.claim_asleep.get(on, 0)}
         if spared:
@@ -305,11 +306,11 @@ class Slot:
 
     @property
     def is_arriving(self) -> bool:
-        """Will be ready without anyone asking again."""
+        """True if it will be ready without a further decision."""
         kind = self.move.kind if self.move is not None else self.planned
         return self.leaving_to is None and kind in (MoveKind.LOAD, MoveKind.WAKE)
 
     @property
     def is_going(self) -> bool:
-        """Its memory will come back without anyone asking again."""
+        """True if it is leaving: its memory comes back without a further decision."""
         return self.leaving_to is not None

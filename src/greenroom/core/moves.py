@@ -1,6 +1,6 @@
-"""How moves begin by an operator's word and how every move ends: arrival, setback, departure, loss.
+"""How operators start moves, and how every move ends: arrival, setback, departure, loss.
 
-Owns the reaction to `MoveAsked`, `MoveDone` and `SlotsLost`. Settling afterwards is the scheduler's.
+Owns the reaction to `MoveAsked`, `MoveDone` and `SlotsLost`. The scheduler settles afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.slots import SlotWriter
 from greenroom.core.state import Claimant, LeavingOp, ModelRecord, State, learn
 
-# 5 s · 2ⁿ would overflow for a model that fails for weeks; the cap is reached long before this exponent.
+# 5 s · 2ⁿ would overflow for a model that fails for weeks. The cap is reached long before this exponent.
 BACKOFF_EXPONENT_MAX = 30
 
 
@@ -46,7 +46,7 @@ class Moves:
 
     def _ask_to_come(self, event: MoveAsked, record: ModelRecord) -> None:
         state = self._state
-        # An operator who asks again knows better than the back-off.
+        # An operator's request overrides the back-off.
         record.retry_at, record.pausing = -inf, None
         for model in event.evict:
             why = because("evicted", model=model, for_model=event.model)
@@ -61,7 +61,7 @@ class Moves:
     def _ask_to_leave(self, event: MoveAsked, record: ModelRecord) -> None:
         to = LEGAL_MOVES[event.kind][1]
         grace_s = record.spec.grace_s if event.grace_s is None else event.grace_s
-        # Whoever unloads a model does not want it back when its back-off ends.
+        # A model that an operator unloads is not preloaded again when its back-off ends.
         record.preload_again = False
         self._act.reject_waiters(event.model, Refuse(RejectCode.UNLOADED))
         why = because("asked", model=event.model)
@@ -107,12 +107,12 @@ class Moves:
         if slot.is_going:
             self._slots.go_on_leaving(slot, because("leaving", model=slot.model), event.now)
         elif slot.tier is Tier.READY:
-            # Those it was loaded for come first: nothing may evict it between ready and first byte.
+            # Its waiters are served first: nothing may evict it between ready and first byte.
             self._act.fill(slot.model, event.now)
             self._slots.watch_idle(slot)
 
     def _begin_stay(self, slot: Slot, move: Move, took_s: float, now: float) -> None:
-        """It is ready; its minimum residency begins, and the batch that it may serve while others wait."""
+        """It is ready: start its minimum residency, and the batch that it may serve while other models wait."""
         state, record = self._state, self._state.record_of(slot)
         if record is not None:
             record.at_once = slot.concurrency
@@ -122,26 +122,26 @@ class Moves:
         state.avg_swap_s = learn(state.avg_swap_s, took_s)
 
     def _batch_s(self, slot: Slot, record: ModelRecord | None, swap_s: float) -> float:
-        """A swap also costs the time in which answers end and no others begin."""
+        """A swap also costs the drain, in which answers end and none begin."""
         waiting = self._state.waitlist.count(slot.model)
         ends_s = 0.0 if record is None else drain_s(record, min(slot.concurrency, waiting))
         return self._state.limits.batch_swaps * (swap_s + ends_s)
 
     def _refused_room(self, slot: Slot, now: float) -> None:
-        """The store has no lease for whom this slot was to leave, and it was not touched. That one asks again later."""
+        """The store refused a lease to the newcomer that this slot was to make room for. The newcomer retries later."""
         newcomer = self._state.slots.get(slot.leaving_for) if slot.leaving_for is not None else None
         if slot.leaving_for is None:
-            # It leaves for its own sake, to which no store can object.
+            # It leaves on its own account, so no lease is involved.
             self._slots.go_on_leaving(slot, because("leaving", model=slot.model), now)
             return
         self._slots.stay(slot)
         if newcomer is not None and newcomer.planned is not None:
-            # What is planned is of the model as it is now: a changed one calls its plans off.
+            # A plan always belongs to the model's current revision: a new revision calls older plans off.
             self._slots.call_off(newcomer)
             self._pause(self._state.claimant(newcomer.model), Outcome.NO_LEASE, now)
 
     def _setback(self, slot: Slot, outcome: Outcome, now: float) -> None:
-        """A load, wake or prepare that did not arrive. One that was told to go has not failed."""
+        """A load, wake or prepare did not arrive. It has not failed if the slot was already leaving."""
         record, was_going = self._state.record_of(slot), slot.is_going
         self._slots.fall_back(slot, outcome, now)
         if record is None or was_going or outcome is Outcome.ABORTED:
@@ -162,13 +162,13 @@ class Moves:
         return refusal(state, RejectCode.LOAD_FAILED, retry_after_s, record.spec, record.need, state.room_mib())
 
     def _pause(self, record: Claimant, outcome: Outcome, now: float) -> None:
-        """Ask again a little later. Nobody is rejected: the engine has done nothing wrong."""
+        """Retry after `replan_s`. No waiter is rejected: the engine is not at fault."""
         record.pausing = outcome
         record.retry_at = now + self._state.limits.replan_s
         self._slots.set_timer(Timer(TimerKind.RETRY, record.spec.id), record.retry_at, because(outcome.value))
 
     def _raise_need(self, record: ModelRecord) -> None:
-        """Give it more room next time, but not more than there could ever be."""
+        """Raise the need for the next load, but not beyond what could ever be free."""
         state, raised = self._state, record.need.raised(self._state.limits.need_raise)
         most = state.most_mib(None)
         record.need = bounded(record.spec, raised, state.devices, most).or_more(record.need)
@@ -191,7 +191,7 @@ class Moves:
             if slot is None or slot.lost or slot.lease is not None:
                 self._state.counters.ignored += 1
             elif slot.move is not None:
-                # Its MoveDone still comes, and must not be believed if it says that all went well.
+                # Its MoveDone is still to come, and is not trusted if it reports success.
                 self._slots.fall(slot)
             elif slot.tier is not Tier.COLD:
                 self._lose(slot, event)
@@ -204,7 +204,7 @@ class Moves:
             self._count_crash(record, event.now)
 
     def _count_crash(self, record: ModelRecord, now: float) -> None:
-        """A first crash is mended at once; another before anything was served is a pattern and backs off."""
+        """A crash backs off only if no answer has ended since the last failure; a first crash does not."""
         if record.failures > 0:
             self._count_failure(record, now)
         else:

@@ -1,7 +1,7 @@
 """The scheduler: takes events, owns the state, asks for effects.
 
-Each event updates what is known; then the scheduler settles: planned moves start, waiters are decided on again.
-Questions (`outlook`, `explain`) change nothing.
+Each event updates the state; then the scheduler settles: planned moves start, and waiters are decided on again. The
+questions `outlook`, `explain` and `explanation` change nothing.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from greenroom.core.view import SchedulerView
 
 
 class Dirty(Enum):
-    """What an event may have made possible. Handlers of requests return it, and the scheduler settles that and no more:
+    """What an event may have made possible. The scheduler settles that and no more.
 
-    requests come and end often and open little. After every other event all of it is settled.
+    Handlers of request events return it, because these are frequent and open little. Every other event settles all.
     """
 
     NOTHING = "nothing"
-    GREEN_ROOM = "green_room"  # a slot has begun to leave while nobody waits
-    PLANS = "plans"  # plans of the less urgent were called off
+    GREEN_ROOM = "green_room"  # a slot has begun to leave while nothing waits
+    PLANS = "plans"  # plans of less urgent models were called off
     ALL = "all"
 
 
-# How long what is known of answers keeps out those whose budget is shorter.
+# How often one request over budget is let through to re-measure.
 TRY_AGAIN_S = 60.0
 
 
@@ -78,7 +78,7 @@ class Scheduler:
         }
 
     def handle(self, event: ev.Event) -> None:
-        """Take in what happened, then settle what it has made possible."""
+        """Update the state for this event, then settle what it has made possible."""
         of_request = self._of_requests.get(type(event))
         if of_request is None:
             self._handlers[type(event)](event)
@@ -90,11 +90,11 @@ class Scheduler:
     # --- questions ------------------------------------------------------------------------------------------------
 
     def outlook(self, request: RequestId, now: float) -> Outlook | None:
-        """Place and estimate of a waiting request; None if it does not wait."""
+        """Position and estimate of a waiting request; None if it does not wait."""
         return outlook(self.state, request, now)
 
     def learned(self) -> dict[ModelId, ev.Learned]:
-        """What a later run should know of each model from the start."""
+        """What a later run should know about each model from the start."""
         return {
             model: ev.Learned(dict(record.learned_s), record.service_s)
             for model, record in self.state.models.items()
@@ -102,11 +102,11 @@ class Scheduler:
         }
 
     def explain(self, arrival: ev.RequestArrived) -> Plan:
-        """What would happen if this request came now. Nothing changes."""
+        """The plan if this request came now. Changes nothing."""
         return self._plan_for(arrival, self._waiter(arrival, sequence=2**62), Places())
 
     def explanation(self, arrival: ev.RequestArrived) -> Explanation:
-        """The same in full: whom it would wait behind, whom it would evict and why, and how long it may take."""
+        """The same in full: what it would wait behind, what it would evict and why, and how long it may take."""
         waiter = self._waiter(arrival, sequence=2**62)
         plan = self._plan_for(arrival, waiter, Places())
         is_too_late = isinstance(plan, Swap) and self._too_late(arrival, waiter, plan.model) is not None
@@ -146,10 +146,10 @@ class Scheduler:
         plan = self._plan_for(event, waiter, self._places)
         self._rounds.overtaken(self._act.carry_out(waiter, plan, now), now)
         if isinstance(plan, Swap):
-            # The load belongs to the model: it has begun even if this caller cannot wait for it.
+            # The load belongs to the model: it proceeds even if this request cannot wait for it.
             if late := self._too_late(event, waiter, plan.model):
                 self._act.refuse(waiter, late)
-            # What leaves for it may leave more room than it takes.
+            # Its victims may free more room than it takes.
             return Dirty.ALL
         if isinstance(plan, Wait) and plan.why is not WaitReason.BUSY:
             self._rounds.joined(plan.until, now)
@@ -158,14 +158,14 @@ class Scheduler:
         return Dirty.NOTHING
 
     def _make_way(self, priority: int, now: float) -> bool:
-        """Call off what is planned but not begun for the less urgent: the places are given anew."""
+        """Call off plans of less urgent models that have not started. Their memory is planned anew."""
         called_off = self._called_off(priority, now)
         for slot in called_off:
             self._slots.call_off(slot)
         return bool(called_off)
 
     def _called_off(self, priority: int, now: float) -> list[Slot]:
-        """Who was promised memory for somebody less urgent than this, and is not late."""
+        """Planned slots of less urgent models that are not late."""
         state = self.state
         promised = [state.slots[slot] for slot in state.ledger.promises]
         return [
@@ -178,19 +178,20 @@ class Scheduler:
         ]
 
     def _plan_for(self, event: ev.RequestArrived, waiter: Waiter, places: Places) -> Plan:
-        """What was decided for this newcomer, if waiting makes sense: there must be a place, and hope in time."""
+        """The plan for a new request, or a refusal if the queue is full or its answer would come too late."""
         state, plan = self.state, self._first_plan(waiter, event.now, places)
         if isinstance(plan, Refuse) or (isinstance(plan, Serve) and event.answer_by is None):
             return plan
         if isinstance(plan, Serve):
-            # One is let through now and then, whatever is expected: else one slow answer would lock out everybody with
-            # a budget, because nothing new would ever be learned.
+            # One request is let through now and then. Otherwise one slow answer would lock out all requests with a
+            # budget, because nothing new would be learned.
             model = state.slots[plan.slot].model
             is_known = event.now - state.models[model].tried_at < TRY_AGAIN_S
             return (self._too_late(event, waiter, model) if is_known else None) or plan
         if state.waitlist.depth >= state.limits.queue_depth_max:
             return Refuse(RejectCode.QUEUE_FULL, max(1.0, state.avg_wait_s or 0.0))
-        # Who waits for what nobody has begun keeps the place that will begin it, however late that may be.
+        # A request for a model that is neither ready nor loading stays queued even if it will be late: it causes the
+        # load.
         is_begun = isinstance(plan, Join) or any(slot.is_serving for slot in state.slots_of(plan.model))
         return (self._too_late(event, waiter, plan.model) if is_begun else None) or plan
 
@@ -202,7 +203,7 @@ class Scheduler:
         return decide(self.state, waiter, now, places)
 
     def _too_late(self, event: ev.RequestArrived, waiter: Waiter, model: ModelId) -> Refuse | None:
-        """The refusal of a caller who would have given up before its answer could begin, or end within its budget."""
+        """The refusal if the caller would give up before its answer begins, or the answer would exceed its budget."""
         if event.answer_by is None and (event.patient or event.give_up_at is None):
             return None
         wait_s = eta_s(self.state, waiter, model, event.now)
@@ -236,7 +237,7 @@ class Scheduler:
         return self._end_grant(event.request, grant, event.now)
 
     def _granted(self, request: RequestId) -> Grant | None:
-        """The grant of a request. That of a lease is ended by `LeaseGone` alone."""
+        """The grant of a request. A lease's grant is ended by `LeaseGone` alone."""
         grant = self.state.grants.get(request)
         return grant if grant is not None and grant.waiter.kind is WaiterKind.REQUEST else None
 
@@ -251,7 +252,7 @@ class Scheduler:
             record.share_s = learn(record.share_s, slot.share(now) - grant.share_from)
 
     def _take_back(self, grant: Grant, now: float) -> None:
-        """A grant lost before its first byte goes back to its place, once."""
+        """Put a request that was lost before its first byte back in its place, once; else refuse it."""
         waiter = grant.waiter
         if self.state.shutting_down:
             self._act.refuse(waiter, Refuse(RejectCode.SHUTTING_DOWN))
@@ -261,7 +262,7 @@ class Scheduler:
             self._act.put_back(waiter)
 
     def _end_grant(self, request: RequestId, grant: Grant, now: float) -> Dirty | Slot:
-        """A served request has ended. Where its slot stays it opens nothing but room for its own model."""
+        """A served request has ended. If its slot stays, only the slot's own model has gained room."""
         state, slot, tenant = self.state, self.state.slots[grant.slot], grant.waiter.tenant
         used_s = self._slots.give_back(slot, request, now) - grant.share_from
         del state.grants[request]
@@ -300,18 +301,18 @@ class Scheduler:
     # --- settling -------------------------------------------------------------------------------------------------
 
     def _settle_request(self, dirty: Dirty | Slot, now: float) -> None:
-        """Settle what an event of a request has made possible. A slot means room in that slot alone."""
+        """Settle what a request event has made possible. A slot means room in that slot alone."""
         moved = True
         if isinstance(dirty, Slot):
             self._rounds.overtaken(self._act.fill(dirty.model, now), now)
-            # One that is left idle may give way to another.
+            # An idle slot may be evicted for another model.
             moved = dirty.is_idle
             if moved:
                 self._rounds.bring(now)
         elif dirty is Dirty.ALL:
             self._settle(now)
         elif dirty is Dirty.PLANS:
-            # First the more urgent; those that need not leave after all then go on with their own.
+            # The more urgent models first; slots that need not leave after all then serve their own queues.
             self._rounds.bring(now)
             self._rounds.overtaken(self._fill(now), now)
         else:
@@ -323,7 +324,7 @@ class Scheduler:
             self._slots.trim(now)
 
     def _settle(self, now: float) -> None:
-        """Start what can start, fill what has room, then see which waiting models may come."""
+        """Start planned moves, fill free places, then see which waiting models may come."""
         state = self.state
         if state.is_settled:
             self._rounds.rest(now)
@@ -336,7 +337,7 @@ class Scheduler:
         self._rounds.bring(now)
 
     def _fill(self, now: float) -> float:
-        """Those who ask only that the model be there need no room. Returns as `Actions.fill` does."""
+        """Fill ready models that have room, or that operators wait for. Returns the latest value of `Actions.fill`."""
         queues = self.state.waitlist.queues
         there = [slot for slot in self.state.slots.values() if slot.spec.id in queues and slot.is_serving]
         models = [slot.model for slot in there if slot.has_room or queues[slot.model].askers]

@@ -1,8 +1,8 @@
-"""The one writer of slots: what they serve, how they come and go, and the memory that they hold or are promised.
+"""The one writer of slots: what they serve, how they move, and the memory that they hold or are promised.
 
-Owns every change of a slot, of its holding in the ledger, and the timers that watch it. Knows no waiters and never
-decides. A swap is sequenced here: victims leave, the newcomer is promised their memory, and it starts when that is
-really free.
+Owns every change of a slot, of its holding in the ledger, and of the timers that watch it. Knows no waiters and never
+decides. A swap is sequenced here: victims leave, the newcomer is promised their memory, and it starts when that memory
+is really free.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SlotWriter:
             self._effects.set_timer(timer, None, _OVER)
 
     def watch_idle(self, slot: Slot) -> None:
-        """Have a look when it may have been idle for long enough. An earlier look is kept: it sees the later use."""
+        """Set the idle timer. An earlier timer stays: when it fires, it takes later use into account."""
         idle_s = slot.idle_s
         if idle_s is not None and slot.is_serving and slot.is_idle:
             at = slot.last_used + idle_s
@@ -68,7 +68,7 @@ class SlotWriter:
     # --- serving --------------------------------------------------------------------------------------------------
 
     def take(self, slot: Slot, request: RequestId, priority: int, keep_alive_s: float | None, now: float) -> float:
-        """Count one more answer in flight. Returns the slot's shared clock, from which its time is charged."""
+        """Count one more answer in flight. Returns the slot's shared clock, from which the answer's time is charged."""
         share = slot.share(now)
         slot.in_flight[request] = None
         slot.last_used = now
@@ -78,9 +78,10 @@ class SlotWriter:
         return share
 
     def count_overtake(self, slot: Slot, now: float) -> float:
-        """Count a grant that passes those who wait for another model.
+        """Record a grant to a request.
 
-        Returns since when, after its batch, it was granted as often as others may be overtaken; -inf if it was not.
+        Returns the time of the oldest of the last `overtakes_max` grants if all of them came after the batch; else
+        -inf.
         """
         recent = slot.recent_grants
         recent.append(now)
@@ -95,7 +96,7 @@ class SlotWriter:
         return share
 
     def after_last_answer(self, slot: Slot, now: float) -> None:
-        """It is idle: a lost one is dropped, a leaving one leaves, another is watched."""
+        """The slot is idle: drop it if it is lost, move it if it is leaving, else watch its idle time."""
         if slot.lost:
             self.drop(slot)
         elif slot.is_going and slot.move is None:
@@ -104,7 +105,7 @@ class SlotWriter:
             self.watch_idle(slot)
 
     def look_at_idle(self, slot: Slot, now: float) -> None:
-        """The time has come at which it may have been idle for long enough. If so it leaves."""
+        """The idle timer has fired. If the slot was idle for long enough, it leaves."""
         idle_s, slot.looked_at = slot.idle_s, None
         if not slot.is_serving or not slot.is_idle or idle_s is None:
             return
@@ -117,20 +118,20 @@ class SlotWriter:
     # --- configured -----------------------------------------------------------------------------------------------
 
     def relabel(self, slot: Slot, spec: ModelSpec) -> None:
-        """Its model's specification has changed in nothing that needs another process."""
+        """Take over a changed spec that needs no new process."""
         slot.spec = spec
         slot.concurrency = spec.concurrency or slot.concurrency
         self.watch_idle(slot)
 
     def set_overtakes_max(self, overtakes_max: int) -> None:
-        """So many grants are remembered of each slot from now on."""
+        """Keep this many recent grants for each slot from now on."""
         for slot in self._state.slots.values():
             slot.recent_grants = deque(slot.recent_grants, overtakes_max)
 
     # --- coming ---------------------------------------------------------------------------------------------------
 
     def add(self, spec: ModelSpec, claim: Claim, lease: LeaseId | None) -> Slot:
-        """A new slot. Its id is never used again."""
+        """Add a new slot. Its id is never reused."""
         state = self._state
         slot = Slot(SlotId(f"s{state.next_number()}"), spec, claim, state.asleep_at(spec, claim))
         slot.can_sleep = spec.need_asleep is not None
@@ -140,22 +141,22 @@ class SlotWriter:
         return slot
 
     def plan(self, slot: Slot, kind: MoveKind) -> None:
-        """Promise this slot the memory for that move; it starts when the memory is free."""
+        """Promise this slot the memory for the move. The move starts when that memory is free."""
         slot.planned = kind
         self._state.ledger.promise(slot.id, slot.needs_for(kind))
 
     def comes_for(self, slot: Slot, priority: int, tenant: TenantId | None, now: float) -> None:
-        """For whom it comes: how urgent they are, and who pays for the swap."""
+        """Record the priority for which the slot comes and the tenant that pays for the swap."""
         slot.last_priority = priority
         slot.last_used = now
         slot.caused_by = tenant
 
     def is_charged(self, slot: Slot) -> None:
-        """Its swap has begun and was paid for."""
+        """The swap has started and was charged."""
         slot.caused_by = None
 
     def start_if_free(self, slot: Slot, now: float) -> bool:
-        """Start a planned move if its memory is free now. A lease has no engine: it is there when its memory is."""
+        """Start a planned move if its memory is free now. A lease has no engine: it is ready at once."""
         kind = slot.planned
         if kind is None or not self._may_start(slot, kind):
             return False
@@ -168,18 +169,18 @@ class SlotWriter:
         return True
 
     def give_up_if_hopeless(self, slot: Slot) -> None:
-        """Take back a promise when no memory is on its way any more that could keep it."""
+        """Take the promise back if no more memory is about to be freed for it."""
         if slot.planned is not None and not self._is_room_coming(slot, slot.planned):
             self.call_off(slot)
 
     def call_off_if_in_time(self, slot: Slot) -> None:
-        """Nobody waits for it any more: let those stay who are still busy. What has begun to leave has left for it."""
+        """Call the plan off if a victim is still busy. Evictions that have started proceed."""
         slots = self._state.slots.values()
         if slot.planned is not None and any(one.leaving_for == slot.id and not one.is_idle for one in slots):
             self.call_off(slot)
 
     def call_off(self, slot: Slot) -> None:
-        """Nothing comes of this plan: those who were still busy making room for it may stay."""
+        """Drop this plan. Victims that are still busy stay; evictions that have started proceed."""
         self.unplan(slot)
         for other in self._state.slots.values():
             if other.leaving_for == slot.id and other.move is None and not other.is_idle:
@@ -192,7 +193,7 @@ class SlotWriter:
         return state.ledger.can_start(slot.id, slot.needs_for(kind)) and not self._must_wait_its_turn(slot)
 
     def _must_wait_its_turn(self, slot: Slot) -> bool:
-        """Engines that size themselves by free memory must not see it change under them."""
+        """True while a move shares a GPU with it and one of the two engines sizes itself by free memory."""
         sees = slot.spec.sizes_itself
         for other in self._state.moves.values():
             sees_it = sees or (other.spec.sizes_itself and other.move is not None and other.move.kind in ARRIVING)
@@ -212,7 +213,7 @@ class SlotWriter:
         )
 
     def unplan(self, slot: Slot) -> None:
-        """Take the promise back. What was not there yet is gone."""
+        """Take the promise back. A slot that is cold is removed."""
         slot.planned = None
         self._state.ledger.unpromise(slot.id)
         if slot.tier is Tier.COLD:
@@ -232,25 +233,26 @@ class SlotWriter:
     # --- moved ----------------------------------------------------------------------------------------------------
 
     def end_move(self, slot: Slot) -> bool:
-        """Its move has ended. Returns whether its process went away meanwhile."""
+        """The move has ended. Returns True if the process died during it."""
         fell, slot.move, slot.fell = slot.fell, None, False
         return fell
 
     def arrive(self, slot: Slot, move: Move, seen: Claim, now: float) -> None:
-        """It is where its move led, and holds the claim of that tier."""
+        """The slot has reached the tier of its move and holds the claim of that tier."""
         slot.tier = LEGAL_MOVES[move.kind][1]
         claim = move.claim
         if slot.tier is Tier.ASLEEP:
             on_hosts = self._on_hosts(slot.claim)
             if len(on_hosts) < len(slot.claim):
-                # On a host alone: what is left on a GPU while it sleeps says nothing of what it takes there when ready.
-                # And only where it computes elsewhere: on the host its claim when ready may be another measurement's.
+                # Host memory only: what stays on a GPU while asleep says nothing about the claim there when ready. And
+                # only if the model computes on a GPU: on the host, the claim when ready may come from another
+                # measurement.
                 slot.sleeps_in(self._on_hosts(seen))
             claim = slot.claim_asleep
         self._state.ledger.hold(slot.id, claim, seen)
         slot.last_used = now
         if slot.tier is Tier.READY:
-            # What was said of its last stay does not hold for this one.
+            # `keep_alive_s` of the previous stay does not apply to this one.
             slot.ready_since, slot.keep_alive_s = now, None
 
     def _on_hosts(self, claim: Claim) -> Claim:
@@ -261,11 +263,11 @@ class SlotWriter:
         slot.concurrency = max(1, slot.spec.concurrency or count)
 
     def begin_stay(self, slot: Slot, stays_until: float, batch_until: float) -> None:
-        """While others wait it is left alone at least until the first, and serves its batch until the second."""
+        """Set the end of its minimum residency and the end of its batch."""
         slot.stays_until, slot.batch_until = stays_until, batch_until
 
     def fall_back(self, slot: Slot, outcome: Outcome, now: float) -> None:
-        """A move that did not arrive leaves nothing, or the sleeping copy; that does not survive a failed wake."""
+        """A move did not arrive. A cold slot is removed, a sleeping one unloaded if its wake failed."""
         if slot.tier is Tier.COLD:
             self.remove(slot)
             return
@@ -276,20 +278,20 @@ class SlotWriter:
             self.go_on_leaving(slot, because("wake_ended", model=slot.model), now)
 
     def unload_instead(self, slot: Slot, now: float) -> None:
-        """It could not fall asleep: what is left of it must not keep its memory."""
+        """The sleep failed: unload the slot, so that it does not keep its memory."""
         slot.leaving_to, slot.leaving_for = Tier.COLD, None
         self.go_on_leaving(slot, because("sleep_failed", model=slot.model), now)
 
     def fall(self, slot: Slot) -> None:
-        """Its process went away during a move, whose MoveDone still comes."""
+        """Its process died during a move. The MoveDone of that move is still to come."""
         slot.fell = True
 
     def lose(self, slot: Slot, left_in: Tier) -> None:
-        """Its process went away. A host copy that survives is left asleep."""
+        """Its process died. A host copy that survives stays asleep."""
         if slot.planned is not None:
             self.call_off(slot)
         if left_in is Tier.ASLEEP and slot.can_sleep:
-            # If it was going it is busy, and goes on when its last answer has been told to have ended.
+            # If it was leaving it is busy: it goes on leaving when its last answer is reported as ended.
             slot.tier = Tier.ASLEEP
             self._state.ledger.hold(slot.id, slot.claim_asleep)
         else:
@@ -298,7 +300,7 @@ class SlotWriter:
     # --- going ----------------------------------------------------------------------------------------------------
 
     def evict(self, slot: Slot, to: Tier, newcomer: SlotId, reason: Reason, now: float) -> None:
-        """Make a slot leave as soon as its answers have ended, or ask the holder of a lease to."""
+        """Make a slot leave once its answers have ended, or recall a lease."""
         if slot.lease is None:
             slot.leaving_for = newcomer
             self.leave(slot, to, None, reason, now)
@@ -307,7 +309,7 @@ class SlotWriter:
             self._effects.recall(slot.lease, now + slot.spec.grace_s, reason)
 
     def leave(self, slot: Slot, to: Tier, grace_s: float | None, reason: Reason, now: float) -> None:
-        """Let this slot go. Running answers may go on for `grace_s`, then they are cut; None waits for their end."""
+        """Make this slot leave. Running answers are cut after `grace_s`; None waits for them to end."""
         if slot.planned is not None:
             self.call_off(slot)
         if slot.lost:
@@ -320,7 +322,7 @@ class SlotWriter:
         if slot.leaving_to is not Tier.COLD:
             slot.leaving_to = to
         if grace_s is not None:
-            # Whoever sets a limit wants it gone for good, whoever else it makes room for.
+            # A leave with a time limit is for good: it no longer depends on the newcomer.
             slot.leaving_for = None
         self.forget_idle(slot)
         if not slot.is_idle:
@@ -331,7 +333,7 @@ class SlotWriter:
             self._effects.abort(slot.move.id, reason)
 
     def go_on_leaving(self, slot: Slot, reason: Reason, now: float) -> None:
-        """A leaving slot takes its next step if it is idle; the end of its last answer leads here again."""
+        """Take the next step of a leaving slot if it is idle. The end of its last answer calls this again."""
         assert slot.leaving_to is not None and slot.move is None
         if not slot.is_idle:
             return
@@ -350,14 +352,14 @@ class SlotWriter:
         return fits and green_room.has_place(self._state, slot, now)
 
     def stay(self, slot: Slot) -> None:
-        """It was to leave and was not touched: it is again what it was."""
+        """It was told to leave but has not been touched: it stays and holds what it held before."""
         ledger, claim = self._state.ledger, slot.claim if slot.tier is Tier.READY else slot.claim_asleep
         ledger.hold(slot.id, claim, ledger.seen_of(slot.id))
         slot.leaving_to = slot.leaving_for = None
         self.watch_idle(slot)
 
     def trim(self, now: float) -> None:
-        """Make those leave the green room for whom there is no place any more."""
+        """Evict sleepers that exceed the green room."""
         for slot in green_room.excess(self._state, now):
             self.leave(slot, Tier.COLD, None, because("green_room", model=slot.model), now)
 
@@ -371,13 +373,13 @@ class SlotWriter:
             self.set_timer(timer, at, reason)
 
     def cut_all(self, slot: Slot, reason: Reason) -> None:
-        """End every running answer, each once."""
+        """Cut every running answer, each at most once."""
         self.forget_timer(Timer(TimerKind.GRACE, slot.id))
         for request in list(slot.in_flight):
             self.cut(request, reason)
 
     def cut(self, request: RequestId, reason: Reason) -> None:
-        """End this running answer, once."""
+        """Cut this running answer, at most once."""
         grant = self._state.grants[request]
         if not grant.is_cut:
             grant.is_cut = True
@@ -386,18 +388,18 @@ class SlotWriter:
     # --- gone -----------------------------------------------------------------------------------------------------
 
     def empty(self, slot: Slot) -> None:
-        """Its holder has left: nothing is in flight any more, and nothing is left of it."""
+        """The holder has left: clear what is in flight and remove the slot."""
         slot.in_flight.clear()
         self.remove(slot)
 
     def remove(self, slot: Slot) -> None:
-        """The slot is cold: nothing is left of it. Its id is never used again."""
+        """The slot is cold and holds nothing. Its id is never reused."""
         self._state.ledger.release(slot.id)
         slot.tier, slot.leaving_to, slot.leaving_for = Tier.COLD, None, None
         if slot.is_idle:
             self.drop(slot)
         else:
-            # Its process is gone but its answers have not been told yet: `ServeDone` of the last one drops it.
+            # Its process is gone, but some answers have not been reported as ended: the last `ServeDone` drops it.
             slot.lost = True
         self._tell_leaving_ops(slot)
 
@@ -408,7 +410,7 @@ class SlotWriter:
         self._state.price_queue(slot.model)
 
     def _tell_leaving_ops(self, slot: Slot) -> None:
-        """Operators hear when the last slot has left, and whether all of them are where they should be."""
+        """Answer an operator when all slots have left: done, or failed if one is not in the tier asked for."""
         for op_id, op in list(self._state.leaving_ops.items()):
             if slot.id in op.slots:
                 del op.slots[slot.id]

@@ -1,4 +1,4 @@
-"""What the scheduler knows. Plain tables, changed only by `scheduler.py` and `apply.py`, read by `decide.py`."""
+"""What the scheduler knows. Plain tables: event handlers, `apply.py`, `slots.py` and `Rounds` write; others read."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from greenroom.core.policy.base import Policy
 from greenroom.core.queue.fairness import Accounts
 from greenroom.core.queue.waitlist import Prices, Waiter, Waitlist
 
-# How long a load is taken to last before one was seen: a start, and a GiB a second.
+# Estimate of a load before one was measured: a start-up time, then a GiB per second.
 GUESS_START_S = 2.0
 GUESS_MIB_PER_S = 1024.0
-# A wake copies what is in memory already.
+# A wake copies what is in host memory already.
 GUESS_WAKE_MIB_PER_S = 10_240.0
 
 # Weight of the newest measurement in a learned time: about the last five count.
 EWMA_ALPHA = 0.2
 
 
-# Answers that count for what is typical.
+# Number of answers over which a typical answer is averaged.
 TYPICAL_OF = 100
 
 
@@ -50,29 +50,29 @@ def learn(old: float | None, new: float) -> float:
 
 @dataclass(slots=True)
 class Claimant:
-    """What wants memory: a model or a lease. Planning goes by this."""
+    """What wants memory: a model or a lease. Planning uses this."""
 
     spec: ModelSpec
     need: Need
     retry_at: float = -inf
-    # Why it pauses without anyone being rejected: a refused lease or a store that is down.
+    # Why it pauses without rejecting waiters: a refused lease, or a store that is down.
     pausing: Outcome | None = None
     learned_s: dict[MoveKind, float] = field(default_factory=dict)
     service_s: float | None = None
-    # The same over many more answers, for what must not jump with the last few.
+    # The mean over many more answers, for estimates that must not jump with the last few.
     typical_s: float = 0.0
-    # How many it answers at once, as its engine said.
+    # Concurrency as its engine reported it.
     at_once: int = 1
-    # How often it was asked for, fading; as of `heat_at`. A lease is asked for once.
+    # Exponentially decayed count of requests, as of `heat_at`. Not counted for leases.
     heat: float = 0.0
     heat_at: float = 0.0
 
     def rate(self, recency_s: float, now: float) -> float:
-        """Requests a second, those of long ago counting less."""
+        """Requests per second; older requests count less."""
         return self.heat * exp(min(0.0, self.heat_at - now) / recency_s) / recency_s
 
     def move_s(self, kind: MoveKind) -> float:
-        """How long this move takes, by experience or by size."""
+        """Seconds that this move takes, as learned or else estimated from its size."""
         if (learned := self.learned_s.get(kind)) is not None:
             return learned
         mib = self.need.gpu_mib + self.need.host_mib
@@ -86,16 +86,16 @@ class LeaseRecord(Claimant):
 
 @dataclass(slots=True)
 class ModelRecord(Claimant):
-    """What is known of a model besides its spec: how its loads went and how long things take."""
+    """What is known about a model besides its spec: how its loads went and how long things take."""
 
     failures: int = 0
     memory_retries: int = 0
-    # The back-off of a preload: when it ends the model is preloaded again, unless it came or was unloaded meanwhile.
+    # Preload the model again when its back-off ends. Cleared when the model arrives or is unloaded.
     preload_again: bool = False
     answers: int = 0
-    # When an answer last ended by itself, or a request was let through that might not get one in time.
+    # When an answer last ended by itself, or a request with a budget was last granted.
     tried_at: float = -inf
-    # What an answer takes of its slot's time when others are served beside it.
+    # Slot time that an answer takes when it shares the slot with others.
     share_s: float | None = None
 
     def answered(self, took_s: float) -> None:
@@ -105,7 +105,7 @@ class ModelRecord(Claimant):
         self.typical_s += (took_s - self.typical_s) / min(self.answers, TYPICAL_OF)
 
     def inherit(self, old: ModelRecord) -> None:
-        """Take over what was learned of an earlier revision."""
+        """Take over what was learned about an earlier revision."""
         self.learned_s, self.at_once = old.learned_s, old.at_once
         self.service_s, self.typical_s, self.answers, self.share_s = (
             old.service_s,
@@ -116,19 +116,19 @@ class ModelRecord(Claimant):
         self.heat, self.heat_at = old.heat, old.heat_at
 
     def warm_up(self, now: float, recency_s: float) -> None:
-        """It was asked for once more."""
+        """Count one more request."""
         self.heat = 1.0 + self.heat * exp(min(0.0, self.heat_at - now) / recency_s)
         self.heat_at = now
 
 
 @dataclass(slots=True)
 class Grant:
-    """A request that is being served."""
+    """A request or a lease that holds a slot."""
 
     slot: SlotId
     waiter: Waiter
     granted_at: float
-    # The slot's shared clock when it began, and what its tenant was charged for it in advance.
+    # The slot's shared clock at the grant, and what the tenant was charged in advance.
     share_from: float = 0.0
     charged_s: float = 0.0
     is_cut: bool = False
@@ -136,7 +136,7 @@ class Grant:
 
 @dataclass(slots=True)
 class LeavingOp:
-    """An operator's unload or sleep, and the slots it still waits for."""
+    """An operator's unload or sleep, and the slots that it still waits for."""
 
     to: Tier
     slots: dict[SlotId, None]
@@ -145,7 +145,7 @@ class LeavingOp:
 
 @dataclass(slots=True)
 class Counters:
-    """What happened, for the status page and for tests."""
+    """Totals for the status page and for tests."""
 
     ignored: int = 0
     grants: int = 0
@@ -159,7 +159,7 @@ class State:
         self.policy = policy
         self.ledger = Ledger()
         self.models: dict[ModelId, ModelRecord] = {}
-        # Leases by the name under which they wait and hold, which is no model's: see `leases.name_of`.
+        # Leases by the name that `leases.name_of` gives them, which is never a model's id.
         self.leases: dict[ModelId, LeaseRecord] = {}
         self.slots: dict[SlotId, Slot] = {}
         self.slots_by_model: dict[ModelId, list[Slot]] = {}
@@ -167,7 +167,7 @@ class State:
         self.waitlist = Waitlist(policy.priority_class)
         self.accounts = Accounts()
         self.grants: dict[RequestId, Grant] = {}
-        # Devices kept for models that insist and cannot come yet, so that later ones do not take them bit by bit.
+        # Devices kept for models that insist and cannot come yet, so that later models do not take them bit by bit.
         # Written by `Rounds` alone.
         self.kept: dict[ModelId, frozenset[DeviceId]] = {}
         self.leaving_ops: dict[OpId, LeavingOp] = {}
@@ -175,7 +175,7 @@ class State:
         self.avg_wait_s: float | None = None
         self.avg_swap_s: float | None = None
         self.shutting_down = False
-        # Nobody can be granted memory that he has not got: whoever grants it does not answer.
+        # While the lease store does not answer, no further memory can be granted.
         self.store_is_down = False
         self.counters = Counters()
         self._sequence = 0
@@ -190,11 +190,11 @@ class State:
 
     @property
     def is_settled(self) -> bool:
-        """Nobody waits for anything, so nothing can have become possible."""
+        """True if nothing waits and nothing is planned, so no event can have made anything possible."""
         return not (self.waitlist or self.ledger.promises)
 
     def claimant(self, name: ModelId) -> Claimant:
-        """The model or the lease of this name."""
+        """The model or lease with this name."""
         model = self.models.get(name)
         return self.leases[name] if model is None else model
 
@@ -204,16 +204,16 @@ class State:
         return [slot for slot in self.slots_of(model) if slot.is_serving and slot.spec.revision == revision]
 
     def has_room(self, model: ModelId) -> bool:
-        """Whether one more request for this model could be served at once."""
+        """True if one more request for this model could be served at once."""
         return model in self.models and any(slot.has_room for slot in self.serving(model))
 
     def swap_s(self, model: ModelId) -> float:
-        """How long this model takes to be ready from where it is, once there is room."""
+        """Seconds until this model could be ready from its current tier, once there is room."""
         is_asleep = any(slot.tier is Tier.ASLEEP and not slot.lost for slot in self.slots_of(model))
         return self.claimant(model).move_s(MoveKind.WAKE if is_asleep else MoveKind.LOAD)
 
     def keepers(self, devices: frozenset[DeviceId], but: ModelId) -> tuple[ModelId, ...]:
-        """Models for which one of these devices is kept. One that is on its way by now needs it no longer."""
+        """Models for which one of these devices is kept. A model that is already on its way no longer needs it."""
         return tuple(
             model
             for model, kept in self.kept.items()
@@ -221,25 +221,25 @@ class State:
         )
 
     def is_coming(self, model: ModelId) -> bool:
-        """Will be ready without anyone asking again."""
+        """True if it will be ready without a further decision."""
         return any(slot.is_arriving for slot in self.slots_of(model))
 
     def price_queue(self, model: ModelId) -> None:
-        """Tell this model's queue what bringing it takes now."""
+        """Update the costs in this model's queue."""
         if model in self.waitlist.queues and (model in self.models or model in self.leases):
             self.waitlist.price(model, self.prices(model))
 
     def prices(self, model: ModelId) -> Prices:
-        """What bringing this model takes now, and what it gives."""
+        """What it takes now to make this model ready and to answer: swap time, answer time, concurrency."""
         record = self.claimant(model)
         return self.swap_s(model), record.service_s or 0.0, record.spec.concurrency or record.at_once
 
     def knows(self, some_id: str) -> bool:
-        """Whether a request, lease or operator's order of this id is under way. Ids are unique among all of them."""
+        """True if a request, lease or operator's order with this id is in progress. Ids are unique across them."""
         return some_id in self.waitlist or some_id in self.grants or some_id in self.leaving_ops
 
     def record_of(self, slot: Slot) -> ModelRecord | None:
-        """The model's record, if the slot still is of its current revision."""
+        """The model's record, if the slot is of its current revision."""
         record = self.models.get(slot.model)
         return record if record is not None and record.spec.revision == slot.spec.revision else None
 
@@ -258,16 +258,16 @@ class State:
             del self.slots_by_model[slot.model]
 
     def asleep_at(self, spec: ModelSpec, claim: Claim) -> Claim:
-        """What a slot of this model placed there holds when asleep; nothing if it cannot sleep."""
+        """What a slot of this model with that claim holds when asleep; nothing if it cannot sleep."""
         return NO_CLAIM if spec.need_asleep is None else placement.asleep(spec.need_asleep, claim, self.devices)
 
     def holders(self, on: tuple[DeviceId, ...] = ()) -> tuple[str, ...]:
-        """Who holds memory through other gateways, on these devices or on any."""
+        """Holders of memory through other gateways, on these devices or on any."""
         held = [lease.holder for lease in self.ledger.others if not on or not lease.claim.keys().isdisjoint(on)]
         return tuple(dict.fromkeys(held))
 
     def room_mib(self) -> dict[DeviceId, int]:
-        """Free memory per device with promises kept and with everyone who is already going gone."""
+        """Free memory per device: promises are deducted, and slots that are leaving count as gone."""
         going = [slot for slot in self.slots.values() if slot.is_going]
         room = self.ledger.free_mib(without=frozenset(slot.id for slot in going))
         for slot in going:
@@ -276,7 +276,7 @@ class State:
         return room
 
     def most_mib(self, but: Slot | None) -> dict[DeviceId, int]:
-        """What there could be per device if everybody left who ever may: pinned models stay, strangers may go."""
+        """Usable memory per device if everything that may leave had left: only pinned models stay."""
         most = {device.id: device.usable_mib for device in self.ledger.devices.values()}
         for slot in self.slots.values():
             if slot.spec.pinned and slot.lease is None and slot is not but and not slot.is_going and not slot.lost:
@@ -284,7 +284,7 @@ class State:
         return most
 
     def likely_mib(self, most: dict[DeviceId, int]) -> dict[DeviceId, int]:
-        """The same without what strangers and holders of leases have now: they leave when they like."""
+        """The same without what undeclared processes and leases hold now: they leave only when they choose to."""
         likely = {device: mib - self.ledger.outside_mib(device) for device, mib in most.items()}
         for slot in self.slots.values():
             if slot.lease is not None:

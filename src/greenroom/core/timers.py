@@ -1,6 +1,6 @@
-"""What happens when a timer fires. One that fires early is set again; late or twice is harmless.
+"""What happens when a timer fires. A timer that fires early is set again; late or twice is harmless.
 
-Owns the reaction to `TimerFired`: patience, idleness, back-off and grace.
+Owns the reaction to `TimerFired`: patience, idleness, back-off, budgets and grace.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Timers:
             self._due(event.timer.kind, event.timer.subject, event.now)
 
     def _due(self, kind: TimerKind, subject: str, now: float) -> None:
-        """Timers are forgotten with their subjects, so the subject of one that fires is there."""
+        """Timers are deleted with their subjects, so the subject of a timer that fires exists."""
         match kind:
             case TimerKind.EXPIRE:
                 self._expire(subject, now)
@@ -47,7 +47,7 @@ class Timers:
             case TimerKind.IDLE:
                 self._slots.look_at_idle(self._state.slots[SlotId(subject)], now)
             case _:
-                """TimerKind.SWITCH: the round that follows every timer is all it is for."""
+                """TimerKind.SWITCH: nothing to do here; a round follows every timer."""
 
     def _expire(self, waiter_id: str, now: float) -> None:
         state, waiter = self._state, self._state.waitlist[waiter_id]
@@ -55,7 +55,7 @@ class Timers:
         if any(slot.is_serving or slot.is_arriving for slot in state.slots_of(waiter.model)):
             self._act.refuse(waiter, Refuse(RejectCode.EXPIRED, eta))
         else:
-            # It has waited for memory: say how much.
+            # It has waited for memory: report how much is missing.
             free = state.ledger.free_mib(frozenset())
             self._act.refuse(waiter, refusal(state, RejectCode.EXPIRED, eta, record.spec, record.need, free))
 

@@ -1,7 +1,7 @@
-"""What everything outside the core may see of it: a read-only view, and the questions that are asked of it.
+"""What the rest of Greenroom may see of the core: a read-only view, and questions about it.
 
-Owns no state and changes none. The types below have nothing that writes, so that a caller which tries does not pass the
-type check. Which modules may be imported from outside is kept by `tests/test_layers.py`.
+Owns no state and changes none. The types below have no methods that write, so a caller that tries fails the type check.
+`tests/test_layers.py` checks which modules may be imported from outside.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from greenroom.core.queue.waitlist import Queue, WaiterKind
 from greenroom.core.state import Counters as Counters
 from greenroom.core.state import ModelRecord, State
 
-# What the scheduler puts before the name of a lease where it would name a model.
+# The prefix of a lease's name where the scheduler would name a model.
 LEASE_MARK = str(name_of(LeaseId("")))
 
 
 class HoldingFacts(Protocol):
-    """One claimant's memory: what it may use and what it was last seen to use."""
+    """The memory of one slot: what it may use, and what it was last seen to use."""
 
     @property
     def claim(self) -> Claim: ...
@@ -61,12 +61,12 @@ class LedgerFacts(Protocol):
 
     @property
     def foreign(self) -> Mapping[DeviceId, int]:
-        """MiB of processes that nobody declared."""
+        """MiB used by undeclared processes."""
         ...
 
     @property
     def others(self) -> tuple[OtherLease, ...]:
-        """Leases that are held through other gateways."""
+        """Leases held through other gateways."""
         ...
 
     @property
@@ -78,7 +78,7 @@ class LedgerFacts(Protocol):
 
 
 class ModelFacts(Protocol):
-    """What is known of a model besides its configuration."""
+    """What is known about a model besides its configuration."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -121,7 +121,7 @@ class WaitingCaller(Protocol):
 class WaitlistFacts(Protocol):
     @property
     def depth(self) -> int:
-        """Requests that wait; operators, preloads and leases do not count."""
+        """Number of waiting requests, without operators' loads, preloads and leases."""
         ...
 
     def __contains__(self, waiter_id: str) -> bool: ...
@@ -131,7 +131,7 @@ class WaitlistFacts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeptOut:
-    """A model that memory of other gateways keeps out: how urgent it is, and what it could have of each GPU without."""
+    """A model that leases of other gateways keep out: its priority, and its claim on each GPU without them."""
 
     spec: ModelSpec
     priority: int
@@ -181,31 +181,31 @@ class SchedulerView:
         return self._state.slots_of(name_of(lease))
 
     def most_mib(self) -> dict[DeviceId, int]:
-        """What there could be per device if all left that ever may."""
+        """Usable memory per device if everything that may leave had left."""
         return self._state.most_mib(None)
 
     def callers(self) -> Iterator[WaitingCaller]:
-        """Requests that wait, by priority and arrival."""
+        """Waiting requests, by priority and arrival."""
         return (waiter for waiter in self._state.waitlist if waiter.kind is WaiterKind.REQUEST)
 
     def is_waited_for(self, model: ModelId) -> bool:
         return model in self._state.waitlist.queues
 
     def is_coming(self, model: ModelId) -> bool:
-        """Will be ready without anyone asking again."""
+        """True if it will be ready without a further decision."""
         return self._state.is_coming(model)
 
     def movable(self, now: float) -> list[Resident]:
-        """Models that could be made to leave, as if all of them went cold. Leases are left out."""
+        """Models that could be evicted, as if all of them went cold. Leases are left out."""
         there = Residents(self._state, now, Places()).those(may_sleep=False, but=None)
         return [one for one in there if not one.cannot_leave and self._state.slots[one.slot].lease is None]
 
     def green_room_shortfall(self, model: ModelId) -> Shortfall | None:
-        """Why this model can never sleep here, in numbers; None where the host's memory is not what it lacks."""
+        """Why this model can never sleep here, in numbers; None if host memory is not the reason."""
         return green_room.shortfall(self._state, self._state.models[model].spec)
 
     def kept_out_by_others(self, after_s: float, now: float) -> dict[ModelId, KeptOut]:
-        """Models that have been waited for so long, cannot come even if all of ours left, and could if others' did."""
+        """Models that have waited for `after_s` and would fit only if other gateways released their leases."""
         state = self._state
         if state.store_is_down or state.shutting_down:
             return {}
@@ -222,7 +222,7 @@ class SchedulerView:
         return found
 
     def _place(self, record: ModelRecord, without: Mib, with_others: Mib) -> dict[DeviceId, int]:
-        """What it could have of each GPU if others' models left; nothing for one that is not kept out by them."""
+        """Its claim on each GPU if other gateways' models left; empty if they do not keep it out."""
         spec, need, devices = record.spec, record.need, self._state.devices
         gpus = {one.id for one in devices if one.kind is DeviceKind.GPU}
         if not need.gpu_mib or not gpus or self._state.slots_of(spec.id):
@@ -234,5 +234,5 @@ class SchedulerView:
 
 
 def _priorities(queue: Queue) -> list[int]:
-    """Of those that would make others leave. A preload waits until there is room."""
+    """Priorities of the waiters that may evict others. A preload waits until there is room."""
     return [priority for kind, priority, _ in queue.lanes if kind != WaiterKind.PRELOAD.value]
