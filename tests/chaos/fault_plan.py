@@ -1,6 +1,6 @@
 """What goes wrong when something begins: moves fail, hang or run out of memory, answers are lost or crash.
 
-Owns the answers to the world's questions (`faults.py`). What happens at times of its own is `turmoil.py`'s.
+Owns the answers to the world's questions (`faults.py`). What happens at times of its own is `disturbances.py`'s.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What the rest of Greenroom may see of the core: a read-only view, and questions about it.
 
-Owns no state and changes none. The types below have no methods that write, so a caller that tries fails the type check.
+Owns no state and changes none. Its own types have no methods that write. Slots are handed out as they are: callers read
+them and never write.
 `tests/test_layers.py` checks which modules may be imported from outside.
 """
 

@@ -107,7 +107,8 @@ def takes_free_memory(command: Sequence[str]) -> bool:
             return True
         if word == "-m" and following.partition(".")[0] in _MODULES:
             return True
-        if re.split("[:@]", word)[0].endswith(_IMAGES):
+        # An image's tag or digest follows its name; a colon before the last slash is a registry's port.
+        if re.sub(r"[:@][^/]*$", "", word).endswith(_IMAGES):
             return True
     return False
 

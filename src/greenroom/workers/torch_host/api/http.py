@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -248,6 +249,8 @@ class RequestReader:
         self._unread = bytearray()
         self._head: h11.Request | None = None
         self._headers: Mapping[str, str] = {}
+        # What has come until the head is complete; h11 refuses a head that is too long.
+        self._raw_head = b""
         self._is_told = False
         self._begin()
 
@@ -270,6 +273,8 @@ class RequestReader:
         try:
             while not isinstance(event := self._http.next_event(), h11.EndOfMessage):
                 if isinstance(event, h11.Request):
+                    _check_lines(self._raw_head)
+                    self._raw_head = b""
                     self._head, self._headers = event, _headers(event)
                 elif isinstance(event, h11.Data):
                     self._take(event.data)
@@ -290,6 +295,7 @@ class RequestReader:
         # One h11 connection for each request: it is not told what is answered, so it could not go on to the next.
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
         self._head = None
+        self._raw_head = b""
         self._pieces: list[bytes] = []
         self._body_bytes = 0
         self._taken_bytes = 0
@@ -302,7 +308,10 @@ class RequestReader:
                 del self._unread[:2]
         if self._unread:
             self._taken_bytes += len(self._unread)
-            self._http.receive_data(bytes(self._unread))
+            data = bytes(self._unread)
+            if self._head is None:
+                self._raw_head += data
+            self._http.receive_data(data)
             self._unread.clear()
 
     def _take(self, data: bytes) -> None:
@@ -330,6 +339,13 @@ class RequestReader:
         return request
 
 
+def _check_lines(received: bytes) -> None:
+    """Raises ApiError for what h11 forgives in a head and another program may read differently."""
+    head, end, _ = received.partition(b"\r\n\r\n")
+    if not end or _ODD.search(head):
+        raise ApiError("A line of the head is folded, or has an odd end or character.", code="bad_framing")
+
+
 def _headers(head: h11.Request) -> Mapping[str, str]:
     """The headers, by name. Raises ApiError for a head that h11 accepts and we do not."""
     # h11's own sequence of headers is slow to walk, so it is walked once.
@@ -340,7 +356,7 @@ def _headers(head: h11.Request) -> Mapping[str, str]:
         raise ApiError("The first line is not an HTTP/1.1 request.", code="bad_framing")
     headers = {name.decode(): value.decode("latin-1") for name, value in pairs}
     if sum(map(len, headers)) + sum(map(len, headers.values())) + len(head.target) > HEAD_BYTES_MAX:
-        raise _HEAD_TOO_LONG
+        raise _head_too_long()
     length = headers.get("content-length")
     if length is not None:
         if "transfer-encoding" in headers:
@@ -357,11 +373,16 @@ def _check_size(size: int) -> None:
 
 def _refused(error: h11.RemoteProtocolError) -> ApiError:
     if error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
-        return _HEAD_TOO_LONG
+        return _head_too_long()
     return ApiError(f"This is not HTTP/1.1: {error}.", code="bad_framing")
 
 
-_HEAD_TOO_LONG = ApiError(f"The headers are longer than {HEAD_BYTES_MAX} bytes.", status=431, code="headers_too_large")
+def _head_too_long() -> ApiError:
+    return ApiError(f"The headers are longer than {HEAD_BYTES_MAX} bytes.", status=431, code="headers_too_large")
+
+
+# A folded line, CR or LF alone, and control characters other than tabs.
+_ODD = re.compile(rb"\r\n[ \t]|\r(?!\n)|(?<!\r)\n|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _TOO_SLOW = ApiError("The request did not arrive in time.", status=408, code="request_timeout")
 
 

@@ -115,7 +115,7 @@ class SandboxPool:
             yield self
 
     async def run(self, order: bytes, answer_bytes_max: int, deadline_s: float) -> tuple[bytes, bytes]:
-        """The word and content that a process answers. The deadline counts from now. Raises SandboxError."""
+        """The word and content that a process answers. The deadline begins when it is ready. Raises SandboxError."""
         if self._idle:
             # What one job leaves behind is not the fault of the next: a process that was used before and breaks is
             # replaced, and only the new one's result counts.

@@ -50,7 +50,7 @@ def serve(job: Job, source: BinaryIO, sink: BinaryIO, bytes_max: int) -> None:
     """Answer orders until the worker hangs up or this process has grown beyond `bytes_max`."""
     sink.write(READY)
     sink.flush()
-    while own_bytes() <= bytes_max and len(head := source.read(ORDER_HEAD.size)) == ORDER_HEAD.size:
+    while len(head := source.read(ORDER_HEAD.size)) == ORDER_HEAD.size:
         try:
             word, content = job(source.read(*ORDER_HEAD.unpack(head)))
         except MemoryError:
@@ -58,6 +58,9 @@ def serve(job: Job, source: BinaryIO, sink: BinaryIO, bytes_max: int) -> None:
         sink.write(ANSWER_HEAD.pack(word, len(content)))
         sink.write(content)
         sink.flush()
+        # After an answer, never before one: an order that was accepted is answered.
+        if own_bytes() > bytes_max:
+            return
 
 
 def load(file: str) -> Job:
