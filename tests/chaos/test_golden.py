@@ -6,6 +6,8 @@ import pytest
 
 from tests.chaos.golden import hash_of, kept
 
+pytestmark = pytest.mark.slow
+
 RUNS = (
     "replay:mixed",
     "workload:poisson/default/1",

@@ -23,6 +23,8 @@ from greenroom.cli.demo_models import MINILM, SMOLLM2, DemoUnavailable, Wheel, p
 from greenroom.engines.estimates.gguf_header import read_header
 from tests.models import tiny
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "apple", "##s"]
 HIDDEN = 8
 

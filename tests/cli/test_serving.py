@@ -25,6 +25,8 @@ from greenroom.cli.serving import _Signals, why_not_started
 from greenroom.config.schema import Config, Server
 from tests.harness import until
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 60.0
 FILE = """
 server: {port: 1, drain_s: 5}

@@ -14,6 +14,8 @@ from greenroom.leases.shared.redis_store import RedisStore
 from tests.leases.redis_rig import DEVICES, PATIENCE_S, Opener, ask, claims, slot, until_claims
 from tests.sim.shared.book import Book, BookStore, at_once
 
+pytestmark = pytest.mark.slow
+
 
 async def _waiting(
     store: RedisStore, watcher: RedisStore, asked: LeaseAsk, kind: str = "program"

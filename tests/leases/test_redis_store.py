@@ -16,6 +16,8 @@ from greenroom.leases.shared.store import SlotAsk
 from tests.leases.redis_rig import DEVICES, GRACE_S, PATIENCE_S, Opener, ask, claims, slot, until_claims
 from tests.redis_server import RedisServer, redis_server
 
+pytestmark = pytest.mark.slow
+
 
 async def test_a_new_store_grants_nothing_during_its_grace(client: Opener) -> None:
     store = client(grace_s=1.0)

@@ -10,6 +10,8 @@ import pytest
 
 from tests.workers.torch_host.worker_rig import DEADLINE_S, PROGRAM
 
+pytestmark = pytest.mark.slow
+
 # One instruction of Python that takes hours and lets no other thread in meanwhile.
 STUCK = """
 import asyncio

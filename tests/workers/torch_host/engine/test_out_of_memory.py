@@ -14,6 +14,8 @@ from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host.engine_rig import GREEDY, WAIT_S, Answer, ask, prompt, random_model, running, said
 
+pytestmark = pytest.mark.slow
+
 # Random, with penalties for earlier tokens: a token that is sampled twice would change the answer.
 WARM = Sampling(temperature=1.5, seed=7, frequency_penalty=0.7, repetition_penalty=1.2)
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

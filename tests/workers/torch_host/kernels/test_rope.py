@@ -22,6 +22,8 @@ from tests.workers.torch_host.engine.test_embedding import embedded
 from tests.workers.torch_host.engine_rig import Answer, ask, device_model_of, prompt, running
 from tests.workers.torch_host.tiny import _SHARED, _SIZES
 
+pytestmark = pytest.mark.slow
+
 ORIGINAL, CONTEXT = 40, 160
 # Log probabilities of the twenty likeliest tokens are compared.
 TOLD = Sampling(temperature=0.0, logprobs=20)

@@ -31,6 +31,8 @@ from tests.workers.torch_host import worker_rig
 from tests.workers.torch_host.tokenizer_folders import LOOPING
 from tests.workers.torch_host.waiting import PATIENCE_S, until
 
+pytestmark = pytest.mark.slow
+
 CHARS_MAX = 10_000
 # One instruction that takes minutes, written so that it is found when the template is read, and when it is run.
 NUMBERS = ("{{ 10 ** 100000000 }}", "{{ messages[0].number ** 100000000 }}")

@@ -40,6 +40,8 @@ from greenroom.workers.torch_host.weights.reading import Transfer
 from tests.workers.torch_host import tiny
 from tests.workers.torch_host.waiting import until
 
+pytestmark = pytest.mark.slow
+
 NUMBERS = 4 * STEP
 NEVER = threading.Event()
 
