@@ -1,6 +1,7 @@
 """The arrows of the architecture, as a test: imports go down only, and the gateway never imports torch."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -151,3 +152,32 @@ def test_gateway_process_never_imports_heavy_packages() -> None:
     code = f"import sys, greenroom.app; print([m for m in {heavy!r} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    """Imports inside functions and for types alone count, too: they tie files together just the same."""
+    graph = {_module(path): _imported(path) for path in SOURCE.rglob("*.py")}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imported(path: Path) -> set[str]:
+    package = _module(path).split(".")[: None if path.name == "__init__.py" else -1]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            # A name is a module of its own, or something that the module it is taken from holds.
+            names |= {f"{base}.{alias.name}" if _is_ours(f"{base}.{alias.name}") else base for alias in node.names}
+    return {name for name in names if _is_ours(name)} - {_module(path)}
+
+
+def _is_ours(name: str) -> bool:
+    file = SOURCE.parent.joinpath(*name.split("."))
+    return name.startswith("greenroom.") and (file.with_suffix(".py").exists() or (file / "__init__.py").exists())

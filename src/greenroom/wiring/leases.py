@@ -9,8 +9,9 @@ import os
 from dataclasses import dataclass
 
 from greenroom.config.schema import Config
+from greenroom.errors import ConfigError
 from greenroom.leases.holder import holder_of
-from greenroom.leases.shared.store import Membership, open_store
+from greenroom.leases.shared.store import Membership, SharedStore
 from greenroom.runtime.leases.journal_writer import JournalWriter
 from greenroom.runtime.leases.local import LocalLeasing
 from greenroom.runtime.leases.making_room import MakingRoom
@@ -64,7 +65,7 @@ def wire_leases(common: CommonParts, memory: MemoryParts, config: Config) -> Lea
 
 
 def _shared(common: CommonParts, memory: MemoryParts, config: Config, url: str, own: LocalLeasing) -> LeaseParts:
-    store = open_store(config, url)
+    store = _open_store(config, url)
     name = f"{common.state_dir.id}.{common.state_dir.run}"
     member = Membership(store, name, config.leases.ttl_s, holder_of(os.getpid()))
     sharing = Sharing(member, common.state, memory.watch.post_and_look, common.clock, memory.watch, common.hub.publish)
@@ -76,3 +77,13 @@ def _shared(common: CommonParts, memory: MemoryParts, config: Config, url: str, 
         known=lambda: sharing.leases,
     )
     return LeaseParts(own, leasing, sharing)
+
+
+def _open_store(config: Config, url: str) -> SharedStore:
+    """The store at this address. Raises ConfigError if its client is not installed."""
+    try:
+        # Imported only if used: it is slow to import.
+        from greenroom.leases.shared.redis_store import RedisStore
+    except ImportError as error:
+        raise ConfigError("leases.store needs the client of Redis: pip install 'greenroom[redis]'.") from error
+    return RedisStore(url, config.leases.host or os.uname().nodename, ttl_s=config.leases.ttl_s)

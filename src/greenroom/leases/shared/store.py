@@ -6,13 +6,10 @@ For a waiting program the store orders one gateway at a time to make room.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from greenroom.config.schema import Config
-from greenroom.errors import ConfigError
 from greenroom.leases.records import Holder, Lease, LeaseAsk, LeaseStore
 
 
@@ -98,13 +95,3 @@ class Membership:
     gateway: str
     ttl_s: float
     holder: Holder | None
-
-
-def open_store(config: Config, url: str) -> SharedStore:
-    """The store at this address. Raises ConfigError if its client is not installed."""
-    try:
-        # Imported only if used: it is slow to import.
-        from greenroom.leases.shared.redis_store import RedisStore
-    except ImportError as error:
-        raise ConfigError("leases.store needs the client of Redis: pip install 'greenroom[redis]'.") from error
-    return RedisStore(url, config.leases.host or os.uname().nodename, ttl_s=config.leases.ttl_s)
