@@ -205,6 +205,8 @@ def test_a_spoilt_model_is_refused_and_leaves_nothing(
 ) -> None:
     spoilt = shutil.copytree(models["one"], tmp_path / "spoilt")
     os.truncate(spoilt / "model.safetensors", 200_000)
+    # It answers once it has started as a whole; until then files are still being opened.
+    worker.do("hello")
     before = descriptors(worker)
     heard = worker.open("a", spoilt, memory)
     assert (heard["ok"], heard["kind"]) == (False, "bad_model")
