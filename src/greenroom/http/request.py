@@ -354,10 +354,6 @@ class Head:
                 found[known] = value.rstrip(b" \t")
         return found
 
-    @property
-    def has_body(self) -> bool:
-        return self.chunked or self.content_length > 0
-
 
 def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_alive: bool, limits: EdgeLimits) -> Head:
     """Check what the parser does not.
