@@ -34,7 +34,7 @@ HOT = (
     "server/inference/running.py",
     "telemetry/activity.py",
     "telemetry/metrics.py",
-    "telemetry/series.py",
+    "telemetry/table.py",
     "tenancy/keys.py",
     "tenancy/tenants.py",
 )

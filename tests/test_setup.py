@@ -59,7 +59,7 @@ def test_compiled_modules_are_all_of_the_core_and_of_http_and_what_a_request_cal
         "server/inference/running.py",
         "telemetry/activity.py",
         "telemetry/metrics.py",
-        "telemetry/series.py",
+        "telemetry/table.py",
         "tenancy/keys.py",
         "tenancy/tenants.py",
     ]

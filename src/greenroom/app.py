@@ -33,11 +33,9 @@ from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.tickets import Tickets
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.logs import setup as setup_logs
-from greenroom.wiring.common import CommonParts, wire_common
+from greenroom.wiring.common import CommonParts, MemoryParts, wire_common, wire_memory
 from greenroom.wiring.front import FrontParts, wire_front
-from greenroom.wiring.leases import LeaseParts, wire_leases
-from greenroom.wiring.memory import MemoryParts, wire_memory
-from greenroom.wiring.moves import MoveParts, wire_moves, wire_rejections
+from greenroom.wiring.moves import LeaseParts, MoveParts, wire_leases, wire_moves, wire_rejections
 
 # Whether the hot path is Python or machine code.
 BUILD: Final = "pure" if edge.__file__.endswith(".py") else "compiled"

@@ -1,6 +1,6 @@
 """What goes wrong when something begins: moves fail, hang or run out of memory, answers are lost or crash.
 
-Owns the answers to the world's questions (`faults.py`). What happens at times of its own is `disturbances.py`'s.
+Owns the answers to the world's questions (`hooks.py`). What happens at times of its own is `disturbances.py`'s.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import Counter
 from random import Random
 
 from greenroom.core.model import Claim, LeaseId, Move, MoveId, MoveKind, Outcome, SlotId, Tier
-from greenroom.sim.faults import Ending, MoveFate, ServeFate
+from greenroom.sim.hooks import Ending, MoveFate, ServeFate
 from greenroom.sim.records import SimCall
 from greenroom.sim.world import World
 from tests.chaos.scenario import HOST, Scenario

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from greenroom.core import events as ev
 from greenroom.core.model import ModelId
+from greenroom.sim.hooks import TraceHash, Watcher
 from greenroom.sim.records import Violation
-from greenroom.sim.watchers import TraceHash, Watcher
 from greenroom.sim.world import World
 from tests.chaos.callers import Callers
 from tests.chaos.checks import checks_for

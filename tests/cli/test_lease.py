@@ -21,8 +21,7 @@ import pytest
 from greenroom.app import App
 from greenroom.cli.leased_program import LeasedProgram
 from greenroom.cli.main import main
-from greenroom.leases.holder import holder_of
-from greenroom.leases.records import LeaseAsk
+from greenroom.leases.records import LeaseAsk, holder_of
 from greenroom.leases.shared.redis_store import RedisStore
 from greenroom.process import proc, program_keeper
 from tests.cli.fake_gateway import FakeGateway, answer

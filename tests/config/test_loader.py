@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.config.loader import find, load
-from greenroom.config.report import PROBLEMS_MAX
+from greenroom.config.reader import PROBLEMS_MAX
 from greenroom.errors import ConfigError
 
 from .conftest import Complaints, Loads

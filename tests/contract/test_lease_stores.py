@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, LeaseUnknown
-from greenroom.leases.holder import holder_of
-from greenroom.leases.records import Holder, Lease, LeaseAsk, LeaseStore
+from greenroom.leases.records import Holder, Lease, LeaseAsk, LeaseStore, holder_of
 from tests.contract.lease_stores import GPU_MIB, GPUS, SLOT_MIB, STAGES, Stage
 
 pytestmark = pytest.mark.slow

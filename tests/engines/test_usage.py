@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from greenroom.engines.usage import Usage, estimated, from_timings, from_usage
+from greenroom.engines.base import Usage, estimated, from_timings, from_usage
 
 USAGE = {
     "completion_tokens": 4,

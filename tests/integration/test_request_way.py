@@ -11,7 +11,7 @@ from tests.test_setup import load_setup
 # Files on the way of a ready request that are not compiled, each with the reason.
 NOT_COMPILED = {
     "engines/command.py": "an engine: extensions subclass the protocol, and it is asked once for each answer",
-    "engines/usage.py": "reads one JSON object at the end of an answer, which msgspec does",
+    "engines/base.py": "reads one JSON object at the end of an answer, which msgspec does",
     "runtime/catalogue.py": "one look-up in a dictionary for each request; the rest of it reads files",
 }
 

@@ -19,9 +19,8 @@ import greenroom
 from greenroom.app import App
 from greenroom.errors import BadRequest, GreenroomError, InvalidKey, LeaseDenied, LeaseLost, LeaseUnknown, StoreDown
 from greenroom.leases.client import LeaseKeeper, open_store, store_url
-from greenroom.leases.holder import holder_of
 from greenroom.leases.http_store import HttpStore
-from greenroom.leases.records import Lease, LeaseAsk
+from greenroom.leases.records import Lease, LeaseAsk, holder_of
 from greenroom.leases.shared.redis_store import RedisStore
 from tests.harness import fake, gateway, until, url
 from tests.integration.facts import is_ready

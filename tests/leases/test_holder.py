@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.leases import holder
-from greenroom.leases.holder import holder_of, is_alive, is_here
+from greenroom.leases import records
+from greenroom.leases.records import holder_of, is_alive, is_here
 
 
 def test_this_process_is_here_and_lives() -> None:
@@ -44,6 +44,6 @@ def test_there_is_no_holder_that_never_was() -> None:
 def test_whether_a_holder_is_here_is_answered_without_looking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mine = holder_of(os.getpid())
     assert mine is not None
-    monkeypatch.setattr(holder, "_PROC", tmp_path)
+    monkeypatch.setattr(records, "_PROC", tmp_path)
     assert is_here(mine) and not is_here(replace(mine, host="far"))
     assert holder_of(os.getpid()) is None

@@ -4,8 +4,7 @@ import pytest
 
 from greenroom.core.model import Device, DeviceId, DeviceKind, Need
 from greenroom.errors import ConfigError
-from greenroom.sim.advice import advice, seconds
-from greenroom.sim.cases import Case, Result, cases, config_for, run_all
+from greenroom.sim.cases import Case, Result, advice, cases, config_for, run_all, seconds
 from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World
 from tests.sim.settings import gpu, host, names, setting, sim_model

@@ -9,8 +9,22 @@ import pytest
 
 from greenroom.core.model import TenantId
 from greenroom.sim.cases import Case, Result, cases, run_all
-from greenroom.sim.plots import HEIGHT, WIDTH, Axis, Line, linear, logarithmic, plot, thinned
-from greenroom.sim.report import TITLES, html, row, swaps_plot, tiers_plot, wait_plots
+from greenroom.sim.report import (
+    HEIGHT,
+    TITLES,
+    WIDTH,
+    Axis,
+    Line,
+    html,
+    linear,
+    logarithmic,
+    plot,
+    row,
+    swaps_plot,
+    thinned,
+    tiers_plot,
+    wait_plots,
+)
 from greenroom.sim.stats import stats_of
 from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World

@@ -13,7 +13,7 @@ from greenroom.core import events as ev
 from greenroom.core.events import Event
 from greenroom.sim.cases import simulate
 from greenroom.sim.config import scheduler_for
-from greenroom.sim.watchers import TraceHash, Transcript
+from greenroom.sim.hooks import TraceHash, Transcript
 from greenroom.sim.workloads import Bursty, Mix, zipf
 from tests.sim.settings import gpu, host, names, setting, sleeper
 

@@ -21,9 +21,8 @@ from greenroom.core.model import (
     Tier,
 )
 from greenroom.sim.config import POLICIES
-from greenroom.sim.faults import Ending, MoveFate, NoFaults, ServeFate
+from greenroom.sim.hooks import Ending, MoveFate, NoFaults, ServeFate, Transcript
 from greenroom.sim.records import Fate, SimArrival, SimCall, Violation
-from greenroom.sim.watchers import Transcript
 from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World
 from tests.sim.settings import GPU, HOST, gpu, host, names, setting, sim_model, sleeper

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from greenroom.config.report import Problem, Where
+from greenroom.config.reader import Problem, Where
 from greenroom.config.scheduler_section import Company, Group, Matrix
 from greenroom.core.model import ModelId
 from greenroom.core.policy import coresidency as core

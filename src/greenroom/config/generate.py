@@ -1,20 +1,188 @@
 """Writes the files that are generated from the schema: the example, the JSON schema and the reference in the docs.
 
-`python -m greenroom.config.generate` writes them; with `--check` it only lists those that are out of date.
+`python -m greenroom.config.generate` writes them; with `--check` it only lists those that are out of date. Owns the
+layout, and the samples for options that have no default worth showing. Everything else comes from the schema.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from greenroom.config.diff import AT_ONCE_KEYS, NEW_SLOT_KEYS, RESTART_KEYS
-from greenroom.config.example import example, said
+from greenroom.config.model_section import COMMAND_KEYS, LLAMACPP_KEYS, TRANSFORMERS_KEYS
+from greenroom.config.reader import plain
 from greenroom.config.schema import ApiKey, Company, Config, Gpu, Group, Matrix, Model, Section
+
+WIDTH = 118
+FOR_EXAMPLE = "For example:"
+_BARE = re.compile(r"[A-Za-z0-9/.~][A-Za-z0-9/._ ${}=-]*")
+
+HEAD = """\
+# Every option of Greenroom with its default and a sentence. Copy what you need: all of it may be left out but models.
+# Written by `python -m greenroom.config.generate` from the schema; the words around it are in docs/configuration.md.
+# yaml-language-server: $schema=docs/config.schema.json
+"""
+
+# Sample values for options whose default is None or empty.
+SAMPLES: Mapping[str, Any] = {
+    "allowed_hosts": ["models.example.org"],
+    "allowed_origins": ["https://chat.example.org"],
+    "forward_headers": ["x-trace-id"],
+    "memory_mib": 6144,
+    "cmd_stop": "docker stop whisper",
+    "env": {"OMP_NUM_THREADS": "4"},
+    "cwd": "/srv/models",
+    "program": "/opt/llama.cpp/bin/llama-server",
+    "python": "/opt/llama/bin/python",
+    "threads": 8,
+    "args": ["--cache-ram", "0"],
+    "aliases": ["gpt-4o-mini", "default"],
+    "name": "Qwen 7B",
+    "description": "Good at code.",
+    "metadata": {"licence": "apache-2.0"},
+    "use_model_name": "Qwen/Qwen2.5-7B-Instruct",
+    "strip_params": ["logit_bias"],
+    "set_params": {"temperature": 0.7},
+    "routes": ["/tokenize", "/v1/images/*"],
+    "devices": ["gpu0"],
+    "concurrency": 4,
+    "cache_tokens": 32768,
+    "model_roots": ["/srv/models"],
+}
+ITEMS: Mapping[str, tuple[type[Section], tuple[Mapping[str, Any], ...]]] = {
+    "api_keys": (
+        ApiKey,
+        (
+            {"name": "laptop", "key": "${env.GREENROOM_KEY}", "priority_max": "high", "admin": True},
+            {"name": "trainer", "sha256": "0123456789abcdef" * 4, "tenant": "research", "leases": True},
+        ),
+    ),
+    "gpus": (Gpu, ({"memory_mib": 24576, "margin_mib": 512}, {"memory_mib": 8192})),
+}
+MACROS = {"models_dir": "/srv/models", "serve": "my-server --host 127.0.0.1 --port ${PORT}"}
+# The two forms of `company`: the section, the keys above it, and sample values.
+COMPANIES: tuple[tuple[type[Section], tuple[str, ...], Mapping[str, Any]], ...] = (
+    (Group, ("groups", "voice"), {"members": ["whisper"], "swap": False, "exclusive": False, "persistent": True}),
+    (Matrix, ("matrix",), {"vars": {"w": "whisper"}, "evict_costs": {"w": 5}, "sets": {"both": "chat & w"}}),
+)
+LLAMACPP_MODEL = ("chat", {"engine": "llamacpp", "path": "models/chat.gguf"})
+TRANSFORMERS_MODEL = ("writer", {"engine": "transformers", "path": "models/writer"})
+COMMAND_MODEL = ("whisper", {"engine": "command", "cmd": "whisper-server --port ${PORT} --model models/whisper.bin"})
+
+
+def example() -> str:
+    """The whole file. It loads without changes."""
+    parts = [HEAD]
+    for name, field in Config.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            parts.append("\n".join([*_comment(kind.__doc__), f"{name}:", *_indented(_options(kind))]))
+        elif name == "models":
+            parts.append("\n".join([*_comment(field.description), "models:", *_indented(_models())]))
+        else:
+            parts.append("\n".join(_option(name, field.description, field.default)))
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def said(value: object) -> str:
+    """A value on one line of YAML."""
+    value = value.value if isinstance(value, Enum) else value
+    if isinstance(value, str) and _BARE.fullmatch(value) and plain(value) == value and ": " not in value:
+        return value
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+
+
+def _options(section: type[Section]) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield from _option(name, field.description, field.default)
+
+
+def _option(name: str, sentence: str | None, value: object) -> Iterator[str]:
+    yield from _comment(sentence)
+    # A default that says nothing is shown with a sample.
+    if name in SAMPLES and not isinstance(value, bool | int | float | str):
+        yield from _comment(f"{FOR_EXAMPLE} {said(SAMPLES[name])}")
+    if name in ITEMS:
+        yield from _as_comment([FOR_EXAMPLE, f"{name}:", *_items(name)])
+    if name == "macros":
+        yield from _as_comment([FOR_EXAMPLE, "macros:", *(f"  {key}: {said(text)}" for key, text in MACROS.items())])
+    if name == "company":
+        yield from _companies()
+    yield f"{name}: {said(value)}"
+
+
+def _companies() -> Iterator[str]:
+    for section, (way, *below), sample in COMPANIES:
+        lines = [line for key, value in sample.items() for line in _told(section, key, value)]
+        for name in reversed(below):
+            lines = [f"{name}:", *_indented(iter(lines))]
+        lines = [*_comment(Company.model_fields[way].description), f"{way}:", *_indented(iter(lines))]
+        yield from _as_comment([FOR_EXAMPLE, "company:", *_indented(iter(lines))])
+        # An empty line keeps the two apart.
+        yield ""
+
+
+def _told(section: type[Section], key: str, value: object) -> list[str]:
+    return [*_comment(section.model_fields[key].description), f"{key}: {said(value)}"]
+
+
+def _items(name: str) -> Iterator[str]:
+    section, items = ITEMS[name]
+    told: set[str] = set()
+    for item in items:
+        start = "  - "
+        for key, value in item.items():
+            if key not in told:
+                yield from (f"    {line}" for line in _comment(section.model_fields[key].description))
+            told.add(key)
+            yield f"{start}{key}: {said(value)}"
+            start = "    "
+
+
+def _models() -> Iterator[str]:
+    own = TRANSFORMERS_KEYS - LLAMACPP_KEYS
+    yield from _model(*LLAMACPP_MODEL, [key for key in Model.model_fields if key not in COMMAND_KEYS | own])
+    yield ""
+    yield from _comment(
+        "A model that sleeps in host memory and wakes in a moment: it may have the keys above but those marked "
+        "llamacpp alone, and these."
+    )
+    yield from _model(*TRANSFORMERS_MODEL, ["engine", "path", *(key for key in Model.model_fields if key in own)])
+    yield ""
+    yield from _comment(
+        "A model run by any other program: it may have the keys above but those marked llamacpp or transformers, and "
+        "these."
+    )
+    yield from _model(*COMMAND_MODEL, ["engine", *(key for key in Model.model_fields if key in COMMAND_KEYS)])
+
+
+def _model(name: str, given: Mapping[str, str], keys: list[str]) -> Iterator[str]:
+    yield f"{name}:"
+    for key in keys:
+        field = Model.model_fields[key]
+        yield from _indented(_option(key, field.description, given.get(key, field.default)))
+
+
+def _comment(sentence: str | None) -> list[str]:
+    text = " ".join((sentence or "").split())
+    return [f"# {line}" for line in textwrap.wrap(text, WIDTH - 2, break_long_words=False, break_on_hyphens=False)]
+
+
+def _as_comment(lines: list[str]) -> list[str]:
+    return [f"# {line}" for line in lines]
+
+
+def _indented(lines: Iterator[str]) -> Iterator[str]:
+    return (f"  {line}" if line else "" for line in lines)
+
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = "docs/configuration.md"

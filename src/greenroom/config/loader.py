@@ -19,8 +19,7 @@ from pydantic_core import ErrorDetails
 from greenroom.config import kinds, macros
 from greenroom.config.problems import clashing_recordings
 from greenroom.config.problems import problems as problems_of_config
-from greenroom.config.reader import SourceFile, Value, read
-from greenroom.config.report import Lines, Problem, Where, refusal, shown
+from greenroom.config.reader import Lines, Problem, SourceFile, Value, Where, read, refusal, shown
 from greenroom.config.schema import Company, Config, Model, Section
 from greenroom.errors import ConfigError
 

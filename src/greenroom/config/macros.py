@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from greenroom.config.reader import Value
-from greenroom.config.report import Problem, Where
+from greenroom.config.reader import Problem, Value, Where
 
 # Macros inside macros can grow without bound from a small file.
 EXPANDED_CHARS_MAX = 8 * 1024 * 1024

@@ -24,7 +24,7 @@ from greenroom.config.kinds import (
     Section,
     words,
 )
-from greenroom.config.report import Problem, break_on
+from greenroom.config.reader import Problem, break_on
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from greenroom.config.coresidency import rules_of
 from greenroom.config.kinds import words
-from greenroom.config.report import Problem
+from greenroom.config.reader import Problem
 from greenroom.config.schema import Config, Model, Server
 from greenroom.core.model import ModelId
 from greenroom.core.policy.coresidency import coresidency_under

@@ -20,7 +20,7 @@ from greenroom.config.kinds import (
     TenantName,
     TenantWeight,
 )
-from greenroom.config.report import Problem, break_on
+from greenroom.config.reader import Problem, break_on
 from greenroom.core.events import Limits
 
 # The defaults of these limits are the core's.

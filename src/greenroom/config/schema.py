@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from pydantic import JsonValue, model_validator
 
-from greenroom.config import coresidency, kinds, store_address
+from greenroom.config import coresidency, kinds
 from greenroom.config.kinds import (
     EnginePort,
     LeaseSeconds,
@@ -27,7 +27,7 @@ from greenroom.config.kinds import (
     Section,
 )
 from greenroom.config.model_section import PRIORITY_NAMES, CacheType, Model
-from greenroom.config.report import Problem, break_on
+from greenroom.config.reader import Problem, break_on
 from greenroom.config.scheduler_section import Company, Group, Matrix, Scheduler
 from greenroom.config.server_section import ApiKey, Heartbeat, Server, equal_api_keys
 
@@ -124,7 +124,7 @@ class Leases(Section):
 
     @model_validator(mode="after")
     def _obeys_rules(self) -> Self:
-        if self.store is not None and (why := store_address.problem(self.store)):
+        if self.store is not None and (why := kinds.store_address_problem(self.store)):
             break_on([Problem(("store",), why)])
         return self
 

@@ -21,7 +21,7 @@ from greenroom.config.kinds import (
     SecondsAboveZero,
     Section,
 )
-from greenroom.config.report import Problem, break_on
+from greenroom.config.reader import Problem, break_on
 
 
 class Heartbeat(StrEnum):

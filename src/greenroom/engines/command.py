@@ -16,13 +16,12 @@ from typing import Final, Literal
 from greenroom.config.kinds import words
 from greenroom.config.macros import GPU_HOLES
 from greenroom.config.schema import Model
-from greenroom.engines.base import Ability, Launch, LaunchPlace, Listens, UsageSource, environment
+from greenroom.engines.base import Ability, Launch, LaunchPlace, Listens, Usage, UsageSource, environment, from_usage
 from greenroom.engines.estimates import llama_options
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.gguf import estimate_gguf, files_of
 from greenroom.engines.estimates.hf_folder import DTYPE_BYTES, FolderOptions, estimate_folder, is_folder, weight_files
 from greenroom.engines.identity import file_identity, program_identity
-from greenroom.engines.usage import Usage, from_usage
 from greenroom.process.spawn import Command
 
 # Requests at once for a program of which nothing is known.

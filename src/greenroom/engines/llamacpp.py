@@ -14,12 +14,21 @@ from pathlib import Path
 from typing import Literal
 
 from greenroom.config.schema import Model
-from greenroom.engines.base import Ability, Launch, LaunchPlace, Listens, UsageSource, environment
+from greenroom.engines.base import (
+    Ability,
+    Launch,
+    LaunchPlace,
+    Listens,
+    Usage,
+    UsageSource,
+    environment,
+    from_timings,
+    from_usage,
+)
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.gguf import estimate_gguf, files_of
 from greenroom.engines.estimates.llama_options import of_model
 from greenroom.engines.identity import embedded_identity, file_identity, program_identity
-from greenroom.engines.usage import Usage, from_timings, from_usage
 from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command
 

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from greenroom.config.schema import Model
 from greenroom.core.model import DeviceId
-from greenroom.engines.base import Ability, HostKey, UsageSource, worker_environment
+from greenroom.engines.base import Ability, HostKey, Usage, UsageSource, from_usage, worker_environment
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.hosted import (
     BATCH_DEFAULT,
@@ -26,7 +26,6 @@ from greenroom.engines.estimates.hosted import (
     estimate_ready,
 )
 from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity
-from greenroom.engines.usage import Usage, from_usage
 from greenroom.errors import BadModel, LoadFailed
 from greenroom.process.spawn import Command
 

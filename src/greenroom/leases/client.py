@@ -22,9 +22,8 @@ from types import TracebackType
 from typing import Any, Final, TypeVar
 
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, LeaseLost, LeaseUnknown
-from greenroom.leases.holder import holder_of
 from greenroom.leases.http_store import HttpStore
-from greenroom.leases.records import Lease, LeaseAsk, LeaseStore
+from greenroom.leases.records import Lease, LeaseAsk, LeaseStore, holder_of
 
 Result = TypeVar("Result")
 

@@ -1,13 +1,17 @@
-"""The records of leases, and the protocol of every lease store.
+"""The records of leases, the protocol of every lease store, and the identity of holders.
 
-Owns these types only; stores wait and connect. Devices are named as the store names them.
+Stores wait and connect; nothing here does. Devices are named as the store names them. A holder is a process, known by
+host, pid namespace, pid and start time: a pid alone is not enough, since pids are reused and differ between containers.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Protocol
 
 from greenroom.core.model import cuda_name
@@ -111,3 +115,40 @@ class LeaseStore(Protocol):
 def taken(id: str, whose: str) -> LeaseTaken:
     """The error for an id that names another lease than the one that is asked for."""
     return LeaseTaken(f"The lease {id} is {whose}; choose another id.", param="id")
+
+
+_PROC = Path("/proc")
+_DEAD_STATES = frozenset({b"Z", b"X", b"x"})
+
+
+def holder_of(pid: int) -> Holder | None:
+    """The process with this pid, as this process sees it; None if there is none, or it has ended."""
+    try:
+        raw = (_PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    namespace = _pid_ns(os.getpid())
+    # The name in parentheses may itself hold spaces and parentheses.
+    fields = raw.rpartition(b")")[2].split()
+    if namespace is None or fields[0] in _DEAD_STATES:
+        return None
+    return Holder(os.uname().nodename, pid, int(fields[19]), namespace)
+
+
+def is_here(holder: Holder) -> bool:
+    """Whether the holder is in our pid namespace, so that it can be watched. Reads nothing after the first call."""
+    return (os.uname().nodename, _pid_ns(os.getpid())) == (holder.host, holder.pid_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _pid_ns(me: int) -> int | None:
+    """The pid namespace of this process. It never changes; a fork has another pid and looks again."""
+    try:
+        return (_PROC / "self" / "ns" / "pid").stat().st_ino
+    except OSError:
+        return None
+
+
+def is_alive(holder: Holder) -> bool:
+    """Whether this very process lives. Valid only if it `is_here`."""
+    return holder_of(holder.pid) == holder

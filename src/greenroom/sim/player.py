@@ -2,7 +2,7 @@
 
 Owns the clock, the callers and the truth about slots and memory (`truth.py`). Every effect is checked against that
 truth, never against the scheduler's tables; a wrong one raises Violation. Effects only schedule what follows: no event
-is posted while the scheduler handles another. `world.py` begins things, `faults.py` makes them fail.
+is posted while the scheduler handles another. `world.py` begins things, `hooks.py` makes them fail.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from greenroom.core.model import (
     Tier,
 )
 from greenroom.sim.config import DEFAULT_TIMINGS, SimConfig, SimModel, Timings, scheduler_for
-from greenroom.sim.faults import Ending, Faults, MoveFate, NoFaults, ServeFate
+from greenroom.sim.hooks import Ending, Faults, MoveFate, NoFaults, ServeFate, Watcher
 from greenroom.sim.records import NO_MODEL, Fate, SimCall, SimPlace, Violation
 from greenroom.sim.truth import GroundTruth
-from greenroom.sim.watchers import Watcher
 
 # The delay between a cut, an abort or a crash and what follows from it.
 SOON_S = 0.01

@@ -1,4 +1,4 @@
-"""The figures of a run: waits, swaps, fairness, use of devices. `advice.py` and `report.py` put them into words.
+"""The figures of a run: waits, swaps, fairness, use of devices. `cases.py` and `report.py` put them into words.
 
 Owns the definitions. A wait is from arrival to the grant that served; a swap is a load or a wake, whether or not
 another model had to leave.

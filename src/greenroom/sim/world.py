@@ -22,10 +22,9 @@ from greenroom.core.model import (
     TenantId,
 )
 from greenroom.sim.config import SimConfig, SimModel, limits_for
-from greenroom.sim.faults import Faults
+from greenroom.sim.hooks import Faults, Watcher
 from greenroom.sim.player import Player
 from greenroom.sim.records import Fate, SimArrival, SimCall, Violation
-from greenroom.sim.watchers import Watcher
 
 # A world that is not at rest after this many events never will be.
 EVENTS_MAX = 50_000_000

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from greenroom.telemetry import table
-from greenroom.telemetry.series import Count, Counter, Histogram, Spread, gauge_family
+from greenroom.telemetry.table import Count, Counter, Histogram, Spread, gauge_family
 
 # A series costs memory here and in every Prometheus that scrapes us. Callers choose tenants, and may ask for any model.
 MODELS_MAX: Final = 1_000

@@ -24,8 +24,7 @@ from greenroom.server.inference.requests import Inference
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Keys
 from greenroom.tenancy.tenants import Tenants
-from greenroom.wiring.common import CommonParts
-from greenroom.wiring.memory import MemoryParts
+from greenroom.wiring.common import CommonParts, MemoryParts
 
 _log = get_logger("server")
 

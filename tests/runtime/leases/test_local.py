@@ -15,7 +15,7 @@ import pytest
 from greenroom.core.events import ConfigChanged
 from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, LeaseTooLarge, LeaseUnknown, ShuttingDown
-from greenroom.leases.holder import holder_of
+from greenroom.leases.records import holder_of
 from greenroom.runtime.leases import entry
 from greenroom.runtime.leases import local as leasing_module
 from greenroom.runtime.leases.journal_writer import FILE_NAME

@@ -12,7 +12,7 @@ import pytest
 from greenroom.core.model import Claim, DeviceId
 from greenroom.errors import LeaseDenied, LeaseUnknown, StoreDown
 from greenroom.leases.records import LeaseAsk
-from greenroom.runtime.leases.shared_leasing import SharedLeasing
+from greenroom.runtime.leases.sharing import SharedLeasing
 from tests.sim.shared.book import Book, BookStore
 
 ASK = LeaseAsk("job", "train", 8_000)

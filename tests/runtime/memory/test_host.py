@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.runtime.memory.probes.host import THIS_MACHINE, HostProbe
+from greenroom.runtime.memory.probes.base import THIS_MACHINE, HostProbe
 
 MIB = 1024 * 1024
 
@@ -83,7 +83,7 @@ def test_groups_of_the_first_version_count(host: HostProbe) -> None:
 
 
 LOOK = (
-    "from greenroom.runtime.memory.probes.host import THIS_MACHINE; seen = THIS_MACHINE.look(); print(seen.total_mib)"
+    "from greenroom.runtime.memory.probes.base import THIS_MACHINE; seen = THIS_MACHINE.look(); print(seen.total_mib)"
 )
 
 

@@ -14,8 +14,7 @@ from greenroom.core.model import DeviceId, SlotId
 from greenroom.runtime.memory import hosted_memory
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.hosted_memory import HostedMemory
-from greenroom.runtime.memory.probes.base import GpuReading, Reading
-from greenroom.runtime.memory.probes.host import HostProbe
+from greenroom.runtime.memory.probes.base import GpuReading, HostProbe, Reading
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from tests.runtime.memory.readings import gpu, reading, used

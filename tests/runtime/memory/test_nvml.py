@@ -11,7 +11,7 @@ import pynvml
 import pytest
 
 from greenroom.errors import ProbeFailed
-from greenroom.runtime.memory.probes.host import HostProbe
+from greenroom.runtime.memory.probes.base import HostProbe
 from greenroom.runtime.memory.probes.nvml import FIRST_PID_NAMESPACE, IDLE_MIB, NvmlProbe
 
 MIB = 1024 * 1024

@@ -12,8 +12,7 @@ import pytest
 
 from greenroom.core.model import Tier
 from greenroom.errors import LeaseDenied, LeaseTooLarge
-from greenroom.leases.holder import holder_of
-from greenroom.leases.records import LeaseAsk
+from greenroom.leases.records import LeaseAsk, holder_of
 from greenroom.tenancy.keys import Caller
 from tests.server.admin.management_rig import Call, Client, FakeGateway, model, scope, until
 

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from greenroom.core.model import ModelId
-from greenroom.server.admin import streams
-from greenroom.server.admin.streams import event_frame, line_frame, plain_frame, shown_line
+from greenroom.server.admin import watching
+from greenroom.server.admin.watching import event_frame, line_frame, plain_frame, shown_line
 from greenroom.telemetry.hub import Event, Hub
 from tests.server.admin.management_rig import Call, Client, FakeGateway, model, scope, until
 
@@ -150,7 +150,7 @@ async def test_events_end_when_the_task_is_cancelled() -> None:
 
 
 async def test_events_end_when_the_gateway_drains_after_what_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "LOOK_S", 0.01)
+    monkeypatch.setattr(watching, "LOOK_S", 0.01)
     gateway = _gateway()
     async with Client(gateway).stream(EVENTS) as call:
         await _until_listening(gateway.hub)
@@ -169,12 +169,12 @@ async def test_events_end_when_the_hub_closes() -> None:
 
 
 async def test_a_quiet_stream_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "LOOK_S", 0.01)
+    monkeypatch.setattr(watching, "LOOK_S", 0.01)
     gateway = _gateway()
     async with Client(gateway).stream(EVENTS) as call:
         await _until_listening(gateway.hub)
         for beats in (1, 2):
-            gateway.now += streams.HEARTBEAT_S
+            gateway.now += watching.HEARTBEAT_S
             await call.until(lambda beats=beats: call.answer.body.count(b": still here\n\n") >= beats)  # type: ignore[misc]
     assert _events(call.answer.body) == []
 
@@ -191,7 +191,7 @@ async def test_a_reader_that_is_too_slow_is_told_what_it_missed() -> None:
 
 
 async def test_one_stream_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "STREAMS_MAX", 1)
+    monkeypatch.setattr(watching, "STREAMS_MAX", 1)
     gateway = _gateway()
     client = Client(gateway)
     async with client.stream(EVENTS):
@@ -247,14 +247,14 @@ async def test_as_much_history_comes_as_was_asked_for(query: str) -> None:
 
 
 async def test_log_lines_come_as_plain_text_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "LOOK_S", 0.01)
+    monkeypatch.setattr(watching, "LOOK_S", 0.01)
     gateway = _gateway()
     ring = gateway.slots.log(ORG)
     ring.write(b"one\n")
     async with Client(gateway).stream(LOGS, accept="text/plain") as call:
         await call.until_seen(b"one\n")
         # A beat would be a line that the engine never printed.
-        gateway.now += 10 * streams.HEARTBEAT_S
+        gateway.now += 10 * watching.HEARTBEAT_S
         await asyncio.sleep(0.05)
         ring.write(b"two\n")
         await call.until_seen(b"two\n")
@@ -263,7 +263,7 @@ async def test_log_lines_come_as_plain_text_when_asked(monkeypatch: pytest.Monke
 
 
 async def test_log_lines_end_when_the_gateway_drains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "LOOK_S", 0.01)
+    monkeypatch.setattr(watching, "LOOK_S", 0.01)
     gateway = _gateway()
     async with Client(gateway).stream(LOGS) as call:
         await call.until(lambda: call.answer.status == 200)

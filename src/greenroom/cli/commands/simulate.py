@@ -67,8 +67,7 @@ def _add_timing_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from greenroom.cli.simulation import prepare, sizeless
     from greenroom.config import loader
-    from greenroom.sim.advice import advice
-    from greenroom.sim.cases import run_all
+    from greenroom.sim.cases import advice, run_all
 
     path = loader.find(args.config)
     config = loader.load(path).config

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from greenroom.leases import holder as holders
+from greenroom.leases import records as holders
 from greenroom.leases.records import Holder, Lease
 from greenroom.telemetry.logs import get_logger
 

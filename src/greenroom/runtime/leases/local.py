@@ -18,7 +18,7 @@ from greenroom.core.effects import Rejection
 from greenroom.core.events import Event, LeaseAsked, LeaseGone
 from greenroom.core.model import DeviceId, LeaseId, Need, SlotId
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, LeaseLost, LeaseUnknown
-from greenroom.leases import holder as holders
+from greenroom.leases import records as holders
 from greenroom.leases.records import Lease, LeaseAsk, taken
 from greenroom.runtime.leases.entry import (
     SEVERAL,

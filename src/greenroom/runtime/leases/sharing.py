@@ -3,6 +3,8 @@
 Owns the heartbeat, what is known of other gateways, and whether the store answers. At each beat this gateway publishes
 what its devices offer and what freeing memory would cost, renews its leases, and learns whether it must make room. An
 outage of the store stops new loads and nothing else. Used only if `leases.store` is configured.
+
+`SharedLeasing` hands leases to other programs: asked of this gateway, granted and kept by the store.
 """
 
 from __future__ import annotations
@@ -10,19 +12,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 from greenroom.core.events import Event, MemoryChanged
-from greenroom.core.model import DeviceId, DeviceKind, LeaseId, OtherLease
+from greenroom.core.model import Claim, DeviceId, DeviceKind, LeaseId, OtherLease
 from greenroom.core.view import SchedulerView
-from greenroom.errors import StoreDown
-from greenroom.leases.records import Lease
-from greenroom.leases.shared.store import Membership, PublishReply
+from greenroom.errors import LeaseDenied, LeaseUnknown, StoreDown
+from greenroom.leases.records import Lease, LeaseAsk
+from greenroom.leases.shared.store import Membership, PublishReply, SharedStore
 from greenroom.runtime.leases.holders import DeadHolders, Recalls
-from greenroom.runtime.leases.making_room import MakingRoom
+from greenroom.runtime.leases.making_room import MakingRoom, WaitingModels
+from greenroom.runtime.leases.refusals import DeviceNamed, devices_meant
 from greenroom.runtime.leases.shared_slots import SharedSlots
-from greenroom.runtime.leases.waiting_models import WaitingModels
 from greenroom.runtime.memory.probes.base import Reading
 from greenroom.telemetry.logs import get_logger
 
@@ -250,3 +254,72 @@ class Sharing:
 
 def _claim(lease: Lease) -> dict[DeviceId, int]:
     return {DeviceId(device): lease.claim[device] for device in sorted(lease.claim) if lease.claim[device] > 0}
+
+
+# The last owner of memory may take this long to stop using it.
+ROOM_S = 10.0
+
+
+class SharedLeasing:
+    """`room_for` waits until memory is really free and returns what is missing; `known` are all leases in the store,
+    as they were last read."""
+
+    lists_slots = True
+
+    def __init__(
+        self,
+        store: SharedStore,
+        *,
+        wait_max_s: float,
+        device_named: DeviceNamed,
+        room_for: Callable[[Claim, float], Awaitable[Claim]],
+        known: Callable[[], Sequence[Lease]],
+    ) -> None:
+        self.known = known
+        self._store = store
+        self._wait_max_s = wait_max_s
+        self._device_named = device_named
+        self._room_for = room_for
+
+    async def acquire(self, ask: LeaseAsk, asker: str = "") -> Lease:
+        devices, call = devices_meant(ask, self._device_named), asker or secrets.token_hex(8)
+        ask = replace(ask, wait_s=min(ask.wait_s, self._wait_max_s), devices=devices)
+        lease = await self._store.acquire(ask, call)
+        try:
+            missing = await self._room_for({DeviceId(device): mib for device, mib in lease.claim.items()}, ROOM_S)
+        except BaseException:
+            await self._take_back(lease.id, call)
+            raise
+        if missing:
+            await self._take_back(lease.id, call)
+            said = ", ".join(f"{mib:,} MiB on {device}" for device, mib in missing.items())
+            raise LeaseDenied(
+                f"{ask.name} was granted memory that another process still uses: {said}.", retry_after_s=ROOM_S
+            )
+        return lease
+
+    async def unheard(self, id: str, asker: str) -> None:
+        await self._store.unheard(id, asker)
+
+    async def _take_back(self, id: str, asker: str) -> None:
+        """Give back a lease that the caller is not told of. If the store is down, the lease expires there."""
+        with contextlib.suppress(StoreDown):
+            await self.unheard(id, asker)
+
+    async def renew(self, id: str, token: int) -> Lease:
+        return await self._store.renew(id, token)
+
+    async def release(self, id: str, token: int | None = None) -> None:
+        await self._store.release(id, token)
+
+    async def leases(self) -> list[Lease]:
+        return await self._store.leases()
+
+    async def find(self, id: str) -> Lease:
+        found = [lease for lease in await self._store.leases() if lease.id == id]
+        if not found:
+            raise LeaseUnknown(f"There is no lease {id}. GET /api/v1/leases lists those there are.")
+        return found[0]
+
+    async def close(self) -> None:
+        """Nothing to do: `Sharing` closes the store."""

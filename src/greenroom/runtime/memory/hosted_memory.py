@@ -15,8 +15,7 @@ from greenroom.core.view import SchedulerView
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.attribution import away
 from greenroom.runtime.memory.devices import HOST, visible_gpus
-from greenroom.runtime.memory.probes.base import GpuReading
-from greenroom.runtime.memory.probes.host import THIS_MACHINE, HostProbe
+from greenroom.runtime.memory.probes.base import THIS_MACHINE, GpuReading, HostProbe
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.logs import get_logger

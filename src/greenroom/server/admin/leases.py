@@ -22,8 +22,7 @@ from starlette.requests import Request
 from greenroom.config.kinds import MIB_MAX, SECONDS_MAX, Name, NotBool
 from greenroom.core.model import Slot
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied
-from greenroom.leases.holder import holder_of
-from greenroom.leases.records import PROGRAM_ID, PROGRAM_ID_MAX, Holder, Lease, LeaseAsk
+from greenroom.leases.records import PROGRAM_ID, PROGRAM_ID_MAX, Holder, Lease, LeaseAsk, holder_of
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.views import Order, Priority, View
 from greenroom.tenancy.keys import Caller

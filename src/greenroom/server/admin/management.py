@@ -12,14 +12,18 @@ from html import escape
 from typing import Any, Final
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Match, Route
 
 import greenroom
+from greenroom.errors import BadRequest, GatewayBug, GreenroomError, MethodNotAllowed, NotFound
 from greenroom.http.request import Head
+from greenroom.server import render
 from greenroom.server.admin.cache import Caches
-from greenroom.server.admin.error_answers import add_error_answers, error_answer, nothing_at
 from greenroom.server.admin.explaining import Explaining
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.leases import LeaseRoutes
@@ -27,11 +31,76 @@ from greenroom.server.admin.listing import Listing, ModelStatuses
 from greenroom.server.admin.memory import Gpus
 from greenroom.server.admin.operating import Operating
 from greenroom.server.admin.snapshot import Snapshot
-from greenroom.server.admin.streams import Streams
 from greenroom.server.admin.views import ErrorBody
-from greenroom.server.admin.watching import Watching
+from greenroom.server.admin.watching import Streams, Watching
 from greenroom.server.asgi import Message, scope_of
 from greenroom.tenancy.keys import Permission
+
+# This many mistakes of one request are named.
+MISTAKES_SHOWN_MAX = 3
+
+
+def add_error_answers(app: FastAPI) -> None:
+    app.add_exception_handler(GreenroomError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+def error_answer(
+    scope: MutableMapping[str, Any], error: GreenroomError, extra: Mapping[str, str] | None = None
+) -> Response:
+    """The rendered error. Its request id is left out: the bridge adds it to every answer."""
+    state = scope.get("state", {})
+    to_operator = bool(state.get("is_admin"))
+    status, headers, body = render.response(error, state.get("request_id", ""), to_operator=to_operator)
+    answer = Response(body, status, extra)
+    answer.raw_headers += [(name, value) for name, value in headers if name != b"x-request-id"]
+    return answer
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, GreenroomError)
+    return error_answer(request.scope, error)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """The framework raises the bug again after this answer, and the bridge logs it."""
+    return error_answer(request.scope, GatewayBug(repr(error)))
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.scope["path"]
+    asked = f"{request.method} {path}"
+    if error.status_code == 404:
+        return error_answer(request.scope, nothing_at(path))
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return error_answer(
+            request.scope, MethodNotAllowed(f"{asked} is not possible; it takes {allowed}."), error.headers
+        )
+    return error_answer(request.scope, BadRequest(f"{asked}: {error.detail}"))
+
+
+def nothing_at(path: str) -> NotFound:
+    return NotFound(f"There is nothing at {path}. /api/v1/openapi.json describes what there is.")
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    mistakes = error.errors()
+    message = "; ".join(f"{_param(mistake)}: {mistake['msg']}" for mistake in mistakes[:MISTAKES_SHOWN_MAX])
+    if mistakes[0]["loc"][0] == "body" and "json" not in request.headers.get("content-type", ""):
+        message += ". Send the body as JSON, with Content-Type: application/json"
+    return error_answer(request.scope, BadRequest(message, param=_param(mistakes[0])))
+
+
+def _param(mistake: Mapping[str, Any]) -> str:
+    """`("body", "evict", 0)` is `evict.0`. A body that is no JSON at all has only a position."""
+    where = [] if mistake["type"] == "json_invalid" else mistake["loc"][1:]
+    return ".".join(str(part) for part in where) or str(mistake["loc"][0])
+
 
 OPENAPI_PATH = "/api/v1/openapi.json"
 DOCS_PATH = "/api/v1/docs"

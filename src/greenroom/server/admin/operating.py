@@ -20,7 +20,7 @@ from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.listing import ModelPath, addressed, unknown_model
 from greenroom.server.admin.snapshot import Snapshot, tier_of
-from greenroom.server.admin.streams import (
+from greenroom.server.admin.watching import (
     PLAIN,
     SSE,
     LogFeed,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from greenroom.core.model import RequestId
-from greenroom.engines import usage
+from greenroom.engines import base
 from greenroom.errors import GatewayBug, GreenroomError
 from greenroom.http.exchange import Exchange
 from greenroom.http.relay import Relay, RelayOutcome
@@ -203,7 +203,7 @@ class Inference:
             return
         said = ask.entry.engine.usage(relay.tail(), stream=ask.stream)
         if said is None and relay.events:
-            said = usage.estimated(relay.events)
+            said = base.estimated(relay.events)
         if said is not None:
             record.prompt_tokens, record.completion_tokens = said.prompt, said.completion
             record.cached_tokens, record.estimated = said.cached, said.estimated

@@ -1,13 +1,17 @@
 """Readings of memory: each GPU with the processes on it, and the host.
 
-Owns the records of a reading and the protocol `Probe`. Never decides what the figures mean: `attribution.py` attributes
-memory, `devices.py` says which GPUs to plan with.
+Owns the records of a reading, the protocol `Probe`, and the reading of this host: /proc/meminfo, cgroups, /dev/shm and
+single processes. In a container the limit of its cgroup counts. `HostProbe` never raises: what cannot be read counts as
+not limited, or as absent. Never decides what the figures mean: `attribution.py` attributes memory, `devices.py` says
+which GPUs to plan with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 BYTES_A_MIB = 1024 * 1024
@@ -73,3 +77,115 @@ def named(gpus: Sequence[GpuReading], word: str) -> GpuReading | None:
     else:
         meant = [gpu for gpu in gpus if gpu.uuid == word] or [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
     return meant[0] if len(meant) == 1 else None
+
+
+KIB_A_MIB = 1024
+# A path in a cgroup's tree is not longer than this.
+CGROUP_DEPTH_MAX = 32
+_CACHED = ("inactive", "active")
+
+
+@dataclass(frozen=True, slots=True)
+class HostProbe:
+    """Where to look. Tests look at files of their own."""
+
+    proc: Path = Path("/proc")
+    cgroups: Path = Path("/sys/fs/cgroup")
+    shm: Path = Path("/dev/shm")
+
+    def look(self) -> HostReading:
+        total, available = self._machine_bytes()
+        for limit, used in self._limits():
+            total = min(total, limit)
+            available = min(available, max(0, limit - used))
+        shm_total, shm_free = self._shm_bytes()
+        return HostReading(*(size // BYTES_A_MIB for size in (total, available, shm_total, shm_free)))
+
+    def used_mib(self, pids: Iterable[int]) -> int:
+        """What the processes of one engine use together: pages that they may share count once."""
+        own, shared = 0, 0
+        for pid in pids:
+            sizes = _sizes_kib(self.proc / str(pid) / "status")
+            own += sizes.get("RssAnon", 0)
+            shared = max(shared, sizes.get("RssFile", 0) + sizes.get("RssShmem", 0))
+        return (own + shared) // KIB_A_MIB
+
+    def _machine_bytes(self) -> tuple[int, int]:
+        sizes = _sizes_kib(self.proc / "meminfo")
+        physical_kib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // KIB_A_MIB
+        total_kib = sizes.get("MemTotal", physical_kib)
+        return total_kib * KIB_A_MIB, sizes.get("MemAvailable", total_kib) * KIB_A_MIB
+
+    def _shm_bytes(self) -> tuple[int, int]:
+        try:
+            shm = os.statvfs(self.shm)
+        except OSError:
+            return 0, 0
+        return shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
+
+    # --- cgroups ----------------------------------------------------------------------------------------------------
+
+    def _limits(self) -> Iterator[tuple[int, int]]:
+        """Limit and use, in bytes, of our cgroup and of those above it, wherever one has a limit."""
+        for folder, limit_names, used_name, cache_prefix in self._groups():
+            limits = [limit for name in limit_names if (limit := _number(folder / name)) is not None]
+            if limits:
+                # The page cache is freed when memory is needed, including files that were read twice, as weights are,
+                # which the kernel calls active. Files in tmpfs are in neither count.
+                cached = sum(_field(folder / "memory.stat", f"{cache_prefix}{kind}_file") for kind in _CACHED)
+                yield min(limits), max(0, (_number(folder / used_name) or 0) - cached)
+
+    def _groups(self) -> Iterator[tuple[Path, tuple[str, ...], str, str]]:
+        for line in _text(self.proc / "self" / "cgroup").splitlines():
+            number, _, rest = line.partition(":")
+            controllers, _, path = rest.partition(":")
+            if number == "0" and not controllers:
+                for folder in _and_above(self.cgroups, path):
+                    # Above `high` nothing is refused, but every allocation is slowed down.
+                    yield folder, ("memory.max", "memory.high"), "memory.current", ""
+            elif "memory" in controllers.split(","):
+                for folder in _and_above(self.cgroups / "memory", path):
+                    yield folder, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
+
+
+THIS_MACHINE = HostProbe()
+
+
+def _and_above(root: Path, path: str) -> Iterator[Path]:
+    """This cgroup and all above it. The root is included: in a container our cgroup is often mounted there."""
+    parts = [part for part in path.split("/") if part not in ("", ".", "..")][:CGROUP_DEPTH_MAX]
+    for depth in range(len(parts), -1, -1):
+        yield root.joinpath(*parts[:depth])
+
+
+def _number(path: Path) -> int | None:
+    """The number in this file; None if it says "max", or there is no such file."""
+    text = _text(path).strip()
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _field(path: Path, name: str) -> int:
+    """The number of the line "name number"; 0 if there is none."""
+    for line in _text(path).splitlines():
+        said, _, number = line.partition(" ")
+        if said == name and number.isdigit():
+            return int(number)
+    return 0
+
+
+def _sizes_kib(path: Path) -> dict[str, int]:
+    """The lines "name: number kB"."""
+    sizes = {}
+    for line in _text(path).splitlines():
+        name, _, rest = line.partition(":")
+        number, _, unit = rest.strip().partition(" ")
+        if unit == "kB" and number.isdigit():
+            sizes[name] = int(number)
+    return sizes
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -14,8 +14,16 @@ from ..text.conversation import read_messages
 from ..text.harmony import ANSWER_HEADER, HarmonyReader
 from ..text.output_stream import OutputPiece, ScoredToken
 from ..text.tokens import Speller
-from ..text.tool_calls import CALL_TOKENS, CallReader, ToolCall
-from ..text.tools import CallFormat, Tools, call_format_of, new_call_id, read_tools
+from ..text.tool_calls import (
+    CALL_TOKENS,
+    CallFormat,
+    CallReader,
+    ToolCall,
+    Tools,
+    call_format_of,
+    new_call_id,
+    read_tools,
+)
 from .answering import answer_stream, answer_whole
 from .errors import ApiError, encoded, new_id
 from .fields import Body, boolean, integer, mapping

@@ -16,8 +16,7 @@ from .chat import finite
 from .errors import encoded, new_id, unsupported
 from .fields import Body, boolean, integer
 from .http import Answer
-from .model_context import ModelContext, Origin
-from .prompts import inputs_of, read_inputs
+from .model_context import ModelContext, Origin, inputs_of, read_inputs
 from .sampling_params import LOGPROBS_MAX, SEQUENCES_MAX, read_sampling_params
 
 

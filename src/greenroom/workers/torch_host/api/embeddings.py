@@ -19,8 +19,7 @@ from ..weights.sentence_config import SentenceConfig
 from .errors import ApiError, encoded, too_long, unavailable, unsupported
 from .fields import Body, boolean, integer, refuse
 from .http import Answer
-from .model_context import ModelContext
-from .prompts import inputs_of, read_inputs
+from .model_context import ModelContext, inputs_of, read_inputs
 
 INPUTS_MAX = 2_048
 DIMENSIONS_MAX = 1_048_576
