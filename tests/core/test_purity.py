@@ -23,7 +23,16 @@ from tests.chaos.scenario import draw_scenario
 ASKED_EVERY = 150
 # A queue finds the first of its deadlines when they are asked for after a waiter has left; which one that is does not
 # change. A policy is asked and not part of the state.
-FOUND_WHEN_ASKED = {"_deadline_at", "_late_at", "_oldest", "_lift_at", "stale", "_arrivals", "_ages_from", "_unseen"}
+FOUND_WHEN_ASKED = {
+    "_deadline_at",
+    "_late_at",
+    "_oldest",
+    "_lift_at",
+    "_is_stale",
+    "_arrivals",
+    "_ages_from",
+    "_untimed",
+}
 NOT_STATE = {"policy", "class_of", "_class_of"}
 
 

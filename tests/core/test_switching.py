@@ -13,7 +13,7 @@ import pytest
 from greenroom.core.decide.decision import Wait, WaitReason
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, ModelId, MoveKind, TenantId, Tier
-from greenroom.core.queue.rounds import RANKED_MANY
+from greenroom.core.queue.waitlist import MODELS_FEW
 
 from .test_order import ready
 from .world import Call, Engine, Fate, World, gpu, model
@@ -367,7 +367,7 @@ def test_many_cold_models_are_all_brought_in_the_end() -> None:
 @pytest.mark.parametrize("policy", ["default", "fifo"])
 def test_a_crowd_of_models_is_served_to_the_last(policy: str) -> None:
     """So many that their order is kept for a moment; some are asked for again while they wait, one urgently."""
-    names = [f"m{number}" for number in range(RANKED_MANY + 20)]
+    names = [f"m{number}" for number in range(MODELS_FEW + 20)]
     world = World([model(name, 6_000) for name in names], limits=Limits(policy=policy))
     world.arrive("long", names[0], takes_s=5.0)
     for number, name in enumerate(names):

@@ -14,17 +14,8 @@ from greenroom.core.events import Limits
 from greenroom.core.model import ModelId, MoveKind, RequestId, TenantId
 from greenroom.core.policy.default import ByCost
 from greenroom.core.policy.swapper import ByMemory
-from greenroom.core.queue.waitlist import (
-    LANES_FEW,
-    LANES_LOOKED_AT,
-    LANES_MANY,
-    TURNS_FRESH_S,
-    PriorityClass,
-    Queue,
-    Waiter,
-    WaiterKind,
-    Waitlist,
-)
+from greenroom.core.queue.index import FLOWS_FEW, REFRESHED_AT_ONCE_MAX, REFRESHED_BY_FIRST, TURNS_FRESH_S
+from greenroom.core.queue.waitlist import PriorityClass, Queue, Waiter, WaiterKind, Waitlist
 
 M, N = ModelId("m"), ModelId("n")
 POLICY = ByCost(Limits(), ByMemory())
@@ -53,7 +44,7 @@ def queue_of(*waiters: Waiter) -> Queue:
 # --- one queue ------------------------------------------------------------------------------------------------------
 
 
-def test_a_lane_keeps_the_order_of_arrival_even_for_one_that_comes_back() -> None:
+def test_a_flow_keeps_the_order_of_arrival_even_for_one_that_comes_back() -> None:
     first, second, third = (waiter(number) for number in range(3))
     queue = queue_of(first, second, third)
     queue.remove(first, None)
@@ -62,10 +53,10 @@ def test_a_lane_keeps_the_order_of_arrival_even_for_one_that_comes_back() -> Non
     assert list(queue) == [first, second, third] and queue.heads() == [first]
 
 
-def test_every_kind_priority_and_tenant_has_a_lane_of_its_own() -> None:
+def test_every_kind_priority_and_tenant_has_a_flow_of_its_own() -> None:
     others = [waiter(1, priority=0), waiter(2, tenant="t"), waiter(3, kind=WaiterKind.OP)]
     queue = queue_of(waiter(0), *others)
-    assert queue.heads() == [queue.heads()[0], *others] and len(queue.lanes) == 4
+    assert queue.heads() == [queue.heads()[0], *others]
 
 
 def test_operators_who_want_it_asleep_stand_apart() -> None:
@@ -93,8 +84,8 @@ def turn(one: Waiter) -> tuple[float, ...]:
     return (one.priority, one.sequence)
 
 
-def test_lanes_that_have_ended_are_passed_over_within_the_same_moment() -> None:
-    waiters = [waiter(number, tenant=f"t{number}") for number in range(3 * LANES_FEW)]
+def test_flows_that_have_ended_are_passed_over_within_the_same_moment() -> None:
+    waiters = [waiter(number, tenant=f"t{number}") for number in range(3 * FLOWS_FEW)]
     queue = queue_of(*waiters)
     for one in waiters:
         assert queue.first(turn, 0.0) is one
@@ -104,10 +95,10 @@ def test_lanes_that_have_ended_are_passed_over_within_the_same_moment() -> None:
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2 * LANES_FEW)), min_size=1, max_size=60),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2 * FLOWS_FEW)), min_size=1, max_size=60),
     st.lists(st.tuples(st.sampled_from(["first", "any", "come"]), st.integers(0, 99), st.floats(0, 2.0)), max_size=60),
 )
-def test_the_first_is_whose_turn_it_is_however_many_lanes_there_are(
+def test_the_first_is_whose_turn_it_is_however_many_flows_there_are(
     people: list[tuple[int, int]], steps: list[tuple[str, int, float]]
 ) -> None:
     waiters = [
@@ -154,7 +145,7 @@ def test_a_question_about_one_more_leaves_the_queue_as_it_is() -> None:
     assert (queue.waiting, queue.weight, queue.deadline_at) == (1, 1.0, 70.0)
 
 
-def test_a_lane_that_was_served_ages_from_then_on_and_one_that_lost_its_first_does_not() -> None:
+def test_a_flow_that_was_served_ages_from_then_on_and_one_that_lost_its_first_does_not() -> None:
     for served_at, lift_at in ((100.0, 160.0), (None, 65.0)):
         first, second = waiter(0, arrived=0.0), waiter(1, arrived=5.0)
         queue = queue_of(first, second)
@@ -163,7 +154,7 @@ def test_a_lane_that_was_served_ages_from_then_on_and_one_that_lost_its_first_do
         assert queue.lift_at == lift_at and queue.oldest == 5.0 and queue.deadline_at == 65.0
 
 
-def test_those_ahead_are_those_before_it_in_its_lane_and_as_many_in_each_other_that_is_not_less_urgent() -> None:
+def test_those_ahead_are_those_before_it_in_its_flow_and_as_many_in_each_other_that_is_not_less_urgent() -> None:
     own = [waiter(number) for number in range(4)]
     other = [waiter(number, tenant="t") for number in range(4, 6)]
     low = [waiter(number, priority=2) for number in range(6, 9)]
@@ -223,7 +214,7 @@ def test_another_standing_counts_for_those_who_wait_already() -> None:
     assert waitlist.depth == 4 and waitlist.position(waitlist["w3"]) == 4
 
 
-def test_another_standing_does_not_make_a_lane_older_than_it_is() -> None:
+def test_another_standing_does_not_make_a_flow_older_than_it_is() -> None:
     waitlist = Waitlist(POLICY.priority_class)
     for number in range(3):
         waitlist.add(waiter(number, arrived=float(number)))
@@ -286,7 +277,7 @@ def test_whatever_comes_and_goes_the_sums_are_those_of_a_count_from_scratch(
 
 
 def test_an_order_that_is_kept_notices_who_was_served_meanwhile_and_who_has_left() -> None:
-    served = dict.fromkeys((f"t{number:02}" for number in range(2 * LANES_FEW)), 0.0)
+    served = dict.fromkeys((f"t{number:02}" for number in range(2 * FLOWS_FEW)), 0.0)
     waiters = [waiter(number, tenant=tenant) for number, tenant in enumerate(served)]
     queue = queue_of(*waiters)
 
@@ -300,10 +291,10 @@ def test_an_order_that_is_kept_notices_who_was_served_meanwhile_and_who_has_left
     assert queue.first(turn, 0.0) is waiters[2], "the next has left"
 
 
-@pytest.mark.parametrize("lanes", [LANES_MANY, 2 * LANES_MANY])
-def test_an_order_that_is_kept_notices_after_a_while_who_was_lifted(lanes: int) -> None:
+@pytest.mark.parametrize("flows", [REFRESHED_AT_ONCE_MAX, 2 * REFRESHED_AT_ONCE_MAX])
+def test_an_order_that_is_kept_notices_after_a_while_who_was_lifted(flows: int) -> None:
     lifted: set[str] = set()
-    waiters = [waiter(number, tenant=f"t{number:03}") for number in range(lanes)]
+    waiters = [waiter(number, tenant=f"t{number:03}") for number in range(flows)]
     queue = queue_of(*waiters)
 
     def turn(one: Waiter) -> tuple[float, ...]:
@@ -312,22 +303,12 @@ def test_an_order_that_is_kept_notices_after_a_while_who_was_lifted(lanes: int) 
     assert queue.first(turn, 0.0) is waiters[0]
     lifted.add(waiters[-1].tenant)
     assert queue.first(turn, 0.0) is waiters[0], "it is not looked at again at once"
-    turns = 1 if lanes <= LANES_MANY else lanes // LANES_LOOKED_AT
+    turns = 1 if flows <= REFRESHED_AT_ONCE_MAX else flows // REFRESHED_BY_FIRST
     seen = [queue.first(turn, TURNS_FRESH_S) for _ in range(turns)]
     assert seen[-1] is waiters[-1]
 
 
-def test_lanes_that_have_ended_are_forgotten_after_a_while_though_they_never_came_first() -> None:
-    waiters = [waiter(number, tenant=f"t{number:03}") for number in range(3 * LANES_FEW)]
-    queue = queue_of(*waiters)
-    assert queue.first(turn, 0.0) is waiters[0]
-    for one in waiters[-LANES_FEW:]:
-        queue.remove(one, None)
-    assert queue.first(turn, 0.5) is waiters[0] and len(queue.turns) == 3 * LANES_FEW
-    assert queue.first(turn, TURNS_FRESH_S) is waiters[0] and len(queue.turns) == 2 * LANES_FEW
-
-
-def test_the_times_of_many_lanes_are_those_of_their_firsts_however_often_these_change() -> None:
+def test_the_times_of_many_flows_are_those_of_their_firsts_however_often_these_change() -> None:
     wish = waiter(0, kind=WaiterKind.PRELOAD, priority=1_000_000)
     oldest = waiter(1, arrived=1.0, tenant="patient")
     waiters = [waiter(number, arrived=float(number), tenant=f"t{number % 20}") for number in range(2, 400)]

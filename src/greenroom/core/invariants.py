@@ -107,7 +107,7 @@ def _tables_hold_only_what_is_there(state: State, waiters: list[Waiter]) -> None
 
 
 def _nobody_waits_for_nothing(state: State, now: float) -> None:
-    """No lost wake-up: no head of a lane could be served, brought or refused already.
+    """No lost wake-up: no head of a flow could be served, brought or refused already.
 
     Preloads and refusals may come a little later, when a move ends; a timer wakes a model that pauses. The time at
     which a model may come shifts a little as rates decay, so a timer that looks again is enough. With more waiting

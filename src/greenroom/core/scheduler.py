@@ -24,7 +24,7 @@ from greenroom.core.moves import Moves
 from greenroom.core.policy.base import Policies
 from greenroom.core.policy.registry import BUILT_IN, SWAPPERS, Swappers, make_policy
 from greenroom.core.queue.outlook import Outlook, eta_s, outlook
-from greenroom.core.queue.rounds import LOOK_SOON_S, RANKED_MANY, Rounds
+from greenroom.core.queue.rounds import LOOK_SOON_S, Rounds
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.slots import SlotWriter
 from greenroom.core.state import Grant, State, learn
@@ -196,10 +196,10 @@ class Scheduler:
         return (self._too_late(event, waiter, plan.model) if is_begun else None) or plan
 
     def _first_plan(self, waiter: Waiter, now: float, places: Places) -> Plan:
-        queues, model = self.state.waitlist.queues, waiter.model
-        in_crowd = len(queues) > RANKED_MANY and model in queues and len(waiter.candidates) == 1
-        if in_crowd and self._rounds.is_away(model, now) and not self.state.shutting_down:
-            return Wait(WaitReason.CROWD, model, now + LOOK_SOON_S)
+        waitlist, model = self.state.waitlist, waiter.model
+        can_wait = waitlist.has_many_models and model in waitlist.queues and len(waiter.candidates) == 1
+        if can_wait and self._rounds.is_away(model, now) and not self.state.shutting_down:
+            return Wait(WaitReason.MANY_MODELS, model, now + LOOK_SOON_S)
         return decide(self.state, waiter, now, places)
 
     def _too_late(self, event: ev.RequestArrived, waiter: Waiter, model: ModelId) -> Refuse | None:

@@ -34,7 +34,8 @@ from greenroom.core.model import (
     TenantId,
 )
 from greenroom.core.policy.swapper import Resident
-from greenroom.core.queue.waitlist import Queue, WaiterKind
+from greenroom.core.queue.waiter import NO_PRIORITY
+from greenroom.core.queue.waitlist import WaiterKind
 from greenroom.core.state import Counters as Counters
 from greenroom.core.state import ModelRecord, State
 
@@ -215,11 +216,11 @@ class SchedulerView:
         without = {device: mib - state.ledger.outside_mib(device) for device, mib in most.items()}
         found: dict[ModelId, KeptOut] = {}
         for model, queue in state.waitlist.queues.items():
-            priorities = _priorities(queue)
-            if queue.oldest + after_s <= now and priorities:
+            # A preload has no priority here: it waits until there is room.
+            if queue.oldest + after_s <= now and queue.priorities.first < NO_PRIORITY:
                 record = state.models.get(model)
                 if record is not None and (place := self._place(record, without, with_others)):
-                    found[model] = KeptOut(record.spec, min(priorities), place)
+                    found[model] = KeptOut(record.spec, queue.priorities.first, place)
         return found
 
     def _place(self, record: ModelRecord, without: Mib, with_others: Mib) -> dict[DeviceId, int]:
@@ -232,8 +233,3 @@ class SchedulerView:
             return {}
         claims = placement.options(spec, need, devices, with_others, with_others)
         return {device: mib for device, mib in claims[0].items() if device in gpus} if claims else {}
-
-
-def _priorities(queue: Queue) -> list[int]:
-    """Priorities of the waiters that may evict others. A preload waits until there is room."""
-    return [priority for kind, priority, _ in queue.lanes if kind != WaiterKind.PRELOAD.value]

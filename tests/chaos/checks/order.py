@@ -15,7 +15,7 @@ from greenroom.core import events as ev
 from greenroom.core.effects import Reason, Rejection
 from greenroom.core.model import LeaseId, ModelId, Move, RequestId, SlotId, TenantId
 from greenroom.core.policy.default import LATE_DEADLINES
-from greenroom.core.queue.waitlist import TURNS_FRESH_S
+from greenroom.core.queue.index import TURNS_FRESH_S
 from greenroom.sim.records import Violation
 from tests.chaos.checks.base import Check
 

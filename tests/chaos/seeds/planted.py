@@ -141,7 +141,10 @@ def wrong_reason(original: Callable[..., Any]) -> Any:
 def order_swapped(original: Callable[..., Any]) -> Any:
     def first_of(self: Actions, queue: Any, now: float) -> Any:
         first = original(self, queue, now)
-        return next(lane[-1] for lane in queue.lanes.values() if lane[0] is first)
+        same = [
+            waiter for waiter in queue if first and (waiter.tenant, waiter.priority) == (first.tenant, first.priority)
+        ]
+        return [waiter for waiter in same if waiter.kind is first.kind][-1] if same else first
 
     return first_of
 

@@ -46,7 +46,7 @@ class WaitReason(Enum):
     KEPT_FOR_OTHERS = "kept_for_others"
     GREEN_ROOM = "green_room"  # no host memory for one more sleeper
     NO_ROOM = "no_room"
-    CROWD = "crowd"  # many models are waited for, and a round asks for only some of them
+    MANY_MODELS = "crowd"  # many models are waited for, and a round asks for only some of them
 
 
 @dataclass(frozen=True, slots=True)

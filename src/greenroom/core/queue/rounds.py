@@ -6,7 +6,6 @@ Owns that order, the timer for the next round, and the devices kept for models t
 
 from __future__ import annotations
 
-from itertools import islice
 from math import inf
 
 from greenroom.core import events as ev
@@ -16,27 +15,21 @@ from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import because
 from greenroom.core.model import DeviceId, ModelId
-from greenroom.core.queue.kept_order import KeptOrder
+from greenroom.core.queue.index import LEADING_MIN
 from greenroom.core.queue.waitlist import Queue, Waiter
 from greenroom.core.slots import SlotWriter
 from greenroom.core.state import State
 
-# How many models one round asks for in order of rank, and how many more that might fit. Others wait.
+# How many models one round asks for in order of rank, and how many more that might fit. Others wait. With very many
+# waiting models a round asks for fewer, and one more request for a model that is already waited for is decided on a
+# little later, together with others.
 ASKED_MAX = 16
-# With more waiting models than this there is a crowd. Ranking takes some microseconds per model, so their order is kept
-# and each round ranks only a part anew. Each round also asks for fewer models, and one more request for a model that is
-# already waited for is decided on a little later, together with others.
-RANKED_MANY = 64
-ASKED_IN_CROWD = 4
-RANKED_IN_CROWD = 16
 # With more waiting models than this, the next deadline also sets the timer, because a round may not ask for all.
 INSIST_MANY = 4
 LOOK_SOON_S = 0.1
-# In a crowd there is a round at least this often, so that no rank grows old.
-CROWD_ROUND_S = 0.5
+# With very many waiting models there is a round at least this often, so that no rank grows old.
+ROUND_WITH_MANY_S = 0.5
 _SWITCH = ev.Timer(ev.TimerKind.SWITCH, "")
-# The rank of a model that need not be brought.
-_LAST = (inf,)
 
 
 class Rounds:
@@ -45,7 +38,6 @@ class Rounds:
         self._places = places
         self._slots = slots
         self._act = act
-        self._crowd: KeptOrder[ModelId] = KeptOrder()
         # The earliest arrival in the queues of models that are not ready, or an earlier time.
         self._oldest = inf
         # A slot was granted as often as waiters may be overtaken: a round has to ask the policy again.
@@ -76,11 +68,12 @@ class Rounds:
         state = self._state
         self.is_due = False
         state.kept.clear()
-        is_crowd = len(state.waitlist.queues) > RANKED_MANY
-        ranking, until = self._ranked_in_crowd(now) if is_crowd else self._ranked(now)
-        residents, asked, few = Residents(state, now, self._places), 0, ASKED_IN_CROWD if is_crowd else ASKED_MAX
+        few = LEADING_MIN if state.waitlist.has_many_models else ASKED_MAX
+        ranking, until = self._ranked(now)
+        residents, asked = Residents(state, now, self._places), 0
         least: dict[tuple[DeviceId, ...], int] = {}
         for model in ranking:
+            # An earlier decision of this round may have emptied the queue or brought the model.
             queue = state.waitlist.queues.get(model)
             if queue is None or not self.is_away(model, now):
                 continue
@@ -100,40 +93,14 @@ class Rounds:
 
     def _ranked(self, now: float) -> tuple[list[ModelId], float]:
         """Models that are away, in order of rank, and when the next round is due in any case."""
-        state, policy = self._state, self._state.policy
-        if self._crowd:
-            # The crowd has dispersed. The next one is ranked from scratch.
-            self._crowd.clear()
-            state.waitlist.alter_all()
-        cold = [queue for queue in state.waitlist.queues.values() if self.is_away(queue.model, now)]
-        cold.sort(key=lambda queue: policy.rank(queue, now))
-        self._oldest = min((queue.oldest for queue in cold), default=inf)
-        deadlines = (queue.deadline_at for queue in cold if queue.deadline_at > now)
-        until = min(deadlines, default=inf) if len(cold) > INSIST_MANY else inf
-        return [queue.model for queue in cold], until
-
-    def _ranked_in_crowd(self, now: float) -> tuple[list[ModelId], float]:
-        """The first few models that are away, and then some others, so that each model has its turn."""
-        crowd = self._crowd
-        for model in self._state.waitlist.take_altered(RANKED_IN_CROWD):
-            self._rank(model, now)
-        others = crowd.longest_unseen(RANKED_IN_CROWD)
-        for model in others:
-            self._rank(model, now)
-        # A model that has left since it was ranked is dropped when it is found.
-        queues = self._state.waitlist.queues
-        away = (model for model in crowd if model in queues and self.is_away(model, now))
-        firsts = list(islice(away, ASKED_IN_CROWD))
-        rest = sorted((model for model in others if model in crowd and model not in firsts), key=crowd.turn)
-        return [*firsts, *rest], now + CROWD_ROUND_S
-
-    def _rank(self, model: ModelId, now: float) -> None:
-        """Rank this model in the crowd as of now."""
-        queue = self._state.waitlist.queues.get(model)
-        if queue is None:
-            self._crowd.drop(model)
-        else:
-            self._crowd.put(model, self._state.policy.rank(queue, now) if self.is_away(model, now) else _LAST)
+        state, rank = self._state, self._state.policy.rank
+        queues = state.waitlist.ranking(lambda queue: rank(queue, now), lambda queue: self.is_away(queue.model, now))
+        models = [queue.model for queue in queues]
+        if state.waitlist.has_many_models:
+            return models, now + ROUND_WITH_MANY_S
+        self._oldest = min((queue.oldest for queue in queues), default=inf)
+        deadlines = (queue.deadline_at for queue in queues if queue.deadline_at > now)
+        return models, min(deadlines, default=inf) if len(queues) > INSIST_MANY else inf
 
     def is_away(self, model: ModelId, now: float) -> bool:
         """True if it is neither ready, moving, planned, leaving nor pausing."""

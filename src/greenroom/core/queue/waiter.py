@@ -39,7 +39,7 @@ class Waiter:
     answer_by: float | None = None
     wants: MoveKind = MoveKind.LOAD
     keep_alive_s: float | None = None
-    # Age counts from here: from its arrival, or from when the waiter before it in its lane was served.
+    # Age counts from here: from its arrival, or from when the waiter before it in its flow was served.
     aged_from: float = 0.0
     came_back: bool = False
 

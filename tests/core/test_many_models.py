@@ -6,14 +6,16 @@ import pytest
 
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, Tier
-from greenroom.core.queue.rounds import ASKED_IN_CROWD, ASKED_MAX, CROWD_ROUND_S, RANKED_IN_CROWD, RANKED_MANY
+from greenroom.core.queue.index import LEADING_MIN, REFRESHED_BY_LEADING
+from greenroom.core.queue.rounds import ASKED_MAX, ROUND_WITH_MANY_S
+from greenroom.core.queue.waitlist import MODELS_FEW
 
 from .world import Fate, World, gpu, model
 
 GPU0, GPU1 = DeviceId("gpu0"), DeviceId("gpu1")
 
 
-@pytest.mark.parametrize("others", [ASKED_MAX // 2, ASKED_MAX + 4, RANKED_MANY + 6])
+@pytest.mark.parametrize("others", [ASKED_MAX // 2, ASKED_MAX + 4, MODELS_FEW + 6])
 def test_those_who_wait_for_a_busy_device_hide_nobody_who_waits_for_an_idle_one(others: int) -> None:
     busy = [model(f"busy{number}", 6_000, devices=(GPU0,)) for number in range(others)]
     idle = [model(f"idle{number}", 6_000, devices=(GPU1,)) for number in range(2)]
@@ -29,7 +31,7 @@ def test_those_who_wait_for_a_busy_device_hide_nobody_who_waits_for_an_idle_one(
 
 
 def test_in_a_crowd_a_small_model_is_not_hidden_behind_large_ones() -> None:
-    large = [model(f"large{number}", 7_000) for number in range(RANKED_MANY + 6)]
+    large = [model(f"large{number}", 7_000) for number in range(MODELS_FEW + 6)]
     world = World([model("held", 5_000), *large, model("small", 2_000)], devices=(gpu(0, 8_000),))
     world.arrive("hold", "held", takes_s=50.0)
     world.run(6.0)
@@ -53,46 +55,46 @@ def crowd(*sizes_mib: int) -> World:
 
 def test_one_round_asks_for_no_more_than_so_many_and_for_everybody_in_turn() -> None:
     """Each wants a little less than the one before, so each might fare better; but a round must end."""
-    world = crowd(*(7_500 - number for number in range(RANKED_MANY + 16)))
+    world = crowd(*(7_500 - number for number in range(MODELS_FEW + 16)))
     asked: list[str] = []
     rounds = world.scheduler._rounds
     decide_on = rounds._ask_for
     rounds._ask_for = lambda queue, cast, now: (asked.append(queue.model), decide_on(queue, cast, now))[1]  # type: ignore[func-returns-value,method-assign]
     ever: set[str] = set()
-    for _ in range(2 * (RANKED_MANY + 16) // RANKED_IN_CROWD):
+    for _ in range(2 * (MODELS_FEW + 16) // REFRESHED_BY_LEADING):
         asked.clear()
         rounds.bring(world.now)
-        assert len(asked) <= ASKED_IN_CROWD + ASKED_MAX
+        assert len(asked) <= LEADING_MIN + ASKED_MAX
         ever.update(asked)
-    assert len(ever) == RANKED_MANY + 16
+    assert len(ever) == MODELS_FEW + 16
     world.run()
     assert all(call.fate is Fate.SERVED for call in world.calls_by_id.values()) and world.is_at_rest()
 
 
-@pytest.mark.parametrize("models", [RANKED_MANY + 16, 2 * RANKED_MANY + 32])
+@pytest.mark.parametrize("models", [MODELS_FEW + 16, 2 * MODELS_FEW + 32])
 def test_a_round_ranks_no_more_than_so_many_however_many_wait(models: int) -> None:
     world = crowd(*[7_000] * models)
     ranked: list[str] = []
     policy = world.scheduler.state.policy
     rank = policy.rank
     policy.rank = lambda queue, now: (ranked.append(queue.model), rank(queue, now))[1]  # type: ignore[func-returns-value,method-assign]
-    for _ in range(models // RANKED_IN_CROWD):
+    for _ in range(models // REFRESHED_BY_LEADING):
         before = len(ranked)
         world.scheduler._rounds.bring(world.now)
-        assert len(ranked) - before <= 2 * RANKED_IN_CROWD
+        assert len(ranked) - before <= 2 * REFRESHED_BY_LEADING
     assert len(set(ranked)) == models, "each of them was ranked in turn"
 
 
 def test_in_a_crowd_there_is_a_round_soon_so_that_no_rank_grows_old() -> None:
-    world = crowd(*[7_000] * (RANKED_MANY + 16))
+    world = crowd(*[7_000] * (MODELS_FEW + 16))
     world.scheduler._rounds.bring(world.now)
-    assert world.scheduler._rounds.looks_at <= world.now + CROWD_ROUND_S
+    assert world.scheduler._rounds.looks_at <= world.now + ROUND_WITH_MANY_S
 
 
 def test_in_a_crowd_the_urgent_go_before_all_who_are_not_late() -> None:
-    world = crowd(*[7_000] * (RANKED_MANY + 16))
+    world = crowd(*[7_000] * (MODELS_FEW + 16))
     world.run(world.now + 20.0)
-    urgent = world.arrive("urgent", f"m{RANKED_MANY + 15:03}", takes_s=1.0, priority=0)
+    urgent = world.arrive("urgent", f"m{MODELS_FEW + 15:03}", takes_s=1.0, priority=0)
     world.run(world.now + 30.0)
     assert urgent.fate is Fate.SERVED
     granted = [
@@ -102,7 +104,7 @@ def test_in_a_crowd_the_urgent_go_before_all_who_are_not_late() -> None:
 
 
 def test_whoever_leaves_or_comes_in_a_crowd_disturbs_nobody() -> None:
-    models = [model(f"m{number}", 3_000, concurrency=4) for number in range(RANKED_MANY + 40)]
+    models = [model(f"m{number}", 3_000, concurrency=4) for number in range(MODELS_FEW + 40)]
     world = World(models, devices=(gpu(0, 8_000),), limits=Limits(queue_depth_max=10_000))
     leaving = [f"m{number}" for number in range(0, len(models), 8)]
     for turn in range(3):
@@ -117,8 +119,8 @@ def test_whoever_leaves_or_comes_in_a_crowd_disturbs_nobody() -> None:
 
 
 def test_models_that_are_removed_in_a_crowd_are_no_longer_ranked() -> None:
-    world = crowd(*[7_000] * (RANKED_MANY + 16))
-    for _ in range(RANKED_MANY // RANKED_IN_CROWD + 2):
+    world = crowd(*[7_000] * (MODELS_FEW + 16))
+    for _ in range(MODELS_FEW // REFRESHED_BY_LEADING + 2):
         world.scheduler._rounds.bring(world.now)
     world.config(removed=("m000", "m001"))
     world.scheduler._rounds.bring(world.now)
