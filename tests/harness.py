@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,9 @@ import yaml
 from greenroom.app import App
 from greenroom.config import loader
 from greenroom.process import orphans
+from tests.waiting import PATIENCE_S, until_now
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
-# Generous: the machine may be busy. Nothing waits this long when all is well.
-PATIENCE_S = 60.0
 
 
 def fake(name: str, *switches: str, **keys: Any) -> dict[str, Any]:
@@ -107,14 +105,6 @@ def left_behind(folder: Path) -> list[orphans.OwnedProcess]:
     return orphans.find(identity.read_text().strip() + ":") if identity.exists() else []
 
 
-async def until(fact: Any, what: str, within_s: float = PATIENCE_S) -> None:
-    """Wait for a fact rather than for a time."""
-    deadline = time.monotonic() + within_s
-    while not fact():
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        await asyncio.sleep(0.01)
-
-
 class GatewayProcess:
     """A gateway as its users run it: `greenroom serve` in a process of its own, or of the program `inside`."""
 
@@ -136,17 +126,19 @@ class GatewayProcess:
             raise
 
     def _wait_for_address(self) -> str:
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            for line in self.lines():
-                with contextlib.suppress(ValueError):
-                    entry = json.loads(line)
-                    if isinstance(entry, dict) and entry.get("event") == "serving":
-                        return f"http://{entry['address']}"
-            if self.process.poll() is not None:
-                raise AssertionError(f"the gateway ended: {self.log.read_text()[-3000:]}")
-            time.sleep(0.02)
-        raise AssertionError(f"the gateway did not come up: {self.log.read_text()[-3000:]}")
+        until_now(lambda: self._address() or self.process.poll() is not None, self.log.read_text)
+        address = self._address()
+        assert address is not None, f"the gateway ended: {self.log.read_text()[-3000:]}"
+        return f"http://{address}"
+
+    def _address(self) -> str | None:
+        """Where it says that it serves."""
+        for line in self.lines():
+            with contextlib.suppress(ValueError):
+                entry = json.loads(line)
+                if isinstance(entry, dict) and entry.get("event") == "serving":
+                    return str(entry["address"])
+        return None
 
     def lines(self) -> list[str]:
         with self.log.open("rb") as log:
@@ -170,13 +162,9 @@ class GatewayProcess:
         return self.process.wait(within_s)
 
     def nothing_left(self, within_s: float = PATIENCE_S) -> bool:
-        """Whether every engine of this gateway is gone, waiting for the keepers to finish their work."""
-        deadline = time.monotonic() + within_s
-        while time.monotonic() < deadline:
-            if not left_behind(self.folder):
-                return True
-            time.sleep(0.02)
-        return False
+        """True once every engine of this gateway is gone: the keepers may still be at work. Fails if one stays."""
+        until_now(lambda: not left_behind(self.folder), "every engine is gone", within_s)
+        return True
 
 
 @contextlib.contextmanager

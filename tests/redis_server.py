@@ -13,11 +13,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-# Generous: the machine may be busy. Nothing waits this long when all is well.
-PATIENCE_S = 60.0
+from tests.waiting import PATIENCE_S, until_now
+
 _STARTS_MAX = 5
 _PR_SET_PDEATHSIG = 1
 _SHARED = Path("/dev/shm")
@@ -65,7 +65,8 @@ class RedisServer:
         """Start it and wait until it answers. Its port may be another's for a moment: that is tried again."""
         for _ in range(_STARTS_MAX):
             self._process = self._spawned()
-            is_up = _until(lambda: self._answers() or self._has_ended()) and not self._has_ended()
+            until_now(lambda: self._answers() or self._has_ended(), "redis-server answers or ends")
+            is_up = not self._has_ended()
             self._forget_shared_clock()
             if is_up:
                 return
@@ -151,12 +152,3 @@ def _clock_env(file: Path) -> dict[str, str]:
 def _end_with_parent() -> None:
     """A test run that is killed leaves no server behind."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _until(fact: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while not fact():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True

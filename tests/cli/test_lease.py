@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,9 @@ from greenroom.leases.records import LeaseAsk, holder_of
 from greenroom.leases.shared.redis_store import RedisStore
 from greenroom.process import proc, program_keeper
 from tests.cli.fake_gateway import FakeGateway, answer
-from tests.harness import fake, gateway, until, url
+from tests.harness import fake, gateway, url
 from tests.redis_server import redis_server
+from tests.waiting import until, until_now
 
 T = TypeVar("T")
 
@@ -361,7 +361,4 @@ def test_what_a_program_started_is_ended_with_it(tmp_path: Path, shell: str) -> 
     program = LeasedProgram(["sh", "-c", shell.format(command)], FakeHeld(up), term_grace_s=0.5)  # type: ignore[arg-type]
     program.run()
     started = int(up.read_text())
-    deadline = time.monotonic() + 30
-    while holder_of(started) is not None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert holder_of(started) is None
+    until_now(lambda: holder_of(started) is None)

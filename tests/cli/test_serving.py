@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from greenroom.app import App
 from greenroom.cli.main import main
 from greenroom.cli.serving import _Signals, why_not_started
 from greenroom.config.schema import Config, Server
-from tests.harness import until
+from tests.waiting import until, until_now
 
 pytestmark = pytest.mark.slow
 
@@ -70,11 +69,11 @@ class Served:
         return self.process.wait(DEADLINE_S)
 
     def until(self, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not is_so():
+        def looked() -> bool:
             assert self.process.poll() is None, f"it ended: {self.err}"
-            assert time.monotonic() < deadline, f"it did not happen: {self.out} {self.err}"
-            time.sleep(0.02)
+            return is_so()
+
+        until_now(looked, lambda: f"{self.out} {self.err}")
 
 
 @pytest.fixture
@@ -142,10 +141,12 @@ def test_a_burst_of_sigterms_ends_it_as_one_does(file: Path) -> None:
     """Until the very end of the process, also while the interpreter clears up."""
     with served(file.parent, "--port", "0") as gateway:
         gateway.get("/health")
-        deadline = time.monotonic() + DEADLINE_S
-        while gateway.process.poll() is None and time.monotonic() < deadline:
+
+        def has_ended_when_asked_again() -> bool:
             gateway.signal(signal.SIGTERM)
-            time.sleep(0.001)
+            return gateway.process.poll() is not None
+
+        until_now(has_ended_when_asked_again)
         assert gateway.wait() == 0
         assert "Traceback" not in gateway.err
         assert gateway.err.count("shutting down") == 2
@@ -224,15 +225,14 @@ def test_a_reader_of_the_greeting_who_has_enough_does_not_end_it(file: Path) -> 
 def until_it_answers(port: int, process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
     """It answers, and has said everything it says at the start."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
-        try:
-            with opener.open(f"http://127.0.0.1:{port}/health", timeout=DEADLINE_S):
-                return
-        except OSError:
-            assert process.poll() is None, "it ended"
-            assert time.monotonic() < deadline, "it does not answer"
-            time.sleep(0.02)
+
+    def answers() -> bool:
+        assert process.poll() is None, "it ended"
+        with contextlib.suppress(OSError), opener.open(f"http://127.0.0.1:{port}/health", timeout=DEADLINE_S):
+            return True
+        return False
+
+    until_now(answers, "it answers")
 
 
 # --- what keeps it from starting ------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ import pytest
 from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, LeaseUnknown
 from greenroom.leases.records import Holder, Lease, LeaseAsk, LeaseStore, holder_of
 from tests.contract.lease_stores import GPU_MIB, GPUS, SLOT_MIB, STAGES, Stage
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 30.0
 SHORT_TTL_S = 1.0
 
 
@@ -63,10 +63,10 @@ async def states(store: LeaseStore) -> dict[str, str]:
 
 
 async def until_states(store: LeaseStore, wanted: dict[str, str]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while (seen := await states(store)) != wanted:
-        assert time.monotonic() < deadline, f"{seen}, wanted {wanted}"
-        await asyncio.sleep(0.02)
+    async def is_so() -> bool:
+        return await states(store) == wanted
+
+    await until(is_so, f"states {wanted}")
 
 
 @contextlib.asynccontextmanager

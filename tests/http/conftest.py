@@ -11,8 +11,9 @@ import uvloop
 
 from greenroom.http.limits import EdgeLimits
 from greenroom.http.upstream import Pool
+from tests.waiting import until
 
-from .wires import QUICK, Client, Engine, Proxy, Script, Server, address, until
+from .wires import QUICK, Client, Engine, Proxy, Script, Server, address
 
 Serve = Callable[..., Awaitable[Server]]
 Connect = Callable[[Server], Awaitable[Client]]

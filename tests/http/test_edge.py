@@ -15,9 +15,10 @@ from greenroom.http import edge as edge_module
 from greenroom.http.client import ClientConnection
 from greenroom.http.exchange import Exchange
 from greenroom.http.request import Head
+from tests.waiting import until
 
 from .conftest import Connect, Serve
-from .wires import DEADLINE_S, Client, echo, get, leave, post, until
+from .wires import DEADLINE_S, Client, echo, get, leave, post
 
 CHUNKED = b"POST /c HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 

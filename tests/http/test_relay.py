@@ -9,9 +9,10 @@ import pytest
 
 from greenroom.http.exchange import Exchange
 from greenroom.http.relay import BAD_BODY_BYTES_MAX, TAIL_BYTES, Relay, RelayOutcome
+from tests.waiting import until
 
 from .conftest import Behind, Connect, Engines
-from .wires import Call, Client, Engine, Proxy, SlowLoop, get, post, until
+from .wires import Call, Client, Engine, Proxy, SlowLoop, get, post
 
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 JSON = b"HTTP/1.1 200 OK\r\nServer: e\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"

@@ -9,9 +9,10 @@ import pytest
 
 from greenroom.http.relay import RelayOutcome
 from greenroom.http.tunnel import Tunnel
+from tests.waiting import until
 
 from .conftest import Behind, Connect, Engines
-from .wires import DEADLINE_S, Call, Proxy, get, leave, until
+from .wires import DEADLINE_S, Call, Proxy, get, leave
 
 ASK = get("/ws", "Connection: Upgrade\r\nUpgrade: echo\r\nSec-WebSocket-Key: k\r\n")
 AGREE = (

@@ -14,9 +14,10 @@ from greenroom.http.engine_connection import Connection
 from greenroom.http.headers import Headers
 from greenroom.http.limits import EdgeLimits
 from greenroom.http.upstream import EngineAddress, Pool
+from tests.waiting import until
 
 from .conftest import Engines
-from .wires import Call, Engine, SlowLoop, address, until
+from .wires import Call, Engine, SlowLoop, address
 
 HEAD = b"POST /x HTTP/1.1\r\nhost: e\r\ncontent-length: 3\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,19 +19,11 @@ from greenroom.http.relay import Relay
 from greenroom.http.request import Head
 from greenroom.http.tunnel import Tunnel
 from greenroom.http.upstream import EngineAddress, Pool
+from tests.waiting import until
 
 DEADLINE_S = 20.0
 BODY_MAX = 4 * 1024 * 1024
 QUICK = {"sweep_s": 0.02}
-
-
-async def until(fact: Callable[[], bool], what: str = "a fact") -> None:
-    """Wait until it is so."""
-    end = time.monotonic() + DEADLINE_S
-    while not fact():
-        if time.monotonic() > end:
-            raise AssertionError(f"{what} did not come true")
-        await asyncio.sleep(0.005)
 
 
 def render(exchange: Exchange | None, head: Head | None, error: GreenroomError) -> Refusal:

@@ -8,7 +8,7 @@ from typing import Any
 
 from greenroom.app import App
 from greenroom.core.model import ModelId
-from tests.harness import until
+from tests.waiting import until
 
 
 def counters(app: App) -> dict[str, int]:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from greenroom.app import App
 from greenroom.process import proc
-from tests.harness import PATIENCE_S
 from tests.integration.facts import pids
 from tests.integration.raw import LIMIT_BYTES, Answer, Raw, chat
+from tests.waiting import PATIENCE_S
 
 ENDLESS = 10**9
 

@@ -14,7 +14,7 @@ from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind, Tier
 from greenroom.engines import transformers
 from greenroom.runtime.workers import pool
-from tests.harness import until
+from tests.waiting import until
 
 FAKE_WORKER = Path(__file__).parent.parent / "fake_worker.py"
 

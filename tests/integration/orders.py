@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from greenroom.app import App
-from tests.harness import PATIENCE_S
 from tests.integration.raw import Answer, http
+from tests.waiting import PATIENCE_S
 
 
 async def view(app: App, model: str) -> dict[str, Any]:
@@ -30,7 +30,7 @@ async def order(app: App, move: str, model: str, **more: Any) -> Answer:
     return await http(app, "POST", f"/api/v1/models/{model}/{move}", more)
 
 
-async def eventually(fact: Callable[[], Awaitable[bool]], what: str) -> None:
+async def until(fact: Callable[[], Awaitable[bool]], what: str) -> None:
     """Wait until awaiting this gives something true."""
     deadline = time.monotonic() + PATIENCE_S
     while not await fact():

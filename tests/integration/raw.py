@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from greenroom.app import App
-from tests.harness import PATIENCE_S
+from tests.waiting import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
 LIMIT_BYTES = 64 * 1024 * 1024

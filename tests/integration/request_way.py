@@ -25,8 +25,9 @@ import uvloop
 from greenroom.app import App
 from greenroom.http.client import ClientConnection
 from greenroom.http.engine_connection import Connection as EngineConnection
-from tests.harness import fake, gateway, until
+from tests.harness import fake, gateway
 from tests.integration.raw import Raw, asking, request_bytes
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = f"{ROOT / 'src' / 'greenroom'}/"

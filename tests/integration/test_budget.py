@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.harness import fake, gateway, until
+from tests.harness import fake, gateway
 from tests.integration.facts import Journal, at_rest
 from tests.integration.raw import Answer, Raw, asking, chat, http
+from tests.waiting import until
 
 QUICK = {"heartbeat_after_s": 0.2, "heartbeat_every_s": 0.2}
 HEADER = "X-Request-Timeout-S"

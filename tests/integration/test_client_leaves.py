@@ -18,9 +18,10 @@ import pytest_asyncio
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.http.limits import EdgeLimits
-from tests.harness import fake, gateway, until
+from tests.harness import fake, gateway
 from tests.integration.facts import Journal, at_rest, counters, is_loading, is_ready, pids
 from tests.integration.raw import CHAT, Raw, asking, chat, request_bytes
+from tests.waiting import until
 
 # What "at once" means: the queue has forgotten the client and its engine has been told.
 AT_ONCE_S = 1.0

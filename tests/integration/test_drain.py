@@ -14,10 +14,11 @@ import pytest
 
 from greenroom import app as app_module
 from greenroom.app import App
-from tests.harness import fake, gateway, left_behind, tiny, until
+from tests.harness import fake, gateway, left_behind, tiny
 from tests.integration.facts import Journal, at_rest, counters, is_loading, is_ready, pids
 from tests.integration.raw import Answer, Raw, asking, chat, http
 from tests.models import tiny as tiny_model
+from tests.waiting import until
 
 # Longer than any test: who is still answering then was not ended.
 ENDLESS: dict[str, Any] = {"stream": True, "tokens": 1_000_000, "token_s": 0.01}

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.harness import FAKE_ENGINE, fake, gateway, until
+from tests.harness import FAKE_ENGINE, fake, gateway
 from tests.integration.facts import Journal, is_loading
 from tests.integration.raw import chat
+from tests.waiting import until
 
 NAMES = ("alpha", "bravo")
 LOADS_S = ("--load-s", "0.5")

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from greenroom.app import App
-from tests.harness import fake, gateway, until
+from tests.harness import fake, gateway
 from tests.integration.facts import is_loading
 from tests.integration.raw import chat, http
+from tests.waiting import until
 
 
 async def explain(app: App, model: str, **more: Any) -> dict[str, Any]:

@@ -16,10 +16,11 @@ import pytest
 
 from greenroom.app import App
 from greenroom.http.limits import KIB, MIB
-from tests.harness import PATIENCE_S, fake, gateway, until
+from tests.harness import fake, gateway
 from tests.integration.facts import at_rest
 from tests.integration.faults import loaded
 from tests.integration.raw import CHAT, Answer, Raw, asking, chat, http, request_bytes
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 

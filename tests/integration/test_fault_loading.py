@@ -22,10 +22,11 @@ from greenroom.core.model import ModelId, MoveKind
 from greenroom.engines.llamacpp import WORKER
 from greenroom.errors import LoadFailed
 from greenroom.process import ports
-from tests.harness import FAKE_ENGINE, PATIENCE_S, fake, gateway, left_behind, tiny, until
+from tests.harness import FAKE_ENGINE, fake, gateway, left_behind, tiny
 from tests.integration.facts import Journal, at_rest, is_loading, is_ready, pids
 from tests.integration.raw import Answer, chat
 from tests.models import tiny as tiny_model
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 

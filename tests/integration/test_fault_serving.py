@@ -17,11 +17,12 @@ from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.http.limits import MIB
 from greenroom.process import proc
-from tests.harness import PATIENCE_S, fake, gateway, tiny, until
+from tests.harness import fake, gateway, tiny
 from tests.integration.facts import Journal, at_rest, is_ready, pids
 from tests.integration.faults import ENDLESS, assert_ended_by, first_events, loaded, rest_of, stop
 from tests.integration.raw import LIMIT_BYTES, Answer, Raw, asking, chat, http
 from tests.models import tiny as tiny_model
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import pytest
 
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
-from tests.harness import fake, gateway, left_behind, tiny, until
+from tests.harness import fake, gateway, left_behind, tiny
 from tests.integration.facts import Journal, at_rest, pids
 from tests.integration.faults import (
     ENDLESS,
@@ -27,6 +27,7 @@ from tests.integration.faults import (
 )
 from tests.integration.raw import Raw, asking, chat
 from tests.models import tiny as tiny_model
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

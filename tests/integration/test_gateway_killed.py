@@ -22,11 +22,12 @@ from typing import Any
 import pytest
 
 from greenroom.process.proc import IDENTITY_VARIABLE
-from tests.harness import PATIENCE_S, GatewayProcess, fake, gateway, gateway_process, left_behind, tiny, write_config
+from tests.harness import GatewayProcess, fake, gateway, gateway_process, left_behind, tiny, write_config
 from tests.integration.facts import Journal
 from tests.integration.faults import ENDLESS, assert_ended_by, dial, first_events, is_alive, rest_of
 from tests.integration.raw import Answer, asking, chat
 from tests.models import tiny as tiny_model
+from tests.waiting import PATIENCE_S, until_now
 
 pytestmark = pytest.mark.slow
 
@@ -225,20 +226,14 @@ async def first_chunks(raw: Any, count: int) -> None:
 
 
 def wait_for_line(gate: GatewayProcess, word: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not any(word in line for line in gate.lines()):
-        assert time.monotonic() < deadline, f"it never said {word!r}"
-        time.sleep(0.01)
+    until_now(lambda: any(word in line for line in gate.lines()), f"it says {word!r}")
 
 
 async def test_sigterm_while_a_model_loads_does_not_wait_for_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     models = {"alpha": fake("alpha", *journal.switches, "--load-s", "1000", preload=True)}
     with gateway_process(tmp_path, models, server={"drain_s": 600}) as gate:
-        deadline = time.monotonic() + PATIENCE_S
-        while not journal.count("start"):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until_now(lambda: journal.count("start"), "it has started")
         assert gate.stop() == 0
         assert not left_behind(tmp_path)
 

@@ -19,7 +19,8 @@ from greenroom.config import loader
 from greenroom.core.model import DeviceId
 from greenroom.errors import ConfigError
 from tests import fake_gpu
-from tests.harness import fake, gateway, until, url, write_config
+from tests.harness import fake, gateway, url, write_config
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from greenroom.runtime.moves import model_files
-from tests.harness import fake, gateway, until
+from tests.harness import fake, gateway
 from tests.integration.raw import Raw, asking, chat, http
+from tests.waiting import until
 
 FLUSH = "/v1/cache/flush"
 MIB = 2**20

@@ -16,10 +16,11 @@ from greenroom.errors import BadModel, LoadFailed, OutOfMemory, OutsideRoots
 from greenroom.runtime.memory.hosted_memory import HostedMemory
 from greenroom.runtime.moves import hosted_moves, opening
 from greenroom.runtime.workers import worker as worker_module
-from tests.harness import gateway, until, write_config
+from tests.harness import gateway, write_config
 from tests.integration.facts import at_rest
 from tests.integration.hosted_rig import Folder, arenas, fake_workers, move, tier, until_in, worker_of
 from tests.integration.raw import chat, http
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("fake_workers")
 __all__ = ["fake_workers"]

@@ -17,10 +17,11 @@ from greenroom.app import App
 from greenroom.core.model import MoveKind, Tier
 from greenroom.errors import GreenroomError
 from greenroom.runtime.moves import hosted_moves, opening
-from tests.harness import gateway, until
+from tests.harness import gateway
 from tests.integration.facts import at_rest
 from tests.integration.hosted_rig import Folder, arenas, fake_workers, move
 from tests.integration.raw import chat
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fake_workers")]
 __all__ = ["fake_workers"]

@@ -11,9 +11,10 @@ import pytest
 
 from greenroom.app import App
 from greenroom.core.model import ModelId
-from tests.harness import fake, gateway, until
+from tests.harness import fake, gateway
 from tests.integration.facts import Journal, pids
 from tests.integration.raw import chat, http
+from tests.waiting import until
 
 
 def keep_alive_s(app: App, model: str = "m") -> float | None:

@@ -22,8 +22,9 @@ import pytest
 from greenroom.app import App
 from greenroom.config import loader
 from greenroom.errors import StateDirBusy
-from tests.harness import GatewayProcess, fake, gateway, until, url, write_config
+from tests.harness import GatewayProcess, fake, gateway, url, write_config
 from tests.integration.facts import is_ready
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -15,10 +15,11 @@ from openai.types.chat import ChatCompletion
 
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
-from tests.harness import fake, gateway, tiny, until, url
+from tests.harness import fake, gateway, tiny, url
 from tests.integration.facts import Journal, at_rest
 from tests.integration.raw import Answer, chat
 from tests.models import tiny as tiny_model
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -22,11 +22,12 @@ from greenroom.core.model import DeviceId, ModelId, MoveKind, Need
 from greenroom.runtime.memory import slot_memory
 from greenroom.runtime.memory.book import FILE_NAME as NEEDS_FILE
 from tests import fake_gpu
-from tests.harness import FAKE_ENGINE, fake, gateway, gateway_process, tiny, until
+from tests.harness import FAKE_ENGINE, fake, gateway, gateway_process, tiny
 from tests.integration.facts import Journal, at_rest, is_loading, is_ready, pids
 from tests.integration.faults import dial
 from tests.integration.raw import asking, chat, http
 from tests.models import tiny as tiny_model
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

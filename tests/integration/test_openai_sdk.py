@@ -15,11 +15,12 @@ import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
 
 from greenroom.app import App
-from tests.harness import PATIENCE_S, fake, gateway, tiny, until, url
+from tests.harness import fake, gateway, tiny, url
 from tests.integration.facts import Journal, at_rest, counters
 from tests.integration.raw import http
 from tests.models import tiny as tiny_model
 from tests.models import tiny_embedding, tiny_reranker
+from tests.waiting import PATIENCE_S, until
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
 

@@ -15,8 +15,9 @@ from greenroom.app import App
 from greenroom.core.model import ModelId
 from greenroom.server.admin.management import make_management
 from greenroom.server.inference.routes import MODEL_ROUTES
-from tests.harness import fake, gateway, until, write_config
+from tests.harness import fake, gateway, write_config
 from tests.integration.raw import Answer, Raw, http, request_bytes
+from tests.waiting import until
 
 KEYS = [
     {"name": "plain", "key": "plain-key"},

@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,8 @@ import pytest
 from greenroom.cli.address import parse
 from greenroom.cli.client import Client
 from greenroom.process import proc
-from tests.harness import PATIENCE_S, GatewayProcess, fake, write_config
+from tests.harness import GatewayProcess, fake, write_config
+from tests.waiting import until_now
 
 pytestmark = pytest.mark.slow
 
@@ -33,13 +32,6 @@ def children(parent: int) -> list[int]:
     return [seen.pid for seen in filter(None, map(proc.stat, proc.pids())) if seen.parent == parent]
 
 
-def until(fact: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not fact():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.02)
-
-
 @pytest.mark.skipif(not _can_contain(), reason="a process namespace cannot be made here")
 def test_what_a_killed_keeper_leaves_is_collected_by_a_gateway_that_is_process_1(tmp_path: Path) -> None:
     # The engine starts a process that outlives it, as engines with workers do.
@@ -53,11 +45,11 @@ def test_what_a_killed_keeper_leaves_is_collected_by_a_gateway_that_is_process_1
         below = proc.below(keeper)
         assert below
         os.kill(keeper, signal.SIGKILL)
-        until(lambda: not any(proc.stat(pid) for pid in (keeper, *below)), "all of them are ended and collected")
+        until_now(lambda: not any(proc.stat(pid) for pid in (keeper, *below)), "all of them are ended and collected")
         # The gateway goes on: the next keeper's end is told to who waits for it.
         client.post("/api/v1/models/m/load")
         client.post("/api/v1/models/m/unload")
-        until(lambda: not children(first), "nothing is left")
+        until_now(lambda: not children(first), "nothing is left")
     finally:
         gateway.process.send_signal(signal.SIGKILL)
         gateway.process.wait()

@@ -7,12 +7,13 @@ import re
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import until_now
 
 pytestmark = pytest.mark.slow
 
@@ -50,13 +51,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 def until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + DEMO_S
-    while time.monotonic() < deadline:
+    def is_healthy() -> bool:
         assert process.poll() is None, log.read_text()[-2000:]
         with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"the demo did not come up: {log.read_text()[-2000:]}")
+            return True
+        return False
+
+    until_now(is_healthy, log.read_text, DEMO_S)
 
 
 def run(language: str, block: str, port: int) -> str:

@@ -19,9 +19,10 @@ from greenroom.errors import ConfigError
 from greenroom.process import proc
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.needs import Described
-from tests.harness import fake, gateway, until
+from tests.harness import fake, gateway
 from tests.integration.facts import Journal, at_rest, counters, is_loading, pids
 from tests.integration.raw import Answer, Raw, asking, chat, http
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @dataclass
-class House:
+class JournaledGateway:
     app: App
     journal: Journal
 
@@ -40,7 +40,7 @@ class House:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
+async def gate(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[JournaledGateway]:
     folder = tmp_path_factory.mktemp("rewritten")
     journal = Journal(folder)
     record = (*journal.switches, "--record")
@@ -56,7 +56,7 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
         "words": tiny(tiny_embedding(), embedding=True),
     }
     async with gateway(folder, models, server={"forward_headers": ["X-Trace", "Cookie", "Authorization"]}) as app:
-        yield House(app, journal)
+        yield JournaledGateway(app, journal)
 
 
 # --- bodies ---------------------------------------------------------------------------------------------------------
@@ -68,8 +68,8 @@ AWKWARD = (
 )
 
 
-async def test_values_reach_the_engine_byte_by_byte(house: House) -> None:
-    _, sent = await house.post(b'{"model": "plain", ' + AWKWARD + b"}")
+async def test_values_reach_the_engine_byte_by_byte(gate: JournaledGateway) -> None:
+    _, sent = await gate.post(b'{"model": "plain", ' + AWKWARD + b"}")
     body = sent["body"].encode("latin-1")
     for value in (
         b"123456789012345678901234567890",
@@ -85,36 +85,36 @@ async def test_values_reach_the_engine_byte_by_byte(house: House) -> None:
         assert value in body, value
 
 
-async def test_our_own_fields_are_not_forwarded(house: House) -> None:
+async def test_our_own_fields_are_not_forwarded(gate: JournaledGateway) -> None:
     ours = b'"x_priority": "high", "x_client_id": "me", "x_budget_s": 100, "x_anything": [1]'
-    answer, sent = await house.post(b'{"model": "plain", %b, "messages": []}' % ours)
+    answer, sent = await gate.post(b'{"model": "plain", %b, "messages": []}' % ours)
     assert json.loads(sent["body"]) == {"model": "plain", "messages": []}
-    record = house.app.activity.get(answer.headers["x-request-id"])
+    record = gate.app.activity.get(answer.headers["x-request-id"])
     assert record is not None
     assert (record.priority, record.client) == (0, "me")
 
 
-async def test_repeated_model_cannot_route_one_and_ask_for_another(house: House) -> None:
-    answer, sent = await house.post(b'{"model": "org/name", "messages": [], "model": "plain", "mod\\u0065l": "plain"}')
+async def test_repeated_model_cannot_route_one_and_ask_for_another(gate: JournaledGateway) -> None:
+    answer, sent = await gate.post(b'{"model": "org/name", "messages": [], "model": "plain", "mod\\u0065l": "plain"}')
     assert answer.text.startswith("plain")
     assert sent["body"].count("plain") == 1
     assert "org/name" not in sent["body"]
 
 
 @pytest.mark.parametrize("alias", ["other-name", "with/slash:q4"])
-async def test_alias_is_routed_and_sent_as_it_was_asked(house: House, alias: str) -> None:
-    answer, sent = await house.post(json.dumps({"model": alias, "messages": []}).encode())
+async def test_alias_is_routed_and_sent_as_it_was_asked(gate: JournaledGateway, alias: str) -> None:
+    answer, sent = await gate.post(json.dumps({"model": alias, "messages": []}).encode())
     assert answer.text.startswith("plain")
     assert sent["model"] == alias
 
 
-async def test_use_model_name_is_what_the_engine_is_asked_for(house: House) -> None:
-    _, sent = await house.post(b'{"model": "renamed", "messages": []}')
+async def test_use_model_name_is_what_the_engine_is_asked_for(gate: JournaledGateway) -> None:
+    _, sent = await gate.post(b'{"model": "renamed", "messages": []}')
     assert sent["model"] == "the-real-one"
 
 
-async def test_parameters_are_stripped_and_set(house: House) -> None:
-    _, sent = await house.post(b'{"model": "edited", "top_k": 1, "user": "me", "temperature": 2.0, "seed": 1}')
+async def test_parameters_are_stripped_and_set(gate: JournaledGateway) -> None:
+    _, sent = await gate.post(b'{"model": "edited", "top_k": 1, "user": "me", "temperature": 2.0, "seed": 1}')
     assert json.loads(sent["body"]) == {"model": "edited", "seed": 1, "temperature": 0.5, "extra": {"a": [1]}}
 
 
@@ -122,37 +122,39 @@ async def test_parameters_are_stripped_and_set(house: House) -> None:
 
 
 @pytest.mark.parametrize("model", ["plain", "split"])
-async def test_usage_is_asked_for_and_its_event_dropped_when_the_caller_did_not_ask(house: House, model: str) -> None:
+async def test_usage_is_asked_for_and_its_event_dropped_when_the_caller_did_not_ask(
+    gate: JournaledGateway, model: str
+) -> None:
     body = {"model": model, "messages": [], "stream": True, "stream_options": {"keep": 1}}
-    answer, sent = await house.post(json.dumps(body).encode())
+    answer, sent = await gate.post(json.dumps(body).encode())
     assert json.loads(sent["body"])["stream_options"] == {"keep": 1, "include_usage": True}
     assert answer.data[-1] == "[DONE]"
     assert len(answer.data) == 6, "four tokens, the finish, [DONE]"
     assert all(event["choices"] for event in answer.data[:-1])
-    record = house.app.activity.get(answer.headers["x-request-id"])
+    record = gate.app.activity.get(answer.headers["x-request-id"])
     assert record is not None
     assert (record.completion_tokens, record.estimated) == (4, False)
 
 
 @pytest.mark.parametrize("model", ["plain", "split"])
-async def test_usage_event_stays_when_the_caller_asked(house: House, model: str) -> None:
+async def test_usage_event_stays_when_the_caller_asked(gate: JournaledGateway, model: str) -> None:
     options = {"include_usage": True}
     body = {"model": model, "messages": [], "stream": True, "stream_options": options}
-    answer, sent = await house.post(json.dumps(body).encode())
+    answer, sent = await gate.post(json.dumps(body).encode())
     assert json.loads(sent["body"])["stream_options"] == options
     assert answer.data[-2]["choices"] == []
     assert answer.data[-2]["usage"]["completion_tokens"] == 4
 
 
-async def test_usage_is_not_asked_for_without_a_stream(house: House) -> None:
-    _, sent = await house.post(b'{"model": "plain", "messages": []}')
+async def test_usage_is_not_asked_for_without_a_stream(gate: JournaledGateway) -> None:
+    _, sent = await gate.post(b'{"model": "plain", "messages": []}')
     assert "stream_options" not in sent["body"]
 
 
 # --- headers --------------------------------------------------------------------------------------------------------
 
 
-async def test_headers_reach_the_engine_by_allow_list_only(house: House) -> None:
+async def test_headers_reach_the_engine_by_allow_list_only(gate: JournaledGateway) -> None:
     said = {
         "Authorization": "Bearer secret-key",
         "Cookie": "session=secret",
@@ -169,14 +171,14 @@ async def test_headers_reach_the_engine_by_allow_list_only(house: House) -> None
         "Connection": "keep-alive, x-trace-2",
         "X-Trace-2": "not named",
     }
-    answer, sent = await house.post(b'{"model": "plain", "messages": []}', headers=said)
+    answer, sent = await gate.post(b'{"model": "plain", "messages": []}', headers=said)
     got = dict(sent["headers"])
     # Named in forward_headers or not: keys and cookies are never forwarded.
     assert set(got) == {"host", "content-length", "content-type", "accept", "x-trace", "x-request-id"}
     assert (got["x-trace"], got["accept"], got["host"]) == ("kept", "application/json", "localhost")
     assert got["x-request-id"] == answer.headers["x-request-id"]
     assert "secret" not in json.dumps(sent)
-    record = house.app.activity.get(answer.headers["x-request-id"])
+    record = gate.app.activity.get(answer.headers["x-request-id"])
     assert record is not None
     assert (record.tenant, record.priority) == ("lab", 2)
 
@@ -184,7 +186,7 @@ async def test_headers_reach_the_engine_by_allow_list_only(house: House) -> None
 # --- forms ----------------------------------------------------------------------------------------------------------
 
 
-async def test_form_is_routed_by_a_model_that_follows_a_large_file(house: House) -> None:
+async def test_form_is_routed_by_a_model_that_follows_a_large_file(gate: JournaledGateway) -> None:
     """3 MiB are more than is kept in memory: the file is spooled and passed on whole."""
     file = bytes(range(256)) * (3 * 1024 * 4)
     parts = [
@@ -200,22 +202,22 @@ async def test_form_is_routed_by_a_model_that_follows_a_large_file(house: House)
     )
     body += f"--{boundary}--\r\n".encode()
     headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
-    answer, _ = await house.post(body, path="/v1/audio/transcriptions", headers=headers)
+    answer, _ = await gate.post(body, path="/v1/audio/transcriptions", headers=headers)
     assert answer.status == 200
     said = answer.json()
     assert (said["text"], said["model"]) == ("plain heard", "plain")
     assert said["fields"] == ["file", "language", "model"], "our own field is not forwarded"
     assert said["sizes"]["file"] == len(file)
-    await at_rest(house.app)
+    await at_rest(gate.app)
 
 
 # --- pass-through ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spelling", ["org/name", "org%2Fname", "org%2fname"])
-async def test_upstream_passes_path_query_and_body_as_they_are(house: House, spelling: str) -> None:
+async def test_upstream_passes_path_query_and_body_as_they_are(gate: JournaledGateway, spelling: str) -> None:
     path = f"/upstream/{spelling}/echo/a%2Fb/%C3%A9//c?q=1&q=%26&empty="
-    answer = await http(house.app, "PUT", path, body=b'{"model": "untouched", "x_mine": 1}')
+    answer = await http(gate.app, "PUT", path, body=b'{"model": "untouched", "x_mine": 1}')
     said = answer.json()
     assert answer.status == 200
     assert (said["name"], said["method"]) == ("org/name", "PUT")
@@ -223,14 +225,14 @@ async def test_upstream_passes_path_query_and_body_as_they_are(house: House, spe
     assert said["json"] == {"model": "untouched", "x_mine": 1}
 
 
-async def test_upstream_of_an_unknown_model_is_not_found(house: House) -> None:
+async def test_upstream_of_an_unknown_model_is_not_found(gate: JournaledGateway) -> None:
     for path in ("/upstream/nobody/echo/", "/upstream/", "/upstream/org/echo/"):
-        answer = await http(house.app, "GET", path)
+        answer = await http(gate.app, "GET", path)
         assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model"), path
 
 
-async def test_head_reaches_the_engine_and_its_answer_has_no_body(house: House) -> None:
-    async with await Raw.open(house.app) as raw:
+async def test_head_reaches_the_engine_and_its_answer_has_no_body(gate: JournaledGateway) -> None:
+    async with await Raw.open(gate.app) as raw:
         raw.send(request_bytes("HEAD", "/upstream/plain/echo/x", None))
         answer = await raw.answer(bodiless=True)
         assert answer.status == 200
@@ -240,8 +242,8 @@ async def test_head_reaches_the_engine_and_its_answer_has_no_body(house: House) 
         assert (await raw.answer()).json()["status"] == "healthy"
 
 
-async def test_upgrade_is_passed_through_in_both_directions(house: House) -> None:
-    async with await Raw.open(house.app) as raw:
+async def test_upgrade_is_passed_through_in_both_directions(gate: JournaledGateway) -> None:
+    async with await Raw.open(gate.app) as raw:
         asked = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Key": "abc"}
         # Sent ahead, as some clients do.
         raw.send(request_bytes("GET", "/upstream/plain/ws", None, asked) + b"first")
@@ -250,21 +252,21 @@ async def test_upgrade_is_passed_through_in_both_directions(house: House) -> Non
         raw.send(b" and \x00\xff second")
         async with asyncio.timeout(30):
             assert await raw.reader.readexactly(19) == b"first and \x00\xff second"
-    await at_rest(house.app)
+    await at_rest(gate.app)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-async def test_unknown_route_is_not_found_in_our_shape(house: House) -> None:
+async def test_unknown_route_is_not_found_in_our_shape(gate: JournaledGateway) -> None:
     for method, path in (("GET", "/nothing"), ("POST", "/v1/images/dreams"), ("POST", "/v1/chat/completions/")):
-        answer = await http(house.app, method, path, body=b"{}" if method == "POST" else None)
+        answer = await http(gate.app, method, path, body=b"{}" if method == "POST" else None)
         assert answer.status == 404, path
         assert set(answer.error) == {"message", "type", "code", "param", "details"}
         assert answer.error["type"] == "not_found_error"
         assert answer.headers["x-request-id"].startswith("r-")
         assert answer.headers["x-should-retry"] == "false"
-    assert (await http(house.app, "GET", CHAT)).status == 405
+    assert (await http(gate.app, "GET", CHAT)).status == 405
 
 
 @pytest.mark.parametrize(
@@ -272,12 +274,12 @@ async def test_unknown_route_is_not_found_in_our_shape(house: House) -> None:
     [("llama", "/v1/embeddings", "chat"), ("words", CHAT, "embeddings"), ("words", "/v1/rerank", "embeddings")],
 )
 async def test_what_an_engine_cannot_do_is_refused_without_loading_it(
-    house: House, model: str, path: str, can: str
+    gate: JournaledGateway, model: str, path: str, can: str
 ) -> None:
-    answer = await http(house.app, "POST", path, {"model": model, "input": "hi"})
+    answer = await http(gate.app, "POST", path, {"model": model, "input": "hi"})
     assert (answer.status, answer.error["code"], answer.error["param"]) == (422, "unsupported", "model")
     assert can in answer.error["message"]
-    assert not house.app.loop.scheduler.state.slots_of(ModelId(model))
+    assert not gate.app.loop.scheduler.state.slots_of(ModelId(model))
 
 
 @pytest.mark.parametrize(
@@ -294,10 +296,12 @@ async def test_what_an_engine_cannot_do_is_refused_without_loading_it(
         (b'{"model": "plain", "a": "\xff"}', None),
     ],
 )
-async def test_body_that_cannot_be_understood_is_refused(house: House, body: bytes, param: str | None) -> None:
-    before = house.journal.count("request")
-    answer = await http(house.app, "POST", CHAT, body=body)
+async def test_body_that_cannot_be_understood_is_refused(
+    gate: JournaledGateway, body: bytes, param: str | None
+) -> None:
+    before = gate.journal.count("request")
+    answer = await http(gate.app, "POST", CHAT, body=body)
     assert (answer.status, answer.error["param"]) == (400, param)
     assert answer.error["type"] == "invalid_request_error"
-    assert house.journal.count("request") == before
-    await at_rest(house.app)
+    assert gate.journal.count("request") == before
+    await at_rest(gate.app)

@@ -12,7 +12,7 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import DeviceId
 from tests import fake_gpu
-from tests.harness import GatewayProcess, gateway, until, write_config
+from tests.harness import GatewayProcess, gateway, write_config
 from tests.integration.facts import Journal, is_ready, pids
 from tests.integration.raw import chat, http
 from tests.integration.sharing_rig import (
@@ -29,6 +29,7 @@ from tests.integration.sharing_rig import (
 )
 from tests.integration.trainer import trainer
 from tests.redis_server import RedisServer, redis_server
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

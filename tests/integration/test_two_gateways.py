@@ -12,13 +12,13 @@ import pytest
 import greenroom
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
-from tests.harness import PATIENCE_S, until
 from tests.integration.facts import is_ready
 from tests.integration.raw import chat, http
 from tests.integration.sharing_rig import HOST, A, B, described, grown_up, in_store, others, sharing, taking
 from tests.integration.trainer import trainer
 from tests.integration.two_gateways_chaos import Chaos
 from tests.redis_server import RedisServer, redis_server
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +33,14 @@ def told(app: App) -> set[str]:
 
 
 async def until_true(look: Callable[[], Awaitable[dict[str, Any]]], is_so: Callable[[Any], bool]) -> dict[str, Any]:
-    async with asyncio.timeout(PATIENCE_S):
-        while not is_so(seen := await look()):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    seen: dict[str, Any] = {}
+
+    async def looked() -> bool:
+        seen.clear()
+        seen.update(await look())
+        return is_so(seen)
+
+    await until(looked, lambda: seen)
     return seen
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.harness import fake, gateway, until
+from tests.harness import fake, gateway
 from tests.integration.facts import Journal, at_rest, counters, is_loading
 from tests.integration.raw import Raw, asking, chat, http
+from tests.waiting import until
 
 # Heartbeats soon and often, so that a test need not wait long for them.
 QUICK = {"heartbeat_after_s": 0.4, "heartbeat_every_s": 0.2}

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.harness import PATIENCE_S, GatewayProcess, until, write_config
+from tests.harness import GatewayProcess, write_config
 from tests.integration.sharing_rig import HOST, A, B, described, grown_up, sections, taking
 from tests.integration.trainer import Trainer
 from tests.redis_server import RedisServer
+from tests.waiting import PATIENCE_S, until
 
 GPU_MIB = 10_000
 MODELS_MIB = {"small": 3_000, "middle": 5_000, "large": 7_000}

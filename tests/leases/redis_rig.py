@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-
 from greenroom.leases.records import LeaseAsk
 from greenroom.leases.shared.redis_store import RedisStore
 from greenroom.leases.shared.store import SlotAsk
 from tests.redis_server import RedisServer
+from tests.waiting import until
 
-PATIENCE_S = 30.0
 DEVICES = {"gpu0": 10_000, "gpu1": 10_000}
 # Long enough for a holder to come back on a busy machine.
 GRACE_S = 4.0
@@ -48,7 +45,7 @@ async def claims(store: RedisStore) -> dict[str, tuple[str, int]]:
 
 
 async def until_claims(store: RedisStore, wanted: dict[str, tuple[str, int]]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while (seen := await claims(store)) != wanted:
-        assert time.monotonic() < deadline, f"{seen}, wanted {wanted}"
-        await asyncio.sleep(0.02)
+    async def is_so() -> bool:
+        return await claims(store) == wanted
+
+    await until(is_so, f"leases {wanted}")

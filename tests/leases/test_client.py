@@ -22,9 +22,10 @@ from greenroom.leases.client import LeaseKeeper, open_store, store_url
 from greenroom.leases.http_store import HttpStore
 from greenroom.leases.records import Lease, LeaseAsk, holder_of
 from greenroom.leases.shared.redis_store import RedisStore
-from tests.harness import fake, gateway, until, url
+from tests.harness import fake, gateway, url
 from tests.integration.facts import is_ready
 from tests.redis_server import redis_server
+from tests.waiting import until
 
 ASK = LeaseAsk(id="x", name="train", mib=100, ttl_s=30.0)
 

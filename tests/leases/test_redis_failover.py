@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,10 @@ from greenroom.leases.records import LeaseAsk
 from greenroom.leases.shared.redis_store import RedisStore
 from tests.leases.history.proxy import Proxy
 from tests.redis_server import RedisServer, redis_server
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 60.0
 DEVICES = {"gpu0": 10_000}
 
 
@@ -56,10 +55,7 @@ def knows(server: RedisServer, id: str) -> bool:
 
 
 async def until_replicated(replica: RedisServer, id: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not await asyncio.to_thread(knows, replica, id):
-        assert time.monotonic() < deadline, f"{id} does not reach the replica"
-        await asyncio.sleep(0.02)
+    await until(lambda: asyncio.to_thread(knows, replica, id), f"{id} reaches the replica")
 
 
 async def test_after_a_failover_the_old_primary_grants_nothing_and_holders_go_on(
@@ -72,12 +68,14 @@ async def test_after_a_failover_the_old_primary_grants_nothing_and_holders_go_on
     with pytest.raises(StoreDown, match="replica"):
         await after.acquire(LeaseAsk("too-early", "b", 1_000))
     replica.say("REPLICAOF", "NO", "ONE")
+
     # Whoever still talks to the old primary is refused as soon as it knows that nobody follows it.
-    deadline = time.monotonic() + PATIENCE_S
+    async def is_never_so() -> bool:
+        await before.renew("a", token)
+        return False
+
     with pytest.raises(StoreDown, match="too few replicas"):
-        while time.monotonic() < deadline:
-            await before.renew("a", token)
-            await asyncio.sleep(0.02)
+        await until(is_never_so)
     with pytest.raises(StoreDown, match="too few replicas"):
         await before.acquire(LeaseAsk("split-brain", "b", 1_000))
     # The new primary knows the lease: it is renewed there, and what it holds is not granted twice.

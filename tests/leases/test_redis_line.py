@@ -11,8 +11,9 @@ import pytest
 from greenroom.errors import LeaseDenied
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.shared.redis_store import RedisStore
-from tests.leases.redis_rig import DEVICES, PATIENCE_S, Opener, ask, claims, slot, until_claims
+from tests.leases.redis_rig import DEVICES, Opener, ask, claims, slot, until_claims
 from tests.sim.shared.book import Book, BookStore, at_once
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,9 @@ import pytest
 from greenroom.errors import ConfigError, StoreDown
 from greenroom.leases.records import LeaseAsk
 from greenroom.leases.shared.redis_store import RedisStore
-from tests.leases.redis_rig import DEVICES, PATIENCE_S, Opener, ask, slot
+from tests.leases.redis_rig import DEVICES, Opener, ask, slot
 from tests.redis_server import RedisServer, redis_server
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from greenroom.errors import LeaseDenied, LeaseLost, LeaseTaken
-from tests.leases.redis_rig import DEVICES, PATIENCE_S, Opener, ask, claims, slot, until_claims
+from tests.leases.redis_rig import DEVICES, Opener, ask, claims, slot, until_claims
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 

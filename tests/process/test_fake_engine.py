@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
-from .trees import is_alive, until_now
+from tests.waiting import until_now
+
+from .trees import is_alive
 
 FAKE = Path(__file__).parents[1] / "fake_engine.py"
 

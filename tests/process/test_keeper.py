@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from .trees import is_alive, new_identity, until_now
+from tests.waiting import until_now
+
+from .trees import is_alive, new_identity
 
 GATEWAY = Path(__file__).with_name("gateway_program.py")
 

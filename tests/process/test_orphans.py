@@ -13,8 +13,9 @@ import pytest
 
 from greenroom.process import orphans
 from greenroom.process.orphans import OwnedProcess
+from tests.waiting import until_now
 
-from .trees import engine_argv, is_alive, new_identity, open_fds, until_now
+from .trees import engine_argv, is_alive, new_identity, open_fds
 
 
 @contextmanager

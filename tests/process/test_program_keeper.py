@@ -7,16 +7,15 @@ import os
 import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from greenroom.process import proc, program_keeper
+from tests.waiting import PATIENCE_S, until_now
 
-PATIENCE_S = 60.0
 HEEDLESS = """
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -66,13 +65,6 @@ def kept(command: Sequence[str], *, term_s: float = 30.0) -> Iterator[Kept]:
         process.wait(PATIENCE_S)
 
 
-def until(fact: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not fact():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def is_gone(pid: int) -> bool:
     seen = proc.stat(pid)
     return seen is None or seen.is_dead
@@ -99,7 +91,7 @@ def test_what_cannot_be_run_is_told_by_its_number(command: str, number: int) -> 
 def test_a_program_that_has_ended_keeps_its_number_until_the_wrapper_has_seen_it() -> None:
     with kept(["true"]) as one:
         pid = int(os.read(one.status_fd, 100).split()[1])
-        until(lambda: is_gone(pid))
+        until_now(lambda: is_gone(pid))
         assert proc.stat(pid) is not None, "a zombie: the number is nobody else's"
         one.say(program_keeper.SEEN)
         assert one.told() == ["exited 0"]
@@ -111,22 +103,22 @@ def test_who_does_not_heed_is_killed_with_what_it_started(tmp_path: Path, shell:
     """Whether the shell waits, is deaf, or has let it go."""
     up = tmp_path / "up"
     with kept(["sh", "-c", shell.format(heedless(up))], term_s=0.3) as one:
-        until(up.exists)
+        until_now(up.exists)
         started = int(up.read_text())
         if is_asked:
             one.say(program_keeper.SEEN + program_keeper.END)
         else:
             one.leave()
-        until(lambda: is_gone(started))
+        until_now(lambda: is_gone(started))
         assert one.process.wait(PATIENCE_S) == 0
 
 
 def test_a_wrapper_that_ends_before_it_has_seen_the_program_leaves_nothing(tmp_path: Path) -> None:
     up = tmp_path / "up"
     with kept(["sh", "-c", f"{heedless(up)} & exit 3"], term_s=0.3) as one:
-        until(up.exists)
+        until_now(up.exists)
         one.leave()
-        until(lambda: is_gone(int(up.read_text())))
+        until_now(lambda: is_gone(int(up.read_text())))
 
 
 def test_a_program_that_ends_by_itself_may_leave_others_running(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from greenroom import errors
 from greenroom.process import orphans
 from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Child, Command, Exit, spawn
+from tests.waiting import until, until_now
 
 from .conftest import Start
-from .trees import engine_argv, is_alive, is_stopped, keeper_of, open_fds, pids_of, until, until_now
+from .trees import engine_argv, is_alive, is_stopped, keeper_of, open_fds, pids_of
 
 
 async def test_plain_engine_runs_and_leaves_when_asked(start: Start) -> None:

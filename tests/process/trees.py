@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from greenroom.process import proc
 from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Child, Command
+from tests.waiting import until
 
 ENGINE = Path(__file__).with_name("small_engine.py")
-# Generous, as the machine may be loaded; nothing waits this long when all is well.
-DEADLINE_S = 30.0
-POLL_S = 0.01
 
 
 def new_identity() -> str:
@@ -30,22 +25,6 @@ def engine_argv(*mode: str) -> tuple[str, ...]:
 
 def engine_command(*mode: str) -> Command:
     return Command(argv=engine_argv(*mode), env={})
-
-
-async def until(fact: Callable[[], bool]) -> None:
-    """Wait until something is true."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not fact():
-        assert time.monotonic() < deadline, "it did not become true in time"
-        await asyncio.sleep(POLL_S)
-
-
-def until_now(fact: Callable[[], bool]) -> None:
-    """The same for tests without a loop."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not fact():
-        assert time.monotonic() < deadline, "it did not become true in time"
-        time.sleep(POLL_S)
 
 
 def is_alive(pid: int) -> bool:

@@ -11,7 +11,8 @@ import pytest_asyncio
 from greenroom.http.exchange import Exchange
 from greenroom.http.limits import EdgeLimits
 from greenroom.server.asgi import AsgiBridge, Message
-from tests.http.wires import QUICK, Client, Server, echo, until
+from tests.http.wires import QUICK, Client, Server, echo
+from tests.waiting import until
 
 A_TURN = EdgeLimits().pipelined_per_turn_max
 

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 
-from tests.contract.engines.house import House
+from tests.contract.engines.engine_gateway import EngineGateway
 from tests.contract.engines.kinds import KINDS
 from tests.harness import gateway
 
@@ -19,9 +19,11 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="session", params=sorted(KINDS))
-async def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
+async def gate(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[EngineGateway]:
     kind = KINDS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     models = {"alpha": kind.named("alpha"), "bravo": kind.named("bravo"), "endless": kind.endless("endless")}
     async with gateway(folder, models) as app:
-        yield House(app, kind, folder)
+        yield EngineGateway(app, kind, folder)

@@ -15,14 +15,15 @@ import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.runtime.moves import opening
-from tests.harness import gateway, until
+from tests.harness import gateway
 from tests.integration.facts import at_rest
 from tests.integration.faults import assert_ended_by, first_events, is_alive, rest_of
-from tests.integration.orders import eventually, order, pid_of, view
+from tests.integration.orders import order, pid_of, view
 from tests.integration.raw import Raw, asking
 from tests.integration.transformers.facts import held, memfds, says
 from tests.models import tiny_hf
 from tests.torch_python import hosted
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -101,7 +102,7 @@ async def test_worker_lost_with_many_models_leaves_all_asleep_and_all_answer_aga
     async def all_asleep() -> bool:
         return await tiers(app, *SHARING, ENDLESS) == ["asleep"] * (len(SHARING) + 1)
 
-    await eventually(all_asleep, "their weights are still the gateway's")
+    await until(all_asleep, "their weights are still the gateway's")
     assert await tiers(app, ALONE) == ["ready"], "it lives in another process"
     await asyncio.gather(*(says(app, model) for model in (*SHARING, ALONE)))
     assert len({await pid_of(app, model) for model in SHARING} - {pid}) == 1

@@ -32,6 +32,7 @@ from greenroom.runtime.leases.journal_writer import JournalWriter
 from greenroom.runtime.leases.local import LocalLeasing
 from greenroom.runtime.leases.refusals import LeasableMemory
 from greenroom.runtime.loop import SchedulerLoop
+from tests.waiting import until
 
 # Generous: a loaded machine with two cores.
 SOON_S = 30.0
@@ -41,13 +42,6 @@ GPU_MIB = 10_000
 def ask(name: str = "train", mib: int = 4_000, **said: Any) -> LeaseAsk:
     """One that lasts, however slow the machine is, unless its time is said."""
     return LeaseAsk(**{"id": name, "name": name, "mib": mib, "ttl_s": 3_600.0, **said})
-
-
-async def until(fact: Callable[[], bool], *, every_s: float = 0.005) -> None:
-    """Wait for a fact nobody tells of; at every turn of the loop if `every_s` is 0."""
-    async with asyncio.timeout(SOON_S):
-        while not fact():  # noqa: ASYNC110
-            await asyncio.sleep(every_s)
 
 
 class Rig:

@@ -20,7 +20,8 @@ from greenroom.runtime.leases import entry
 from greenroom.runtime.leases import local as leasing_module
 from greenroom.runtime.leases.journal_writer import FILE_NAME
 from greenroom.runtime.memory.devices import HOST
-from tests.runtime.leases.leasing_rig import ask, model, rig, until
+from tests.runtime.leases.leasing_rig import ask, model, rig
+from tests.waiting import until
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ from greenroom.leases.shared.store import Membership, SlotAsk
 from greenroom.runtime.leases.sharing import Sharing
 from greenroom.runtime.memory.probes.base import GpuReading, HostReading, Reading
 from greenroom.runtime.moves.admission import NoGrant
-from tests.harness import until
 from tests.sim.shared.book import Book, BookStore
+from tests.waiting import until
 
 GPU = DeviceId("gpu0")
 TTL_S = 30.0

@@ -22,7 +22,8 @@ from greenroom.runtime.memory.needs import Needs
 from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.memory.watch import MemoryWatch
 from tests.runtime.memory.readings import gpu, reading, used
-from tests.runtime.memory.test_watch import P1, P2, SOON_S, FakeOwners, FakeProbe, until
+from tests.runtime.memory.test_watch import P1, P2, SOON_S, FakeOwners, FakeProbe
+from tests.waiting import until
 
 A, B = DeviceId("GPU-a"), DeviceId("GPU-b")
 M = ModelId("m")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from greenroom.runtime.memory.probes.base import GpuReading, Reading
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.workers.hosted_slots import HostedSlot, HostedSlots
 from tests.runtime.memory.readings import gpu, reading, used
+from tests.waiting import until
 
 A, B = DeviceId("GPU-a"), DeviceId("GPU-b")
 S1, S2 = SlotId("s1"), SlotId("s2")
@@ -93,12 +94,6 @@ async def rig() -> AsyncIterator[Rig]:
     yield rig
     rig.probe.gate.set()
     await rig.watch.close()
-
-
-async def until(fact: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SOON_S):
-        while not fact():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_what_slots_and_strangers_use_is_told_in_one_event(rig: Rig) -> None:

@@ -14,7 +14,8 @@ from greenroom.core.model import RequestId, Tier
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.moves import model_files as module
 from greenroom.runtime.moves.model_files import MIB, FileRange, Prefetch, pieces_of, read_ahead
-from tests.server.admin.management_rig import FakeGateway, model, until
+from tests.server.admin.management_rig import FakeGateway, model
+from tests.waiting import until
 
 PLENTY_MIB = 1_000_000
 

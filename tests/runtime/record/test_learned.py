@@ -16,7 +16,7 @@ from greenroom.core.model import ModelId, MoveKind
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.record import learned as module
 from greenroom.runtime.record.learned import FILE_NAME, LearnedTimes
-from tests.harness import until
+from tests.waiting import until
 
 A, B = ModelId("a"), ModelId("b/with slash")
 TIMES = Learned({MoveKind.LOAD: 12.5, MoveKind.WAKE: 0.25}, 3.125)

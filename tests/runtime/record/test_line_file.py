@@ -16,7 +16,7 @@ import pytest
 
 from greenroom.runtime.record import line_file
 from greenroom.runtime.record.line_file import LineFile
-from tests.harness import until
+from tests.waiting import until
 
 
 def opened(path: Path, **options: Any) -> LineFile[str]:

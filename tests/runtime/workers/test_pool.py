@@ -20,7 +20,7 @@ from greenroom.runtime.workers.pool import WorkerPool
 from greenroom.runtime.workers.worker import Worker
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
-from tests.harness import until
+from tests.waiting import until
 
 KEY = HostKey("python", gpus=None)
 FIRST, SECOND = SlotId("s1"), SlotId("s2")

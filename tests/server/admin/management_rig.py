@@ -334,13 +334,6 @@ def scope(
     }
 
 
-async def until(fact: Callable[[], bool]) -> None:
-    """Wait for a fact nobody tells of."""
-    async with asyncio.timeout(SOON_S):
-        while not fact():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
-
 class Call:
     """One request's two ends."""
 

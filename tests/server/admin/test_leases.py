@@ -14,7 +14,8 @@ from greenroom.core.model import Tier
 from greenroom.errors import LeaseDenied, LeaseTooLarge
 from greenroom.leases.records import LeaseAsk, holder_of
 from greenroom.tenancy.keys import Caller
-from tests.server.admin.management_rig import Call, Client, FakeGateway, model, scope, until
+from tests.server.admin.management_rig import Call, Client, FakeGateway, model, scope
+from tests.waiting import until
 
 PATH = "/api/v1/leases"
 HOLDER = {"host": "far", "pid": 7, "start_ticks": 5, "pid_ns": 9}

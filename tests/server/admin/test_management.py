@@ -13,7 +13,8 @@ import pytest
 from greenroom.http.exchange import Exchange
 from greenroom.server.admin.management import make_management
 from greenroom.server.asgi import AsgiBridge
-from tests.server.admin.management_rig import SOON_S, Client, FakeGateway, model, until
+from tests.server.admin.management_rig import SOON_S, Client, FakeGateway, model
+from tests.waiting import until
 
 
 def _gateway(**server: Any) -> FakeGateway:

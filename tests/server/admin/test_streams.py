@@ -9,7 +9,8 @@ from greenroom.core.model import ModelId
 from greenroom.server.admin import watching
 from greenroom.server.admin.watching import event_frame, line_frame, plain_frame, shown_line
 from greenroom.telemetry.hub import Event, Hub
-from tests.server.admin.management_rig import Call, Client, FakeGateway, model, scope, until
+from tests.server.admin.management_rig import Call, Client, FakeGateway, model, scope
+from tests.waiting import until
 
 EVENTS = "/api/v1/events"
 LOGS = "/api/v1/models/org/name/logs/stream"

@@ -15,9 +15,10 @@ from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.errors import BudgetPassed
 from greenroom.telemetry.activity import Record
-from tests.harness import PATIENCE_S, fake, gateway, until
+from tests.harness import fake, gateway
 from tests.integration.facts import Journal, at_rest, counters
 from tests.integration.raw import CHAT, Raw, asking, chat, http, request_bytes
+from tests.waiting import PATIENCE_S, until
 
 
 def form(boundary: str, model: str) -> tuple[bytes, dict[str, str]]:

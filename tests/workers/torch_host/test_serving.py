@@ -18,9 +18,9 @@ from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTrials
 from greenroom.workers.torch_host.text.tokens import Text
+from tests.waiting import until
 from tests.workers.torch_host.engine_rig import random_model, running
 from tests.workers.torch_host.tiny import save_tokenizer
-from tests.workers.torch_host.waiting import until
 
 PROMPT = "the capital of France is"
 HI: Any = [{"role": "user", "content": "one two three"}]

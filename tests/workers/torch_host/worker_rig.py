@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import until_now
 
 PROGRAM = Path(__file__).parents[3] / "src" / "greenroom" / "workers" / "torch_worker.py"
 # Importing torch on a loaded machine takes long.
@@ -105,15 +107,16 @@ class WorkerRig:
     def _connected(self) -> socket.socket:
         line = socket.socket(socket.AF_UNIX)
         line.settimeout(DEADLINE_S)
-        give_up = time.monotonic() + DEADLINE_S
-        while True:
-            try:
+
+        def is_connected() -> bool:
+            assert self.process.poll() is None, self.log()
+            with contextlib.suppress(OSError):
                 line.connect(str(self.path))
-                return line
-            except OSError:
-                assert self.process.poll() is None, self.log()
-                assert time.monotonic() < give_up, self.log()
-                time.sleep(0.02)
+                return True
+            return False
+
+        until_now(is_connected, self.log, DEADLINE_S)
+        return line
 
 
 class UnixConnection(http.client.HTTPConnection):

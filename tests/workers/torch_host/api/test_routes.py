@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from tests.waiting import until
 from tests.workers.torch_host.conftest import Opener
-from tests.workers.torch_host.waiting import until
 
 
 async def test_it_says_that_it_is_there_and_which_model_it_is(open_api: Opener) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 from greenroom.workers.torch_host.engine.requests import CallbackQueue
-from tests.workers.torch_host.waiting import until
+from tests.waiting import until
 
 
 async def test_letters_of_many_threads_arrive_each_in_its_order() -> None:

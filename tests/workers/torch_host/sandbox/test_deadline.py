@@ -7,7 +7,7 @@ import time
 import pytest
 
 from greenroom.workers.torch_host.sandbox.deadline import DeadlineExceeded, run_with_deadline
-from tests.workers.torch_host.waiting import until
+from tests.waiting import until
 
 WAIT_S = 30
 

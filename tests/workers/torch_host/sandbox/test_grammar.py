@@ -19,9 +19,9 @@ from greenroom.workers.torch_host.sandbox.grammar import SCHEMA_BYTES_MAX, Gramm
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTrials
 from greenroom.workers.torch_host.text.tokens import Text
+from tests.waiting import PATIENCE_S, until
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.fake_inference import FakeEngine
-from tests.workers.torch_host.waiting import PATIENCE_S, until
 
 CITY = {
     "type": "object",

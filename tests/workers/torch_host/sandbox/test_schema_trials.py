@@ -28,7 +28,7 @@ from greenroom.workers.torch_host.sandbox.pool import (
     Unavailable,
 )
 from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, WALL_S, SchemaChecker, SchemaTrials
-from tests.workers.torch_host.waiting import until
+from tests.waiting import until
 
 # A library that does this when it is given a schema.
 LIBRARY = """

@@ -27,9 +27,9 @@ from greenroom.workers.torch_host.sandbox.template_runner import (
     TemplateRunner,
     jinja_folders,
 )
+from tests.waiting import PATIENCE_S, until
 from tests.workers.torch_host import worker_rig
 from tests.workers.torch_host.tokenizer_folders import LOOPING
-from tests.workers.torch_host.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,9 @@ from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.sandbox.template_runner import TEMPLATES
 from greenroom.workers.torch_host.text.templates import PROGRAM_CHARS_MAX, ChatTemplate
 from greenroom.workers.torch_host.text.tokens import Text
+from tests.waiting import PATIENCE_S, until
 from tests.workers.torch_host import tokenizer_folders
 from tests.workers.torch_host.sandbox.test_template_runner import running
-from tests.workers.torch_host.waiting import PATIENCE_S, until
 
 HI = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "look"}}]

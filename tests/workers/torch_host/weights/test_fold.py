@@ -37,8 +37,8 @@ from greenroom.workers.torch_host.weights.fold.unfolding import Unfolder, landin
 from greenroom.workers.torch_host.weights.loading import LoadContext
 from greenroom.workers.torch_host.weights.read_plan import Unplanned
 from greenroom.workers.torch_host.weights.reading import Transfer
+from tests.waiting import until
 from tests.workers.torch_host import tiny
-from tests.workers.torch_host.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from greenroom.app import App
 from tests.contract.engines.kinds import Kind
-from tests.harness import PATIENCE_S
 from tests.integration import orders
 from tests.integration.raw import CHAT, Answer, Raw, asking, chat, http
+from tests.waiting import PATIENCE_S
 
 MORE_TOKENS_THAN_FIT = 100_000
 BUSY_TICKS = 10
@@ -26,7 +26,7 @@ QUIET_TICKS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class House:
+class EngineGateway:
     app: App
     kind: Kind
     folder: Path
