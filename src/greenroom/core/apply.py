@@ -12,6 +12,7 @@ from greenroom.core.decide.placement import Places
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, Rejection, because
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import LeaseId, ModelId, Move, OpId, RequestId, Slot
+from greenroom.core.policy.base import overtakes_since
 from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
 from greenroom.core.slots import SlotWriter
 from greenroom.core.state import Grant, State, learn
@@ -171,7 +172,7 @@ class Actions:
     # --- served ---------------------------------------------------------------------------------------------------
 
     def serve(self, waiter: Waiter, slot: Slot, now: float) -> float:
-        """Grant it this slot, or answer an operator. Returns what `count_overtake` returns for a request, else -inf."""
+        """Grant it this slot, or answer an operator. Returns `overtakes_since` for a request, else -inf."""
         state = self._state
         waited = waiter.id in state.waitlist
         if waited:
@@ -199,7 +200,8 @@ class Actions:
             if waiter.answer_by is not None:
                 record.tried_at = now
                 self._slots.set_timer(Timer(TimerKind.BUDGET, request), waiter.answer_by, because("budget"))
-            return self._slots.count_overtake(slot, now)
+            self._slots.note_grant(slot, now)
+            return overtakes_since(slot.recent_grants, slot.batch_until)
         return -inf
 
     # --- swapped in -----------------------------------------------------------------------------------------------

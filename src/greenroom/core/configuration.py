@@ -10,7 +10,7 @@ from greenroom.core.decide.decision import Refuse
 from greenroom.core.effects import RejectCode, because
 from greenroom.core.events import ConfigChanged, Limits, Timer, TimerKind
 from greenroom.core.model import ModelId, ModelSpec, Need, Tier
-from greenroom.core.policy.base import Policies
+from greenroom.core.policy.base import Pacing, Policies
 from greenroom.core.policy.registry import Swappers, make_policy
 from greenroom.core.slots import SlotWriter
 from greenroom.core.state import ModelRecord, State
@@ -53,12 +53,12 @@ class Configuration:
         """Change the policy or its numbers. Waiters keep waiting, under the new rules."""
         state = self._state
         policy = make_policy(limits, self._policies, self._swappers)
-        state.limits, state.policy = limits, policy
+        state.limits, state.policy, state.pacing = limits, policy, Pacing(limits)
         state.accounts.weights = limits.tenant_weights
         state.waitlist.reclassify(state.policy.priority_class)
         for model in state.waitlist.queues:
             state.price_queue(model)
-        self._slots.set_overtakes_max(limits.overtakes_max)
+        self._slots.pace()
 
     def _remove(self, model: ModelId, now: float) -> None:
         record = self._state.models.pop(model, None)

@@ -117,15 +117,10 @@ class Moves:
         if record is not None:
             record.at_once = slot.concurrency
         swap_s = took_s if record is None else record.move_s(move.kind)
-        stays_until = now + state.limits.residency_swaps * swap_s
-        self._slots.begin_stay(slot, stays_until, now + self._batch_s(slot, record, swap_s))
+        answers = min(slot.concurrency, state.waitlist.count(slot.model))
+        stays_s, batch_s = state.pacing.stay_s(swap_s, 0.0 if record is None else drain_s(record, answers))
+        self._slots.begin_stay(slot, now + stays_s, now + batch_s)
         state.avg_swap_s = learn(state.avg_swap_s, took_s)
-
-    def _batch_s(self, slot: Slot, record: ModelRecord | None, swap_s: float) -> float:
-        """A swap also costs the drain, in which answers end and none begin."""
-        waiting = self._state.waitlist.count(slot.model)
-        ends_s = 0.0 if record is None else drain_s(record, min(slot.concurrency, waiting))
-        return self._state.limits.batch_swaps * (swap_s + ends_s)
 
     def _refused_room(self, slot: Slot, now: float) -> None:
         """The store refused a lease to the newcomer that this slot was to make room for. The newcomer retries later."""

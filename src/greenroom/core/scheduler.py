@@ -171,10 +171,9 @@ class Scheduler:
         return [
             slot
             for slot in promised
-            if slot.last_priority > priority
-            and slot.lease is None
+            if slot.lease is None
             and (queue := state.waitlist.queues.get(slot.model)) is not None
-            and queue.late_at > now
+            and state.pacing.gives_way(slot.last_priority, queue, priority, now)
         ]
 
     def _plan_for(self, event: ev.RequestArrived, waiter: Waiter, places: Places) -> Plan:

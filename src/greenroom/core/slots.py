@@ -7,9 +7,6 @@ is really free.
 
 from __future__ import annotations
 
-from collections import deque
-from math import inf
-
 from greenroom.core.decide import green_room
 from greenroom.core.effects import Effects, OpOutcome, Reason, because
 from greenroom.core.events import Timer, TimerKind
@@ -77,16 +74,9 @@ class SlotWriter:
             slot.keep_alive_s = keep_alive_s
         return share
 
-    def count_overtake(self, slot: Slot, now: float) -> float:
-        """Record a grant to a request.
-
-        Returns the time of the oldest of the last `overtakes_max` grants if all of them came after the batch; else
-        -inf.
-        """
-        recent = slot.recent_grants
-        recent.append(now)
-        is_full = len(recent) == recent.maxlen and recent
-        return recent[0] if is_full and recent[0] >= slot.batch_until else -inf
+    def note_grant(self, slot: Slot, now: float) -> None:
+        """Record a grant to a request."""
+        slot.recent_grants.append(now)
 
     def give_back(self, slot: Slot, request: RequestId, now: float) -> float:
         """An answer has ended. Returns the slot's shared clock."""
@@ -123,10 +113,10 @@ class SlotWriter:
         slot.concurrency = spec.concurrency or slot.concurrency
         self.watch_idle(slot)
 
-    def set_overtakes_max(self, overtakes_max: int) -> None:
-        """Keep this many recent grants for each slot from now on."""
+    def pace(self) -> None:
+        """Keep as many recent grants of each slot as the pacing counts."""
         for slot in self._state.slots.values():
-            slot.recent_grants = deque(slot.recent_grants, overtakes_max)
+            slot.recent_grants = self._state.pacing.recent(slot.recent_grants)
 
     # --- coming ---------------------------------------------------------------------------------------------------
 
@@ -135,7 +125,7 @@ class SlotWriter:
         state = self._state
         slot = Slot(SlotId(f"s{state.next_number()}"), spec, claim, state.asleep_at(spec, claim))
         slot.can_sleep = spec.need_asleep is not None
-        slot.recent_grants = deque(maxlen=state.limits.overtakes_max)
+        slot.recent_grants = state.pacing.recent(slot.recent_grants)
         slot.lease = lease
         state.add_slot(slot)
         return slot

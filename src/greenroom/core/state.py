@@ -26,7 +26,7 @@ from greenroom.core.model import (
     SlotId,
     Tier,
 )
-from greenroom.core.policy.base import Policy
+from greenroom.core.policy.base import Pacing, Policy
 from greenroom.core.queue.fairness import Accounts
 from greenroom.core.queue.waitlist import Prices, Waiter, Waitlist
 
@@ -157,6 +157,7 @@ class State:
     def __init__(self, policy: Policy) -> None:
         self.limits = Limits()
         self.policy = policy
+        self.pacing = Pacing(self.limits)
         self.ledger = Ledger()
         self.models: dict[ModelId, ModelRecord] = {}
         # Leases by the name that `leases.name_of` gives them, which is never a model's id.

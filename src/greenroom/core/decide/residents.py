@@ -6,11 +6,12 @@ everything in it may change.
 
 from __future__ import annotations
 
-from math import inf, log
+from math import log
 
 from greenroom.core.decide import green_room, placement
 from greenroom.core.decide.placement import Places, Way, way_to
 from greenroom.core.model import Claim, DeviceId, MoveKind, Slot, SlotId, Tier
+from greenroom.core.policy.base import passed_since
 from greenroom.core.policy.swapper import Resident
 from greenroom.core.state import Claimant, State
 
@@ -149,18 +150,11 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
         record.rate(state.limits.recency_s, now),
         record.move_s(MoveKind.WAKE if sleeps else MoveKind.LOAD),
         drain_s(record, len(in_flight)),
-        _passed_since(slot),
+        passed_since(slot.recent_grants),
         tier is Tier.ASLEEP,
     )
     resident.loss = state.policy.loss(resident, now)
     return resident
-
-
-def _passed_since(slot: Slot) -> float:
-    recent = slot.recent_grants
-    if not recent.maxlen:
-        return inf
-    return recent[0] if len(recent) == recent.maxlen else -inf
 
 
 def _given(held: Claim, kept: Claim) -> Claim:

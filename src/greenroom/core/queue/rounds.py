@@ -155,11 +155,8 @@ class Rounds:
         return plan, residents.after_swap() if isinstance(plan, Swap) else Residents(self._state, now, self._places)
 
     def _keep_devices(self, queue: Queue, plan: Wait, now: float) -> None:
-        """Keep the devices of a model that has been late for as long again and only needs time or the end of a move.
-
-        Not earlier: kept devices serve nothing, and smaller models could have used them.
-        """
-        if 2 * queue.late_at - queue.oldest <= now and (plan.until < inf or self._state.moves):
+        """Keep the devices of a model that has waited too long and only needs time or the end of a move."""
+        if self._state.pacing.keeps_devices(queue, now) and (plan.until < inf or self._state.moves):
             self._state.kept[queue.model] = plan.on
 
     @property
