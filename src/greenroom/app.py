@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from greenroom.config import loader, plugins
+from greenroom.config import limits, loader
 from greenroom.config.diff import Changes, diff, refuse_restart
 from greenroom.config.limits import is_named, limits_of
 from greenroom.config.problems import open_door
@@ -26,8 +26,8 @@ from greenroom.process import orphans
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Draft
 from greenroom.runtime.detached import run_detached
-from greenroom.runtime.memory.probes.base import Probe, Reading
-from greenroom.runtime.memory.probes.selection import first_look
+from greenroom.runtime.memory.probes import first_look
+from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.operations import Operations
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.tickets import Tickets
@@ -113,7 +113,7 @@ class App:
         `reread` returns the configuration at a reload; without it the file at `path` is read.
         """
         _refuse_open_door(config)
-        plugins.require(limits_of(config))
+        limits.require(limits_of(config))
         state_dir = StateDir.open(config.state_dir)
         try:
             if ended := await orphans.sweep(state_dir.prefix, spare=frozenset()):
@@ -168,7 +168,7 @@ class App:
             changes = diff(self.config, config)
             refuse_restart(changes)
             _refuse_open_door(config)
-            plugins.require(limits_of(config))
+            limits.require(limits_of(config))
             self._apply(config, changes, await self._drafted(config, changes))
             return changes
 

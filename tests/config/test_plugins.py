@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.config import plugins
-from greenroom.config.plugins import Named
+from greenroom.config import limits
+from greenroom.config.limits import Named
 from greenroom.core.events import ConfigChanged, Limits
 from greenroom.core.policy.base import PolicyFactory
 from greenroom.core.policy.default import ByCost
@@ -120,9 +120,9 @@ def test_nobody_takes_the_name_of_a_built_in_one(site: Path, policies: Named[Pol
 
 
 def test_a_configuration_needs_both_its_policy_and_its_swapper() -> None:
-    plugins.require(Limits())
-    plugins.require(Limits(policy="fifo"))
+    limits.require(Limits())
+    limits.require(Limits(policy="fifo"))
     with pytest.raises(ConfigError, match="there is no policy 'lifo'"):
-        plugins.require(Limits(policy="lifo"))
+        limits.require(Limits(policy="lifo"))
     with pytest.raises(ConfigError, match="there is no swapper 'coin'"):
-        plugins.require(Limits(swapper="coin"))
+        limits.require(Limits(swapper="coin"))

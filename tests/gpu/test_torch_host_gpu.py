@@ -25,9 +25,8 @@ from greenroom.workers.torch_host.failures import OutOfMemory
 from greenroom.workers.torch_host.weights import building
 from greenroom.workers.torch_host.weights.arena import HostArena, lay_out
 from greenroom.workers.torch_host.weights.building import ModelOptions
-from greenroom.workers.torch_host.weights.device_memory import CudaArena
+from greenroom.workers.torch_host.weights.device_memory import CudaArena, driver
 from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights, Registration
-from greenroom.workers.torch_host.weights.driver import driver
 from greenroom.workers.torch_host.weights.fold import CHUNK_BYTES, ChunkTable
 from greenroom.workers.torch_host.weights.fold.folding import Folding
 from greenroom.workers.torch_host.weights.fold.unfolding import unfold_plainly, unfolder

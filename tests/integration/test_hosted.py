@@ -13,7 +13,7 @@ import pytest
 
 from greenroom.core.model import ModelId, MoveKind, Tier
 from greenroom.errors import BadModel, LoadFailed, OutOfMemory, OutsideRoots
-from greenroom.runtime.memory.hosted_memory import HostedMemory
+from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves import hosted_moves, opening
 from greenroom.runtime.workers import worker as worker_module
 from tests.harness import gateway, write_config

@@ -15,7 +15,7 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import DeviceId, MoveKind, SlotId, Tier
 from greenroom.runtime.memory.devices import HOST, WORKER_GPU_MIB
-from greenroom.runtime.memory.probes.base import THIS_MACHINE
+from greenroom.runtime.memory.readings import THIS_MACHINE
 from tests import fake_gpu
 from tests.harness import gateway, write_config
 from tests.integration.hosted_rig import Folder, fake_workers, move, tier, until_in, worker_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from greenroom.cli.failures import CommandFailed, WrongUsage
-from greenroom.config import plugins
+from greenroom.config import limits
 from greenroom.config.limits import limits_of, ttl_s_of
 from greenroom.config.schema import PRIORITY_NAMES, Config, Model
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need
@@ -54,8 +54,8 @@ def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
         jitter=args.jitter,
         patience_s=args.patience_s,
         loads_at_once=args.loads_at_once,
-        policies=plugins.POLICIES,
-        swappers=plugins.SWAPPERS_BY_NAME,
+        policies=limits.POLICIES,
+        swappers=limits.SWAPPERS_BY_NAME,
     )
     workload, source = _workload(config, args)
     return SimulationPlan(base, workload, (source, *_assumed(base)))

@@ -1,11 +1,22 @@
-"""The scheduler's numbers and rules, as the core takes them, from the configuration."""
+"""The scheduler's numbers, rules, policy and swapper, as the core takes them, from the configuration.
+
+Policies and swappers of other packages are found by entry point when the configuration names them. Imports nothing that
+is not named: a package that is merely installed costs nothing and cannot fail.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
 
 from greenroom.config.coresidency import rules_of
 from greenroom.config.schema import Config, Model, StayWarm
 from greenroom.core.events import Limits
 from greenroom.core.model import TenantId
+from greenroom.core.policy.base import PolicyFactory
+from greenroom.core.policy.registry import BUILT_IN, SWAPPERS, SwapperFactory, make_policy
+from greenroom.errors import ConfigError
 
 
 def limits_of(config: Config) -> Limits:
@@ -45,3 +56,52 @@ def is_named(config: Config, tenant: str) -> bool:
     """True if an API key belongs to this tenant, or the tenant has a weight."""
     keys = config.server.api_keys
     return tenant in config.scheduler.tenant_weights or any((key.tenant or key.name) == tenant for key in keys)
+
+
+Factory = TypeVar("Factory")
+
+
+class Named(Mapping[str, Factory], Generic[Factory]):
+    """Factories by name: the built-in ones and those of an entry point group."""
+
+    def __init__(self, word: str, built_in: Mapping[str, Factory], group: str) -> None:
+        self._word = word
+        self._known = dict(built_in)
+        self._group = group
+
+    def __getitem__(self, name: str) -> Factory:
+        if name not in self._known:
+            self._known[name] = self._load(name)
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted({*self._known, *(entry.name for entry in entry_points(group=self._group))}))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def _load(self, name: str) -> Factory:
+        for entry in entry_points(group=self._group):
+            if entry.name == name:
+                try:
+                    factory: Factory = entry.load()
+                except Exception as error:
+                    raise ConfigError(
+                        f"scheduler.{self._word}: {name!r} of {entry.value} does not load: {error}"
+                    ) from error
+                return factory
+        raise ConfigError(f"scheduler.{self._word}: there is no {self._word} {name!r}; there are {', '.join(self)}")
+
+
+POLICIES: Named[PolicyFactory] = Named("policy", BUILT_IN, "greenroom.policies")
+SWAPPERS_BY_NAME: Named[SwapperFactory] = Named("swapper", SWAPPERS, "greenroom.swappers")
+
+
+def require(limits: Limits) -> None:
+    """Raise ConfigError unless the named policy and swapper exist and can be constructed."""
+    POLICIES[limits.policy]
+    SWAPPERS_BY_NAME[limits.swapper]
+    try:
+        make_policy(limits, POLICIES, SWAPPERS_BY_NAME)
+    except Exception as error:
+        raise ConfigError(f"scheduler.policy: {limits.policy!r} cannot be made: {error}") from error

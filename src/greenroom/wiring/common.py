@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from greenroom.config import plugins
+from greenroom.config import limits
 from greenroom.config.schema import Config, Server
 from greenroom.core.events import Event
 from greenroom.core.model import Device, DeviceId
@@ -23,7 +23,7 @@ from greenroom.runtime.memory.attribution import MemoryOwners
 from greenroom.runtime.memory.book import NeedBook
 from greenroom.runtime.memory.devices import DeviceNames, devices, set_aside, without
 from greenroom.runtime.memory.needs import Needs, warn
-from greenroom.runtime.memory.probes.base import Probe, Reading
+from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.memory.slot_memory import Growth, SlotMemory
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.observer import Observer
@@ -67,7 +67,7 @@ def wire_common(
     effects = AsyncEffects(slots, observer, clock)
     recorder = EventRecorder(Path(server.record_events)) if server.record_events else None
     seen_effects = effects if recorder is None else recorder.watching(effects)
-    loop = SchedulerLoop(Scheduler(seen_effects, plugins.POLICIES, plugins.SWAPPERS_BY_NAME))
+    loop = SchedulerLoop(Scheduler(seen_effects, limits.POLICIES, limits.SWAPPERS_BY_NAME))
     return CommonParts(
         catalog=catalog,
         slots=slots,

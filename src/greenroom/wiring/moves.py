@@ -17,12 +17,12 @@ from greenroom.errors import ConfigError
 from greenroom.leases.records import holder_of
 from greenroom.leases.shared.store import Membership, SharedStore
 from greenroom.process.ports import PortRange
-from greenroom.runtime.leases.journal_writer import JournalWriter
+from greenroom.runtime.leases.journal import JournalWriter
 from greenroom.runtime.leases.local import LocalLeasing
 from greenroom.runtime.leases.making_room import MakingRoom
 from greenroom.runtime.leases.refusals import LeasableMemory
 from greenroom.runtime.leases.sharing import SharedLeasing, Sharing
-from greenroom.runtime.memory.hosted_memory import HostedMemory
+from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves.admission import Admission, AlwaysGranted, Cleanup, Grants
 from greenroom.runtime.moves.hosted_moves import HostedMoves
 from greenroom.runtime.moves.load_errors import HostedErrors, LoadErrors, LostSlots

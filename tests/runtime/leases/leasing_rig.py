@@ -28,7 +28,7 @@ from greenroom.core.model import (
 )
 from greenroom.core.scheduler import Scheduler
 from greenroom.leases.records import LeaseAsk
-from greenroom.runtime.leases.journal_writer import JournalWriter
+from greenroom.runtime.leases.journal import JournalWriter
 from greenroom.runtime.leases.local import LocalLeasing
 from greenroom.runtime.leases.refusals import LeasableMemory
 from greenroom.runtime.loop import SchedulerLoop

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.leases.journal import Ended, Kept
-from greenroom.runtime.leases.journal_writer import FILE_NAME, JournalWriter
+from greenroom.runtime.leases.journal import FILE_NAME, Ended, JournalWriter, Kept
 
 
 def kept(name: str, token: int = 1) -> Kept:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from greenroom.leases.journal import Kept
 from greenroom.runtime.leases.entry import GRACE_MIN_S, lasts_s, must_journal_renewal, restart_grace_s
+from greenroom.runtime.leases.journal import Kept
 
 HEARD_AT = 5_000.0
 

@@ -18,7 +18,7 @@ from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, Lea
 from greenroom.leases.records import holder_of
 from greenroom.runtime.leases import entry
 from greenroom.runtime.leases import local as leasing_module
-from greenroom.runtime.leases.journal_writer import FILE_NAME
+from greenroom.runtime.leases.journal import FILE_NAME
 from greenroom.runtime.memory.devices import HOST
 from tests.runtime.leases.leasing_rig import ask, model, rig
 from tests.waiting import until

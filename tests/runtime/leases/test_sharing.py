@@ -28,7 +28,7 @@ from greenroom.errors import StoreDown
 from greenroom.leases.records import LeaseAsk
 from greenroom.leases.shared.store import Membership, SlotAsk
 from greenroom.runtime.leases.sharing import Sharing
-from greenroom.runtime.memory.probes.base import GpuReading, HostReading, Reading
+from greenroom.runtime.memory.readings import GpuReading, HostReading, Reading
 from greenroom.runtime.moves.admission import NoGrant
 from tests.sim.shared.book import Book, BookStore
 from tests.waiting import until

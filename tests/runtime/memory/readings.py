@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from greenroom.runtime.memory.probes.base import GpuReading, HostReading, Reading
+from greenroom.runtime.memory.readings import GpuReading, HostReading, Reading
 
 HOST_READING = HostReading(total_mib=64_000, available_mib=32_000, shm_total_mib=8_000, shm_free_mib=8_000)
 

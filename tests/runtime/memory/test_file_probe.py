@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.errors import ProbeFailed
-from greenroom.runtime.memory.probes.selection import FileProbe
+from greenroom.runtime.memory.probes import FileProbe
 from tests import fake_gpu
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.runtime.memory.probes.base import THIS_MACHINE, HostProbe
+from greenroom.runtime.memory.readings import THIS_MACHINE, HostProbe
 
 MIB = 1024 * 1024
 
@@ -82,9 +82,7 @@ def test_groups_of_the_first_version_count(host: HostProbe) -> None:
     assert (host.look().total_mib, host.look().available_mib) == (6_000, 4_800)
 
 
-LOOK = (
-    "from greenroom.runtime.memory.probes.base import THIS_MACHINE; seen = THIS_MACHINE.look(); print(seen.total_mib)"
-)
+LOOK = "from greenroom.runtime.memory.readings import THIS_MACHINE; seen = THIS_MACHINE.look(); print(seen.total_mib)"
 
 
 @pytest.fixture

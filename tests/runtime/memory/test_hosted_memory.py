@@ -11,10 +11,10 @@ from typing import cast
 import pytest
 
 from greenroom.core.model import DeviceId, SlotId
-from greenroom.runtime.memory import hosted_memory
+from greenroom.runtime.memory import slot_memory
 from greenroom.runtime.memory.devices import HOST
-from greenroom.runtime.memory.hosted_memory import HostedMemory
-from greenroom.runtime.memory.probes.base import GpuReading, HostProbe, Reading
+from greenroom.runtime.memory.readings import GpuReading, HostProbe, Reading
+from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from tests.runtime.memory.readings import gpu, reading, used
@@ -80,7 +80,7 @@ async def test_memory_on_its_way_back_is_waited_for() -> None:
 
 
 async def test_memory_that_does_not_come_back_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosted_memory, "BACK_S", 0.05)
+    monkeypatch.setattr(slot_memory, "HOSTED_BACK_S", 0.05)
     watch = FakeWatch(full(9_000))
     await memory(watch).back(S, A, full(9_000), 8_000)
     assert watch.glances > 1
@@ -105,7 +105,7 @@ async def test_where_another_slot_moves_meanwhile_nobody_insists() -> None:
 
 async def test_room_is_waited_for_and_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await memory(FakeWatch(full(20_000), full(10_000))).lacks({A: 8_000, HOST: 10**9}) == {}
-    monkeypatch.setattr(hosted_memory, "ROOM_S", 0.05)
+    monkeypatch.setattr(slot_memory, "ROOM_S", 0.05)
     assert await memory(FakeWatch(full(20_000))).lacks({A: 8_000}) == {A: 4_000}
     assert await memory(FakeWatch(None)).lacks({A: 8_000}) == {}
     watch = FakeWatch(full(0))
@@ -127,7 +127,7 @@ async def test_where_processes_cannot_be_seen_memory_is_back_when_it_gets_no_les
 async def test_a_process_that_stays_or_cannot_be_seen_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hosted_memory, "GONE_S", 0.05)
+    monkeypatch.setattr(slot_memory, "GONE_S", 0.05)
     await memory(FakeWatch(used("GPU-a", {7: 100}))).gone(7, {A})
     watch = FakeWatch(None)
     await memory(watch).gone(7, {A})

@@ -11,8 +11,8 @@ import pynvml
 import pytest
 
 from greenroom.errors import ProbeFailed
-from greenroom.runtime.memory.probes.base import HostProbe
-from greenroom.runtime.memory.probes.nvml import FIRST_PID_NAMESPACE, IDLE_MIB, NvmlProbe
+from greenroom.runtime.memory.nvml import FIRST_PID_NAMESPACE, IDLE_MIB, NvmlProbe
+from greenroom.runtime.memory.readings import HostProbe
 
 MIB = 1024 * 1024
 

@@ -5,7 +5,7 @@ import pytest
 from greenroom.core.model import Claim, DeviceId
 from greenroom.runtime.memory.attribution import not_back, short_of
 from greenroom.runtime.memory.devices import HOST
-from greenroom.runtime.memory.probes.base import GpuReading
+from greenroom.runtime.memory.readings import GpuReading
 from tests.runtime.memory.readings import gpu, reading, used
 
 A, B = DeviceId("GPU-a"), DeviceId("GPU-b")

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from greenroom.runtime.memory.probes.base import GpuReading, Reading
-from greenroom.runtime.memory.probes.selection import VisibleProbe, order_warning, visible
+from greenroom.runtime.memory.probes import VisibleProbe, order_warning, visible
+from greenroom.runtime.memory.readings import GpuReading, Reading
 from tests.runtime.memory.readings import gpu, reading
 
 GPUS = (gpu("GPU-aa11", 0), gpu("GPU-aa22", 1), gpu("GPU-bb33", 2))

@@ -17,7 +17,7 @@ from greenroom.errors import ProbeFailed
 from greenroom.runtime.memory import watch as memory_watch
 from greenroom.runtime.memory.attribution import Owner
 from greenroom.runtime.memory.devices import HOST
-from greenroom.runtime.memory.probes.base import GpuReading, Reading
+from greenroom.runtime.memory.readings import GpuReading, Reading
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.workers.hosted_slots import HostedSlot, HostedSlots
 from tests.runtime.memory.readings import gpu, reading, used

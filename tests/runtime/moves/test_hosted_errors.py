@@ -11,7 +11,7 @@ from greenroom.core.model import Claim, DeviceId, ModelId, Move, MoveId, MoveKin
 from greenroom.errors import BadModel, LoadFailed, OutOfMemory
 from greenroom.process.spawn import Exit
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.memory.hosted_memory import HostedMemory
+from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves.admission import NoGrant
 from greenroom.runtime.moves.load_errors import Evidence, HostedErrors
 from greenroom.runtime.workers.control_link import OpFailed

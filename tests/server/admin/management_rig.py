@@ -36,7 +36,7 @@ from greenroom.errors import GreenroomError, LeaseLost, LeaseUnknown
 from greenroom.http.limits import EdgeStats
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.runtime.catalogue import Catalog
-from greenroom.runtime.memory.probes.base import Reading
+from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.server.admin.management import make_management

@@ -46,7 +46,7 @@ from greenroom.errors import StoreDown
 from greenroom.leases.shared.store import Membership, SharedStore
 from greenroom.runtime.leases.sharing import Sharing
 from greenroom.runtime.loop import SchedulerLoop
-from greenroom.runtime.memory.probes.base import Reading
+from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.moves.admission import Grants, NoGrant
 from tests.sim.shared.gpus import Gpus
 

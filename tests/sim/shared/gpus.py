@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from greenroom.core.model import Claim, DeviceId
-from greenroom.runtime.memory.probes.base import GpuReading, HostReading, Reading
+from greenroom.runtime.memory.readings import GpuReading, HostReading, Reading
 
 NO_HOST = HostReading(0, 0, 0, 0)
 

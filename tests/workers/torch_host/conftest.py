@@ -17,7 +17,7 @@ from greenroom.workers.torch_host.api.routes import serve_text
 from greenroom.workers.torch_host.engine.requests import GenerationRequest
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTrials
-from greenroom.workers.torch_host.sandbox.template_runner import TEMPLATES
+from greenroom.workers.torch_host.text.templates import TEMPLATES
 from greenroom.workers.torch_host.text.tokens import Text
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host import tokenizer_folders

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from greenroom.config.loader import LoadedConfig
     from greenroom.config.schema import Config, Model
     from greenroom.runtime.memory.needs import Needs
-    from greenroom.runtime.memory.probes.base import Reading
+    from greenroom.runtime.memory.readings import Reading
 
 TITLES = ("model", "engine", "memory MiB", "note")
 
@@ -36,12 +36,12 @@ def run(args: argparse.Namespace) -> int:
 
         screen.say_json(json_schema())
         return ExitStatus.OK
-    from greenroom.config import loader, plugins
+    from greenroom.config import limits, loader
     from greenroom.config.limits import limits_of
 
     try:
         loaded = loader.load(loader.find(args.file or args.config))
-        plugins.require(limits_of(loaded.config))
+        limits.require(limits_of(loaded.config))
     except ConfigError as error:
         if not args.json:
             raise
@@ -93,7 +93,7 @@ def summary(loaded: LoadedConfig) -> dict[str, Any]:
 def _look(config: Config) -> tuple[Reading, list[str]]:
     """The GPUs, and a warning if they cannot be measured: `serve` would not start then."""
     from greenroom.errors import ProbeFailed
-    from greenroom.runtime.memory.probes.selection import NoProbe, open_probe
+    from greenroom.runtime.memory.probes import NoProbe, open_probe
 
     try:
         probe, seen = open_probe(config)

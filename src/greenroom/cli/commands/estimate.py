@@ -117,7 +117,7 @@ def _book(config: Config) -> Any:
 def _kinds(config: Config, gpus: int | None) -> dict[DeviceId, str]:
     """The GPUs by id, with the kind of each: measurements are kept by kind."""
     from greenroom.core.model import DeviceId
-    from greenroom.runtime.memory.probes.selection import open_probe
+    from greenroom.runtime.memory.probes import open_probe
 
     try:
         probe, seen = open_probe(config)

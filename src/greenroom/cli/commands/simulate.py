@@ -103,7 +103,7 @@ COMMAND = Subcommand(
 
 
 def _cases(args: argparse.Namespace, usual_policy: str) -> tuple[Case, ...]:
-    from greenroom.config.plugins import POLICIES
+    from greenroom.config.limits import POLICIES
     from greenroom.sim.cases import CASES_MAX, cases
 
     known = tuple(POLICIES)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from greenroom.core.model import LeaseId, SlotId
-from greenroom.leases.journal import Kept
 from greenroom.leases.records import Lease, LeaseAsk
+from greenroom.runtime.leases.journal import Kept
 
 # The lease was reported to several calls, or to one without a name: if one of them leaves, another may hold it.
 SEVERAL: Final = ""

@@ -31,7 +31,7 @@ from greenroom.runtime.leases.entry import (
     must_journal_renewal,
 )
 from greenroom.runtime.leases.holders import Holders
-from greenroom.runtime.leases.journal_writer import JournalWriter
+from greenroom.runtime.leases.journal import JournalWriter
 from greenroom.runtime.leases.refusals import (
     LeasableMemory,
     devices_meant,

@@ -27,7 +27,7 @@ from greenroom.runtime.leases.holders import DeadHolders, Recalls
 from greenroom.runtime.leases.making_room import MakingRoom, WaitingModels
 from greenroom.runtime.leases.refusals import DeviceNamed, devices_meant
 from greenroom.runtime.leases.shared_slots import SharedSlots
-from greenroom.runtime.memory.probes.base import Reading
+from greenroom.runtime.memory.readings import Reading
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("sharing")

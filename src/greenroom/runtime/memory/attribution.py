@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from greenroom.core.model import Claim, DeviceId, Slot, SlotId
 from greenroom.core.view import HoldingFacts, SchedulerView
 from greenroom.runtime.memory.devices import WORKER_GPU_MIB
-from greenroom.runtime.memory.probes.base import GpuReading, Reading
+from greenroom.runtime.memory.readings import GpuReading, Reading
 from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 

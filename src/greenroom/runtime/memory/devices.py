@@ -14,7 +14,7 @@ from typing import Final
 from greenroom.config.schema import Config
 from greenroom.core.model import Claim, Device, DeviceId, DeviceKind
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.memory.probes.base import THIS_MACHINE, GpuReading, Reading, named
+from greenroom.runtime.memory.readings import THIS_MACHINE, GpuReading, Reading, named
 
 HOST = DeviceId("host")
 # The share of host memory that models may use, unless it is configured.

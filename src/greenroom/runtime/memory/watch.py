@@ -19,7 +19,7 @@ from greenroom.process import proc
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.attribution import Attribution, Owner, attribute, not_back, short_of
 from greenroom.runtime.memory.devices import HOST
-from greenroom.runtime.memory.probes.base import THIS_MACHINE, GpuReading, Probe, Reading
+from greenroom.runtime.memory.readings import THIS_MACHINE, GpuReading, Probe, Reading
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.logs import get_logger
 

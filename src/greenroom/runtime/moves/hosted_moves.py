@@ -18,7 +18,7 @@ from greenroom.engines.base import HostedEngine
 from greenroom.errors import EngineFault, LoadFailed
 from greenroom.process.spawn import Exit
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.memory.hosted_memory import HostedMemory
+from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves.admission import Admission
 from greenroom.runtime.moves.load_errors import LAST_LINES, Evidence, LostSlots
 from greenroom.runtime.moves.opening import SlotOpener, uninterrupted

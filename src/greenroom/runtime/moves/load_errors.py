@@ -19,7 +19,7 @@ from greenroom.process.logs import START_LINES_MAX
 from greenroom.process.spawn import Child, Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.memory.hosted_memory import HostedMemory
+from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves.admission import NoGrant
 from greenroom.runtime.observer import Observer
 from greenroom.runtime.workers.control_link import OpFailed

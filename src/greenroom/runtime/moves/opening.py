@@ -16,7 +16,7 @@ from greenroom.errors import LoadFailed
 from greenroom.http.upstream import EngineAddress, Pool
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.detached import run_detached
-from greenroom.runtime.memory.hosted_memory import HostedMemory
+from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves.load_errors import HostedErrors
 from greenroom.runtime.moves.model_files import check_roots
 from greenroom.runtime.observer import Observer

@@ -18,7 +18,7 @@ from greenroom.errors import GreenroomError
 from greenroom.http.limits import EdgeStats
 from greenroom.leases.records import Lease, LeaseAsk, LeaseStore
 from greenroom.runtime.catalogue import Catalog
-from greenroom.runtime.memory.probes.base import Reading
+from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.slots import LiveSlots
 from greenroom.telemetry.activity import Activity

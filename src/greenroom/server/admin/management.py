@@ -23,13 +23,12 @@ import greenroom
 from greenroom.errors import BadRequest, GatewayBug, GreenroomError, MethodNotAllowed, NotFound
 from greenroom.http.request import Head
 from greenroom.server import render
-from greenroom.server.admin.cache import Caches
 from greenroom.server.admin.explaining import Explaining
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.leases import LeaseRoutes
 from greenroom.server.admin.listing import Listing, ModelStatuses
 from greenroom.server.admin.memory import Gpus
-from greenroom.server.admin.operating import Operating
+from greenroom.server.admin.operating import Caches, Operating
 from greenroom.server.admin.snapshot import Snapshot
 from greenroom.server.admin.views import ErrorBody
 from greenroom.server.admin.watching import Streams, Watching

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from greenroom.core.model import DeviceId, DeviceKind, MoveKind, Slot, Tier
 from greenroom.core.view import SchedulerView
 from greenroom.runtime.leases.entry import core_id
-from greenroom.runtime.memory.probes.base import GpuReading
+from greenroom.runtime.memory.readings import GpuReading
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.server.admin.gateway import Gateway, WatchedMemory
 from greenroom.server.admin.views import GpuView, GreenRoomView, ProbeView, View

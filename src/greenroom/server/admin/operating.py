@@ -1,25 +1,33 @@
-"""What an operator can order: load, unload, sleep, prepare, reload. Also the output of engines.
+"""What an operator can order: load, unload, sleep, prepare, reload, flush a cache. Also the output of engines.
 
 Orders are answered when they are done. A caller that leaves meanwhile changes nothing: the move goes on.
+
+Of prefix caches, an admin's key may flush everything, another key only its tenant's entries. Only engines that keep a
+cache for each tenant have entries; models that are asleep or cold have none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import FastAPI, Query
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from greenroom.core.model import ModelId, MoveKind
-from greenroom.errors import ShuttingDown
+from greenroom.config.kinds import ID_CHARS_MAX
+from greenroom.core.model import ModelId, MoveKind, Tier
+from greenroom.errors import BadRequest, GreenroomError, NotAllowed, ShuttingDown, Unsupported
 from greenroom.process.logs import LINES_MAX
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.slots import LiveSlot
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.listing import ModelPath, addressed, unknown_model
 from greenroom.server.admin.snapshot import Snapshot, tier_of
+from greenroom.server.admin.views import Order, View
 from greenroom.server.admin.watching import (
     PLAIN,
     SSE,
@@ -30,6 +38,9 @@ from greenroom.server.admin.watching import (
     refuse_head,
     shown_line,
 )
+from greenroom.server.inference.ask import TAG_CHARS_MAX, check_tag, tenant_word
+from greenroom.telemetry.logs import get_logger
+from greenroom.tenancy.keys import Caller
 
 MODELS = "/api/v1/models"
 _ONE = MODELS + "/{model_id:path}"
@@ -143,3 +154,117 @@ class Operating:
         if entry is None:
             raise unknown_model(name, "evict")
         return entry.id
+
+
+PATH: Final = "/v1/cache/flush"
+TENANT_CHARS_MAX: Final = 256
+MIB: Final = 1024 * 1024
+
+_log = get_logger("server")
+
+
+class FlushOrder(Order):
+    """What to flush. `tenantId` and `modelId` also narrow the other scopes."""
+
+    scope: Literal["all", "model", "tenant", "tag"]
+    tenantId: Annotated[str, Field(min_length=1, max_length=TENANT_CHARS_MAX)] | None = None  # noqa: N815
+    """The tenant; a key without `admin` can only name its own."""
+    modelId: Annotated[str, Field(min_length=1, max_length=ID_CHARS_MAX)] | None = None  # noqa: N815
+    tag: Annotated[str, Field(min_length=1, max_length=TAG_CHARS_MAX)] | None = None
+    """What callers sent as `X-Cache-Tag`."""
+    verifiedOpToken: Any = None  # noqa: N815
+    """Accepted because clients send it. It is ignored: the API key decides."""
+
+
+class Flushed(View):
+    flushed: Literal[True] = True
+    entriesRemoved: int  # noqa: N815
+    memoryFreedMB: float  # noqa: N815
+    """In MiB, as everywhere here."""
+
+
+class Caches:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def add_to(self, app: FastAPI) -> None:
+        app.post(PATH)(self.flush_cache)
+
+    async def flush_cache(self, request: Request, order: FlushOrder) -> Flushed:
+        """Empty prefix caches. An admin's key may flush everything, another key only its tenant's entries."""
+        model = self._model(order)
+        tenant = _tenant(order, request.scope.get("state", {}))
+        tag = _tag(order)
+        removed = await asyncio.gather(*(self._flush(live, tenant, tag) for live in self._keepers(model)))
+        entries, size_bytes = (sum(counts) for counts in zip((0, 0), *removed, strict=True))
+        _log.info("cache flushed", scope=order.scope, model=model, tenant=tenant, entries=entries, bytes=size_bytes)
+        return Flushed(entriesRemoved=entries, memoryFreedMB=round(size_bytes / MIB, 3))
+
+    def _model(self, order: FlushOrder) -> ModelId | None:
+        if order.modelId is None:
+            if order.scope == "model":
+                raise BadRequest("modelId says which model's cache to flush.", param="modelId")
+            return None
+        entry = self._gateway.catalog.find(order.modelId)
+        if entry is None:
+            raise unknown_model(order.modelId, "modelId")
+        if not entry.engine.hosted:
+            raise Unsupported(
+                f"{entry.id} runs on {entry.engine.name}, whose cache cannot be flushed from here. Unload it instead: "
+                f"POST /api/v1/models/{entry.id}/unload.",
+                param="modelId",
+            )
+        return entry.id
+
+    def _keepers(self, model: ModelId | None) -> Sequence[LiveSlot]:
+        """Slots that have a cache now. A slot that is asleep or about to be has none."""
+        slots = self._gateway.loop.scheduler.view.slots
+        return [
+            live
+            for live in self._gateway.slots.live.values()
+            if live.entry.engine.hosted
+            and model in (None, live.entry.id)
+            and live.id in slots
+            and slots[live.id].tier is Tier.READY
+        ]
+
+    async def _flush(self, live: LiveSlot, tenant: str | None, tag: str | None) -> tuple[int, int]:
+        try:
+            entries, size_bytes = await self._gateway.flush(live.id, tenant, tag)
+        except GreenroomError:
+            if live.id not in self._gateway.slots.live:
+                # Its worker is gone, and its cache with it.
+                return 0, 0
+            raise
+        self._gateway.metrics.green_room.flushed(live.entry.id, size_bytes)
+        return entries, size_bytes
+
+
+def _tenant(order: FlushOrder, state: dict[str, Any]) -> str | None:
+    """The tenant whose entries to flush, by its name in the engine; None for all tenants. Raises NotAllowed."""
+    asked = order.tenantId
+    if not state.get("is_admin"):
+        asked = _own_tenant(order, state.get("caller"))
+    if asked is None and order.scope == "tenant":
+        raise BadRequest("tenantId says whose cache to flush.", param="tenantId")
+    return None if asked is None else tenant_word(asked)
+
+
+def _own_tenant(order: FlushOrder, caller: Caller | None) -> str:
+    own = None if caller is None else caller.tenant
+    if own is None or order.scope in ("all", "model") or order.tenantId not in (None, own):
+        raise NotAllowed(
+            "A key without `admin: true` may flush its own tenant only: scope tenant, or scope tag, and no other "
+            "tenantId.",
+            param="scope",
+        )
+    return own
+
+
+def _tag(order: FlushOrder) -> str | None:
+    if order.tag is None:
+        if order.scope == "tag":
+            raise BadRequest("tag says what to flush.", param="tag")
+        return None
+    check_tag(order.tag.encode("utf-8", "replace"), "tag")
+    return order.tag

@@ -25,7 +25,7 @@ from greenroom.core.model import Slot
 from greenroom.core.view import SchedulerView
 from greenroom.errors import MethodNotAllowed, NotFound, Overload
 from greenroom.process.logs import LogRing
-from greenroom.runtime.memory.probes.base import Reading
+from greenroom.runtime.memory.readings import Reading
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
 from greenroom.server.admin.memory import green_room_used_mib

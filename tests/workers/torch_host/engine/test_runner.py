@@ -7,9 +7,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from greenroom.workers.torch_host.engine.runner import DecodeInputs, DecodeRow, ModelRunner, PrefillChunk
+from greenroom.workers.torch_host.engine.runner import (
+    DecodeInputs,
+    DecodeRow,
+    ModelRunner,
+    PrefillChunk,
+    batch_sizes,
+    bucket,
+    token_sizes,
+)
 from greenroom.workers.torch_host.failures import BadModel
-from greenroom.workers.torch_host.kernels.graphs import batch_sizes, bucket, token_sizes
 from tests.workers.torch_host.engine_rig import device_model_of, generated, prompt, random_model
 from tests.workers.torch_host.tiny import _SHARED, _SIZES
 

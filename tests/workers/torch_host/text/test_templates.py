@@ -10,12 +10,11 @@ import pytest
 
 from greenroom.workers.torch_host.api.errors import ApiError
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
-from greenroom.workers.torch_host.sandbox.template_runner import TEMPLATES
-from greenroom.workers.torch_host.text.templates import PROGRAM_CHARS_MAX, ChatTemplate
+from greenroom.workers.torch_host.text.templates import PROGRAM_CHARS_MAX, TEMPLATES, ChatTemplate
 from greenroom.workers.torch_host.text.tokens import Text
 from tests.waiting import PATIENCE_S, until
 from tests.workers.torch_host import tokenizer_folders
-from tests.workers.torch_host.sandbox.test_template_runner import running
+from tests.workers.torch_host.text.test_template_runner import running
 
 HI = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "look"}}]

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..sandbox.grammar import JsonConstraint
-from ..text.conversation import read_messages
 from ..text.harmony import ANSWER_HEADER, HarmonyReader
 from ..text.output_stream import OutputPiece, ScoredToken
+from ..text.templates import read_messages
 from ..text.tokens import Speller
 from ..text.tool_calls import (
     CALL_TOKENS,

@@ -22,7 +22,7 @@ from ..engine.engine_loop import EngineLoop
 from ..failures import BadModel, Cancelled, OnFatal, Stuck
 from ..sandbox.pool import SandboxPool
 from ..sandbox.schema_trials import SCHEMAS, SchemaTrials
-from ..sandbox.template_runner import TEMPLATES
+from ..text.templates import TEMPLATES
 from ..weights.device_weights import CopyRate, DeviceWeights
 from .preparing import DeviceContext, prepare
 from .slot_options import SlotOptions

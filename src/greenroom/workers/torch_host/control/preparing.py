@@ -25,8 +25,8 @@ from ..kernels.attention import IMPLEMENTATION, register
 from ..text.tokens import Text
 from ..weights.arena import HostArena
 from ..weights.building import ModelOptions, call_transformers, gguf_in
+from ..weights.device_memory import driver
 from ..weights.device_weights import CopyRate, DeviceWeights
-from ..weights.driver import driver
 from ..weights.loading import LoadContext, load
 from ..weights.sentence_config import SentenceConfig, read_sentence_config
 from .slot_options import CACHE_CONTEXTS, SlotOptions

@@ -18,8 +18,7 @@ import torch
 from ..failures import Failure
 from .arena import HostArena
 from .building import bind
-from .device_memory import BorrowedArena, CudaArena, DeviceArena, PrivateArena
-from .driver import Driver, driver
+from .device_memory import BorrowedArena, CudaArena, DeviceArena, Driver, PrivateArena, driver
 from .upload import WeightUpload
 
 # Bytes per second assumed until the first wake is timed: PCIe 4.0 in practice.

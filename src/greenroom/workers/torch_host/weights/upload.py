@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .arena import HostArena
-from .driver import Driver
+from .device_memory import Driver
 from .fold import CHUNK_BYTES, Chunk, Unfolder
 
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import pytest
 
 from greenroom.workers.torch_host.sandbox.pool import PROGRAM, JobKind, SandboxPool, Stopped, Unavailable
-from greenroom.workers.torch_host.sandbox.template_runner import (
+from greenroom.workers.torch_host.text.templates import (
     TEMPLATES,
     Complaint,
     RenderedTooLong,
@@ -40,7 +40,7 @@ NUMBERS = ("{{ 10 ** 100000000 }}", "{{ messages[0].number ** 100000000 }}")
 WORKER = f"""
 import asyncio
 from torch_host.sandbox.pool import SandboxPool
-from torch_host.sandbox.template_runner import TEMPLATES, TemplateRunner
+from torch_host.text.templates import TEMPLATES, TemplateRunner
 
 order = dict(template={LOOPING!r}, messages=[dict(role="user")], tools=None, names=dict())
 asyncio.run(TemplateRunner(SandboxPool(TEMPLATES)).render(order, 1000, {PATIENCE_S}))

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from greenroom.config.schema import Config, Gpu
 from greenroom.errors import ConfigError, ProbeFailed
 from greenroom.runtime.detached import run_detached
-from greenroom.runtime.memory.probes.base import THIS_MACHINE, GpuReading, HostProbe, Probe, Reading, named
-from greenroom.runtime.memory.probes.nvml import NvmlProbe
+from greenroom.runtime.memory.nvml import NvmlProbe
+from greenroom.runtime.memory.readings import THIS_MACHINE, GpuReading, HostProbe, Probe, Reading, named
 from greenroom.telemetry.logs import get_logger
 
 # More than any machine has, and more than a real file needs.

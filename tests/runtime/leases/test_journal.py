@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.leases.journal import Change, Ended, Heard, Journal, Kept
 from greenroom.leases.records import Holder
+from greenroom.runtime.leases.journal import Change, Ended, Heard, Journal, Kept
 
 HOLDER = Holder("box", 42, 1_234, 4_026_531_836)
 
@@ -131,7 +131,7 @@ def full(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
         left[0] -= taken
         return write(fd, content[:taken])
 
-    monkeypatch.setattr("greenroom.leases.journal.os.write", limited)
+    monkeypatch.setattr("greenroom.runtime.leases.journal.os.write", limited)
 
 
 @pytest.mark.parametrize("after", [0, 1, 50, 150])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from greenroom.errors import ProbeFailed
-from greenroom.runtime.memory.probes.base import BYTES_A_MIB, THIS_MACHINE, GpuReading, HostProbe, Reading
+from greenroom.runtime.memory.readings import BYTES_A_MIB, THIS_MACHINE, GpuReading, HostProbe, Reading
 
 # The inode of the initial pid namespace on every Linux machine; a container has another one.
 FIRST_PID_NAMESPACE = "pid:[4026531836]"

@@ -1,1 +1,0 @@
-"""Where memory figures come from: NVML, a file, a made-up machine."""
