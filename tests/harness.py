@@ -22,6 +22,7 @@ import yaml
 from greenroom.app import App
 from greenroom.config import loader
 from greenroom.process import orphans
+from greenroom.runtime.timeouts import TIMEOUTS
 from tests.waiting import PATIENCE_S, until_now
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
@@ -74,8 +75,9 @@ def _ports_of(folder: Path) -> dict[str, int]:
 @contextlib.asynccontextmanager
 async def gateway(folder: Path, models: dict[str, Any], **options: Any) -> AsyncIterator[App]:
     """A gateway in this process, stopped and looked after at the end: nothing may be left."""
+    timeouts = options.pop("timeouts", TIMEOUTS)
     path = write_config(folder, models, **options)
-    app = await App.start(loader.load(path).config, path)
+    app = await App.start(loader.load(path).config, path, timeouts=timeouts)
     try:
         yield app
     finally:

@@ -31,6 +31,7 @@ from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.operations import Operations
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.tickets import Tickets
+from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.logs import setup as setup_logs
 from greenroom.wiring.common import CommonParts, MemoryParts, wire_common, wire_memory
@@ -41,8 +42,6 @@ from greenroom.wiring.moves import LeaseParts, MoveParts, wire_leases, wire_move
 BUILD: Final = "pure" if edge.__file__.endswith(".py") else "compiled"
 _log = get_logger("app")
 
-# A header is read in milliseconds; thousands of models on a slow disk take seconds.
-LOOK_AT_MODELS_S = 60.0
 # Thresholds of the garbage collector; the first is 700 by default.
 GC_THRESHOLDS = (20_000, 20, 20)
 
@@ -58,10 +57,12 @@ class App:
         reread: Callable[[], Config] | None,
         probe: Probe,
         seen: Reading,
+        timeouts: Timeouts = TIMEOUTS,
     ) -> None:
         """`seen` is the first reading of the probe."""
         self.config = config
         self.path = path
+        self._timeouts = timeouts
         self._reread = reread
         self.started_at = time.time()
         self.is_draining = False
@@ -76,7 +77,11 @@ class App:
 
     def _wire(self, config: Config, probe: Probe, seen: Reading) -> None:
         common = self._common = wire_common(
-            config.server, self._state_dir, self.clock, lambda tenant: is_named(self.config, tenant)
+            config.server,
+            self._state_dir,
+            self.clock,
+            lambda tenant: is_named(self.config, tenant),
+            self._timeouts,
         )
         self.catalog, self.slots, self.hosted_slots = common.catalog, common.slots, common.hosted_slots
         self.hub, self.metrics, self.activity = common.hub, common.metrics, common.activity
@@ -107,7 +112,13 @@ class App:
     # --- start ----------------------------------------------------------------------------------------------------
 
     @classmethod
-    async def start(cls, config: Config, path: Path | None = None, reread: Callable[[], Config] | None = None) -> App:
+    async def start(
+        cls,
+        config: Config,
+        path: Path | None = None,
+        reread: Callable[[], Config] | None = None,
+        timeouts: Timeouts = TIMEOUTS,
+    ) -> App:
         """Clean up after an earlier run, then serve. Raises ConfigError, StateDirBusy or OSError.
 
         `reread` returns the configuration at a reload; without it the file at `path` is read.
@@ -119,7 +130,7 @@ class App:
             if ended := await orphans.sweep(state_dir.prefix, spare=frozenset()):
                 _log.warning("ended what an earlier run left", processes=ended)
             probe, seen = await first_look(config)
-            app = cls(config, path, state_dir, reread, probe, seen)
+            app = cls(config, path, state_dir, reread, probe, seen, timeouts)
             await app._open(config.server)
         except BaseException:
             state_dir.close()
@@ -174,12 +185,13 @@ class App:
 
     async def _drafted(self, config: Config, changes: Changes) -> Draft:
         """Read headers of models in a thread: a file server that hangs must not stop running requests."""
+        look_s = self._timeouts.look_at_models_s
         try:
-            async with asyncio.timeout(LOOK_AT_MODELS_S):
+            async with asyncio.timeout(look_s):
                 return await run_detached(lambda: self.catalog.draft(config, changes), "look at models")
         except TimeoutError:
             raise ConfigError(
-                f"The files of models could not be looked at within {LOOK_AT_MODELS_S:g} s, and nothing was changed. "
+                f"The files of models could not be looked at within {look_s:g} s, and nothing was changed. "
                 "Look whether their disk answers, and reload again."
             ) from None
 
@@ -246,8 +258,6 @@ def _refuse_open_door(config: Config) -> None:
 
 # After the drain engines have their own time to stop; nothing may delay the exit longer than this.
 STOP_MAX_S = 60.0
-# The longest wait for a part that depends on a peer to close.
-CLOSE_MAX_S = 10.0
 # The time that event streams have to send their last events.
 LAST_EVENTS_S = 0.05
 # The longest wait for the last writes to disk.
@@ -271,25 +281,26 @@ async def _wait_until_idle(common: CommonParts, moves: MoveParts, front: FrontPa
 
 async def _close(common: CommonParts, memory: MemoryParts, leases: LeaseParts, front: FrontParts) -> None:
     """Close everything but the files; parts that talk to peers first."""
+    close_s = common.timeouts.close_s
     if leases.sharing is not None:
-        await _in_time(leases.sharing.close(), "the lease store")
+        await _in_time(leases.sharing.close(), "the lease store", close_s)
     # Streams of events and logs end by themselves once the hub is closed, after their last events.
     common.hub.close()
     await asyncio.sleep(LAST_EVENTS_S)
     front.management.close()
-    await _in_time(front.edge.close(), "the listening socket")
+    await _in_time(front.edge.close(), "the listening socket", close_s)
     front.inference.sweep.close()
     front.prefetch.close()
     common.effects.close()
-    await _in_time(memory.watch.close(), "the memory watch")
+    await _in_time(memory.watch.close(), "the memory watch", close_s)
     # A moment for the last bytes to leave.
     await asyncio.sleep(0.05)
     front.edge.abort()
 
 
-async def _in_time(closing: Awaitable[None], what: str) -> None:
+async def _in_time(closing: Awaitable[None], what: str, within_s: float) -> None:
     try:
-        async with asyncio.timeout(CLOSE_MAX_S):
+        async with asyncio.timeout(within_s):
             await closing
     except TimeoutError:
         _log.warning("not closed in time and left behind", what=what)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,28 @@ import pytest
 
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind, Tier
-from greenroom.engines import transformers
-from greenroom.runtime.workers import pool
+from greenroom.runtime.timeouts import Timeouts, WorkerTimeouts
 from tests.waiting import until
 
 FAKE_WORKER = Path(__file__).parent.parent / "fake_worker.py"
 
 
+# In place of the Python of a model: runs the fake worker instead of the program that it is given.
+PYTHON = f"""#!/bin/sh
+shift
+exec {sys.executable} {FAKE_WORKER} "$@"
+"""
+
+
 @pytest.fixture
-def fake_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Workers are fakes; a spare comes at once where there is to be one."""
-    monkeypatch.setattr(transformers, "WORKER", FAKE_WORKER)
-    monkeypatch.setattr(pool, "SPARE_AFTER_S", 0.0)
+def nothing_left() -> Iterator[None]:
     yield
     assert not arenas(), "memory of arenas was left behind"
+
+
+def worker_timeouts(**seconds: float) -> Timeouts:
+    """These, and a spare that comes at once where there is to be one."""
+    return Timeouts(workers=WorkerTimeouts(**{"spare_after_s": 0.0, **seconds}))
 
 
 def arenas() -> list[str]:
@@ -45,6 +54,9 @@ class Folder:
     def __init__(self, base: Path, name: str, **conduct: Any) -> None:
         self.path = base / f"{name}.model"
         self.path.mkdir()
+        self._python = base / "fake-python"
+        self._python.write_text(PYTHON)
+        self._python.chmod(0o755)
         self.behave(**conduct)
 
     def behave(self, **conduct: Any) -> None:
@@ -53,7 +65,8 @@ class Folder:
         draft.replace(self.path / "fake.json")
 
     def model(self, **keys: Any) -> dict[str, Any]:
-        return {"path": str(self.path), "engine": "transformers", "memory_mib": 100, **keys}
+        python = str(self._python)
+        return {"path": str(self.path), "engine": "transformers", "python": python, "memory_mib": 100, **keys}
 
     def lines(self, *events: str) -> list[dict[str, Any]]:
         journal = self.path / "journal"

@@ -131,9 +131,8 @@ async def test_stopped_engine_can_be_unloaded(tmp_path: Path) -> None:
 
 
 async def test_keeper_killed_while_its_engine_serves_takes_the_tree_along_and_the_model_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("greenroom.process.orphans.SWEEP_TERM_S", 0.3)
     journal = Journal(tmp_path)
     model = fake("alpha", *journal.switches, "--fork-setsid", "--token-s", "0.01", "--tokens", str(ENDLESS))
     async with gateway(tmp_path, {"alpha": model}) as app:
@@ -150,10 +149,7 @@ async def test_keeper_killed_while_its_engine_serves_takes_the_tree_along_and_th
         await at_rest(app)
 
 
-async def test_stopped_keeper_does_not_hold_up_an_unload_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("greenroom.process.spawn.KEEPER_GRACE_S", 0.5)
+async def test_stopped_keeper_does_not_hold_up_an_unload_for_ever(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"alpha": fake("alpha", stop_timeout_s=0.5)}) as app:
         pid = await loaded(app, "alpha")
         stop(keeper_of(pid))

@@ -298,10 +298,7 @@ def planted(identity: str) -> Iterator[subprocess.Popen[bytes]]:
         process.stdout.close()
 
 
-async def test_start_ends_what_an_earlier_run_left_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("greenroom.process.orphans.SWEEP_TERM_S", 0.3)
+async def test_start_ends_what_an_earlier_run_left_and_nothing_else(tmp_path: Path) -> None:
     ours, theirs = "00112233445566aa", "00112233445566ab"
     (tmp_path / "state").mkdir(mode=0o700)
     (tmp_path / "state" / "id").write_text(ours + "\n")

@@ -11,19 +11,17 @@ from typing import Any
 
 import pytest
 
+from greenroom.core.events import SlotsLost
 from greenroom.core.model import ModelId, MoveKind, Tier
 from greenroom.errors import BadModel, LoadFailed, OutOfMemory, OutsideRoots
-from greenroom.runtime.memory.slot_memory import HostedMemory
-from greenroom.runtime.moves import hosted_moves, opening
-from greenroom.runtime.workers import worker as worker_module
 from tests.harness import gateway, write_config
 from tests.integration.facts import at_rest
-from tests.integration.hosted_rig import Folder, arenas, fake_workers, move, tier, until_in, worker_of
+from tests.integration.hosted_rig import Folder, arenas, move, nothing_left, tier, until_in, worker_of, worker_timeouts
 from tests.integration.raw import chat, http
 from tests.waiting import until
 
-pytestmark = pytest.mark.usefixtures("fake_workers")
-__all__ = ["fake_workers"]
+pytestmark = pytest.mark.usefixtures("nothing_left")
+__all__ = ["nothing_left"]
 
 QUIET: dict[str, Any] = {"memory": {"spare_worker": False}}
 
@@ -125,7 +123,7 @@ async def test_a_worker_that_dies_leaves_its_models_asleep_and_they_wake_in_the_
     folders = {name: Folder(tmp_path, name) for name in ("alpha", "beta", "gamma")}
     models = {name: folder.model() for name, folder in folders.items()}
     recording = tmp_path / "events.jsonl"
-    async with gateway(tmp_path, models, server={"record_events": str(recording)}) as app:
+    async with gateway(tmp_path, models, server={"record_events": str(recording)}, timeouts=worker_timeouts()) as app:
         for name in models:
             await chat(app, name)
         on_stage = [slot.id for slot in app.hosted_slots.there.values() if slot.entry.id != "gamma"]
@@ -176,13 +174,11 @@ async def test_a_request_in_flight_is_answered_by_the_next_worker_if_it_had_no_b
         await at_rest(app)
 
 
-async def test_a_worker_that_stands_still_is_ended_and_its_models_are_served_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_module, "ASK_EVERY_S", 0.1)
-    monkeypatch.setattr(worker_module, "ANSWER_MAX_S", 1.0)
+async def test_a_worker_that_stands_still_is_ended_and_its_models_are_served_by_the_next(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "alpha")
-    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+    async with gateway(
+        tmp_path, {"alpha": folder.model()}, timeouts=worker_timeouts(look_every_s=0.1, answer_s=1.0), **QUIET
+    ) as app:
         await chat(app, "alpha")
         pid = worker_of(app, "alpha")
         os.kill(pid, signal.SIGSTOP)
@@ -193,7 +189,7 @@ async def test_a_worker_that_stands_still_is_ended_and_its_models_are_served_by_
 
 async def test_a_spare_is_there_after_the_first_load_and_ends_with_the_gateway(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "alpha")
-    async with gateway(tmp_path, {"alpha": folder.model()}) as app:
+    async with gateway(tmp_path, {"alpha": folder.model()}, timeouts=worker_timeouts()) as app:
         assert not app.hosted_slots.workers
         await chat(app, "alpha")
         await until(lambda: len(app.hosted_slots.workers) == 2, "a spare is there")
@@ -264,13 +260,14 @@ async def test_an_open_that_hangs_ends_at_its_deadline_and_the_worker_goes_on(tm
         assert worker_of(app, "other") == pid and len(arenas()) == 1
 
 
-async def test_a_worker_that_cannot_close_is_ended_and_its_neighbours_go_on_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "CLOSE_MAX_S", 0.2)
-    monkeypatch.setattr(opening, "CLOSE_SHARED_MAX_S", 0.5)
+async def test_a_worker_that_cannot_close_is_ended_and_its_neighbours_go_on_elsewhere(tmp_path: Path) -> None:
     folder, other = Folder(tmp_path, "alpha", at={"close": "hang"}), Folder(tmp_path, "other")
-    async with gateway(tmp_path, {"alpha": folder.model(), "other": other.model()}, **QUIET) as app:
+    async with gateway(
+        tmp_path,
+        {"alpha": folder.model(), "other": other.model()},
+        timeouts=worker_timeouts(close_s=0.2, close_shared_s=0.5),
+        **QUIET,
+    ) as app:
         await chat(app, "alpha")
         await chat(app, "other")
         pid = worker_of(app, "other")
@@ -281,14 +278,12 @@ async def test_a_worker_that_cannot_close_is_ended_and_its_neighbours_go_on_else
 
 
 @pytest.mark.parametrize("how", ["fail failed", "hang", "crash"])
-async def test_a_sleep_that_goes_wrong_frees_the_memory_all_the_same(
-    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hosted_moves, "SLEEP_MAX_S", 0.3)
-    monkeypatch.setattr(opening, "CLOSE_MAX_S", 0.3)
+async def test_a_sleep_that_goes_wrong_frees_the_memory_all_the_same(tmp_path: Path, how: str) -> None:
     folders = {name: Folder(tmp_path, name) for name in ("alpha", "beta")}
     models = {name: folder.model() for name, folder in folders.items()}
-    async with gateway(tmp_path, models, budget_mib=150, **QUIET) as app:
+    async with gateway(
+        tmp_path, models, budget_mib=150, timeouts=worker_timeouts(sleep_s=0.3, close_s=0.3), **QUIET
+    ) as app:
         await chat(app, "alpha")
         folders["alpha"].behave(at={"sleep": f"once {how}"})
         assert (await chat(app, "beta")).text.startswith("beta")
@@ -297,13 +292,11 @@ async def test_a_sleep_that_goes_wrong_frees_the_memory_all_the_same(
         assert (await chat(app, "alpha")).text.startswith("alpha")
 
 
-async def test_a_wake_that_hangs_ends_and_the_model_is_loaded_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hosted_moves, "WAKE_MAX_S", 0.3)
-    monkeypatch.setattr(hosted_moves, "SLEEP_MAX_S", 0.3)
+async def test_a_wake_that_hangs_ends_and_the_model_is_loaded_anew(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "alpha", at={"wake": "once hang"})
-    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+    async with gateway(
+        tmp_path, {"alpha": folder.model()}, timeouts=worker_timeouts(wake_s=0.3, sleep_s=0.3), **QUIET
+    ) as app:
         with pytest.raises(LoadFailed, match="did not wake within"):
             await move(app, MoveKind.LOAD, "alpha")
         await move(app, MoveKind.LOAD, "alpha")
@@ -311,12 +304,9 @@ async def test_a_wake_that_hangs_ends_and_the_model_is_loaded_anew(
 
 
 @pytest.mark.parametrize("phase", ["open", "wake"])
-async def test_a_load_that_is_called_off_leaves_nothing(
-    tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hosted_moves, "SLEEP_MAX_S", 0.3)
+async def test_a_load_that_is_called_off_leaves_nothing(tmp_path: Path, phase: str) -> None:
     folder = Folder(tmp_path, "alpha", at={phase: "slow 30"})
-    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+    async with gateway(tmp_path, {"alpha": folder.model()}, timeouts=worker_timeouts(sleep_s=0.3), **QUIET) as app:
         waiting = asyncio.create_task(chat(app, "alpha"))
         await until(lambda: phase in folder.events(), f"{phase} is under way")
         await move(app, MoveKind.UNLOAD, "alpha")
@@ -326,11 +316,12 @@ async def test_a_load_that_is_called_off_leaves_nothing(
 
 
 async def test_an_open_that_is_called_off_and_cannot_stop_is_waited_for_while_its_neighbours_serve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(opening, "CLOSE_MAX_S", 0.2)
     folder, other = Folder(tmp_path, "alpha", at={"open": "deaf 3"}), Folder(tmp_path, "other")
-    async with gateway(tmp_path, {"alpha": folder.model(), "other": other.model()}, **QUIET) as app:
+    async with gateway(
+        tmp_path, {"alpha": folder.model(), "other": other.model()}, timeouts=worker_timeouts(close_s=0.2), **QUIET
+    ) as app:
         await chat(app, "other")
         pid = worker_of(app, "other")
         waiting = asyncio.create_task(chat(app, "alpha"))
@@ -347,11 +338,12 @@ async def test_an_open_that_is_called_off_and_cannot_stop_is_waited_for_while_it
 
 
 async def test_a_wake_that_is_called_off_and_cannot_stop_is_waited_for_while_its_neighbours_serve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(hosted_moves, "SLEEP_MAX_S", 0.2)
     folder, other = Folder(tmp_path, "alpha"), Folder(tmp_path, "other")
-    async with gateway(tmp_path, {"alpha": folder.model(), "other": other.model()}, **QUIET) as app:
+    async with gateway(
+        tmp_path, {"alpha": folder.model(), "other": other.model()}, timeouts=worker_timeouts(sleep_s=0.2), **QUIET
+    ) as app:
         await chat(app, "other")
         pid = worker_of(app, "other")
         await move(app, MoveKind.PREPARE, "alpha")
@@ -364,14 +356,10 @@ async def test_a_wake_that_is_called_off_and_cannot_stop_is_waited_for_while_its
         assert worker_of(app, "other") == worker_of(app, "alpha") == pid
 
 
-async def test_a_worker_that_stays_deaf_after_a_load_has_failed_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "CLOSE_MAX_S", 0.2)
-    monkeypatch.setattr(opening, "CLOSE_SHARED_MAX_S", 1.0)
+async def test_a_worker_that_stays_deaf_after_a_load_has_failed_is_ended(tmp_path: Path) -> None:
     folder, other = Folder(tmp_path, "alpha", at={"open": "deaf 60"}), Folder(tmp_path, "other")
     models = {"alpha": folder.model(load_timeout_s=1), "other": other.model()}
-    async with gateway(tmp_path, models, **QUIET) as app:
+    async with gateway(tmp_path, models, timeouts=worker_timeouts(close_s=0.2, close_shared_s=1.0), **QUIET) as app:
         await chat(app, "other")
         pid = worker_of(app, "other")
         with pytest.raises(LoadFailed, match="it took more than 1 s"):
@@ -381,13 +369,10 @@ async def test_a_worker_that_stays_deaf_after_a_load_has_failed_is_ended(
         assert worker_of(app, "other") != pid
 
 
-async def test_a_deaf_worker_in_which_nobody_else_is_served_is_ended_soon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "CLOSE_MAX_S", 0.2)
+async def test_a_deaf_worker_in_which_nobody_else_is_served_is_ended_soon(tmp_path: Path) -> None:
     folders = [Folder(tmp_path, name, at={"open": "deaf 60"}) for name in ("alpha", "beta")]
     models = {"alpha": folders[0].model(), "beta": folders[1].model()}
-    async with gateway(tmp_path, models, **QUIET) as app:
+    async with gateway(tmp_path, models, timeouts=worker_timeouts(close_s=0.2), **QUIET) as app:
         waiting = [asyncio.create_task(chat(app, name)) for name in models]
         await until(lambda: all(folder.events() for folder in folders), "both are being opened")
         # Each is the other's neighbour; nobody waits for one who is going as well.
@@ -412,33 +397,30 @@ async def test_a_wake_that_is_called_off_leaves_the_model_asleep(tmp_path: Path)
 
 @pytest.mark.parametrize("wakes_in_time", [True, False])
 async def test_a_second_call_off_does_not_interrupt_the_clearing_up_after_the_first(
-    tmp_path: Path, wakes_in_time: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wakes_in_time: bool
 ) -> None:
     """Also where it was the deadline of the wake that came first, of which nobody outside knows."""
-    monkeypatch.setattr(hosted_moves, "WAKE_MAX_S", 60.0 if wakes_in_time else 0.3)
     folder = Folder(tmp_path, "alpha")
-    async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
+    async with gateway(
+        tmp_path, {"alpha": folder.model()}, timeouts=worker_timeouts(wake_s=60.0 if wakes_in_time else 0.3), **QUIET
+    ) as app:
         await move(app, MoveKind.PREPARE, "alpha")
         folder.behave(at={"wake": "slow 2"})
         waiting = asyncio.create_task(chat(app, "alpha"))
         await until(lambda: "wake" in folder.events(), "it wakes")
-        # Long enough that a deadline has passed, and far too short for the worker to be asleep again.
-        await asyncio.sleep(0.6)
-        leaving = [asyncio.create_task(move(app, MoveKind.SLEEP, "alpha")) for _ in range(2)]
-        await asyncio.sleep(0.2)
-        assert app.mover.moving, "it is not over before the worker has given the memory back"
-        await asyncio.gather(*leaving)
+        # The deadline passes, long before the worker is asleep again.
+        passed_at = app.clock() + 0.3
+        await until(lambda: app.clock() > passed_at, "the deadline has passed")
+        await asyncio.gather(*(move(app, MoveKind.SLEEP, "alpha") for _ in range(2)))
+        assert folder.events() == ["open", "wake", "sleep"], "it is over when the worker has given the memory back"
         assert (await waiting).status == 503
-        assert folder.events() == ["open", "wake", "sleep"]
         assert tier(app, "alpha") is Tier.ASLEEP and not app.slots.live
         assert not any(slot.is_ready for slot in app.hosted_slots.there.values())
         folder.behave()
         assert (await chat(app, "alpha")).status == 200
 
 
-async def test_a_load_that_is_called_off_while_its_worker_starts_leaves_no_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_load_that_is_called_off_while_its_worker_starts_leaves_no_worker(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "alpha")
     async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
         waiting = asyncio.create_task(chat(app, "alpha"))
@@ -466,16 +448,14 @@ async def test_a_gateway_that_stops_while_a_worker_starts_leaves_nothing(tmp_pat
     assert not app.hosted_slots.there and not app.hosted_slots.workers
 
 
-async def test_a_slot_that_the_scheduler_has_given_up_is_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slot_that_the_scheduler_has_given_up_is_forgotten(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "alpha")
     async with gateway(tmp_path, {"alpha": folder.model()}, **QUIET) as app:
         await move(app, MoveKind.PREPARE, "alpha")
         (slot,) = app.hosted_slots.there
         app.hosted_moves.reconcile(slot)
         assert app.hosted_slots.there, "the scheduler counts with it"
-        monkeypatch.setattr(HostedMemory, "knows", lambda *_: False)
+        app.post(SlotsLost(app.clock(), (slot,), Tier.COLD, "it is lost"))
         app.hosted_moves.reconcile(slot)
         await until(lambda: not app.hosted_slots.there, "nobody knows of it")
         assert not arenas() and folder.events() == ["open", "close"]

@@ -16,15 +16,14 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import MoveKind, Tier
 from greenroom.errors import GreenroomError
-from greenroom.runtime.moves import hosted_moves, opening
 from tests.harness import gateway
 from tests.integration.facts import at_rest
-from tests.integration.hosted_rig import Folder, arenas, fake_workers, move
+from tests.integration.hosted_rig import Folder, arenas, move, nothing_left, worker_timeouts
 from tests.integration.raw import chat
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fake_workers")]
-__all__ = ["fake_workers"]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_left")]
+__all__ = ["nothing_left"]
 
 NAMES = ("alpha", "beta", "gamma", "delta")
 CALLERS = 5
@@ -87,17 +86,12 @@ async def answered(app: App, name: str) -> bool:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_whatever_happens_to_workers_nothing_is_lost_or_left(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("WAKE_MAX_S", "SLEEP_MAX_S", "SLEEP_SHARED_MAX_S"):
-        monkeypatch.setattr(hosted_moves, name, 0.5)
-    for name in ("CLOSE_MAX_S", "CLOSE_SHARED_MAX_S"):
-        monkeypatch.setattr(opening, name, 0.5)
+async def test_whatever_happens_to_workers_nothing_is_lost_or_left(tmp_path: Path, seed: int) -> None:
+    times = dict.fromkeys(("wake_s", "sleep_s", "sleep_shared_s", "close_s", "close_shared_s"), 0.5)
     folders = {name: Folder(tmp_path, name) for name in NAMES}
     models = {name: folder.model(load_timeout_s=10) for name, folder in folders.items()}
     scheduler = {"backoff_s": 0.2, "backoff_max_s": 1}
-    async with gateway(tmp_path, models, budget_mib=250, scheduler=scheduler) as app:
+    async with gateway(tmp_path, models, budget_mib=250, scheduler=scheduler, timeouts=worker_timeouts(**times)) as app:
         chaos = Chaos(app, folders, seed)
         await chaos.play()
         for folder in folders.values():

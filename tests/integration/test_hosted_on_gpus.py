@@ -18,13 +18,13 @@ from greenroom.runtime.memory.devices import HOST, WORKER_GPU_MIB
 from greenroom.runtime.memory.readings import THIS_MACHINE
 from tests import fake_gpu
 from tests.harness import gateway, write_config
-from tests.integration.hosted_rig import Folder, fake_workers, move, tier, until_in, worker_of
+from tests.integration.hosted_rig import Folder, move, nothing_left, tier, until_in, worker_of
 from tests.integration.raw import chat
 from tests.integration.test_gpu_probe import get, stranger
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fake_workers")]
-__all__ = ["fake_workers"]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_left")]
+__all__ = ["nothing_left"]
 
 A, B = DeviceId("GPU-aaaa"), DeviceId("GPU-bbbb")
 

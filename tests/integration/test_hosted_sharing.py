@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from greenroom.core.model import MoveKind, Tier
-from tests.integration.hosted_rig import Folder, fake_workers, move, until_in, worker_of
+from tests.integration.hosted_rig import Folder, move, nothing_left, until_in, worker_of
 from tests.integration.raw import chat
 from tests.integration.sharing_rig import A, described, grown_up, in_store, sections, sharing, taking
 from tests.redis_server import RedisServer, redis_server
 from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fake_workers")]
-__all__ = ["fake_workers"]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_left")]
+__all__ = ["nothing_left"]
 
 
 @pytest.fixture

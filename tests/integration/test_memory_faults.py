@@ -19,8 +19,8 @@ import pytest
 
 from greenroom.app import App
 from greenroom.core.model import DeviceId, ModelId, MoveKind, Need
-from greenroom.runtime.memory import slot_memory
 from greenroom.runtime.memory.book import FILE_NAME as NEEDS_FILE
+from greenroom.runtime.timeouts import MemoryTimeouts, Timeouts
 from tests import fake_gpu
 from tests.harness import FAKE_ENGINE, fake, gateway, gateway_process, tiny
 from tests.integration.facts import Journal, at_rest, is_loading, is_ready, pids
@@ -311,11 +311,11 @@ async def test_nothing_is_started_in_memory_that_is_not_back_yet(gpus: Path, jou
 
 
 async def test_memory_that_does_not_come_back_is_told_and_waited_for_no_longer(
-    gpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(slot_memory, "BACK_S", 0.3)
     slow = lingering(gpus.parent, taking("slow", gpus, 6_000), gpus, 6_000)
-    async with on(gpus, {"slow": slow}) as app:
+    timeouts = Timeouts(memory=MemoryTimeouts(back_s=0.3))
+    async with on(gpus, {"slow": slow}, timeouts=timeouts) as app:
         await served(app, "slow")
         await unload(app, "slow")
         assert foreign_mib(app) == 6_000, "it is a stranger's now"

@@ -11,11 +11,11 @@ import pytest
 from greenroom.app import App
 from tests.harness import gateway
 from tests.integration.faults import assert_ended_by, first_events, rest_of
-from tests.integration.hosted_rig import Folder, fake_workers, worker_of
+from tests.integration.hosted_rig import Folder, nothing_left, worker_of
 from tests.integration.raw import Answer, Raw, asking, chat
 
-pytestmark = pytest.mark.usefixtures("fake_workers")
-__all__ = ["fake_workers"]
+pytestmark = pytest.mark.usefixtures("nothing_left")
+__all__ = ["nothing_left"]
 
 
 def assert_no_path(app: App, answer: Answer) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from greenroom import app as app_module
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind, Need
 from greenroom.errors import ConfigError
 from greenroom.process import proc
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.needs import Described
+from greenroom.runtime.timeouts import Timeouts
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal, at_rest, counters, is_loading, pids
 from tests.integration.raw import Answer, Raw, asking, chat, http
@@ -337,7 +337,7 @@ async def test_files_of_models_that_cannot_be_looked_at_stop_a_reload_and_nobody
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_answering = threading.Event()
-    async with gateway(tmp_path, {"a": fake("a")}) as app:
+    async with gateway(tmp_path, {"a": fake("a")}, timeouts=Timeouts(look_at_models_s=0.5)) as app:
         need_of = app.catalog.needs.need_of
 
         def hangs(entry: Described) -> tuple[Need, str]:
@@ -345,7 +345,6 @@ async def test_files_of_models_that_cannot_be_looked_at_stop_a_reload_and_nobody
             return need_of(entry)
 
         monkeypatch.setattr(app.catalog.needs, "need_of", hangs)
-        monkeypatch.setattr(app_module, "LOOK_AT_MODELS_S", 0.5)
         edit(tmp_path, put("b", fake("b")))
         reloading = asyncio.ensure_future(app.reload())
         assert (await chat(app, "a")).status == 200

@@ -15,12 +15,12 @@ import pytest
 from greenroom.app import App
 from tests.harness import fake, gateway
 from tests.integration.facts import at_rest
-from tests.integration.hosted_rig import Folder, fake_workers
+from tests.integration.hosted_rig import Folder, nothing_left
 from tests.integration.raw import CHAT, Answer, Raw, chat, http, request_bytes
 
 pytestmark = pytest.mark.slow
 
-__all__ = ["fake_workers"]
+__all__ = ["nothing_left"]
 
 MARKER = "marker-of-a-secret-prompt"
 LAB, SHOP, OPS = "tenant-of-the-lab", "tenant-of-the-shop", "ops"
@@ -213,7 +213,7 @@ async def test_lines_of_the_revision_that_still_serves_are_not_those_of_the_next
         assert CRASHED in found and "prompt of" not in found
 
 
-@pytest.mark.usefixtures("fake_workers")
+@pytest.mark.usefixtures("nothing_left")
 async def test_a_shared_workers_lines_are_no_models_own(tmp_path: Path) -> None:
     alpha, beta = Folder(tmp_path, "alpha"), Folder(tmp_path, "beta", talkative=True)
     models = {"alpha": alpha.model(), "beta": beta.model()}
@@ -228,7 +228,7 @@ async def test_a_shared_workers_lines_are_no_models_own(tmp_path: Path) -> None:
         assert MARKER not in str([model["last_error"] for model in status["models"]])
 
 
-@pytest.mark.usefixtures("fake_workers")
+@pytest.mark.usefixtures("nothing_left")
 async def test_a_worker_of_its_own_has_its_lines_told_to_operators(tmp_path: Path) -> None:
     alpha = Folder(tmp_path, "alpha", at={"open": "crash"})
     async with gateway(tmp_path, {"alpha": alpha.model()}, server=SERVER, scheduler=BACKOFF) as app:
@@ -237,7 +237,7 @@ async def test_a_worker_of_its_own_has_its_lines_told_to_operators(tmp_path: Pat
         assert "crashing as told at open" in await reason(app, failed)
 
 
-@pytest.mark.usefixtures("fake_workers")
+@pytest.mark.usefixtures("nothing_left")
 async def test_a_workers_words_about_files_are_for_operators(tmp_path: Path) -> None:
     alpha = Folder(tmp_path, "alpha", at={"open": "fail folder"})
     async with gateway(tmp_path, {"alpha": alpha.model()}, server=SERVER, scheduler=BACKOFF) as app:

@@ -30,6 +30,7 @@ from greenroom.runtime.observer import Observer
 from greenroom.runtime.record.line_file import replace_file
 from greenroom.runtime.record.recording import EventRecorder
 from greenroom.runtime.slots import LiveSlots
+from greenroom.runtime.timeouts import Timeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.hub import Hub
@@ -52,6 +53,7 @@ class CommonParts:
     events_file: EventRecorder | None
     clock: Callable[[], float]
     state_dir: StateDir
+    timeouts: Timeouts
 
     @property
     def state(self) -> SchedulerView:
@@ -59,7 +61,11 @@ class CommonParts:
 
 
 def wire_common(
-    server: Server, state_dir: StateDir, clock: Callable[[], float], is_named_tenant: Callable[[str], bool]
+    server: Server,
+    state_dir: StateDir,
+    clock: Callable[[], float],
+    is_named_tenant: Callable[[str], bool],
+    timeouts: Timeouts,
 ) -> CommonParts:
     catalog, slots, hub = Catalog(), LiveSlots(), Hub()
     metrics = Metrics(catalog.is_known, is_named_tenant)
@@ -82,6 +88,7 @@ def wire_common(
         events_file=recorder,
         clock=clock,
         state_dir=state_dir,
+        timeouts=timeouts,
     )
 
 
@@ -104,15 +111,15 @@ class MemoryParts:
 
 def wire_memory(common: CommonParts, config: Config, probe: Probe, seen: Reading) -> MemoryParts:
     """`seen` is the first reading of the probe."""
-    catalog, post, clock = common.catalog, common.post, common.clock
+    catalog, post, clock, times = common.catalog, common.post, common.clock, common.timeouts.memory
     names = DeviceNames(seen.gpus)
     catalog.device_of = names.expected
     run = common.state_dir.identity("")
     owners = MemoryOwners(common.state, common.slots, dict, run, common.hosted_slots)
-    watch = MemoryWatch(probe, owners, post, clock, config.memory.look_every_s, seen, common.hosted_slots)
+    watch = MemoryWatch(probe, owners, post, clock, config.memory.look_every_s, seen, common.hosted_slots, times)
     kinds = {DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus}
     needs = catalog.needs = Needs(NeedBook(common.state_dir.path, replace_file, warn), kinds)
-    slot_memory = SlotMemory(common.state, catalog, needs, watch, post, clock)
+    slot_memory = SlotMemory(common.state, catalog, needs, watch, post, clock, times)
     growth = Growth(common.slots, watch.peak_of, slot_memory.grew, clock)
     watch.on_look = growth.look
     return MemoryParts(common, names, owners, watch, needs, slot_memory)

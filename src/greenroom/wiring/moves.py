@@ -148,12 +148,14 @@ def _hosted(
     config: Config,
     roots: Roots,
 ) -> tuple[WorkerPool, HostedMoves]:
-    hosted_memory = HostedMemory(common.state, common.hosted_slots, memory.watch, common.clock)
+    times = common.timeouts
+    hosted_memory = HostedMemory(common.state, common.hosted_slots, memory.watch, common.clock, timeouts=times.memory)
     workers = WorkerPool(
         common.state_dir,
         common.observer,
         lambda worker, exit: hosted.on_worker_lost(worker, exit),
         keeps_spare=config.memory.spare_worker,
+        timeouts=times.workers,
     )
     common.hosted_slots.workers = workers.workers
     opener = SlotOpener(

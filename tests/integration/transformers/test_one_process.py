@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from greenroom.app import App
-from greenroom.runtime.moves import opening
+from greenroom.runtime.timeouts import WorkerTimeouts
 from tests.harness import gateway
 from tests.integration.facts import at_rest
 from tests.integration.faults import assert_ended_by, first_events, is_alive, rest_of
@@ -134,12 +134,12 @@ async def test_worker_lost_again_and_again_is_replaced_each_time(app: App) -> No
     assert len((await view(app, "alpha"))["slots"]) == 1
 
 
-async def test_worker_that_stands_still_is_given_up_in_the_end(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_that_stands_still_is_given_up_in_the_end(app: App) -> None:
     """It must not hold the memory for ever, nor keep an order waiting."""
-    monkeypatch.setattr(opening, "CLOSE_MAX_S", 1.0)
-    monkeypatch.setattr(opening, "CLOSE_SHARED_MAX_S", 1.0)
     await says(app, "alpha")
     pid = await pid_of(app, "alpha")
+    (worker,) = (one for one in app.hosted_slots.workers.values() if one.pid == pid)
+    worker.timeouts = WorkerTimeouts(close_s=1.0, close_shared_s=1.0)
     os.kill(pid, signal.SIGSTOP)
     assert (await order(app, "unload", "alpha", grace_s=0)).status == 200
     await until(lambda: not is_alive(pid), "it was ended")

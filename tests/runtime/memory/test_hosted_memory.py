@@ -11,11 +11,11 @@ from typing import cast
 import pytest
 
 from greenroom.core.model import DeviceId, SlotId
-from greenroom.runtime.memory import slot_memory
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.readings import GpuReading, HostProbe, Reading
 from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.memory.watch import MemoryWatch
+from greenroom.runtime.timeouts import TIMEOUTS, MemoryTimeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from tests.runtime.memory.readings import gpu, reading, used
 from tests.server.admin.management_rig import FakeGateway
@@ -43,9 +43,15 @@ class FakeWatch:
         return reading() if seen is None else reading(seen)
 
 
-def memory(watch: FakeWatch, table: HostedSlots | None = None) -> HostedMemory:
+def memory(
+    watch: FakeWatch, table: HostedSlots | None = None, timeouts: MemoryTimeouts = TIMEOUTS.memory
+) -> HostedMemory:
     clock = asyncio.get_running_loop().time
-    return HostedMemory(FakeGateway().state, table or HostedSlots(), cast(MemoryWatch, watch), clock)
+    state, table = FakeGateway().state, table or HostedSlots()
+    return HostedMemory(state, table, cast(MemoryWatch, watch), clock, timeouts=timeouts)
+
+
+IMPATIENT = MemoryTimeouts(room_s=0.05, back_s=0.05, slept_s=0.05)
 
 
 def full(mib: int) -> GpuReading:
@@ -79,10 +85,9 @@ async def test_memory_on_its_way_back_is_waited_for() -> None:
     assert watch.glances == 3
 
 
-async def test_memory_that_does_not_come_back_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_memory, "HOSTED_BACK_S", 0.05)
+async def test_memory_that_does_not_come_back_is_not_waited_for_for_ever() -> None:
     watch = FakeWatch(full(9_000))
-    await memory(watch).back(S, A, full(9_000), 8_000)
+    await memory(watch, timeouts=IMPATIENT).back(S, A, full(9_000), 8_000)
     assert watch.glances > 1
 
 
@@ -103,10 +108,9 @@ async def test_where_another_slot_moves_meanwhile_nobody_insists() -> None:
     assert watch.glances == 1
 
 
-async def test_room_is_waited_for_and_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_room_is_waited_for_and_what_is_missing_is_told() -> None:
     assert await memory(FakeWatch(full(20_000), full(10_000))).lacks({A: 8_000, HOST: 10**9}) == {}
-    monkeypatch.setattr(slot_memory, "ROOM_S", 0.05)
-    assert await memory(FakeWatch(full(20_000))).lacks({A: 8_000}) == {A: 4_000}
+    assert await memory(FakeWatch(full(20_000)), timeouts=IMPATIENT).lacks({A: 8_000}) == {A: 4_000}
     assert await memory(FakeWatch(None)).lacks({A: 8_000}) == {}
     watch = FakeWatch(full(0))
     assert await memory(watch).lacks({HOST: 8_000}) == {} and watch.glances == 0
@@ -124,11 +128,8 @@ async def test_where_processes_cannot_be_seen_memory_is_back_when_it_gets_no_les
     assert watch.glances == 3
 
 
-async def test_a_process_that_stays_or_cannot_be_seen_is_not_waited_for_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(slot_memory, "GONE_S", 0.05)
-    await memory(FakeWatch(used("GPU-a", {7: 100}))).gone(7, {A})
+async def test_a_process_that_stays_or_cannot_be_seen_is_not_waited_for_for_ever() -> None:
+    await memory(FakeWatch(used("GPU-a", {7: 100})), timeouts=IMPATIENT).gone(7, {A})
     watch = FakeWatch(None)
     await memory(watch).gone(7, {A})
     assert watch.glances == 1

@@ -16,11 +16,11 @@ from greenroom.core.model import Claim, Device, DeviceId, DeviceKind, ModelId, M
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import ProbeFailed
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.memory import slot_memory
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.needs import Needs
 from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.memory.watch import MemoryWatch
+from greenroom.runtime.timeouts import MemoryTimeouts
 from tests.runtime.memory.readings import gpu, reading, used
 from tests.runtime.memory.test_watch import P1, P2, SOON_S, FakeOwners, FakeProbe
 from tests.waiting import until
@@ -38,7 +38,7 @@ class NoEffects:
 class Rig:
     """One model, two GPUs of 24,000 MiB, and a probe that shows what the test says."""
 
-    def __init__(self, scheduler: dict[str, Any] | None = None, **keys: Any) -> None:
+    def __init__(self, scheduler: dict[str, Any] | None = None, back_s: float = 10.0, **keys: Any) -> None:
         self.probe, self.owners = FakeProbe(), FakeOwners()
         self.scheduler = Scheduler(cast(Effects, NoEffects()))
         clock = asyncio.get_running_loop().time
@@ -52,7 +52,8 @@ class Rig:
         devices = (*gpus, Device(HOST, DeviceKind.HOST, 64_000))
         self.scheduler.handle(ConfigChanged(clock(), models=self.catalog.fill(self.config), devices=devices))
         state = self.scheduler.state
-        self.memory = SlotMemory(state, self.catalog, self.needs, self.watch, self.scheduler.handle, clock)
+        times = MemoryTimeouts(ready_look_s=0.05, back_s=back_s, settled_s=0.01)
+        self.memory = SlotMemory(state, self.catalog, self.needs, self.watch, self.scheduler.handle, clock, times)
 
     @property
     def entry(self) -> Entry:
@@ -116,10 +117,7 @@ async def test_probe_that_fails_keeps_nobody_waiting(rig: Rig) -> None:
     assert rig.probe.looks == looks
 
 
-async def test_driver_that_hangs_keeps_a_ready_slot_only_for_a_moment(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slot_memory, "LOOK_S", 0.05)
+async def test_driver_that_hangs_keeps_a_ready_slot_only_for_a_moment(rig: Rig) -> None:
     rig.probe.gate.clear()
     async with asyncio.timeout(SOON_S):
         assert await rig.memory.look(S) is None
@@ -226,10 +224,8 @@ async def test_memory_of_a_stopped_slot_is_waited_for(rig: Rig) -> None:
         await waiting
 
 
-async def test_memory_that_stays_away_is_told(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(slot_memory, "BACK_S", 0.05)
+async def test_memory_that_stays_away_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    rig = Rig(back_s=0.05)
     await rig.seen(3_000)
     held = rig.memory.held_by(S)
     rig.owners.owners.clear()
@@ -237,12 +233,13 @@ async def test_memory_that_stays_away_is_told(
     async with asyncio.timeout(SOON_S):
         await rig.memory.back(S, held)
     assert "GPU-a=2900" in capsys.readouterr().err
+    await rig.watch.close()
+    await rig.needs.close()
 
 
 async def test_where_nobody_can_be_seen_memory_is_back_when_no_more_of_it_comes(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig,
 ) -> None:
-    monkeypatch.setattr(slot_memory, "SETTLED_S", 0.01)
     rig.scheduler.state.ledger.hold(S, {A: 9_000})
     left = [8_000, 5_000, 2_000, 700, 700, 700]
     rig.probe.show(gpu("GPU-a", used_mib=8_000, processes=None), gpu("GPU-b", 1))
@@ -250,13 +247,7 @@ async def test_where_nobody_can_be_seen_memory_is_back_when_no_more_of_it_comes(
     held = rig.memory.held_by(S)
     assert not held.seen and held.unseen == {A}
 
-    look = rig.probe.look
-
-    def falling() -> Any:
-        rig.probe.show(gpu("GPU-a", used_mib=left.pop(0), processes=None), gpu("GPU-b", 1))
-        return look()
-
-    monkeypatch.setattr(rig.probe, "look", falling)
+    rig.probe.on_look = lambda: rig.probe.show(gpu("GPU-a", used_mib=left.pop(0), processes=None), gpu("GPU-b", 1))
     async with asyncio.timeout(SOON_S):
         await rig.memory.back(S, held)
     assert left == [700], "looked until it did not fall any more, and no longer"

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from greenroom.core.model import SlotId
+from greenroom.core.model import DeviceId, SlotId
 from greenroom.engines.base import HostedEngine, HostKey
 from greenroom.process.logs import LogRing, SharedLog
 from greenroom.process.spawn import Child, Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.observer import Observer
-from greenroom.runtime.workers import pool
+from greenroom.runtime.timeouts import WorkerTimeouts
 from greenroom.runtime.workers.pool import WorkerPool
 from greenroom.runtime.workers.worker import Worker
 from greenroom.telemetry.hub import Hub
@@ -53,15 +53,16 @@ class FakeChild:
 class Starts:
     """Starts of workers, each of which waits until it may go on."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.gate = asyncio.Event()
         self.gate.set()
         self.begun = 0
         self.on_let_in: Callable[[], Any] = lambda: None
-        monkeypatch.setattr(pool, "start_worker", self._start)
-        monkeypatch.setattr(pool, "SPARE_AFTER_S", 0.0)
+        self.made: list[Worker] = []
 
-    async def _start(self, engine: object, key: object, number: int, state_dir: object, log: object) -> Worker:
+    async def start(
+        self, engine: object, key: object, number: int, state_dir: object, log: object, timeouts: object
+    ) -> Worker:
         self.begun += 1
         await self.gate.wait()
         starts = self
@@ -73,48 +74,53 @@ class Starts:
 
         worker = Fake(f"worker{number}", cast(Child, FakeChild()), SharedLog(), f"/nowhere/w{number}.sock")
         worker.device = "cpu"
+        self.made.append(worker)
         return worker
 
 
-def made() -> WorkerPool:
-    return WorkerPool(cast(StateDir, None), Observer(Hub(), Metrics()), lambda worker, exit: None, keeps_spare=True)
+def made(starts: Starts) -> WorkerPool:
+    return WorkerPool(
+        cast(StateDir, None),
+        Observer(Hub(), Metrics()),
+        lambda worker, exit: None,
+        keeps_spare=True,
+        timeouts=WorkerTimeouts(spare_after_s=0.0),
+        start=starts.start,
+    )
 
 
-async def test_a_spare_that_comes_after_another_worker_became_the_spare_is_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    starts, all_hosts = Starts(monkeypatch), made()
+async def test_a_spare_that_comes_after_another_worker_became_the_spare_is_ended() -> None:
+    starts = Starts()
+    all_hosts = made(starts)
     worker = await all_hosts.let_in(ENGINE, KEY, FIRST, LogRing())
     starts.gate.clear()
     all_hosts.want_spare(ENGINE, KEY)
     await until(lambda: starts.begun == 2, "the spare starts")
     all_hosts.let_out(worker, FIRST)
     starts.gate.set()
-    await until(lambda: not all_hosts._coming, "the spare is there")
+    await until(lambda: len(starts.made) == 2, "the spare is there")
     await until(lambda: list(all_hosts.workers.values()) == [worker], "one spare is left")
     assert await all_hosts.let_in(ENGINE, KEY, SECOND, LogRing()) is worker
     await all_hosts.close()
 
 
 @pytest.mark.parametrize("key", [replace(KEY, env=(("A", "1"),)), replace(KEY, cwd="/somewhere")])
-async def test_no_spare_is_started_for_models_that_could_not_take_it(
-    monkeypatch: pytest.MonkeyPatch, key: HostKey
-) -> None:
-    starts, all_hosts = Starts(monkeypatch), made()
+async def test_no_spare_is_started_for_models_that_could_not_take_it(key: HostKey) -> None:
+    starts = Starts()
+    all_hosts = made(starts)
     await all_hosts.let_in(ENGINE, key, FIRST, LogRing())
     all_hosts.want_spare(ENGINE, key)
-    assert not all_hosts._coming
     # A neighbour of the same Python that could take it still has one.
     await all_hosts.let_in(ENGINE, KEY, SECOND, LogRing())
+    assert starts.begun == 2, "a spare would have begun to start before"
     all_hosts.want_spare(ENGINE, KEY)
-    await until(lambda: starts.begun == 3 and not all_hosts._coming, "the spare is there")
+    await until(lambda: len(starts.made) == 3, "the spare is there")
     await all_hosts.close()
 
 
-async def test_a_worker_is_kept_for_those_who_live_in_it_when_another_who_waited_for_it_is_called_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    starts, all_hosts = Starts(monkeypatch), made()
+async def test_a_worker_is_kept_for_those_who_live_in_it_when_another_who_waited_for_it_is_called_off() -> None:
+    starts = Starts()
+    all_hosts = made(starts)
     starts.gate.clear()
     stays = asyncio.create_task(all_hosts.let_in(ENGINE, KEY, FIRST, LogRing()))
     leaves = asyncio.create_task(all_hosts.let_in(ENGINE, KEY, SECOND, LogRing()))
@@ -125,6 +131,8 @@ async def test_a_worker_is_kept_for_those_who_live_in_it_when_another_who_waited
     worker = await stays
     await asyncio.wait((leaves,))
     assert leaves.cancelled() and list(worker.slots) == [FIRST]
-    assert not worker.is_lost and not all_hosts._spares
+    # It is no spare: who would take that gets another one.
+    assert not worker.is_lost
+    assert await all_hosts.let_in(ENGINE, replace(KEY, gpus=(DeviceId("GPU-b"),)), SECOND, LogRing()) is not worker
     await all_hosts.close()
     assert not all_hosts.workers

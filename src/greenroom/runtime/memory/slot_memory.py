@@ -24,26 +24,15 @@ from greenroom.runtime.memory.needs import Needs
 from greenroom.runtime.memory.readings import THIS_MACHINE, GpuReading, HostProbe, Reading
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.slots import LiveSlots
+from greenroom.runtime.timeouts import TIMEOUTS, MemoryTimeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("memory")
 
-# A ready engine is measured before its first request; a slow driver must not keep callers waiting longer than this.
-LOOK_S: Final = 2.0
-# Memory that is free in the ledger but not really is waited for this long; then the load is planned again.
-ROOM_S: Final = 5.0
-# Memory of a stopped engine is usually back within a second. What is not back by then counts as a stranger's.
-BACK_S: Final = 10.0
-# Where processes cannot be seen, memory is back when use no longer falls between two looks this far apart.
-SETTLED_S: Final = 0.1
 # Memory that is on its way back is looked for this often.
 AGAIN_S: Final = 0.003
-# After a worker has answered, the driver shows its memory as free within milliseconds. Then the move goes on
-# regardless: the next one looks again.
-HOSTED_BACK_S: Final = 2.0
-# The memory of a killed process is usually back within a second. It is polled at the second interval.
-GONE_S: Final = 10.0
+# Memory of a killed process takes longer, and is looked for less often.
 SETTLES_S: Final = 0.05
 _BYTES_A_MIB: Final = 1024 * 1024
 
@@ -66,7 +55,9 @@ class SlotMemory:
         watch: MemoryWatch,
         post: Callable[[Event], None],
         clock: Callable[[], float],
+        timeouts: MemoryTimeouts = TIMEOUTS.memory,
     ) -> None:
+        self._timeouts = timeouts
         self._state = state
         self._catalog = catalog
         self._needs = needs
@@ -79,9 +70,9 @@ class SlotMemory:
         return visible_gpus(entry, claim, self._state.ledger.devices.values())
 
     async def lacks(self, claim: Claim) -> Claim:
-        """MiB of this claim that are not really free on GPUs, after waiting for them up to `ROOM_S`."""
+        """MiB of this claim that are not really free on GPUs, after waiting for them up to `room_s`."""
         gpus = {device: mib for device, mib in claim.items() if mib > 0 and device != HOST}
-        return await self._watch.room_for(gpus, ROOM_S) if gpus else NO_CLAIM
+        return await self._watch.room_for(gpus, self._timeouts.room_s) if gpus else NO_CLAIM
 
     # --- what a slot takes ------------------------------------------------------------------------------------------
 
@@ -90,7 +81,7 @@ class SlotMemory:
         if self._watch.failure is not None:
             return None
         try:
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(self._timeouts.ready_look_s):
                 await self._watch.look_now()
         except TimeoutError:
             return None
@@ -137,21 +128,22 @@ class SlotMemory:
         return Held(last.reading, self._watch.seen_of(slot), last.shares.unseen & frozenset(claimed))
 
     async def back(self, slot: SlotId, held: Held) -> None:
-        """Wait, up to `BACK_S`, until the memory of a slot whose processes have ended is free again."""
+        """Wait, up to `back_s`, until the memory of a slot whose processes have ended is free again."""
         if self._watch.failure is not None:
             return
-        missing = await self._watch.back(held.at, held.seen, BACK_S) if held.seen else NO_CLAIM
+        back_s = self._timeouts.back_s
+        missing = await self._watch.back(held.at, held.seen, back_s) if held.seen else NO_CLAIM
         if missing:
             said = " ".join(f"{device}={mib}" for device, mib in missing.items())
-            _log.warning("memory has not come back", slot=slot, after_s=BACK_S, missing_mib=said)
+            _log.warning("memory has not come back", slot=slot, after_s=back_s, missing_mib=said)
         if held.unseen:
             await self._settled(held.unseen)
 
     async def _settled(self, devices: frozenset[DeviceId]) -> None:
-        deadline = self._clock() + BACK_S
+        deadline = self._clock() + self._timeouts.back_s
         used = _used_mib(await self._watch.look_now(), devices)
         while self._watch.failure is None and self._clock() < deadline:
-            await asyncio.sleep(SETTLED_S)
+            await asyncio.sleep(self._timeouts.settled_s)
             before, used = used, _used_mib(await self._watch.look_now(), devices)
             if used >= before:
                 return
@@ -250,7 +242,9 @@ class HostedMemory:
         watch: MemoryWatch,
         clock: Callable[[], float],
         host: HostProbe = THIS_MACHINE,
+        timeouts: MemoryTimeouts = TIMEOUTS.memory,
     ) -> None:
+        self._timeouts = timeouts
         self._host = host
         self._state = state
         self._table = table
@@ -296,8 +290,8 @@ class HostedMemory:
         return found
 
     async def lacks(self, claim: Claim) -> Claim:
-        """The same, after waiting for it up to `ROOM_S`."""
-        deadline = self._clock() + ROOM_S
+        """The same, after waiting for it up to `room_s`."""
+        deadline = self._clock() + self._timeouts.room_s
         while True:
             missing = await self.missing(claim)
             if not missing or self._clock() >= deadline:
@@ -309,20 +303,20 @@ class HostedMemory:
         # Use that was never seen cannot be seen to end: a GPU that is only a budget shows none.
         if gpu is None or before is None or not 0 < released_mib <= before.used_mib:
             return
-        stirs, deadline = dict(self._table.stirs), self._clock() + HOSTED_BACK_S
+        stirs, deadline = dict(self._table.stirs), self._clock() + self._timeouts.slept_s
         while (now := await self.glance(gpu)) is not None and (away_mib := away(before, now, released_mib)):
             if gpu in self._table.stirred_since(stirs):
                 return
             if self._clock() >= deadline:
                 _log.warning(
-                    "memory has not come back", slot=slot, gpu=gpu, after_s=HOSTED_BACK_S, missing_mib=away_mib
+                    "memory has not come back", slot=slot, gpu=gpu, after_s=self._timeouts.slept_s, missing_mib=away_mib
                 )
                 return
             await asyncio.sleep(AGAIN_S)
 
     async def gone(self, pid: int, gpus: Collection[DeviceId]) -> None:
-        """Wait, up to `GONE_S`, until nothing of an ended process is seen on these GPUs."""
-        deadline = self._clock() + GONE_S
+        """Wait, up to `back_s`, until nothing of an ended process is seen on these GPUs."""
+        deadline = self._clock() + self._timeouts.back_s
         used_mib: int | None = None
         while gpus and self._clock() < deadline:
             now = await self._watch.look_now()

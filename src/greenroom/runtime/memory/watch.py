@@ -20,15 +20,12 @@ from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.attribution import Attribution, Owner, attribute, not_back, short_of
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.readings import THIS_MACHINE, GpuReading, Probe, Reading
+from greenroom.runtime.timeouts import TIMEOUTS, MemoryTimeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("memory")
 
-# A look takes milliseconds; a driver that has not answered after this long is stuck.
-LOOK_MAX_S = 10.0
-# A glance in the middle of a swap is given up sooner.
-GLANCE_MAX_S = 1.0
 # Looks are at least this far apart, unless a caller waits for one.
 GAP_S = 0.1
 # What a swap of hosted slots takes, without the copies that go on in the background.
@@ -71,7 +68,9 @@ class MemoryWatch:
         every_s: float,
         first: Reading,
         hosted: HostedSlots | None = None,
+        timeouts: MemoryTimeouts = TIMEOUTS.memory,
     ) -> None:
+        self._timeouts = timeouts
         self._probe = probe
         self._owners = owners
         self._post = post
@@ -184,9 +183,10 @@ class MemoryWatch:
         return looking.result()
 
     async def _until_ended(self, looking: asyncio.Task[MemoryLook]) -> None:
-        done, _ = await asyncio.wait((looking,), timeout=LOOK_MAX_S)
+        look_s = self._timeouts.look_s
+        done, _ = await asyncio.wait((looking,), timeout=look_s)
         if not done:
-            raise ProbeFailed(f"The {self.kind} probe has not answered for {LOOK_MAX_S:g} s.")
+            raise ProbeFailed(f"The {self.kind} probe has not answered for {look_s:g} s.")
 
     def _look(self, owners: Mapping[str, Owner], by_identity: proc.ByIdentity) -> MemoryLook:
         """Runs in a thread: touches nothing of the scheduler."""
@@ -240,7 +240,7 @@ class MemoryWatch:
         if self.failure is not None:
             return None
         try:
-            async with asyncio.timeout(GLANCE_MAX_S):
+            async with asyncio.timeout(self._timeouts.glance_s):
                 return await run_detached(lambda: self._probe.glance(gpu), "glance at memory")
         except (ProbeFailed, TimeoutError):
             # The next look finds out whether this lasts.

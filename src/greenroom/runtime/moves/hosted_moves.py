@@ -28,12 +28,6 @@ from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost,
 from greenroom.runtime.workers.hosted_slots import HostedSlot, HostedSlots
 from greenroom.runtime.workers.worker import Worker
 
-# A wake maps memory and starts to copy; it may wait for host memory that is still being registered.
-WAKE_MAX_S: Final = 120.0
-# A sleep waits for the current step and unmaps. A worker that needs longer for its only slot is ended.
-SLEEP_MAX_S: Final = 30.0
-# A worker that serves other slots has longer than it waits for its own threads: a step on a slow CPU takes a minute.
-SLEEP_SHARED_MAX_S: Final = 150.0
 FLUSH_MAX_S: Final = 10.0
 
 _Result = TypeVar("_Result")
@@ -220,14 +214,14 @@ class HostedMoves:
     async def _wake_in(self, move: Move, slot: HostedSlot, worker: Worker) -> Answer:
         with self._table.stirring(slot.gpu):
             try:
-                async with asyncio.timeout(WAKE_MAX_S):
+                async with asyncio.timeout(worker.timeouts.wake_s):
                     answer = await worker.ask("wake", slot=slot.id)
             except OpFailed as error:
                 raise await self._errors.wake_error(move, slot.entry, error) from error
             except (TimeoutError, asyncio.CancelledError) as error:
                 await uninterrupted(self._asleep_again(slot, worker))
                 if isinstance(error, TimeoutError):
-                    said = f"{slot.entry.id} did not wake within {WAKE_MAX_S:g} s."
+                    said = f"{slot.entry.id} did not wake within {worker.timeouts.wake_s:g} s."
                     raise LoadFailed(said, public=said) from error
                 raise
             slot.device_bytes, slot.is_ready = count(answer, "device_bytes"), True
@@ -241,7 +235,8 @@ class HostedMoves:
             await self._lost_meanwhile(worker, slot)
 
     async def _sleep_in(self, slot: HostedSlot, worker: Worker) -> None:
-        await worker.let_go_of(slot.id, "sleep", alone_s=SLEEP_MAX_S, shared_s=SLEEP_SHARED_MAX_S)
+        times = worker.timeouts
+        await worker.let_go_of(slot.id, "sleep", alone_s=times.sleep_s, shared_s=times.sleep_shared_s)
 
     async def _put_to_sleep(self, move: Move, slot: HostedSlot) -> None:
         worker = slot.worker

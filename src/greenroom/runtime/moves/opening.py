@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from greenroom.core.model import Move
 from greenroom.errors import LoadFailed
@@ -24,12 +24,6 @@ from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost, count, seconds
 from greenroom.runtime.workers.hosted_slots import HostedSlot
 from greenroom.runtime.workers.pool import WorkerPool
-
-# A worker that cannot close its only slot within this is ended: starting another one is quicker.
-CLOSE_MAX_S: Final = 20.0
-# A worker that serves other slots has this long, more than it waits for its own threads, before it counts as stuck.
-# Then it is ended, and its other slots go on in another worker.
-CLOSE_SHARED_MAX_S: Final = 150.0
 
 
 class SlotOpener:
@@ -137,9 +131,9 @@ class SlotOpener:
             if slot.pool is not None:
                 slot.pool.close()
             try:
-                await worker.let_go_of(
-                    slot.id, "close", alone_s=CLOSE_MAX_S, shared_s=max(CLOSE_SHARED_MAX_S, opens_for_s)
-                )
+                times = worker.timeouts
+                shared_s = max(times.close_shared_s, opens_for_s)
+                await worker.let_go_of(slot.id, "close", alone_s=times.close_s, shared_s=shared_s)
             except OpFailed as error:
                 if error.kind != "unknown_slot":
                     worker.end()

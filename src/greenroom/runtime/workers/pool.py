@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from greenroom.core.model import SlotId
 from greenroom.engines.base import HostedEngine, HostKey
@@ -19,14 +19,11 @@ from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Exit
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.observer import Observer
+from greenroom.runtime.timeouts import TIMEOUTS, WorkerTimeouts
 from greenroom.runtime.workers.worker import Worker, start_worker, watch_liveness
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("workers")
-
-# A spare starts this long after it was wanted: its imports take a core for seconds, and the first answers of the model
-# that was just loaded go first.
-SPARE_AFTER_S: Final = 3.0
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +38,21 @@ class WorkerPool:
     """`on_lost` is called for every worker that ended without being asked to, while its slots are still known."""
 
     def __init__(
-        self, state_dir: StateDir, observer: Observer, on_lost: Callable[[Worker, Exit], None], *, keeps_spare: bool
+        self,
+        state_dir: StateDir,
+        observer: Observer,
+        on_lost: Callable[[Worker, Exit], None],
+        *,
+        keeps_spare: bool,
+        timeouts: WorkerTimeouts = TIMEOUTS.workers,
+        start: Callable[..., Awaitable[Worker]] = start_worker,
     ) -> None:
         self._state_dir = state_dir
         self._observer = observer
         self._on_lost = on_lost
         self._keeps_spare = keeps_spare
+        self._timeouts = timeouts
+        self._start_worker = start
         self._numbers = itertools.count(1)
         self.workers: dict[str, Worker] = {}
         self._by_key: dict[HostKey, Worker] = {}
@@ -136,7 +142,7 @@ class WorkerPool:
             start.waiting -= 1
 
     async def _start(self, engine: HostedEngine, key: HostKey, log: LogRing, *, is_spare: bool) -> Worker:
-        worker = await start_worker(engine, key, next(self._numbers), self._state_dir, log)
+        worker = await self._start_worker(engine, key, next(self._numbers), self._state_dir, log, self._timeouts)
         self.workers[worker.id] = worker
         worker.child.on_exit(lambda exit: self._on_exit(worker, exit))
         self._own(watch_liveness(worker), f"pulse {worker.id}")
@@ -144,7 +150,7 @@ class WorkerPool:
         return worker
 
     async def _start_spare(self, engine: HostedEngine, python: str) -> None:
-        await asyncio.sleep(SPARE_AFTER_S)
+        await asyncio.sleep(self._timeouts.spare_after_s)
         if not self._wants_spare(python):
             return
         bare = HostKey(python, gpus=None)

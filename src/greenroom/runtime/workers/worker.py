@@ -17,6 +17,7 @@ from greenroom.errors import LoadFailed
 from greenroom.process.logs import LogRing, SharedLog
 from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.process.state_dir import StateDir
+from greenroom.runtime.timeouts import TIMEOUTS, WorkerTimeouts
 from greenroom.runtime.workers.control_link import Answer, ControlLink, OpFailed, Progress, WorkerLost, connect
 from greenroom.telemetry.logs import get_logger
 
@@ -37,11 +38,14 @@ LAST_LINES: Final = 20
 class Worker:
     """Made by `start_worker`. `slots` are the slots that live in it or are about to."""
 
-    def __init__(self, id: str, child: Child, log: SharedLog, socket: str) -> None:
+    def __init__(
+        self, id: str, child: Child, log: SharedLog, socket: str, timeouts: WorkerTimeouts = TIMEOUTS.workers
+    ) -> None:
         self.id = id
         self.child = child
         self.log = log
         self.socket = socket
+        self.timeouts = timeouts
         self.key: HostKey | None = None
         self.slots: dict[SlotId, LogRing] = {}
         # The slot that came last, and whether another one was ever here.
@@ -139,7 +143,9 @@ class Worker:
         Path(self.socket).unlink(missing_ok=True)
 
 
-async def start_worker(engine: HostedEngine, key: HostKey, number: int, state_dir: StateDir, log: LogRing) -> Worker:
+async def start_worker(
+    engine: HostedEngine, key: HostKey, number: int, state_dir: StateDir, log: LogRing, timeouts: WorkerTimeouts
+) -> Worker:
     """Start a worker and wait until it can take slots. Raises LoadFailed, and leaves nothing behind.
 
     `log` is the log of the model for which it starts; it gets the lines of the start.
@@ -148,7 +154,7 @@ async def start_worker(engine: HostedEngine, key: HostKey, number: int, state_di
     shared = SharedLog()
     shared.listeners = [log]
     child = await spawn(engine.launch_worker(key, socket), identity=state_dir.identity(f"{id}.1"), log=shared)
-    worker = Worker(id, child, shared, socket)
+    worker = Worker(id, child, shared, socket, timeouts)
     try:
         await _until_ready(worker)
     except BaseException:
@@ -185,29 +191,25 @@ def _failed(worker: Worker, exit: Exit | None, why: str = "") -> LoadFailed:
 
 _log = get_logger("workers")
 
-ASK_EVERY_S = 10.0
-# A worker that loads through Transformers, or compiles its first kernels, may be busy for seconds.
-ANSWER_MAX_S = 60.0
-
 
 async def watch_liveness(worker: Worker) -> None:
     """Ask the worker from time to time, and kill it if it does not answer. Returns when it has ended."""
     while not await _is_gone(worker):
         try:
-            async with asyncio.timeout(ANSWER_MAX_S):
+            async with asyncio.timeout(worker.timeouts.answer_s):
                 await worker.ask("look")
         except OpFailed:
             continue
         except WorkerLost:
             return
         except TimeoutError:
-            _log.warning("a worker does not answer and is ended", worker=worker.id, after_s=ANSWER_MAX_S)
+            _log.warning("a worker does not answer and is ended", worker=worker.id, after_s=worker.timeouts.answer_s)
             worker.end()
             return
 
 
 async def _is_gone(worker: Worker) -> bool:
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(ASK_EVERY_S):
+        async with asyncio.timeout(worker.timeouts.look_every_s):
             await worker.gone.wait()
     return worker.gone.is_set()
