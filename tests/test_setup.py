@@ -49,13 +49,16 @@ def test_compiled_modules_are_all_of_the_core_and_of_http_and_what_a_request_cal
     assert whole <= files
     assert sorted(files - whole) == [
         "errors.py",
+        "runtime/catalogue.py",
         "runtime/effects.py",
         "runtime/loop.py",
+        "runtime/slots.py",
         "runtime/tickets.py",
         "server/front.py",
         "server/inference/ask.py",
         "server/inference/peek.py",
         "server/inference/requests.py",
+        "server/inference/routes.py",
         "server/inference/running.py",
         "telemetry/activity.py",
         "telemetry/metrics.py",

@@ -12,7 +12,6 @@ from tests.test_setup import load_setup
 NOT_COMPILED = {
     "engines/command.py": "an engine: extensions subclass the protocol, and it is asked once for each answer",
     "engines/base.py": "reads one JSON object at the end of an answer, which msgspec does",
-    "runtime/catalogue.py": "one look-up in a dictionary for each request; the rest of it reads files",
 }
 
 

@@ -24,8 +24,9 @@ from greenroom.engines.estimates.estimate import Estimate
 from greenroom.process.spawn import Command
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
+    """The token counts of one answer; `estimated` if the engine sent none."""
+
     prompt: int
     completion: int
     cached: int = 0

@@ -138,13 +138,13 @@ _STATUS_LINES: Final = {
 }
 _NAME: Final = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 # Names found to be tokens once are not looked at again. Bounded, because engines choose names too.
-_known_names: set[bytes] = set()
+_known_names: Final[set[bytes]] = set()
 _KNOWN_NAMES_MAX: Final = 512
 
 
 def render_head(status: int, headers: Headers, framing: bytes, date: bytes) -> bytes:
     """The whole head; `framing` and `date` are finished lines. Raises GatewayBug for a header that breaks its line."""
-    block = b"".join([b"%b: %b\r\n" % header for header in headers])
+    block = b"".join([b"%b: %b\r\n" % (name, value) for name, value in headers])
     # One look at all lines instead of one at each value: without our own line ends there must be none left.
     if len(block.translate(None, b"\r\n\0")) + 2 * len(headers) != len(block):
         raise GatewayBug("A response header holds a line break or NUL.")

@@ -19,14 +19,15 @@ from greenroom.http.request import Head
 from greenroom.server import render
 from greenroom.server.asgi import AsgiBridge
 from greenroom.server.inference.requests import Inference
-from greenroom.server.inference.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX
+from greenroom.server.inference.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX, Route
 from greenroom.tenancy.keys import ANYONE, Caller, Keys, Permission, presented_key
 
 # Open without a key, for load balancers and orchestrators.
 OPEN_PATHS: Final = frozenset({b"/health"})
 # Sec-Fetch-Site of our own pages, and of an address that was typed or bookmarked.
 OWN_SITES: Final = (b"same-origin", b"none")
-GUARDED: Final = frozenset((b"host", b"origin", b"sec-fetch-site", b"referer"))
+# The headers that are looked at before a request is admitted.
+GUARDED: Final = frozenset((b"host", b"origin", b"sec-fetch-site", b"referer", b"authorization", b"x-api-key"))
 READING: Final = (b"GET", b"HEAD")
 # The management API takes small JSON only.
 MANAGEMENT_BODY_MAX: Final = 1024 * 1024
@@ -59,8 +60,8 @@ class FrontDoor:
             head.answer_headers = answer_headers(origin)
             if is_preflight(head):
                 return 0
-        self._authorise(head)
         route = MODEL_ROUTES.get(head.path)
+        self._authorise(head, route, said)
         settings = self._inference.settings
         if route is not None:
             return settings.upload_max if route.is_multipart else settings.body_max
@@ -106,14 +107,14 @@ class FrontDoor:
         elif referer is not None and not only_reads:
             self.hosts.check_referer(said.get(b"host"), referer)
 
-    def _authorise(self, head: Head) -> None:
+    def _authorise(self, head: Head, route: Route | None, said: dict[bytes, bytes]) -> None:
         if not self.keys.enabled:
             head.note = ANYONE
             return
-        if head.path in OPEN_PATHS:
+        if route is None and head.path in OPEN_PATHS:
             return
-        head.note = caller = self.keys.check(presented_key(head.get))
-        if head.path in MODEL_ROUTES or caller.admin:
+        head.note = caller = self.keys.check(presented_key(said.get(b"authorization"), said.get(b"x-api-key")))
+        if route is not None or caller.admin:
             return
         if head.path.startswith(UPSTREAM_PREFIX):
             self._inference.check_open(head, caller)

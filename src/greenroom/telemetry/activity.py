@@ -6,7 +6,7 @@ most recent. Never holds bodies or keys. Only `reason` and `details`, which are 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any, Final, Literal
@@ -102,10 +102,9 @@ class Activity:
     """`begin` and `end` match. If an id is used twice, the newest request counts."""
 
     def __init__(self, keep_max: int = 2_000) -> None:
-        self._keep_max = keep_max
         self._live: dict[str, Record] = {}
-        # In the order in which they ended.
-        self._ended: OrderedDict[str, Record] = OrderedDict()
+        # In the order in which they ended. There is no index by id: few are asked for, and every request ends.
+        self._ended: deque[Record] = deque(maxlen=keep_max)
 
     def __len__(self) -> int:
         """The number of requests that run now."""
@@ -120,17 +119,15 @@ class Activity:
             return
         del self._live[record.id]
         record.state = "done"
-        self._ended.pop(record.id, None)
-        self._ended[record.id] = record
-        if len(self._ended) > self._keep_max:
-            self._ended.popitem(last=False)
+        self._ended.append(record)
 
     def get(self, request_id: str) -> Record | None:
-        return self._live.get(request_id) or self._ended.get(request_id)
+        live = self._live.get(request_id)
+        return live or next((record for record in reversed(self._ended) if record.id == request_id), None)
 
     def recent(self, limit: int, model: str | None = None) -> list[Record]:
         """Running requests, then ended ones, each with the newest first."""
-        newest_first: Iterator[Record] = chain(reversed(self._live.values()), reversed(self._ended.values()))
+        newest_first: Iterator[Record] = chain(reversed(self._live.values()), reversed(self._ended))
         if model is not None:
             newest_first = (record for record in newest_first if record.model == model)
         return list(islice(newest_first, max(limit, 0)))

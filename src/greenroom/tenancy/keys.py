@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -23,7 +23,7 @@ from greenroom.tenancy.tenants import PRIORITY_MIN
 KEY_BYTES_MAX: Final = 1_024
 _NEW_KEY_BYTES: Final = 32
 
-HeadGetter = Callable[[bytes], bytes | None]
+_sha256: Final = hashlib.sha256
 
 
 class Permission(Enum):
@@ -69,7 +69,7 @@ class Keys:
             return ANYONE
         if not presented:
             raise InvalidKey("No API key was given. Send it as Authorization: Bearer KEY, or as x-api-key: KEY.")
-        found = self._find(hashlib.sha256(presented[:KEY_BYTES_MAX]).digest())
+        found = self._find(_sha256(presented[:KEY_BYTES_MAX]).digest())
         if found is None or len(presented) > KEY_BYTES_MAX:
             raise InvalidKey("The API key is not one of this server's.")
         return found
@@ -83,14 +83,13 @@ class Keys:
         return found
 
 
-def presented_key(header: HeadGetter) -> bytes | None:
-    """The key a request carries: `Authorization: Bearer KEY`, else `x-api-key: KEY`. Takes lower-case header names."""
-    authorization = header(b"authorization")
+def presented_key(authorization: bytes | None, x_api_key: bytes | None) -> bytes | None:
+    """The key a request carries in one of these headers: `Authorization: Bearer KEY`, else `x-api-key: KEY`."""
     if authorization is not None:
         scheme, _, key = authorization.partition(b" ")
-        if scheme.lower() == b"bearer" and key.strip():
-            return key.strip()
-    return header(b"x-api-key")
+        if scheme.lower() == b"bearer" and (key := key.strip()):
+            return key
+    return x_api_key
 
 
 def new_key() -> tuple[str, str]:

@@ -7,7 +7,7 @@ the error to answer with.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
@@ -19,7 +19,7 @@ from greenroom.core.events import RequestArrived
 from greenroom.core.model import ModelId, RequestId, TenantId
 from greenroom.engines.base import Ability, UsageSource
 from greenroom.errors import BadRequest, ModelNotFound, NotAllowed, PostOnly, Unsupported
-from greenroom.http.body import Payload
+from greenroom.http.body import Body, Payload
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import REQUEST_ALLOWED, Headers
 from greenroom.http.request import Head
@@ -37,6 +37,8 @@ _OURS: Final = frozenset(
     )
 )
 _HEARTBEATS: Final = {kind.value.encode(): kind for kind in Heartbeat}
+_OFF: Final = Heartbeat.OFF
+_IF_ASKED: Final = UsageSource.ASK
 CLIENT_CHARS_MAX: Final = 128
 _EMPTY: Final[frozenset[str]] = frozenset()
 
@@ -95,20 +97,24 @@ def arrival(
 
 
 class Ask:
-    """`payload` makes the body for the engine. It is called at the grant, so that a waiting request holds no copy."""
+    """One request to a model, read and checked."""
 
     __slots__ = (
+        "_body",
         "asked_as",
         "budget_s",
         "cache_headers",
         "client",
         "drop_usage",
+        "drops",
         "entry",
         "heartbeat",
+        "is_patient",
         "keep_alive_s",
-        "kept",
-        "payload",
+        "peeked",
         "priority",
+        "puts",
+        "rewritten",
         "route",
         "stream",
         "target",
@@ -127,7 +133,7 @@ class Ask:
         tenant: TenantId,
         client: str,
         heartbeat: Heartbeat,
-        payload: Callable[[], Payload],
+        body: Body,
         budget_s: float | None,
         to_operator: bool,
     ) -> None:
@@ -140,18 +146,33 @@ class Ask:
         self.tenant = tenant
         self.client = client
         self.heartbeat = heartbeat
-        self.payload = payload
+        # It gets heartbeats while it waits.
+        self.is_patient = stream and heartbeat is not _OFF
+        self._body = body
         self.budget_s = budget_s
         # The caller is an admin, and is shown all of an error.
         self.to_operator = to_operator
         # How long the model should stay afterwards; None if not given.
         self.keep_alive_s: float | None = None
-        # The body as it was read, for a payload that is made at once. Cleared when the request has to wait.
-        self.kept: list[peek.Peeked] | None = None
+        # A JSON body as it was read, for a payload that is made at once; and the fields to put in and to leave out.
+        self.peeked: peek.Peeked | None = None
+        self.puts: dict[str, bytes] = {}
+        self.drops = _EMPTY
+        # Makes the payload where the body is not JSON.
+        self.rewritten: Callable[[], Payload] | None = None
         # For engines that keep a prefix cache: tenant, tag and mode.
         self.cache_headers: Headers | None = None
         # We asked the engine for usage and the caller did not: the event with it is dropped.
         self.drop_usage = False
+
+    def payload(self) -> Payload:
+        """The body for the engine. Made at the grant, so that a waiting request holds no copy."""
+        if self.rewritten is not None:
+            return self.rewritten()
+        peeked, self.peeked = self.peeked, None
+        if peeked is None:
+            peeked = peek.peek(self._body.read())
+        return peek.join(peeked.fields, drop=self.drops, put=self.puts)
 
 
 class AskReader:
@@ -164,7 +185,21 @@ class AskReader:
     def read(self, exchange: Exchange, route: Route, caller: Caller, settings: Settings) -> Ask:
         """A JSON request."""
         _expect_post(exchange.head)
-        return self._json(exchange, route, caller, settings)
+        peeked = peek.peek(exchange.body.read())
+        ask = self._ask(exchange, route, caller, settings, peeked.model, peeked.priority, stream=peeked.stream)
+        ask.client = peeked.client_id or ask.client
+        if peeked.budget_s is not None:
+            ask.budget_s = _smaller(ask.budget_s, peeked.budget_s)
+        if peeked.keep_alive_s is not None:
+            ask.keep_alive_s = peek.capped(peeked.keep_alive_s, settings.keep_alive_max_s)
+        ask.peeked = peeked
+        ask.puts, ask.drops = self._rewrites_of(ask.entry)
+        if ask.stream and ask.entry.engine.usage_source is _IF_ASKED:
+            options, asked = peek.ask_for_usage(peeked.fields)
+            ask.drop_usage = not asked
+            if options is not None:
+                ask.puts = {**ask.puts, "stream_options": options}
+        return ask
 
     async def read_form(self, exchange: Exchange, route: Route, caller: Caller, settings: Settings) -> Ask:
         """A form with a file. Large forms are read in turns, so that other requests are served meanwhile."""
@@ -177,7 +212,7 @@ class AskReader:
         config = ask.entry.config
         puts = {name: _as_text(value) for name, value in config.set_params.items()}
         drops = frozenset(config.strip_params)
-        ask.payload = lambda: form.rewrite(config.use_model_name, drop=drops, put=puts)
+        ask.rewritten = lambda: form.rewrite(config.use_model_name, drop=drops, put=puts)
         return ask
 
     def read_upstream(self, exchange: Exchange, route: Route, caller: Caller, settings: Settings) -> Ask:
@@ -188,7 +223,9 @@ class AskReader:
             self.check_open(head, caller)
         name, path = self._upstream(head)
         target = path + (b"?" + head.query if head.query else b"")
-        return self._ask(exchange, route, caller, settings, name, None, target=target, payload=lambda: exchange.body)
+        ask = self._ask(exchange, route, caller, settings, name, None, target=target)
+        ask.rewritten = lambda: exchange.body
+        return ask
 
     def check_open(self, head: Head, caller: Caller) -> None:
         """Raises NotAllowed unless the model opens this path to every key, or ModelNotFound."""
@@ -210,30 +247,6 @@ class AskReader:
         name, rest = found
         return name, b"/" + rest.lstrip(b"/")
 
-    def _json(self, exchange: Exchange, route: Route, caller: Caller, settings: Settings) -> Ask:
-        body = exchange.body
-        peeked = peek.peek(body.read())
-        ask = self._ask(exchange, route, caller, settings, peeked.model, peeked.priority, stream=peeked.stream)
-        ask.client = peeked.client_id or ask.client
-        if peeked.budget_s is not None:
-            ask.budget_s = _smaller(ask.budget_s, peeked.budget_s)
-        if peeked.keep_alive_s is not None:
-            ask.keep_alive_s = peek.capped(peeked.keep_alive_s, settings.keep_alive_max_s)
-        puts, drops = self._rewrites_of(ask.entry)
-        if ask.stream and ask.entry.engine.usage_source is UsageSource.ASK:
-            options, asked = peek.ask_for_usage(peeked.fields)
-            ask.drop_usage = not asked
-            if options is not None:
-                puts = {**puts, "stream_options": options}
-        ask.kept = kept = [peeked]
-
-        def payload() -> bytes:
-            again = kept.pop() if kept else peek.peek(body.read())
-            return peek.join(again.fields, drop=drops, put=puts)
-
-        ask.payload = payload
-        return ask
-
     def _ask(
         self,
         exchange: Exchange,
@@ -245,7 +258,6 @@ class AskReader:
         *,
         target: bytes | None = None,
         stream: bool = False,
-        payload: Callable[[], Payload] = bytes,
     ) -> Ask:
         head = exchange.head
         entry = self._catalog.find(name)
@@ -264,7 +276,7 @@ class AskReader:
             caller.tenant or self._tenants.name(said.get(b"x-tenant-id")),
             said.get(b"x-client-id", b"").decode("latin-1")[:CLIENT_CHARS_MAX],
             _heartbeat(said, settings.heartbeat),
-            payload,
+            exchange.body,
             _budget_s(said),
             caller.admin,
         )
@@ -299,7 +311,7 @@ def _check_ability(entry: Entry, ability: Ability) -> None:
         raise Unsupported(f"{entry.id} does not do {ability.value}; it does {can}.", param="model")
 
 
-def _priority(in_body: str | int | None, said: Mapping[bytes, bytes], entry: Entry, caller: Caller) -> int:
+def _priority(in_body: str | int | None, said: dict[bytes, bytes], entry: Entry, caller: Caller) -> int:
     """From the body, else from the header, else from the model; never better than the key allows."""
     if in_body is not None:
         priority = parse_priority(in_body)
@@ -310,7 +322,7 @@ def _priority(in_body: str | int | None, said: Mapping[bytes, bytes], entry: Ent
     return cap(priority, caller)
 
 
-def _heartbeat(said: Mapping[bytes, bytes], default: Heartbeat) -> Heartbeat:
+def _heartbeat(said: dict[bytes, bytes], default: Heartbeat) -> Heartbeat:
     raw = said.get(b"x-heartbeat")
     if raw is None:
         return default
@@ -319,7 +331,7 @@ def _heartbeat(said: Mapping[bytes, bytes], default: Heartbeat) -> Heartbeat:
     return _HEARTBEATS[raw]
 
 
-def _budget_s(said: Mapping[bytes, bytes]) -> float | None:
+def _budget_s(said: dict[bytes, bytes]) -> float | None:
     """How long the whole answer may take, by the request's header."""
     raw = said.get(b"x-request-timeout-s")
     return None if raw is None else peek.read_budget_s(raw.decode("latin-1"), param="X-Request-Timeout-S")
@@ -341,7 +353,7 @@ _TAG: Final = re.compile(rb"[!-~]([ -~]*[!-~])?")
 _MODES: Final = frozenset((b"prefix", b"none", b"auto"))
 
 
-def cache_headers(is_kept: bool, tenant: TenantId, said: Mapping[bytes, bytes]) -> Headers | None:
+def cache_headers(is_kept: bool, tenant: TenantId, said: dict[bytes, bytes]) -> Headers | None:
     """The headers for an engine that keeps a prefix cache (`is_kept`); None for others. Raises BadRequest for both."""
     tag, mode = said.get(b"x-cache-tag"), said.get(b"x-cache-mode")
     if tag:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -29,6 +29,9 @@ _UTF8_STEP_BYTES: Final = 256 * 1024
 CLIENT_ID_CHARS_MAX: Final = 128
 # Keys with this prefix are for the gateway. Engines never see them.
 OURS: Final = "x_"
+PRIORITY: Final = "x_priority"
+CLIENT_ID: Final = "x_client_id"
+BUDGET_S: Final = "x_budget_s"
 
 # The two names of the field. The second one wins where both are sent.
 KEEP_ALIVE: Final = "keep_alive"
@@ -62,14 +65,15 @@ class Peeked:
         self.keep_alive_s: float | None = None
 
 
-_fields = msgspec.json.Decoder(Fields)
-_text = msgspec.json.Decoder(str)
-_flag = msgspec.json.Decoder(bool | None)
-_number_or_text = msgspec.json.Decoder(int | str | None)
-_SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{0,12})?", re.ASCII)
-_number = msgspec.json.Decoder(float | None)
-_text_or_null = msgspec.json.Decoder(str | None)
-_time_or_null = msgspec.json.Decoder(float | str | None)
+_fields: Final = msgspec.json.Decoder(Fields)
+_text: Final = msgspec.json.Decoder(str)
+_flag: Final = msgspec.json.Decoder(bool | None)
+_number_or_text: Final = msgspec.json.Decoder(int | str | None)
+_SECONDS: Final = re.compile(r"[0-9]{1,12}(\.[0-9]{0,12})?", re.ASCII)
+_number: Final = msgspec.json.Decoder(float | None)
+_text_or_null: Final = msgspec.json.Decoder(str | None)
+_time_or_null: Final = msgspec.json.Decoder(float | str | None)
+_encoder: Final = msgspec.json.Encoder()
 _NULL: Final = b"null"
 _INCLUDE_USAGE: Final = b'{"include_usage":true}'
 
@@ -87,14 +91,14 @@ def peek(body: bytes) -> Peeked:
     peeked = Peeked(fields, check_model(_value(_text, model, "model", "a string")))
     if stream is not None:
         peeked.stream = _value(_flag, stream, "stream", "true or false") is True
-    if f"{OURS}priority" in fields or f"{OURS}client_id" in fields or f"{OURS}budget_s" in fields:
+    if PRIORITY in fields or CLIENT_ID in fields or BUDGET_S in fields:
         _read_ours(peeked)
     if KEEP_ALIVE in fields or KEEP_ALIVE_S in fields:
         peeked.keep_alive_s = _read_keep_alive(fields)
     return peeked
 
 
-def join(fields: Mapping[str, Raw], *, drop: frozenset[str], put: Mapping[str, bytes]) -> bytes:
+def join(fields: Fields, *, drop: frozenset[str], put: dict[str, bytes]) -> bytes:
     """The body for the engine: without our own fields and those in `drop`, with those in `put` (which are JSON)."""
     kept = dict(fields)
     for name in fields:
@@ -102,10 +106,10 @@ def join(fields: Mapping[str, Raw], *, drop: frozenset[str], put: Mapping[str, b
             del kept[name]
     for name, value in put.items():
         kept[name] = Raw(value)
-    return msgspec.json.encode(kept)
+    return _encoder.encode(kept)
 
 
-def ask_for_usage(fields: Mapping[str, Raw]) -> tuple[bytes | None, bool]:
+def ask_for_usage(fields: Fields) -> tuple[bytes | None, bool]:
     """The stream_options that make the engine send usage (None: unchanged), and whether the client asked for usage.
 
     Raises BadRequest when stream_options is not an object.
@@ -137,18 +141,18 @@ def check_client_id(name: str) -> str:
     """Raises BadRequest for a name that cannot stand in logs."""
     if len(name) > CLIENT_ID_CHARS_MAX or not name.isprintable():
         limit = CLIENT_ID_CHARS_MAX
-        raise BadRequest(f"x_client_id has at most {limit} characters, all of them printable.", param="x_client_id")
+        raise BadRequest(f"x_client_id has at most {limit} characters, all of them printable.", param=CLIENT_ID)
     return name
 
 
-def check_budget_s(seconds: float, *, param: str = "x_budget_s") -> float:
+def check_budget_s(seconds: float, *, param: str = BUDGET_S) -> float:
     """Raises BadRequest unless it is a positive number of seconds."""
     if not (math.isfinite(seconds) and seconds > 0):
         raise BadRequest(f"{param} is a number of seconds above 0.", param=param)
     return seconds
 
 
-def read_budget_s(said: str, *, param: str = "x_budget_s") -> float:
+def read_budget_s(said: str, *, param: str = BUDGET_S) -> float:
     """A budget that was sent as text. Raises BadRequest."""
     # float() accepts too much: 1_0, nan, digits of other scripts.
     seconds = float(said) if _SECONDS.fullmatch(said.strip()) else math.nan
@@ -157,10 +161,10 @@ def read_budget_s(said: str, *, param: str = "x_budget_s") -> float:
 
 def _read_ours(peeked: Peeked) -> None:
     fields = peeked.fields
-    peeked.priority = _value(_number_or_text, fields.get("x_priority"), "x_priority", bad_priority)
-    client_id = _value(_text_or_null, fields.get("x_client_id"), "x_client_id", "a string")
+    peeked.priority = _value(_number_or_text, fields.get(PRIORITY), PRIORITY, bad_priority)
+    client_id = _value(_text_or_null, fields.get(CLIENT_ID), CLIENT_ID, "a string")
     peeked.client_id = None if client_id is None else check_client_id(client_id)
-    budget_s = _value(_number, fields.get("x_budget_s"), "x_budget_s", "a number of seconds")
+    budget_s = _value(_number, fields.get(BUDGET_S), BUDGET_S, "a number of seconds")
     peeked.budget_s = None if budget_s is None else check_budget_s(budget_s)
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
 import time
 from collections.abc import Callable, Coroutine
@@ -62,7 +61,7 @@ class Inference:
         self._tickets = tickets
         self._tasks: set[asyncio.Task[None]] = set()
         # The prefix keeps ids of different runs apart; within a run they are counted.
-        self._prefix, self._numbers = f"r-{secrets.token_hex(4)}-", itertools.count(1)
+        self._prefix, self._number = f"r-{secrets.token_hex(4)}-", 0
         self.sweep = RequestSweep(self._sweep_s, clock)
         self._shared = RequestServices(tickets, self.sweep, clock, self._outlook, self._spawn, self._ended)
 
@@ -75,8 +74,11 @@ class Inference:
             return
         request_id = self.next_id()
         try:
-            read = self._reader.read_upstream if route is UPSTREAM else self._reader.read
-            self._begin(exchange, read(exchange, route, caller, self.settings), request_id)
+            if route is UPSTREAM:
+                ask = self._reader.read_upstream(exchange, route, caller, self.settings)
+            else:
+                ask = self._reader.read(exchange, route, caller, self.settings)
+            self._begin(exchange, ask, request_id)
         except Exception as error:
             self._refuse(exchange, error, request_id, caller)
 
@@ -154,7 +156,8 @@ class Inference:
             await asyncio.wait(self._tasks)
 
     def next_id(self) -> str:
-        return f"{self._prefix}{next(self._numbers)}"
+        self._number += 1
+        return f"{self._prefix}{self._number}"
 
     def _sweep_s(self) -> float:
         settings = self.settings

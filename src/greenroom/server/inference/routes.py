@@ -8,19 +8,20 @@ once: what is authorised, routed and forwarded is the same bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Final
 from urllib.parse import unquote_to_bytes
 
 from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.engines.base import Ability
 from greenroom.http.sse import StreamShape
 
-_BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
-_PLAIN_PART = rb"(?!\.{1,2}(?:/|$))[A-Za-z0-9._~!$&'()+,=:@-]+"
-_PLAIN_PATH = re.compile(rb"(?:/" + _PLAIN_PART + rb")*/?")
+_BROKEN_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+_PLAIN_PART: Final = rb"(?!\.{1,2}(?:/|$))[A-Za-z0-9._~!$&'()+,=:@-]+"
+_PLAIN_PATH: Final = re.compile(rb"(?:/" + _PLAIN_PART + rb")*/?")
 # Paths have neither; a parser that lets them through must not make them ours.
-_RAW_CONTROL = re.compile(rb"[\x00-\x20\x7f]")
+_RAW_CONTROL: Final = re.compile(rb"[\x00-\x20\x7f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Route:
     has_prefix: bool = False
 
 
-MODEL_ROUTES: Mapping[bytes, Route] = {
+MODEL_ROUTES: Final[dict[bytes, Route]] = {
     b"/v1/chat/completions": Route("chat", Ability.CHAT, StreamShape.CHAT, has_prefix=True),
     b"/v1/completions": Route("completions", Ability.COMPLETIONS, has_prefix=True),
     b"/v1/embeddings": Route("embeddings", Ability.EMBEDDINGS),
@@ -47,8 +48,8 @@ MODEL_ROUTES: Mapping[bytes, Route] = {
     b"/v1/images/edits": Route("image_edits", is_multipart=True),
 }
 
-UPSTREAM_PREFIX = b"/upstream/"
-UPSTREAM = Route("upstream")
+UPSTREAM_PREFIX: Final = b"/upstream/"
+UPSTREAM: Final = Route("upstream")
 
 
 def split_model(raw_rest: bytes, is_known: Callable[[str], bool]) -> tuple[str, bytes] | None:

@@ -115,10 +115,17 @@ class Running:
 
     def _arrival(self, now: float) -> RequestArrived:
         ask = self.ask
-        patient = ask.stream and ask.heartbeat is not Heartbeat.OFF
         request, model = RequestId(self.request_id), ask.entry.id
         return arrival(
-            self._settings, now, request, model, ask.priority, ask.tenant, patient, ask.budget_s, ask.keep_alive_s
+            self._settings,
+            now,
+            request,
+            model,
+            ask.priority,
+            ask.tenant,
+            ask.is_patient,
+            ask.budget_s,
+            ask.keep_alive_s,
         )
 
     def _send_now(self, slot: LiveSlot) -> bool:
@@ -140,9 +147,8 @@ class Running:
 
     def _go_on(self) -> None:
         """Let a task wait for the slot or the connection. The request ends with the task."""
-        if self.ask.kept:
-            # A waiting request holds only its body, which may be on disk.
-            self.ask.kept.clear()
+        # A waiting request holds only its body, which may be on disk.
+        self.ask.peeked = None
         self._task = task = self._shared.spawn(self)
         # By callback: a task that is cancelled before its first step never enters its body.
         task.add_done_callback(self._stopped_waiting)
@@ -299,8 +305,7 @@ class Running:
 
     def look(self, now: float) -> None:
         relay = self.relay
-        beats = self.ask.stream and self.ask.heartbeat is not Heartbeat.OFF
-        if beats and now >= self._beat_at and self._is_waiting_for_data(relay):
+        if self.ask.is_patient and now >= self._beat_at and self._is_waiting_for_data(relay):
             self._beat(now)
         if relay is not None and relay.outcome is None:
             self._check_progress(relay, now)
