@@ -45,13 +45,19 @@ def ask(name: str = "train", mib: int = 4_000, **said: Any) -> LeaseAsk:
 
 
 class Rig:
-    def __init__(self, folder: Path, *, models: Sequence[ModelSpec], gpus: int, wall: Callable[[], float]) -> None:
-        self.clock = asyncio.get_running_loop().time
+    def __init__(
+        self, folder: Path, *, models: Sequence[ModelSpec], gpus: int, wall: Callable[[], float], **limits: int
+    ) -> None:
+        # How far this gateway's clock is ahead of the loop's; timers fire by the latter.
+        self.ahead_s = 0.0
+        loop = asyncio.get_running_loop()
+        self.clock = lambda: loop.time() + self.ahead_s
         self.loop = SchedulerLoop(Scheduler(self))
         self.state = self.loop.scheduler.state
         self.granted: list[str] = []
         self.told: list[str] = []
-        # What is really missing of every claim, whatever the ledger says.
+        # How often memory was looked at while it was missing, and what is really missing of every claim.
+        self.looks = 0
         self.missing: dict[DeviceId, int] = {}
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self.leasing = LocalLeasing(
@@ -66,6 +72,7 @@ class Rig:
             wait_max_s=3_600.0,
             tell=lambda what, facts: self.told.append(f"{what} {facts['lease']}"),
             wall=wall,
+            **limits,
         )
         devices = tuple(Device(DeviceId(f"gpu{number}"), DeviceKind.GPU, GPU_MIB) for number in range(gpus))
         self.loop.post(ConfigChanged(self.clock(), devices=devices))
@@ -74,7 +81,8 @@ class Rig:
 
     async def _room_for(self, claim: Claim, timeout_s: float) -> Claim:
         deadline = self.clock() + timeout_s
-        while self.missing and self.clock() < deadline:  # noqa: ASYNC110
+        while self.missing and self.clock() < deadline:
+            self.looks += 1
             await asyncio.sleep(0.005)
         return self.missing
 
@@ -141,10 +149,10 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def rig(
-    folder: Path, *models: ModelSpec, gpus: int = 1, wall: Callable[[], float] = lambda: 1_000.0
+    folder: Path, *models: ModelSpec, gpus: int = 1, wall: Callable[[], float] = lambda: 1_000.0, **limits: int
 ) -> AsyncIterator[Rig]:
     """One run of a gateway; another one on the same folder is the run after."""
-    one = Rig(folder, models=models, gpus=gpus, wall=wall)
+    one = Rig(folder, models=models, gpus=gpus, wall=wall, **limits)
     try:
         yield one
     finally:

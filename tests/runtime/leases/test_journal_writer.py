@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.runtime.leases.journal import FILE_NAME, Ended, JournalWriter, Kept
+from greenroom.runtime.leases.journal import FILE_NAME, JournalWriter, Kept
 
 
 def kept(name: str, token: int = 1) -> Kept:
@@ -79,4 +79,9 @@ async def test_leases_that_were_never_written_down_leave_nothing_behind_while_th
         log.ended(f"l{number}")
         log.ended("held")
     await log.close()
-    assert [change for change, _ in log._pending] == [Ended("held")]
+    # There is room again: only what had been written down is taken back.
+    (tmp_path / FILE_NAME).rmdir()
+    await log.granted(kept("new"))
+    await log.close()
+    written = (tmp_path / FILE_NAME).read_text()
+    assert [written.count(f'"{id}"') for id in ("held", "new", "l0", "l19")] == [1, 1, 0, 0]

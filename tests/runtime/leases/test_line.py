@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from greenroom.core.model import SlotId
-from greenroom.runtime.leases import entry as lease_line
 from greenroom.runtime.leases.entry import LeaseEntry, is_behind, may_ask
 from tests.runtime.leases.leasing_rig import ask
 
@@ -25,16 +22,17 @@ async def test_only_who_stands_behind_nobody_asks_and_the_most_urgent_asks_first
     assert is_behind(second, line) and not is_behind(urgent, line)
 
 
-async def test_those_that_are_held_are_not_passed_again_for_each_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[LeaseEntry] = []
-    goes_first = lease_line._goes_first
+async def test_those_that_are_held_are_not_passed_again_for_each_that_waits() -> None:
+    looked_at: list[str] = []
 
-    def counted(earlier: LeaseEntry, later: LeaseEntry) -> bool:
-        compared.append(later)
-        return goes_first(earlier, later)
+    class Counted(LeaseEntry):
+        @property
+        def is_waiting(self) -> bool:
+            looked_at.append(self.id)
+            return super().is_waiting
 
-    monkeypatch.setattr(lease_line, "_goes_first", counted)
-    held = [entry(f"h{number}", is_held=True) for number in range(300)]
+    plain = [entry(f"h{number}", is_held=True) for number in range(300)]
+    held = [Counted(one.ask, one.settled, slot=one.slot) for one in plain]
     waiting = [entry(f"w{number}", is_asked=number == 0) for number in range(300)]
     assert may_ask([*held, *waiting]) == []
-    assert len(compared) <= 2 * len(waiting)
+    assert len(looked_at) <= 2 * len(held)

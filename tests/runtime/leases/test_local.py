@@ -16,9 +16,8 @@ from greenroom.core.events import ConfigChanged
 from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, LeaseTooLarge, LeaseUnknown, ShuttingDown
 from greenroom.leases.records import holder_of
-from greenroom.runtime.leases import entry
-from greenroom.runtime.leases import local as leasing_module
 from greenroom.runtime.leases.journal import FILE_NAME
+from greenroom.runtime.leases.local import STOOD_STILL_S
 from greenroom.runtime.memory.devices import HOST
 from tests.runtime.leases.leasing_rig import ask, model, rig
 from tests.waiting import until
@@ -123,9 +122,8 @@ async def test_the_hosts_memory_is_not_leased(tmp_path: Path) -> None:
             await one.leasing.acquire(ask(devices=("host",)))
 
 
-async def test_there_are_not_more_leases_than_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leasing_module, "LEASES_MAX", 2)
-    async with rig(tmp_path) as one:
+async def test_there_are_not_more_leases_than_can_be_kept(tmp_path: Path) -> None:
+    async with rig(tmp_path, leases_max=2) as one:
         await one.leasing.acquire(ask("a", 1))
         await one.leasing.acquire(ask("b", 1))
         with pytest.raises(LeaseDenied, match="2 leases are held"):
@@ -151,7 +149,8 @@ async def test_memory_that_is_free_on_paper_only_is_not_handed_over(tmp_path: Pa
         assert one.claims() == []
         waiting = asyncio.ensure_future(one.leasing.acquire(ask(wait_s=60.0)))
         await until(lambda: len(one.claims()) == 1)
-        await asyncio.sleep(0.05)
+        looks = one.looks
+        await until(lambda: one.looks > looks + 1, "memory is waited for")
         assert not waiting.done()
         one.missing = {}
         assert (await asyncio.wait_for(waiting, 30)).state == "held"
@@ -308,9 +307,13 @@ async def test_a_lease_that_is_withdrawn_while_it_waits_says_so(tmp_path: Path) 
 async def test_a_holder_that_is_heard_of_keeps_it(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         lease = await one.leasing.acquire(ask(ttl_s=1.0))
-        for _ in range(8):
-            await asyncio.sleep(0.2)
+        over_at = one.clock() + 1.2
+
+        async def is_renewed_past_its_time() -> bool:
             assert (await one.leasing.renew("train", lease.token)).expires_in_s == 1.0
+            return one.clock() > over_at
+
+        await until(is_renewed_past_its_time)
         with pytest.raises(LeaseLost, match="this token is an old one"):
             await one.leasing.renew("train", lease.token - 1)
 
@@ -329,10 +332,12 @@ async def test_a_holder_that_is_not_heard_of_has_lost_it(tmp_path: Path) -> None
 
 async def test_a_gateway_that_stood_still_does_not_blame_holders_for_it(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
-        lease = await one.leasing.acquire(ask(ttl_s=0.3))
+        lease = await one.leasing.acquire(ask(ttl_s=0.05))
         # Nobody could be heard meanwhile.
-        time.sleep(1.6)
-        await asyncio.sleep(0.1)
+        time.sleep(STOOD_STILL_S + 0.1)
+        # Its timer is due in the next turn.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
         assert (await one.leasing.renew("train", lease.token)).state == "held"
 
 
@@ -433,20 +438,18 @@ async def test_a_restart_gives_nobody_a_whole_ttl_again(tmp_path: Path) -> None:
 
 
 async def test_a_holder_that_was_heard_of_keeps_the_time_it_has_over_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(entry, "GRACE_MIN_S", 0.02)
-    monkeypatch.setattr(entry, "GRACE_SHARE", 0.0)
     wall_s = 1_000.0
     async with rig(tmp_path, wall=lambda: wall_s) as before:
         lease = await before.leasing.acquire(ask(ttl_s=600.0))
-        wall_s = 1_500.0
-        await asyncio.sleep(0.05)
+        wall_s, before.ahead_s = 1_500.0, 500.0
         await before.leasing.renew("train", lease.token)
         await until(lambda: '"heard"' in (tmp_path / FILE_NAME).read_text())
     wall_s = 1_900.0
     async with rig(tmp_path, wall=lambda: wall_s) as after:
-        assert 170 < (await after.leasing.find("train")).expires_in_s < 201
+        # What it had left, and the grace after a restart.
+        assert 470 < (await after.leasing.find("train")).expires_in_s < 501
         # And whoever is heard of has its whole time again.
         assert (await after.leasing.renew("train", lease.token)).expires_in_s == pytest.approx(600)
 

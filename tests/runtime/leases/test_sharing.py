@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from greenroom.core.state import ModelRecord, State
 from greenroom.core.view import SchedulerView
 from greenroom.errors import StoreDown
 from greenroom.leases.records import LeaseAsk
-from greenroom.leases.shared.store import Membership, SlotAsk
+from greenroom.leases.shared.store import Membership, PublishReply, SlotAsk
 from greenroom.runtime.leases.sharing import Sharing
 from greenroom.runtime.memory.readings import GpuReading, HostReading, Reading
 from greenroom.runtime.moves.admission import NoGrant
@@ -45,6 +46,16 @@ class FakeWatch:
 
     def nudge(self) -> None:
         return
+
+
+class NotingStore(BookStore):
+    """Notes what was last offered, also if nobody hears it."""
+
+    offered: Mapping[str, int] = {}
+
+    async def publish(self, gateway: str, devices: Mapping[str, int], prices: Mapping[str, float]) -> PublishReply:
+        self.offered = devices
+        return await super().publish(gateway, devices, prices)
 
 
 @dataclass
@@ -70,8 +81,8 @@ class Rig:
             lambda what, facts: self.told.append((what, dict(facts))),
         )
 
-    def client(self) -> BookStore:
-        return BookStore(lambda: self.book, self._asks, ttl_s=TTL_S, grace_s=0)
+    def client(self) -> NotingStore:
+        return NotingStore(lambda: self.book, self._asks, ttl_s=TTL_S, grace_s=0)
 
     async def _asks(self, question: Any) -> bytes:
         if self.is_down:
@@ -105,7 +116,7 @@ class Rig:
         return Move(MoveId(f"{kind.value} {name}"), kind, slot.id, slot.model, 1, claim, self.now, newcomer)
 
     async def beat(self) -> None:
-        await self.sharing._beat()
+        await self.sharing.beat()
 
     def claims(self) -> dict[str, tuple[str, int]]:
         return {record["id"]: (record["state"], record["claim"].get(GPU, 0)) for record in self.book.records()}
@@ -260,10 +271,13 @@ async def test_what_an_engine_without_a_lease_uses_is_not_offered(rig: Rig) -> N
     with pytest.raises(StoreDown):
         await rig.beat()
     assert rig.sharing.slots_without_lease == 1
-    assert rig.sharing._usable() == {GPU: 5_500}
+    with pytest.raises(StoreDown):
+        await rig.beat()
+    assert rig.store.offered == {GPU: 5_500}
     rig.is_down = False
     await rig.beat()
-    assert rig.sharing._usable() == {GPU: 9_500}
+    await rig.beat()
+    assert rig.store.offered == {GPU: 9_500}
 
 
 async def test_what_hurries_while_leases_are_read_is_looked_at_with_the_next_beat(rig: Rig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -14,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from greenroom.core.model import Need
-from greenroom.runtime.memory import book as module
 from greenroom.runtime.memory.book import FILE_NAME, BookKey, Measured, NeedBook
 from greenroom.runtime.record.line_file import replace_file
+from tests.full_disk import full_disk
 
 KEY = BookKey("file", "llamacpp 1", "arguments", "NVIDIA H200")
 OTHER = BookKey("file", "llamacpp 1", "arguments", "NVIDIA L4")
@@ -73,9 +72,8 @@ def test_one_raise_is_forgiven_when_a_load_was_measured_and_two_are_not(tmp_path
     assert book.recall(KEY) == Measured(1200, None, Need(1600), 2)
 
 
-def test_only_so_many_figures_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIGURES_MAX", 1)
-    book = open_book(tmp_path)
+def test_only_so_many_figures_are_remembered(tmp_path: Path) -> None:
+    book = NeedBook(tmp_path, replace_file, Warnings(), figures_max=1)
     book.note(KEY, Measured(1))
     book.note(OTHER, Measured(2))
     assert book.recall(KEY) is None and book.recall(OTHER) == Measured(2)
@@ -140,21 +138,16 @@ def test_a_file_that_is_not_text_or_no_file_is_ignored(tmp_path: Path) -> None:
     assert len(warnings) == 3 and book.recall(KEY) == Measured(1)
 
 
-def test_a_full_disk_is_told_once_and_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_once_and_leaves_the_old_file(tmp_path: Path) -> None:
     warnings = Warnings()
     book = open_book(tmp_path, warnings)
     book.note(KEY, Measured(1))
     book.writing()()
     book.note(KEY, Measured(2))
-
-    def full(fd: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("greenroom.runtime.record.line_file.os.fsync", full)
+    with full_disk(10):
         for _ in range(3):
             book.writing()()
-    assert len(warnings) == 1 and "No space left on device" in warnings[0]
+    assert len(warnings) == 1 and "File too large" in warnings[0]
     assert open_book(tmp_path).recall(KEY) == Measured(1)
     assert os.listdir(tmp_path) == [FILE_NAME]
     # Once there is room again, it is written.

@@ -136,18 +136,15 @@ def test_what_the_driver_keeps_for_itself_is_not_there_to_plan_with(nvml: FakeNv
 
 
 @pytest.mark.parametrize("version", [None, 1])
-def test_old_drivers_and_bindings_tell_the_total_only(
-    version: int | None, nvml: FakeNvml, machine: HostProbe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = nvml.nvmlDeviceGetMemoryInfo
+def test_old_drivers_and_bindings_tell_the_total_only(version: int | None, machine: HostProbe) -> None:
+    class Old(FakeNvml):
+        def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any:
+            if version is not None:
+                raise NVMLError("function not found")
+            return super().nvmlDeviceGetMemoryInfo(handle)
 
-    def old(handle: Any, asked: int | None = None) -> Any:
-        if asked is not None:
-            raise NVMLError("function not found")
-        return plain(handle)
-
+    nvml = Old()
     nvml.nvmlMemory_v2 = version
-    monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", old)
     gpu = NvmlProbe(nvml, machine).look().gpus[0]
     assert (gpu.total_mib, gpu.used_mib) == (1_000, 130)
 
@@ -200,17 +197,16 @@ def test_in_a_container_pids_that_are_all_there_are_believed(nvml: FakeNvml, mac
 
 
 def test_in_a_container_a_process_that_ends_while_it_is_listed_hides_nobody(
-    nvml: FakeNvml, machine: HostProbe, monkeypatch: pytest.MonkeyPatch
+    machine: HostProbe,
 ) -> None:
+    class Ending(FakeNvml):
+        def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
+            self.compute = [(10, 20), (99, 5)] if self.lists == 0 else [(10, 20)]
+            return super().nvmlDeviceGetComputeRunningProcesses(handle)
+
     enter(machine.proc, "pid:[4026532201]")
+    nvml = Ending()
     nvml.gpus = nvml.gpus[:1]
-    plain = nvml.nvmlDeviceGetComputeRunningProcesses
-
-    def ending(handle: Any) -> list[Any]:
-        nvml.compute = [(10, 20), (99, 5)] if nvml.lists == 0 else [(10, 20)]
-        return plain(handle)
-
-    monkeypatch.setattr(nvml, "nvmlDeviceGetComputeRunningProcesses", ending)
     assert NvmlProbe(nvml, machine).look().gpus[0].processes == {10: 20}
 
 

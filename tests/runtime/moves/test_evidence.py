@@ -9,7 +9,6 @@ from typing import cast
 import pytest
 
 from greenroom.process.spawn import Child, Exit
-from greenroom.runtime.moves import load_errors
 from greenroom.runtime.moves.load_errors import Evidence
 
 COMPLAINT = "CUDA error: out of memory"
@@ -20,12 +19,10 @@ def child(exit: Exit | None = None) -> Child:
     return cast(Child, SimpleNamespace(exit=exit or Exit(1, None)))
 
 
-@pytest.fixture(autouse=True)
-def kills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+@pytest.fixture
+def kills() -> list[int]:
     """How often the kernel has ended something; a test may add to it."""
-    counted = [7]
-    monkeypatch.setattr(load_errors, "oom_kills", lambda: sum(counted))
-    return counted
+    return [7]
 
 
 def test_what_this_load_printed_counts() -> None:
@@ -35,17 +32,17 @@ def test_what_this_load_printed_counts() -> None:
 
 @pytest.mark.parametrize("exit", [KILLED, Exit(137, None)])
 def test_who_was_killed_while_the_kernel_killed_for_memory_ran_out_of_it(kills: list[int], exit: Exit) -> None:
-    found = Evidence()
+    found = Evidence(lambda: sum(kills))
     kills.append(1)
     assert "host's memory" in (found.of_no_memory(child(exit), []) or "")
 
 
 @pytest.mark.parametrize("exit", [Exit(1, None), Exit(None, signal.SIGTERM)])
 def test_who_ended_otherwise_meanwhile_did_not(kills: list[int], exit: Exit) -> None:
-    found = Evidence()
+    found = Evidence(lambda: sum(kills))
     kills.append(1)
     assert found.of_no_memory(child(exit), []) is None
 
 
 def test_who_was_killed_by_somebody_else_did_not() -> None:
-    assert Evidence().of_no_memory(child(KILLED), []) is None
+    assert Evidence(lambda: 7).of_no_memory(child(KILLED), []) is None

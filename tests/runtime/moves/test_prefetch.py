@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from greenroom.core.model import RequestId, Tier
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.moves import model_files as module
 from greenroom.runtime.moves.model_files import MIB, FileRange, Prefetch, pieces_of, read_ahead
 from tests.server.admin.management_rig import FakeGateway, model
 from tests.waiting import until
@@ -20,15 +19,8 @@ from tests.waiting import until
 PLENTY_MIB = 1_000_000
 
 
-@pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", MIB)
-
-
-@pytest.fixture
-def _nothing_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where temporary files lie in memory, whatever one does."""
-    monkeypatch.setattr(module, "_is_cached", lambda descriptor, piece: False)
+# Temporary files may lie in memory, whatever one does.
+READ = partial(read_ahead, is_cached=lambda descriptor, piece: False)
 
 
 def cold_file(path: Path, mib: int) -> Path:
@@ -56,14 +48,25 @@ def cached_mib(path: Path) -> int:
 class Rig:
     """A gateway with two GGUF models and one of our own workers, and what was told of reading."""
 
-    def __init__(self, folder: Path, available_mib: int = PLENTY_MIB) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        available_mib: int = PLENTY_MIB,
+        read: Callable[[FileRange], int] = READ,
+        piece_max_s: float = 60.0,
+    ) -> None:
         self.files = {name: cold_file(folder / f"{name}.gguf", 6) for name in ("a", "b")}
         models = {name: model(engine="llamacpp", path=str(path), cmd=None) for name, path in self.files.items()}
         models["hosted"] = model(engine="transformers", path=str(folder), cmd=None)
         self.gateway = FakeGateway(models)
         self.told: list[tuple[str, int]] = []
         self.prefetch = Prefetch(
-            self.gateway.state, lambda: available_mib, lambda name, size, took_s: self.told.append((name, size))
+            self.gateway.state,
+            lambda: available_mib,
+            lambda name, size, took_s: self.told.append((name, size)),
+            read=read,
+            piece_bytes=MIB,
+            piece_max_s=piece_max_s,
         )
 
     def entry(self, name: str) -> Entry:
@@ -76,10 +79,9 @@ class Rig:
         self.prefetch.waits(self.entry(name))
 
     async def done(self) -> None:
-        await until(lambda: self.prefetch._task is None)
+        await until(lambda: self.prefetch.is_idle)
 
 
-@pytest.mark.usefixtures("_nothing_is_cached")
 async def test_a_model_that_is_waited_for_is_read_ahead(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.wait_for("a")
@@ -88,7 +90,6 @@ async def test_a_model_that_is_waited_for_is_read_ahead(tmp_path: Path) -> None:
     assert rig.told == [("a", 6 * MIB)]
 
 
-@pytest.mark.usefixtures("_nothing_is_cached")
 async def test_those_who_are_waited_for_are_read_one_after_the_other(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.wait_for("a", 1)
@@ -115,12 +116,9 @@ def held(
 
 
 @pytest.mark.parametrize("ends", ["nobody waits", "it is ready", "shutdown"])
-async def test_reading_stops_as_soon_as_it_makes_no_more_sense(
-    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(tmp_path)
+async def test_reading_stops_as_soon_as_it_makes_no_more_sense(ends: str, tmp_path: Path) -> None:
     reading, go_on, seen = held(read_ahead, 2)
-    monkeypatch.setattr(module, "read_ahead", reading)
+    rig = Rig(tmp_path, read=reading)
     rig.wait_for("a")
     await until(lambda: len(seen) == 2)
     if ends == "nobody waits":
@@ -131,16 +129,12 @@ async def test_reading_stops_as_soon_as_it_makes_no_more_sense(
         rig.prefetch.close()
     go_on.set()
     await rig.done()
-    await asyncio.sleep(0.05)
     assert len(seen) <= 3
 
 
-async def test_no_more_than_half_of_the_memory_that_can_be_had_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(tmp_path, available_mib=7)
+async def test_no_more_than_half_of_the_memory_that_can_be_had_is_used(tmp_path: Path) -> None:
     reading, _, seen = held(read_ahead, 99)
-    monkeypatch.setattr(module, "read_ahead", reading)
+    rig = Rig(tmp_path, available_mib=7, read=reading)
     rig.wait_for("a")
     await rig.done()
     assert [piece.offset // MIB for piece in seen] == [0, 1, 2]
@@ -152,18 +146,15 @@ async def test_who_is_ready_or_reads_by_itself_is_not_read_ahead(tmp_path: Path)
     rig.wait_for("a", 1)
     rig.wait_for("hosted", 2)
     rig.prefetch.waits(rig.entry("b"))
-    assert rig.prefetch._task is None
+    assert rig.prefetch.is_idle
 
 
-@pytest.mark.usefixtures("_nothing_is_cached")
-async def test_a_disk_that_hangs_is_given_up_and_others_are_still_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(tmp_path)
-    monkeypatch.setattr(module, "PIECE_MAX_S", 0.2)
+async def test_a_disk_that_hangs_is_given_up_and_others_are_still_read(tmp_path: Path) -> None:
     let_go = threading.Event()
-    monkeypatch.setattr(
-        module, "read_ahead", lambda piece: let_go.wait(20) if piece.file.name == "a.gguf" else read_ahead(piece)
+    rig = Rig(
+        tmp_path,
+        read=lambda piece: let_go.wait(20) if piece.file.name == "a.gguf" else READ(piece),
+        piece_max_s=0.2,
     )
     rig.wait_for("a", 1)
     rig.wait_for("b", 2)
@@ -183,7 +174,7 @@ def test_pieces_cover_every_file_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     os.mkfifo(tmp_path / "fifo")
     files = [tmp_path / name for name in ("one", "empty", "fifo", "missing", ".")]
-    assert [(piece.file.name, piece.offset, piece.length) for piece in pieces_of(files)] == [
+    assert [(piece.file.name, piece.offset, piece.length) for piece in pieces_of(files, MIB)] == [
         ("one", 0, MIB),
         ("one", MIB, MIB),
         ("one", 2 * MIB, 5),

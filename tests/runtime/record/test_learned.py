@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -16,6 +15,7 @@ from greenroom.core.model import ModelId, MoveKind
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.record import learned as module
 from greenroom.runtime.record.learned import FILE_NAME, LearnedTimes
+from tests.full_disk import full_disk
 from tests.waiting import until
 
 A, B = ModelId("a"), ModelId("b/with slash")
@@ -70,9 +70,8 @@ async def test_model_that_is_away_for_a_while_is_remembered(tmp_path: Path) -> N
     assert times_in(tmp_path).recall([A]) == {A: TIMES}
 
 
-async def test_only_so_many_models_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MODELS_MAX", 1)
-    await times_in(tmp_path, Core(**{A: TIMES, B: TIMES})).close()
+async def test_only_so_many_models_are_remembered(tmp_path: Path) -> None:
+    await LearnedTimes(tmp_path, Core(**{A: TIMES, B: TIMES}).learned, catalog(), models_max=1).close()
     assert times_in(tmp_path).recall([A, B]) == {B: TIMES}
 
 
@@ -141,21 +140,16 @@ async def test_file_that_is_not_text_is_ignored(tmp_path: Path) -> None:
 
 
 async def test_full_disk_is_told_once_and_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     core = Core(a=TIMES)
     times = times_in(tmp_path, core)
     await times.write()
     core.times[A] = Learned({MoveKind.LOAD: 99.0})
-
-    def full(fd: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("greenroom.runtime.record.line_file.os.fsync", full)
+    with full_disk(10):
         for _ in range(3):
             await times.write()
-    assert capfd.readouterr().err.count("No space left on device") == 1
+    assert capsys.readouterr().err.count("File too large") == 1
     assert times_in(tmp_path).recall([A]) == {A: TIMES}
     assert os.listdir(tmp_path) == [FILE_NAME]
     # Once there is room again, it is written.

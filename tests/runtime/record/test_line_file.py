@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from greenroom.runtime.record import line_file
 from greenroom.runtime.record.line_file import LineFile
+from tests.full_disk import full_disk
 from tests.waiting import until
 
 
@@ -53,7 +53,7 @@ async def test_full_file_becomes_the_old_one_and_only_one_old_one_is_kept(tmp_pa
     file = opened(path, bytes_max=len("head\none\ntwo\n"))
     for line in ("one", "two", "three", "four", "five"):
         file.put(line)
-        await file._write_waiting()
+        await file.flush()
     await file.close()
     assert path.read_text() == "head\nfive\n"
     assert (tmp_path / "lines.1").read_text() == "head\nthree\nfour\n"
@@ -64,7 +64,7 @@ async def test_file_that_may_not_rotate_takes_no_more_but_a_last_line(tmp_path: 
     path = tmp_path / "lines"
     file = opened(path, bytes_max=8, rotates=False)
     assert file.put("one")
-    await file._write_waiting()
+    await file.flush()
     assert not file.put("two")
     assert file.put("end", must=True)
     await file.close()
@@ -92,37 +92,30 @@ async def test_slow_disk_costs_lines_never_the_loop(tmp_path: Path) -> None:
 
 
 async def test_disk_that_is_full_is_told_once_and_leaves_no_half_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "lines"
     file = opened(path)
-    real = os.write
-
-    def full(fd: int, data: bytes) -> int:
-        if len(data) > 3:
-            return real(fd, data[:3])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("greenroom.runtime.record.line_file.os.write", full)
-    for line in ("one", "two"):
-        file.put(line)
-        await file._write_waiting()
-    monkeypatch.setattr("greenroom.runtime.record.line_file.os.write", real)
+    # Half of a line still fits.
+    with full_disk(len("head\non")):
+        for line in ("one", "two"):
+            file.put(line)
+            await file.flush()
     file.put("three")
     await file.close()
     assert path.read_text() == "head\nthree\n"
     assert file.dropped == 2
+    assert capsys.readouterr().err.count("cannot be written") == 1
 
 
-async def test_end_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_file, "CLOSE_MAX_S", 0.05)
+async def test_end_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
     disk = threading.Event()
 
     def hanging(line: str) -> str:
         disk.wait(60)
         return line
 
-    file = opened(tmp_path / "lines", encode=hanging)
+    file = opened(tmp_path / "lines", encode=hanging, close_max_s=0.05)
     file.put("one")
     try:
         await asyncio.wait_for(file.close(), 30)
@@ -162,7 +155,7 @@ async def test_name_that_is_no_text_does_not_end_the_recording(tmp_path: Path) -
     file = opened(path)
     for line in ("odd \udc80", "even"):
         file.put(line)
-        await file._write_waiting()
+        await file.flush()
     await file.close()
     assert path.read_text() == "head\nodd \\udc80\neven\n"
 
@@ -178,13 +171,14 @@ async def test_rotation_that_fails_goes_on_in_the_old_file_and_is_tried_again(
         raise OSError(errno.EIO, "Input/output error")
 
     file.put("one")
+    # Which of the three fails cannot be arranged on a disk.
     with monkeypatch.context() as patched:
         patched.setattr(f"greenroom.runtime.record.{fails}", refused)
-        await file._write_waiting()
+        await file.flush()
     # Whoever opens a file now must not get what was meant for the recording.
     with (tmp_path / "other").open("wb"):
         file.put("two")
-        await file._write_waiting()
+        await file.flush()
         file.put("3")
         await file.close()
     assert path.read_text() == "head\n3\n"
@@ -199,7 +193,7 @@ async def test_file_that_can_never_be_rotated_does_not_grow_for_ever(tmp_path: P
     file = opened(path, bytes_max=10)
     for _ in range(10):
         file.put("1234")
-        await file._write_waiting()
+        await file.flush()
     await file.close()
     assert path.read_text() == "head\n" + 3 * "1234\n" and file.dropped == 7
     assert (tmp_path / "lines.1").read_text() == "somebody's\n"
@@ -209,10 +203,14 @@ async def test_hanging_disk_does_not_keep_the_process_from_ending(tmp_path: Path
     program = """
 import asyncio, pathlib, sys, threading
 from greenroom.runtime.record import line_file
-line_file.CLOSE_MAX_S = 0.05
 async def main():
     file = line_file.LineFile(
-        pathlib.Path(sys.argv[1]), lambda line: threading.Event().wait(), head="head", bytes_max=99, rotates=True
+        pathlib.Path(sys.argv[1]),
+        lambda line: threading.Event().wait(),
+        head="head",
+        bytes_max=99,
+        rotates=True,
+        close_max_s=0.05,
     )
     file.open()
     file.put("one")

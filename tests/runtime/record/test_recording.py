@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +14,8 @@ from greenroom.core.events import Event, RequestGone, ServeDone, Timer, TimerKin
 from greenroom.core.model import LeaseId, ModelId, Move, MoveId, MoveKind, OpId, RequestId, SlotId
 from greenroom.runtime.record.recording import ActivityRecorder, EventRecorder, WatchedEffects, read, read_events
 from greenroom.telemetry.activity import Record
+from tests.full_disk import full_disk
+from tests.waiting import until
 
 HI = because("hi", number=1)
 MOVE = Move(MoveId("m-1"), MoveKind.LOAD, SlotId("s-1"), ModelId("a"), 1, {}, 0.5)
@@ -122,21 +123,16 @@ async def test_recording_that_loses_an_event_ends_there_and_says_so(tmp_path: Pa
 
 
 async def test_recording_on_a_disk_that_was_full_for_a_while_ends_before_the_gap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "events"
     recorder = recording_to(path)
     post = recorder.posting(lambda event: None)
-
-    def full(fd: int, data: bytes) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     post(gone(1))
-    await recorder._file._write_waiting()
-    post(gone(2))
-    with monkeypatch.context() as patched:
-        patched.setattr("greenroom.runtime.record.line_file.os.write", full)
-        await recorder._file._write_waiting()
+    await until(lambda: '"n":1' in path.read_text(), "the first is written")
+    with full_disk(path.stat().st_size):
+        post(gone(2))
+        await until(lambda: "cannot be written" in capsys.readouterr().err, "the second is lost")
     post(gone(3))
     await recorder.close()
     recording = read(path)
@@ -149,7 +145,7 @@ async def test_recording_that_has_grown_too_large_ends_there(tmp_path: Path) -> 
     recorder = recording_to(path, bytes_max=40)
     post = recorder.posting(lambda event: None)
     post(gone(1))
-    await recorder._file._write_waiting()
+    await until(lambda: '"n":1' in path.read_text(), "the first is written")
     post(gone(2))
     await recorder.close()
     assert (read(path).events, read(path).incomplete) == ([gone(1)], "the file is as large as it may be")

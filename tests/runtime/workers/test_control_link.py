@@ -12,8 +12,16 @@ from typing import Any
 
 import pytest
 
-from greenroom.runtime.workers import control_link
-from greenroom.runtime.workers.control_link import ControlLink, OpFailed, WorkerLost, connect, count, seconds
+from greenroom.runtime.workers.control_link import (
+    LINE_BYTES_MAX,
+    UNSENT_BYTES_MAX,
+    ControlLink,
+    OpFailed,
+    WorkerLost,
+    connect,
+    count,
+    seconds,
+)
 
 
 class Other:
@@ -140,11 +148,10 @@ async def test_garbage_ends_the_connection(other: Other, garbage: bytes) -> None
     assert other.ends == 1
 
 
-async def test_a_line_without_end_ends_the_connection(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_link, "LINE_BYTES_MAX", 1000)
+async def test_a_line_without_end_ends_the_connection(other: Other) -> None:
     task = asyncio.create_task(other.link.ask("wake"))
     await other.asked()
-    other.socket.sendall(b"x" * 2000)
+    await asyncio.to_thread(other.socket.sendall, b"x" * (LINE_BYTES_MAX + 1))
     with pytest.raises(WorkerLost):
         await task
 
@@ -158,10 +165,12 @@ async def test_a_worker_that_reads_nothing_gets_all_when_it_reads_again(other: O
     assert all(answer["ok"] for answer in await asyncio.gather(*tasks))
 
 
-async def test_a_worker_that_never_reads_is_given_up(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_link, "UNSENT_BYTES_MAX", 100_000)
+async def test_a_worker_that_never_reads_is_given_up(other: Other) -> None:
     fd = os.memfd_create("arena")
-    tasks = [asyncio.create_task(other.link.ask("look", fds=(fd,), text="x" * 40_000)) for _ in range(20)]
+    tasks = [
+        asyncio.create_task(other.link.ask("look", fds=(fd,), text="x" * 40_000))
+        for _ in range(2 * UNSENT_BYTES_MAX // 40_000)
+    ]
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(outcome, WorkerLost) for outcome in outcomes) and other.ends == 1
     os.close(fd)

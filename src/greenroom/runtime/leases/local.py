@@ -71,6 +71,7 @@ class LocalLeasing:
         wait_max_s: float,
         tell: Tell,
         wall: Callable[[], float] = time.time,
+        leases_max: int = LEASES_MAX,
     ) -> None:
         self._post = post
         self._clock = clock
@@ -79,6 +80,7 @@ class LocalLeasing:
         self._wait_max_s = wait_max_s
         self._tell = tell
         self._wall = wall
+        self._leases_max = leases_max
         self._holders = Holders()
         self._entries: dict[str, LeaseEntry] = {}
         self._by_core_id: dict[LeaseId, LeaseEntry] = {}
@@ -169,8 +171,8 @@ class LocalLeasing:
         }
 
     def _begin(self, ask: LeaseAsk) -> LeaseEntry:
-        if len(self._entries) >= LEASES_MAX:
-            raise LeaseDenied(f"{LEASES_MAX:,} leases are held or waited for already.", retry_after_s=30.0)
+        if len(self._entries) >= self._leases_max:
+            raise LeaseDenied(f"{self._leases_max:,} leases are held or waited for already.", retry_after_s=30.0)
         if ask.holder is not None and holders.is_here(ask.holder) and not holders.is_alive(ask.holder):
             raise BadRequest(f"There is no process {ask.holder.pid} that began when it is said to have.", param="pid")
         now = self._clock()

@@ -117,7 +117,7 @@ class Sharing:
         """Make the first beat, then start the heartbeat. A store that is down is logged and tried again."""
         try:
             async with asyncio.timeout(FIRST_BEAT_MAX_S):
-                await self._beat()
+                await self.beat()
         except (StoreDown, TimeoutError) as error:
             self._went_down(error.message if isinstance(error, StoreDown) else "it does not answer in time")
         self._task = asyncio.get_running_loop().create_task(self._beats(), name="sharing")
@@ -143,7 +143,7 @@ class Sharing:
         while True:
             self._wanted.clear()
             try:
-                await self._beat()
+                await self.beat()
             except StoreDown as error:
                 self._went_down(error.message)
             except Exception as bug:
@@ -155,8 +155,8 @@ class Sharing:
 
     # --- one beat ---------------------------------------------------------------------------------------------------
 
-    async def _beat(self) -> None:
-        """Raises StoreDown."""
+    async def beat(self) -> None:
+        """Tell the store of this gateway, and follow what it answers. Raises StoreDown."""
         was_down = self.failure is not None
         orders = await self._publish()
         await self.slots.keep_up(at_once=was_down or orders.grace_left_s > 0)

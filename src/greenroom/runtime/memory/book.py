@@ -67,10 +67,11 @@ class Measured:
 class NeedBook:
     """`recall` and `note` never block; what `writing` returns may. A book without a folder is kept in memory only."""
 
-    def __init__(self, folder: Path | None, replace_file: Replace, warn: Warn) -> None:
+    def __init__(self, folder: Path | None, replace_file: Replace, warn: Warn, figures_max: int = FIGURES_MAX) -> None:
         self._path = None if folder is None else folder / FILE_NAME
         self._replace_file = replace_file
         self._warn = warn
+        self._figures_max = figures_max
         self._figures = {} if self._path is None else _read(self._path, warn)
         self._written = _text(self._figures)
         self._failed = False
@@ -94,7 +95,7 @@ class NeedBook:
         # Moved to the end: the newest are last.
         self._figures.pop(key, None)
         self._figures[key] = measured
-        for oldest in list(self._figures)[: max(0, len(self._figures) - FIGURES_MAX)]:
+        for oldest in list(self._figures)[: max(0, len(self._figures) - self._figures_max)]:
             del self._figures[oldest]
 
     def writing(self) -> Callable[[], None]:

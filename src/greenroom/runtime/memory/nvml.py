@@ -29,7 +29,7 @@ IDLE_MIB = 64
 _MEMORY_V2 = "nvmlMemory_v2"
 
 
-def _bindings() -> Any:
+def bindings() -> Any:
     return importlib.import_module("pynvml")
 
 
@@ -46,11 +46,12 @@ class NvmlProbe:
 
     kind = "nvml"
 
-    def __init__(self, nvml: Any = None, host: HostProbe = THIS_MACHINE) -> None:
+    def __init__(self, nvml: Any = None, host: HostProbe = THIS_MACHINE, load: Callable[[], Any] = bindings) -> None:
+        """`load` is asked for the bindings if there are none yet."""
         self._host = host
         self._is_open = False
         try:
-            self._nvml = nvml or _bindings()
+            self._nvml = nvml or load()
         except Exception as error:
             raise ProbeFailed(f"NVML cannot be used: {error}.") from error
         self._open()

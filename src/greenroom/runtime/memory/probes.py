@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from greenroom.config.schema import Config, Gpu
 from greenroom.errors import ConfigError, ProbeFailed
 from greenroom.runtime.detached import run_detached
-from greenroom.runtime.memory.nvml import NvmlProbe
+from greenroom.runtime.memory.nvml import NvmlProbe, bindings
 from greenroom.runtime.memory.readings import THIS_MACHINE, GpuReading, HostProbe, Probe, Reading, named
 from greenroom.telemetry.logs import get_logger
 
@@ -163,7 +163,7 @@ def _reason(error: OSError | ValidationError) -> str:
     return f"{where}: {first['msg']}" if where else str(first["msg"])
 
 
-def make_probe(config: Config, environ: Mapping[str, str] = os.environ) -> Probe:
+def make_probe(config: Config, environ: Mapping[str, str] = os.environ, nvml: Callable[[], Any] = bindings) -> Probe:
     """Raises ProbeFailed if the configuration insists on a probe that does not work here."""
     memory = config.memory
     if config.gpus:
@@ -173,16 +173,18 @@ def make_probe(config: Config, environ: Mapping[str, str] = os.environ) -> Probe
     if memory.file is not None:
         return _visible(FileProbe(Path(memory.file)), environ)
     try:
-        return _visible(NvmlProbe(), environ)
+        return _visible(NvmlProbe(load=nvml), environ)
     except ProbeFailed as error:
         if memory.probe == "nvml":
             raise
         return NoProbe(error.message)
 
 
-def open_probe(config: Config, environ: Mapping[str, str] = os.environ) -> tuple[Probe, Reading]:
+def open_probe(
+    config: Config, environ: Mapping[str, str] = os.environ, nvml: Callable[[], Any] = bindings
+) -> tuple[Probe, Reading]:
     """A probe and its first look. Blocks. Raises ProbeFailed as `make_probe` does, or if that look fails."""
-    probe = make_probe(config, environ)
+    probe = make_probe(config, environ, nvml)
     try:
         return probe, probe.look()
     except ProbeFailed as error:

@@ -88,14 +88,16 @@ _KILLED_CODE: Final = 128 + signal.SIGKILL
 class Evidence:
     """Whether one load ran out of memory. Made before the engine starts, asked after it has failed."""
 
-    def __init__(self) -> None:
-        self._oom_kills_before = oom_kills()
+    def __init__(self, kills: Callable[[], int] | None = None) -> None:
+        """`kills` counts the processes that the kernel has ended for memory."""
+        self._kills = kills or oom_kills
+        self._kills_before = self._kills()
 
     def of_no_memory(self, child: Child, lines: Sequence[str]) -> str | None:
         """The line of this start, or the act of the kernel, which shows that memory ran out; None if there is none."""
         if complaint := memory_complaint(lines):
             return complaint
-        if child.exit is not None and _was_killed(child.exit) and oom_kills() > self._oom_kills_before:
+        if child.exit is not None and _was_killed(child.exit) and self._kills() > self._kills_before:
             return "the kernel ended it because the host's memory was full"
         return None
 

@@ -59,13 +59,25 @@ class Prefetch:
         state: SchedulerView,
         available_mib: Callable[[], int],
         tell: Callable[[str, int, float], None],
+        *,
+        read: Callable[[FileRange], int] | None = None,
+        piece_bytes: int = PIECE_BYTES,
+        piece_max_s: float = PIECE_MAX_S,
     ) -> None:
-        """`tell` is called with the model, the bytes and the seconds of each read."""
+        """`tell` is called with the model, the bytes and the seconds of each read; `read` reads a piece, and blocks."""
+        self._read_piece = read or read_ahead
+        self._piece_bytes = piece_bytes
+        self._piece_max_s = piece_max_s
         self._state = state
         self._available_mib = available_mib
         self._tell = tell
         self._queue: dict[ModelId, Entry] = {}
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being read ahead."""
+        return self._task is None
 
     def waits(self, entry: Entry) -> None:
         """A request has begun to wait for this model. Hosted engines bypass the page cache and need no help."""
@@ -103,13 +115,13 @@ class Prefetch:
     async def _read(self, entry: Entry) -> None:
         began, read_bytes = time.monotonic(), 0
         # In a thread too: the folder may lie on a disk that hangs.
-        pieces = await self._detached(lambda: pieces_of(entry.engine.files(entry.config))) or []
+        pieces = await self._detached(lambda: pieces_of(entry.engine.files(entry.config), self._piece_bytes)) or []
         room = int(self._available_mib() * MIB * MEMORY_SHARE)
         for piece in pieces:
             room -= piece.length
             if room < 0 or not self._is_waited_for(entry.id):
                 break
-            got = await self._detached(partial(read_ahead, piece))
+            got = await self._detached(partial(self._read_piece, piece))
             if got is None:
                 break
             read_bytes += got
@@ -119,12 +131,12 @@ class Prefetch:
     async def _detached(self, work: Callable[[], _Result]) -> _Result | None:
         """None if the disk does not answer in time; the thread is left behind then."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(PIECE_MAX_S):
+            async with asyncio.timeout(self._piece_max_s):
                 return await run_detached(work, "prefetch")
         return None
 
 
-def pieces_of(files: Iterable[Path]) -> list[FileRange]:
+def pieces_of(files: Iterable[Path], piece_bytes: int = PIECE_BYTES) -> list[FileRange]:
     """All regular files in pieces, front to back. Others are left to the engine's own error. Blocks."""
     pieces = []
     for file in files:
@@ -133,19 +145,32 @@ def pieces_of(files: Iterable[Path]) -> list[FileRange]:
         except (OSError, ValueError):
             continue
         if stat.S_ISREG(seen.st_mode):
-            ends = range(0, seen.st_size, PIECE_BYTES)
-            pieces += [FileRange(file, offset, min(PIECE_BYTES, seen.st_size - offset)) for offset in ends]
+            ends = range(0, seen.st_size, piece_bytes)
+            pieces += [FileRange(file, offset, min(piece_bytes, seen.st_size - offset)) for offset in ends]
     return pieces
 
 
-def read_ahead(piece: FileRange) -> int:
+def _is_cached(descriptor: int, piece: FileRange) -> bool:
+    """Whether its pages are in the page cache, judged by a few of them."""
+    byte, last = bytearray(1), piece.length - 1
+    try:
+        return all(
+            os.preadv(descriptor, [byte], piece.offset + last * probe // (PROBES - 1), os.RWF_NOWAIT)
+            for probe in range(PROBES)
+        )
+    except OSError:
+        # A page would have to be read from disk, or the file system cannot tell.
+        return False
+
+
+def read_ahead(piece: FileRange, is_cached: Callable[[int, FileRange], bool] = _is_cached) -> int:
     """Read it into the page cache unless it is there already. Returns the bytes that were read. Blocks."""
     try:
         descriptor = os.open(piece.file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return 0
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode) or _is_cached(descriptor, piece):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode) or is_cached(descriptor, piece):
             return 0
         # The kernel may read the next piece while this one is copied.
         os.posix_fadvise(descriptor, piece.offset, 2 * piece.length, os.POSIX_FADV_WILLNEED)
@@ -164,19 +189,6 @@ def _read_through(descriptor: int, piece: FileRange) -> int:
             break
         done += got
     return done
-
-
-def _is_cached(descriptor: int, piece: FileRange) -> bool:
-    """Whether its pages are in the page cache, judged by a few of them."""
-    byte, last = bytearray(1), piece.length - 1
-    try:
-        return all(
-            os.preadv(descriptor, [byte], piece.offset + last * probe // (PROBES - 1), os.RWF_NOWAIT)
-            for probe in range(PROBES)
-        )
-    except OSError:
-        # A page would have to be read from disk, or the file system cannot tell.
-        return False
 
 
 def check_roots(entry: Entry, roots: Sequence[str]) -> None:

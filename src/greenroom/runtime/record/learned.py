@@ -61,11 +61,13 @@ class LearnedTimes:
         entries: Iterable[Entry],
         *,
         write_every_s: float = WRITE_EVERY_S,
+        models_max: int = MODELS_MAX,
     ) -> None:
         self._path = folder / FILE_NAME
         self._learned = learned
         self._entries = entries
         self._write_every_s = write_every_s
+        self._models_max = models_max
         self._known = _read(self._path)
         self._written = _text(self._known)
         self._failed = False
@@ -121,7 +123,7 @@ class LearnedTimes:
                 # Moved to the end: the newest are last.
                 self._known.pop(entry.id, None)
                 self._known[entry.id] = Remembered(self._identity(entry), times)
-        for model in list(self._known)[: max(0, len(self._known) - MODELS_MAX)]:
+        for model in list(self._known)[: max(0, len(self._known) - self._models_max)]:
             del self._known[model]
 
     def _identity(self, entry: Entry) -> str:

@@ -49,6 +49,7 @@ class LineFile(Generic[Line]):
         bytes_max: int,
         rotates: bool,
         waiting_max: int = WAITING_MAX,
+        close_max_s: float = CLOSE_MAX_S,
     ) -> None:
         self._path = path
         self._encode = encode
@@ -56,6 +57,7 @@ class LineFile(Generic[Line]):
         self._bytes_max = bytes_max
         self._rotates = rotates
         self._waiting_max = waiting_max
+        self._close_max_s = close_max_s
         self._waiting: list[Line] = []
         self._timer: asyncio.TimerHandle | None = None
         self._writing: asyncio.Task[None] | None = None
@@ -87,10 +89,10 @@ class LineFile(Generic[Line]):
         if self._timer is not None:
             self._timer.cancel()
         try:
-            async with asyncio.timeout(CLOSE_MAX_S):
+            async with asyncio.timeout(self._close_max_s):
                 if self._writing is not None:
                     await asyncio.wait((self._writing,))
-                await self._write_waiting()
+                await self.flush()
         except TimeoutError:
             return
         finally:
@@ -109,10 +111,11 @@ class LineFile(Generic[Line]):
 
     async def _write_all(self) -> None:
         while self._waiting:
-            await self._write_waiting()
+            await self.flush()
         self._writing = None
 
-    async def _write_waiting(self) -> None:
+    async def flush(self) -> None:
+        """Write what waits now, as one batch."""
         file, batch, self._waiting = self._file, self._waiting, []
         if file is None or not batch:
             self.dropped += len(batch)
