@@ -109,7 +109,7 @@ class FaultPlan:
             case "load_is_slow":
                 return usual._replace(took_s=usual.took_s * 5)
             case "takes_more_than_claimed":
-                return usual._replace(seen=_more(move.claim, 1.1), concurrency=1)
+                return usual._replace(seen=_more(move.claim, 1.1))
             case _:
                 self._crash_during(move, part_s)
                 return usual

@@ -16,7 +16,7 @@ MODELS = (
     model("embed", 1_000, preload=True, pinned=True),
     model("code", 6_000, asleep=Need(0, 4_000)),
     model("wide", 9_000, can_split=True),
-    model("vision", 4_000, sizes_itself=True, host_mib=1_000),
+    model("vision", 4_000, sizes_itself=True, host_mib=1_000, concurrency=2),
     model("remote", 0, concurrency=4),
 )
 
@@ -26,7 +26,7 @@ def mixed_scenario(prepare: Callable[[World], None] = lambda world: None) -> Wor
     world = World(plays=True, limits=Limits(queue_depth_max=60, overtakes_max=4), devices=DEVICES)
     prepare(world)
     world.config(*MODELS)
-    world.engines["vision"] = Engine(load_s=8.0, concurrency=2, seen={DeviceId("gpu0"): 4_400})
+    world.engines["vision"] = Engine(load_s=8.0, seen={DeviceId("gpu0"): 4_400})
     names = ["chat", "embed", "code", "remote", "chat", "vision", "wide", "embed"]
     for number in range(32):
         name = names[number * 5 % len(names)]

@@ -14,7 +14,7 @@ from greenroom.core.policy.registry import BUILT_IN, SWAPPERS
 from greenroom.core.policy.swapper import ByMemory, Eviction, Resident, Target
 from greenroom.core.queue.waitlist import Waiter
 
-from .world import Engine, Fate, World, gpu, host, model
+from .world import Fate, World, gpu, host, model
 
 
 def one_at_a_time(queue_depth_max: int = 1_000) -> World:
@@ -81,28 +81,14 @@ def test_concurrency_of_a_slot_makes_waiters_not_errors() -> None:
     assert [call.granted_at - calls[0].granted_at for call in calls] == [0, 0, 1, 1, 2]
 
 
-def test_the_engine_says_how_many_it_takes_at_once_unless_the_operator_did() -> None:
-    world = World([model("said"), model("told", concurrency=1)])
-    world.engines["said"] = world.engines["told"] = Engine(concurrency=3)
-    for name in ("said", "told"):
+def test_a_model_takes_as_many_at_once_as_its_spec_says_else_one() -> None:
+    world = World([model("three", concurrency=3), model("one", concurrency=1), model("unsaid")])
+    for name in ("three", "one", "unsaid"):
         for number in range(3):
             world.arrive(f"{name}{number}", name)
     world.run(10.0)
-    assert [call.id for call in world.calls_by_id.values() if call.fate is Fate.GRANTED] == [
-        "said0",
-        "said1",
-        "said2",
-        "told0",
-    ]
-
-
-def test_an_engine_that_does_not_say_takes_one_at_a_time() -> None:
-    world = World([model("a")])
-    world.engines["a"] = Engine(concurrency=None)
-    world.arrive("r1", "a")
-    world.arrive("r2", "a")
-    world.run()
-    assert (world.fate("r1"), world.fate("r2")) == (Fate.GRANTED, Fate.WAITING)
+    granted = [call.id for call in world.calls_by_id.values() if call.fate is Fate.GRANTED]
+    assert granted == ["three0", "three1", "three2", "one0", "unsaid0"]
 
 
 def test_a_full_queue_refuses_with_depth_and_a_time_to_come_back() -> None:

@@ -287,7 +287,7 @@ def test_a_large_model_that_needs_two_victims_is_not_starved_by_small_ones() -> 
 def late_beside_a_newcomer() -> World:
     """`right` has just come back by a slow load; the large one has long been late, and must still wait for it."""
     world = busy_pair(deadlines_s=(5.0, 12.0, 240.0), recency_s=1e9)
-    world.engines["right"] = Engine(load_s=200.0, concurrency=2)
+    world.engines["right"] = Engine(load_s=200.0)
     world.ask("away", MoveKind.UNLOAD, "right")
     world.run(2.0)
     world.arrive("back", "right", takes_s=0.0)

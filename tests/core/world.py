@@ -147,7 +147,6 @@ class Engine:
     load_s: float = 5.0
     wake_s: float = 0.5
     leave_s: float = 1.0
-    concurrency: int | None = 1
     seen: Mapping[DeviceId, int] | None = None
     # The same when it has gone to sleep.
     seen_asleep: Mapping[DeviceId, int] | None = None
@@ -357,7 +356,7 @@ class World(Recorder):
         elif move.kind is MoveKind.WAKE:
             assert place.asleep is not None
             place.holds = dict(place.asleep)
-        self.post(ev.MoveDone(self.now, move_id, told, seen, engine.concurrency, engine.took_s))
+        self.post(ev.MoveDone(self.now, move_id, told, seen, took_s=engine.took_s))
 
     def lose(self, *slots: SlotId, left_in: Tier = Tier.COLD) -> None:
         """A process dies and takes these slots with it."""
@@ -440,7 +439,7 @@ class World(Recorder):
         assert place.tier is Tier.READY and place.move is None, f"{call.id} is granted {slot}, which is not ready"
         assert place.model in call.candidates, f"{call.id} is granted {place.model}"
         running = sum(1 for other in self.calls_by_id.values() if other.slot == slot and other.fate is Fate.GRANTED)
-        limit = self.specs[place.model].concurrency or self._engine(place.model).concurrency or 1
+        limit = self.specs[place.model].concurrency or 1
         assert running < limit, f"{slot} serves {running} and is given {call.id}"
         if call.grants == 0 and len(call.candidates) == 1:
             for other in self.calls_by_id.values():

@@ -58,6 +58,11 @@ class SimModel:
     spec: ModelSpec
     timings: Timings = DEFAULT_TIMINGS
 
+    @property
+    def told(self) -> ModelSpec:
+        """The spec as the scheduler is told it: with the concurrency of its engine, unless the spec names another."""
+        return self.spec if self.spec.concurrency else replace(self.spec, concurrency=self.timings.concurrency)
+
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:

@@ -23,7 +23,6 @@ class MoveFate(NamedTuple):
     outcome: Outcome
     took_s: float
     seen: Claim | None = None
-    concurrency: int | None = None
 
 
 class Ending(Enum):

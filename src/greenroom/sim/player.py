@@ -131,7 +131,7 @@ class Player:
         took_s = self._stray(timings.move_s(move.kind))
         if move.kind in READING and self._disk_free_at:
             took_s += self._wait_for_disk(took_s)
-        usual = MoveFate(Outcome.DONE, took_s, None, timings.concurrency)
+        usual = MoveFate(Outcome.DONE, took_s)
         fate = self._faults.on_move(move, usual)
         self.clock.arrange(fate.took_s, self._end_move, (move, fate))
 
@@ -259,8 +259,8 @@ class Player:
             return
         place = self.truth.end(move, fate.outcome, fate.seen, self.clock.now)
         if place.tier is Tier.READY:
-            place.concurrency = self._specs[move.model, move.revision].concurrency or fate.concurrency or 1
-        self.post(ev.MoveDone(self.clock.told, move.id, fate.outcome, fate.seen, fate.concurrency))
+            place.concurrency = self._specs[move.model, move.revision].concurrency or 1
+        self.post(ev.MoveDone(self.clock.told, move.id, fate.outcome, fate.seen))
 
     def _fire(self, due: tuple[Timer, int]) -> None:
         timer, number = due

@@ -150,18 +150,17 @@ class World(Player):
             self.models.pop(name, None)
         if devices is not None:
             self.truth.set_devices(devices)
-        specs = tuple(model.spec for model in models)
+        specs = tuple(model.told for model in models)
         told_devices = None if devices is None else tuple(devices)
         self.post(ev.ConfigChanged(self.clock.told, specs, tuple(removed), told_devices, limits, learned, needs))
 
     def _put(self, model: SimModel) -> None:
-        spec = model.spec
+        spec = model.told
         self.models[spec.id] = model
         self._specs[spec.id, spec.revision] = spec
-        if spec.concurrency is not None:
-            for place in self.truth.places.values():
-                if (place.model, place.revision) == (spec.id, spec.revision):
-                    place.concurrency = spec.concurrency
+        for place in self.truth.places.values():
+            if (place.model, place.revision) == (spec.id, spec.revision):
+                place.concurrency = spec.concurrency or 1
 
     def change_memory(self, foreign_mib: Mapping[DeviceId, int]) -> None:
         """Foreign processes now use this much."""
