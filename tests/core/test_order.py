@@ -82,7 +82,7 @@ def test_concurrency_of_a_slot_makes_waiters_not_errors() -> None:
 
 
 def test_a_model_takes_as_many_at_once_as_its_spec_says_else_one() -> None:
-    world = World([model("three", concurrency=3), model("one", concurrency=1), model("unsaid")])
+    world = World([model("three", 1_000, concurrency=3), model("one", 1_000, concurrency=1), model("unsaid", 1_000)])
     for name in ("three", "one", "unsaid"):
         for number in range(3):
             world.arrive(f"{name}{number}", name)

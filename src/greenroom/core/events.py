@@ -156,7 +156,6 @@ class MoveDone:
     move: MoveId
     outcome: Outcome
     seen: Claim | None = None
-    concurrency: int | None = None
     took_s: float | None = None
 
 

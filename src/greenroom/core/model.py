@@ -131,13 +131,17 @@ class ModelSpec:
     devices: tuple[DeviceId, ...] = ()  # The operator's choice; empty: any.
     can_split: bool = False
     sizes_itself: bool = False
-    concurrency: int | None = None  # None: what the engine says when it is ready.
+    concurrency: int | None = None  # Answers at once; None: one.
     priority: int = 1
     ttl_s: float = 0.0  # 0 = never.
     grace_s: float = 30.0
     pinned: bool = False
     preload: bool = False
     gpus: int = 1  # Above 1: `need` applies to each of this many GPUs, all or nothing. Only leases set it.
+
+    @property
+    def at_once(self) -> int:
+        return self.concurrency or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +202,6 @@ class OtherLease:
     preemptible: bool = False
 
 
-# Concurrency before the engine has reported its own.
-CONCURRENCY_UNKNOWN = 1
-
-
 @dataclass(slots=True, eq=False)
 class Slot:
     """One revision of a model on a set of devices. A lease of another program is a slot without an engine."""
@@ -217,7 +217,7 @@ class Slot:
     move: Move | None = None
     # A planned slot holds a promise and waits until the promised memory is free.
     planned: MoveKind | None = None
-    concurrency: int = CONCURRENCY_UNKNOWN
+    concurrency: int = 1
     in_flight: dict[RequestId, None] = field(default_factory=dict)
     last_used: float = 0.0
     ready_since: float = 0.0

@@ -102,7 +102,6 @@ class Moves:
                 record.memory_retries, record.preload_again, record.retry_at = 0, False, -inf
             self._state.price_queue(slot.model)
         if slot.tier is Tier.READY:
-            self._slots.answers_at_once(slot, event.concurrency or 1)
             self._begin_stay(slot, move, took_s, event.now)
         if slot.is_going:
             self._slots.go_on_leaving(slot, because("leaving", model=slot.model), event.now)
@@ -114,8 +113,6 @@ class Moves:
     def _begin_stay(self, slot: Slot, move: Move, took_s: float, now: float) -> None:
         """It is ready: start its minimum residency, and the batch that it may serve while other models wait."""
         state, record = self._state, self._state.record_of(slot)
-        if record is not None:
-            record.at_once = slot.concurrency
         swap_s = took_s if record is None else record.move_s(move.kind)
         answers = min(slot.concurrency, state.waitlist.count(slot.model))
         stays_s, batch_s = state.pacing.stay_s(swap_s, 0.0 if record is None else drain_s(record, answers))

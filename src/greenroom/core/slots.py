@@ -110,7 +110,7 @@ class SlotWriter:
     def relabel(self, slot: Slot, spec: ModelSpec) -> None:
         """Take over a changed spec that needs no new process."""
         slot.spec = spec
-        slot.concurrency = spec.concurrency or slot.concurrency
+        slot.concurrency = spec.at_once
         self.watch_idle(slot)
 
     def pace(self) -> None:
@@ -124,6 +124,7 @@ class SlotWriter:
         """Add a new slot. Its id is never reused."""
         state = self._state
         slot = Slot(SlotId(f"s{state.next_number()}"), spec, claim, state.asleep_at(spec, claim))
+        slot.concurrency = spec.at_once
         slot.can_sleep = spec.need_asleep is not None
         slot.recent_grants = state.pacing.recent(slot.recent_grants)
         slot.lease = lease
@@ -248,9 +249,6 @@ class SlotWriter:
     def _on_hosts(self, claim: Claim) -> Claim:
         devices = self._state.ledger.devices
         return {on: mib for on, mib in claim.items() if on in devices and devices[on].kind is DeviceKind.HOST}
-
-    def answers_at_once(self, slot: Slot, count: int) -> None:
-        slot.concurrency = max(1, slot.spec.concurrency or count)
 
     def begin_stay(self, slot: Slot, stays_until: float, batch_until: float) -> None:
         """Set the end of its minimum residency and the end of its batch."""

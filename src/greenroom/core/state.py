@@ -61,8 +61,6 @@ class Claimant:
     service_s: float | None = None
     # The mean over many more answers, for estimates that must not jump with the last few.
     typical_s: float = 0.0
-    # Concurrency as its engine reported it.
-    at_once: int = 1
     # Exponentially decayed count of requests, as of `heat_at`. Not counted for leases.
     heat: float = 0.0
     heat_at: float = 0.0
@@ -106,7 +104,7 @@ class ModelRecord(Claimant):
 
     def inherit(self, old: ModelRecord) -> None:
         """Take over what was learned about an earlier revision."""
-        self.learned_s, self.at_once = old.learned_s, old.at_once
+        self.learned_s = old.learned_s
         self.service_s, self.typical_s, self.answers, self.share_s = (
             old.service_s,
             old.typical_s,
@@ -233,7 +231,7 @@ class State:
     def prices(self, model: ModelId) -> Prices:
         """What it takes now to make this model ready and to answer: swap time, answer time, concurrency."""
         record = self.claimant(model)
-        return self.swap_s(model), record.service_s or 0.0, record.spec.concurrency or record.at_once
+        return self.swap_s(model), record.service_s or 0.0, record.spec.at_once
 
     def knows(self, some_id: str) -> bool:
         """True if a request, lease or operator's order with this id is in progress. Ids are unique across them."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from greenroom.core import effects, events
 from greenroom.core.effects import RejectCode, Rejection, because
 from greenroom.core.events import ConfigChanged, Event, Learned, RequestArrived
-from greenroom.core.model import ModelId, Move, MoveKind, RequestId
+from greenroom.core.model import ModelId, Move, MoveId, MoveKind, Outcome, RequestId
 from greenroom.runtime.record.recording import decode, encode
 
 EVENTS = get_args(Event)
@@ -78,3 +78,8 @@ def test_effects_come_back_with_their_reasons() -> None:
 def test_what_is_no_record_is_refused(said: Any) -> None:
     with pytest.raises(ValueError):
         decode(said)
+
+
+def test_a_field_that_is_gone_is_passed_over_in_an_old_recording() -> None:
+    old = '{"_":"MoveDone","now":1.0,"move":"m1","outcome":{"_":"Outcome","is":"done"},"seen":null,"concurrency":4}'
+    assert decode(json.loads(old)) == events.MoveDone(1.0, MoveId("m1"), Outcome.DONE)

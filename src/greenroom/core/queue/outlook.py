@@ -48,7 +48,7 @@ def _queue_s(state: State, waiter: Waiter, model: ModelId) -> float:
     queued = 0 if queue is None else queue.ahead_of(waiter)
     serving = [slot for slot in state.slots_of(model) if slot.is_serving]
     running = sum(len(slot.in_flight) for slot in serving)
-    at_once = sum(slot.concurrency for slot in serving) or record.spec.concurrency or 1
+    at_once = sum(slot.concurrency for slot in serving) or record.spec.at_once
     return (record.service_s or 0.0) * ((queued + running) // at_once)
 
 

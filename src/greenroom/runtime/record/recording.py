@@ -253,6 +253,10 @@ def _named(module: object) -> dict[str, type[Any]]:
 _TYPES: Mapping[str, type[Any]] = {**_named(model), **_named(coresidency), **_named(effects), **_named(events)}
 
 
+# Fields that older recordings have and records no longer do.
+_GONE: Mapping[str, frozenset[str]] = {"MoveDone": frozenset({"concurrency"})}
+
+
 def encode(value: object) -> str:
     """One line of JSON."""
     return json.dumps(_plain(value), separators=(",", ":"))
@@ -291,5 +295,7 @@ def _made(said: Any) -> Any:
         return {_made(key): _made(one) for key, one in said["of"]}
     if kind == _SET:
         return frozenset(_made(one) for one in said["of"])
-    made = _TYPES[kind]
-    return made(said["is"]) if issubclass(made, Enum) else made(**{name: _made(one) for name, one in said.items()})
+    made, gone = _TYPES[kind], _GONE.get(kind, frozenset())
+    if issubclass(made, Enum):
+        return made(said["is"])
+    return made(**{name: _made(one) for name, one in said.items() if name not in gone})
