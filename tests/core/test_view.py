@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from inspect import isfunction
+from typing import Any, get_args, get_origin, get_type_hints
+
 from greenroom.core import events as ev
-from greenroom.core.model import DeviceId, LeaseId, ModelId, MoveKind, Need, OtherLease
-from greenroom.core.view import LEASE_MARK
+from greenroom.core.events import Limits
+from greenroom.core.model import DeviceId, LeaseId, ModelId, ModelSpec, Move, MoveKind, Need, OtherLease
+from greenroom.core.view import LEASE_MARK, HoldingFacts, SchedulerView, SlotFacts
 
 from .test_order import ready
 from .world import HOST, World, gpu, host, model
@@ -24,7 +31,7 @@ def test_facts_are_those_of_the_scheduler() -> None:
     ready(world, "a")
     view, state = world.scheduler.view, world.scheduler.state
     assert view.slots == state.slots and view.models == state.models and view.devices == state.devices
-    assert view.ledger is state.ledger and view.waitlist is state.waitlist and view.counters is state.counters
+    assert view.ledger is state.ledger and view.waitlist is state.waitlist and view.counters == asdict(state.counters)
     assert view.limits is state.limits and view.avg_wait_s == state.avg_wait_s
     assert view.slots_of(A) == state.slots_of(A) and view.most_mib() == state.most_mib(None)
 
@@ -93,3 +100,59 @@ def test_a_model_that_waits_for_one_of_ours_is_not_kept_out_by_others() -> None:
     world.arrive("r", "a")
     assert world.scheduler.view.is_waited_for(A) and not world.scheduler.view.is_coming(A)
     assert world.scheduler.view.kept_out_by_others(0.0, world.now) == {}
+
+
+def hints_of(kind: type[Any]) -> Iterator[tuple[str, Any, bool]]:
+    """What a class hands out: its fields, properties and answers; and whether it is an attribute."""
+    if is_dataclass(kind):
+        yield from ((name, hint, True) for name, hint in get_type_hints(kind).items())
+    for name, member in vars(kind).items():
+        if isinstance(member, property):
+            assert member.fset is None and member.fdel is None, f"{kind.__name__}.{name} can be set"
+            yield name, get_type_hints(member.fget)["return"], True
+        elif isfunction(member) and not name.startswith("_"):
+            yield name, get_type_hints(member).get("return"), False
+
+
+def classes_in(hint: Any) -> Iterator[type[Any]]:
+    if isinstance(hint, type) and not get_args(hint):
+        yield hint
+    for part in (get_origin(hint), *get_args(hint)):
+        if part is not None:
+            yield from classes_in(part)
+
+
+def handed_out() -> dict[type[Any], str]:
+    """Every class of the core that the view hands out, directly or not, with the way to it."""
+    found, queue = {SchedulerView: "view"}, [SchedulerView]
+    while queue:
+        kind = queue.pop()
+        for name, hint, is_attribute in hints_of(kind):
+            for part in classes_in(hint):
+                way = f"{found[kind]}.{name}"
+                assert not (is_attribute and part in (dict, list, set) and kind is not SchedulerView), way
+                if part.__module__.startswith("greenroom.") and part not in found:
+                    found[part] = way
+                    queue.append(part)
+    return found
+
+
+def test_nothing_that_the_view_hands_out_can_be_written() -> None:
+    found = handed_out()
+    assert {Limits, SlotFacts, Move, ModelSpec, HoldingFacts}.issubset(found), "the way through the view is followed"
+    for kind, way in found.items():
+        is_frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        is_read_only = issubclass(kind, Enum) or is_frozen or getattr(kind, "_is_protocol", False)
+        assert is_read_only or kind is SchedulerView, f"{way} hands out {kind.__name__}, which can be written"
+        if getattr(kind, "_is_protocol", False):
+            assert not kind.__annotations__, f"{way}: {kind.__name__} has attributes that can be set"
+
+
+def test_slots_are_seen_as_read_only_facts() -> None:
+    world = World([model("a", 4_000)])
+    ready(world, "a")
+    hints = get_type_hints(SchedulerView.slots_of)
+    assert hints["return"] == Sequence[SlotFacts]
+    (slot,) = world.scheduler.view.slots_of(A)
+    for name, _, _ in hints_of(SlotFacts):
+        assert hasattr(slot, name), f"a slot has no {name}"

@@ -1,14 +1,13 @@
 """What the rest of Greenroom may see of the core: a read-only view, and questions about it.
 
-Owns no state and changes none. Its own types have no methods that write. Slots are handed out as they are: callers read
-them and never write.
-`tests/test_layers.py` checks which modules may be imported from outside.
+Owns no state and changes none. What it hands out has no methods that write and no attributes that can be set: frozen
+records, and protocols with read-only properties. `tests/test_layers.py` checks which modules others may import.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from greenroom.core.decide import green_room, placement
@@ -25,18 +24,18 @@ from greenroom.core.model import (
     LeaseId,
     ModelId,
     ModelSpec,
+    Move,
     MoveKind,
     Need,
     OtherLease,
     Outcome,
-    Slot,
+    RequestId,
     SlotId,
     TenantId,
+    Tier,
 )
-from greenroom.core.policy.swapper import Resident
 from greenroom.core.queue.waiter import NO_PRIORITY
 from greenroom.core.queue.waitlist import WaiterKind
-from greenroom.core.state import Counters as Counters
 from greenroom.core.state import ModelRecord, State
 
 # The prefix of a lease's name where the scheduler would name a model.
@@ -53,6 +52,80 @@ class HoldingFacts(Protocol):
     def seen(self) -> Claim: ...
 
     def on(self, device: DeviceId) -> int: ...
+
+
+class SlotFacts(Protocol):
+    """A slot as others see it."""
+
+    @property
+    def id(self) -> SlotId: ...
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def model(self) -> ModelId: ...
+
+    @property
+    def lease(self) -> LeaseId | None:
+        """The lease that holds it, if it has no engine."""
+        ...
+
+    @property
+    def tier(self) -> Tier: ...
+
+    @property
+    def move(self) -> Move | None: ...
+
+    @property
+    def planned(self) -> MoveKind | None:
+        """The move that starts when its memory is free."""
+        ...
+
+    @property
+    def leaving_to(self) -> Tier | None: ...
+
+    @property
+    def leaving_for(self) -> SlotId | None:
+        """The slot that this one makes room for."""
+        ...
+
+    @property
+    def lost(self) -> bool: ...
+
+    @property
+    def claim(self) -> Claim: ...
+
+    @property
+    def concurrency(self) -> int: ...
+
+    @property
+    def in_flight(self) -> Collection[RequestId]: ...
+
+    @property
+    def last_used(self) -> float: ...
+
+    @property
+    def last_priority(self) -> int: ...
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds it stays when idle; None: until its memory is needed."""
+        ...
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    @property
+    def is_serving(self) -> bool: ...
+
+    @property
+    def is_arriving(self) -> bool: ...
+
+    @property
+    def is_going(self) -> bool: ...
+
+    def needs_for(self, kind: MoveKind) -> Claim: ...
 
 
 class LedgerFacts(Protocol):
@@ -140,6 +213,15 @@ class KeptOut:
     place: Mapping[DeviceId, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """A model that could be evicted: what that would free per device, and the policy's cost of losing it."""
+
+    model: ModelId
+    gives_mib: Claim
+    loss: float
+
+
 class SchedulerView:
     def __init__(self, state: State) -> None:
         self._state = state
@@ -149,7 +231,7 @@ class SchedulerView:
         return self._state.limits
 
     @property
-    def slots(self) -> Mapping[SlotId, Slot]:
+    def slots(self) -> Mapping[SlotId, SlotFacts]:
         return self._state.slots
 
     @property
@@ -165,21 +247,22 @@ class SchedulerView:
         return self._state.waitlist
 
     @property
-    def counters(self) -> Counters:
-        return self._state.counters
+    def counters(self) -> dict[str, int]:
+        """Totals since the start, by name."""
+        return asdict(self._state.counters)
 
     @property
     def avg_wait_s(self) -> float | None:
         return self._state.avg_wait_s
 
     @property
-    def devices(self) -> list[Device]:
+    def devices(self) -> Sequence[Device]:
         return self._state.devices
 
-    def slots_of(self, model: ModelId) -> list[Slot]:
+    def slots_of(self, model: ModelId) -> Sequence[SlotFacts]:
         return self._state.slots_of(model)
 
-    def slots_of_lease(self, lease: LeaseId) -> list[Slot]:
+    def slots_of_lease(self, lease: LeaseId) -> Sequence[SlotFacts]:
         return self._state.slots_of(name_of(lease))
 
     def most_mib(self) -> dict[DeviceId, int]:
@@ -197,10 +280,11 @@ class SchedulerView:
         """True if it will be ready without a further decision."""
         return self._state.is_coming(model)
 
-    def movable(self, now: float) -> list[Resident]:
+    def movable(self, now: float) -> list[Movable]:
         """Models that could be evicted, as if all of them went cold. Leases are left out."""
         there = Residents(self._state, now, Places()).those(may_sleep=False, but=None)
-        return [one for one in there if not one.cannot_leave and self._state.slots[one.slot].lease is None]
+        free = [one for one in there if not one.cannot_leave and self._state.slots[one.slot].lease is None]
+        return [Movable(one.model, one.gives_mib, one.loss) for one in free]
 
     def green_room_shortfall(self, model: ModelId) -> Shortfall | None:
         """Why this model can never sleep here, in numbers; None if host memory is not the reason."""

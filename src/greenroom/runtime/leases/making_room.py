@@ -18,9 +18,8 @@ from typing import Final
 
 from greenroom.core.effects import Rejection
 from greenroom.core.events import Event, LeaseAsked, LeaseGone
-from greenroom.core.model import DeviceId, DeviceKind, LeaseId, ModelId, Move, Need, Slot, SlotId
-from greenroom.core.policy.swapper import Resident
-from greenroom.core.view import KeptOut, SchedulerView
+from greenroom.core.model import DeviceId, DeviceKind, LeaseId, ModelId, Move, Need, SlotId
+from greenroom.core.view import KeptOut, Movable, SchedulerView, SlotFacts
 from greenroom.errors import GreenroomError, LeaseDenied
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.shared.store import Membership
@@ -76,7 +75,7 @@ class MakingRoom:
                     mib[device] = mib.get(device, 0) + gives
         return {str(device): min(PRICE_MAX, loss[device] * MIB_A_GIB / mib[device]) for device in mib}
 
-    def _movable(self) -> list[Resident]:
+    def _movable(self) -> list[Movable]:
         return self._state.movable(self._clock())
 
     # --- orders -----------------------------------------------------------------------------------------------------
@@ -106,7 +105,7 @@ class MakingRoom:
             if ask.id not in busy_for:
                 self._make_room(ask, got.get(ask.id, {}))
 
-    def into(self, newcomer: Slot) -> str | None:
+    def into(self, newcomer: SlotFacts) -> str | None:
         """The waiting lease for which this newcomer makes room; None if there is none."""
         room = None if newcomer.lease is None else self._rooms.get(newcomer.lease)
         return None if room is None else room.waiting

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from greenroom.core.model import Claim, Move, MoveKind, Slot, SlotId, larger
-from greenroom.core.view import SchedulerView
+from greenroom.core.model import Claim, Move, MoveKind, SlotId, larger
+from greenroom.core.view import SchedulerView, SlotFacts
 from greenroom.errors import LeaseDenied, StoreDown
 from greenroom.leases.records import Lease
 from greenroom.leases.shared.store import Membership, SlotAsk
@@ -55,7 +55,7 @@ class SharedSlots:
         state: SchedulerView,
         clock: Callable[[], float],
         *,
-        into: Callable[[Slot], str | None],
+        into: Callable[[SlotFacts], str | None],
         adopted: Callable[[Move], Lease | None],
         on_refusal: Callable[[], None],
     ) -> None:
@@ -167,14 +167,14 @@ class SharedSlots:
             return
         _log.info("a model's lease is held again", lease=entered.id)
 
-    async def _pend_again(self, newcomer: Slot) -> None:
+    async def _pend_again(self, newcomer: SlotFacts) -> None:
         try:
             await self._pend(newcomer)
         except LeaseDenied as denied:
             # Its next step is refused too.
             _log.info("a swap cannot go on", slot=newcomer.id, why=denied.message)
 
-    async def _resize(self, slot: Slot, entered: Entered) -> None:
+    async def _resize(self, slot: SlotFacts, entered: Entered) -> None:
         """Tell the store what an engine uses where that differs from its claim."""
         uses = _positive(larger(slot.claim, self._state.ledger.held_by(slot.id)))
         known = entered.ask.claim
@@ -226,7 +226,7 @@ class SharedSlots:
             entered.ask, entered.token = ask or entered.ask, lease.token
             entered.heard_at, entered.is_lost = sent, False
 
-    async def _pend(self, newcomer: Slot) -> None:
+    async def _pend(self, newcomer: SlotFacts) -> None:
         """Enter the newcomer's claim before anything is evicted for it, and name our leaving slots as its victims."""
         claim = _positive(newcomer.needs_for(newcomer.planned or MoveKind.LOAD))
         if not claim:
@@ -238,7 +238,7 @@ class SharedSlots:
             if not entered.token:
                 await self._store.pend(entered.ask, victims, gateway=self._gateway, pending_s=PENDING_S)
 
-    def _leaves(self, slot_id: SlotId, newcomer: Slot) -> bool:
+    def _leaves(self, slot_id: SlotId, newcomer: SlotFacts) -> bool:
         slot = self._state.slots.get(slot_id)
         if slot is None or slot.lost:
             # The scheduler counts this slot as gone already.

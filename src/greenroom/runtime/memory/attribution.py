@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from greenroom.core.model import Claim, DeviceId, Slot, SlotId
-from greenroom.core.view import HoldingFacts, SchedulerView
+from greenroom.core.model import Claim, DeviceId, SlotId
+from greenroom.core.view import HoldingFacts, SchedulerView, SlotFacts
 from greenroom.runtime.memory.devices import WORKER_GPU_MIB
 from greenroom.runtime.memory.readings import GpuReading, Reading
 from greenroom.runtime.slots import LiveSlots
@@ -205,7 +205,7 @@ class MemoryOwners:
             return None
         return identity[len(self._identity) :].rpartition(".")[0] or None
 
-    def _owner(self, slot: Slot, holding: HoldingFacts, lease_pids: Mapping[SlotId, int]) -> Owner:
+    def _owner(self, slot: SlotFacts, holding: HoldingFacts, lease_pids: Mapping[SlotId, int]) -> Owner:
         # On each device what was seen, or the claim where nothing was ever seen.
         held: Claim = {**holding.claim, **holding.seen}
         hosted = self._hosted.there.get(slot.id)

@@ -20,7 +20,7 @@ from pydantic import Field
 from starlette.requests import Request
 
 from greenroom.config.kinds import MIB_MAX, SECONDS_MAX, Name, NotBool
-from greenroom.core.model import Slot
+from greenroom.core.view import SlotFacts
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied
 from greenroom.leases.records import PROGRAM_ID, PROGRAM_ID_MAX, Holder, Lease, LeaseAsk, holder_of
 from greenroom.server.admin.gateway import Gateway
@@ -269,7 +269,7 @@ def shown(lease: Lease, own: str = "") -> LeaseView:
     )
 
 
-def _slot_shown(slot: Slot) -> LeaseView:
+def _slot_shown(slot: SlotFacts) -> LeaseView:
     """A model's own claim, so that one list shows all that hold memory."""
     claim = {str(device): mib for device, mib in slot.claim.items()}
     held = Lease(

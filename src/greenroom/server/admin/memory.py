@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from greenroom.core.model import DeviceId, DeviceKind, MoveKind, Slot, Tier
-from greenroom.core.view import SchedulerView
+from greenroom.core.model import DeviceId, DeviceKind, MoveKind, Tier
+from greenroom.core.view import SchedulerView, SlotFacts
 from greenroom.runtime.leases.entry import core_id
 from greenroom.runtime.memory.readings import GpuReading
 from greenroom.runtime.memory.watch import MemoryLook
@@ -137,7 +137,7 @@ class GpuPicture:
         held = [slot for slot in self._state.slots.values() if slot.id in holdings and holdings[slot.id].on(device)]
         return [self._holder(slot, device) for slot in held]
 
-    def _holder(self, slot: Slot, device: DeviceId) -> GpuHolderView:
+    def _holder(self, slot: SlotFacts, device: DeviceId) -> GpuHolderView:
         return GpuHolderView(
             slot=slot.id,
             model=slot.model if slot.lease is None else None,
@@ -171,11 +171,11 @@ def green_room_used_mib(state: SchedulerView) -> int:
     return sum(_host_mib(state, slot) for slot in state.slots.values() if slot.lease is None and _is_there(slot))
 
 
-def _is_there(slot: Slot) -> bool:
+def _is_there(slot: SlotFacts) -> bool:
     return slot.tier is Tier.ASLEEP or (slot.move is not None and slot.move.kind in _TO_SLEEP)
 
 
-def _host_mib(state: SchedulerView, slot: Slot) -> int:
+def _host_mib(state: SchedulerView, slot: SlotFacts) -> int:
     devices, held = state.ledger.devices, state.ledger.held_by(slot.id)
     return sum(mib for on, mib in held.items() if on in devices and devices[on].kind is DeviceKind.HOST)
 

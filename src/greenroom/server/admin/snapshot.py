@@ -6,12 +6,13 @@ Owns how tables become answers. Never changes anything and never waits, so that 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 
 import greenroom
-from greenroom.core.model import Device, DeviceId, ModelId, MoveKind, Need, Slot, SlotId, Tier
-from greenroom.core.view import ModelFacts, SchedulerView, WaitingCaller
+from greenroom.core.model import Device, DeviceId, ModelId, MoveKind, Need, SlotId, Tier
+from greenroom.core.view import ModelFacts, SchedulerView, SlotFacts, WaitingCaller
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.needs import Account
 from greenroom.server import render
@@ -119,7 +120,7 @@ class Snapshot:
                 self._slot(slot, to_operator=True) for slot in state.slots.values() if slot.model not in known
             ],
             waiting=[self._waiting(waiter, place) for place, waiter in enumerate(callers[:WAITING_SHOWN_MAX], 1)],
-            counters=asdict(state.counters),
+            counters=state.counters,
             connections=views.ConnectionsView(open=gateway.edge.connections, stats=asdict(gateway.edge.stats)),
         )
 
@@ -193,7 +194,7 @@ class Snapshot:
             pid=next((view.pid for view in slot_views if view.pid is not None), None),
         )
 
-    def _slot(self, slot: Slot, *, to_operator: bool) -> views.SlotView:
+    def _slot(self, slot: SlotFacts, *, to_operator: bool) -> views.SlotView:
         return views.SlotView(
             id=slot.id,
             model=slot.model,
@@ -209,7 +210,7 @@ class Snapshot:
             pid=self._pid(slot.id) if to_operator else None,
         )
 
-    def _unload_in_s(self, slot: Slot) -> float | None:
+    def _unload_in_s(self, slot: SlotFacts) -> float | None:
         if not slot.is_serving or not slot.is_idle or slot.idle_s is None:
             return None
         return round(max(0.0, slot.last_used + slot.idle_s - self._now), 1)
@@ -227,7 +228,7 @@ class Snapshot:
             total.update(self._state.ledger.held_by(slot.id))
         return dict(sorted(total.items()))
 
-    def _moving(self, slots: list[Slot]) -> views.MovingView | None:
+    def _moving(self, slots: Sequence[SlotFacts]) -> views.MovingView | None:
         """The first move that is under way, else the first that is planned."""
         for slot in slots:
             if slot.move is not None:
@@ -286,7 +287,7 @@ def status_word(state: SchedulerView, model: ModelId, now: float) -> StatusWord:
     return StatusWord.FAILED if is_failing(state.models.get(model), now) else StatusWord.UNLOADED
 
 
-def tier_of(slots: list[Slot]) -> Tier:
+def tier_of(slots: Sequence[SlotFacts]) -> Tier:
     """The best tier of a model's slots."""
     tiers = {slot.tier for slot in slots if not slot.lost}
     return next((tier for tier in (Tier.READY, Tier.ASLEEP) if tier in tiers), Tier.COLD)
@@ -297,7 +298,7 @@ def is_failing(record: ModelFacts | None, now: float) -> bool:
     return record is not None and record.failures > 0 and record.pausing is None and now < record.retry_at
 
 
-def _is_preparing(slot: Slot) -> bool:
+def _is_preparing(slot: SlotFacts) -> bool:
     under_way = slot.planned or (slot.move.kind if slot.move is not None else None)
     return under_way is MoveKind.PREPARE and slot.leaving_to is None
 

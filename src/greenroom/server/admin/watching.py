@@ -21,8 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from greenroom.core.model import Slot
-from greenroom.core.view import SchedulerView
+from greenroom.core.view import SchedulerView, SlotFacts
 from greenroom.errors import MethodNotAllowed, NotFound, Overload
 from greenroom.process.logs import LogRing
 from greenroom.runtime.memory.readings import Reading
@@ -351,7 +350,7 @@ def _leases(gateway: Gateway) -> LeaseFigures:
     return LeaseFigures(len(held), len(programs) - len(held), total)
 
 
-def _memory_mib(state: SchedulerView, models: Iterable[Slot]) -> dict[tuple[str, str], float]:
+def _memory_mib(state: SchedulerView, models: Iterable[SlotFacts]) -> dict[tuple[str, str], float]:
     total: dict[tuple[str, str], float] = {}
     for slot in models:
         for device, mib in state.ledger.held_by(slot.id).items():
