@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from greenroom.core.model import DeviceId, ModelId, SlotId, Tier
+from greenroom.core.policy import BUILT_IN
 from greenroom.core.policy.base import PolicyFactory
-from greenroom.core.policy.registry import BUILT_IN
 from greenroom.core.policy.swapper import Resident, Swapper, Target
 from greenroom.sim.config import SimConfig
 from greenroom.sim.world import World

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.rig.result import Run, options_of
 from greenroom.core.model import ModelId
-from greenroom.core.policy.coresidency.matrix import ByMatrix, Matrix
+from greenroom.core.policy.matrix import ByMatrix, Matrix
 
 GOALS = {"large_10_ready_us_max": 1000.0, "large_20_ready_us_max": 1000.0}
 LARGE, SMALL = (10, 6), (5, 6)

@@ -14,9 +14,9 @@ from itertools import groupby
 
 from greenroom.core.events import Limits
 from greenroom.core.model import ModelId
+from greenroom.core.policy import BUILT_IN
 from greenroom.core.policy.base import Policies, Turn
 from greenroom.core.policy.fifo import FirstCome
-from greenroom.core.policy.registry import BUILT_IN
 from greenroom.core.policy.swapper import Resident, Swapper
 from greenroom.core.queue.waitlist import Queue
 from greenroom.core.scheduler import Scheduler

@@ -12,9 +12,8 @@ from random import Random
 
 from greenroom.core.events import Limits
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need, TenantId
-from greenroom.core.policy.coresidency import Rules
-from greenroom.core.policy.coresidency.groups import Group
-from greenroom.core.policy.coresidency.matrix import Matrix
+from greenroom.core.policy.coresidency import Group, Rules
+from greenroom.core.policy.matrix import Matrix
 from greenroom.sim.config import SimConfig, SimModel, Timings
 
 HOST = DeviceId("host")

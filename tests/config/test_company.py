@@ -7,9 +7,9 @@ import pytest
 from greenroom.config.coresidency import rules_of
 from greenroom.config.problems import problems
 from greenroom.core.model import ModelId
-from greenroom.core.policy.coresidency import families
-from greenroom.core.policy.coresidency.groups import Group
-from greenroom.core.policy.coresidency.matrix import Matrix
+from greenroom.core.policy import matrix
+from greenroom.core.policy.coresidency import Group
+from greenroom.core.policy.matrix import Matrix
 
 from .conftest import Complaints, Loads
 
@@ -156,7 +156,7 @@ def test_sets_in_a_circle_are_refused(complaints: Complaints) -> None:
 
 
 def test_sets_that_are_too_much_together_are_refused(complaints: Complaints, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "NODES_MAX", 2)
+    monkeypatch.setattr(matrix, "NODES_MAX", 2)
     told = matrix_complaints(complaints, "sets:\n        s: qwen\n        t: +s")
     assert told == ["7: sets.t: character 1: the sets have more than 2 parts together"]
 

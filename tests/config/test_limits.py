@@ -10,7 +10,7 @@ from greenroom.config.limits import limits_of
 from greenroom.config.schema import Config, Scheduler
 from greenroom.core.events import Limits
 from greenroom.core.model import ModelId, TenantId
-from greenroom.core.policy.coresidency.groups import Group
+from greenroom.core.policy.coresidency import Group
 
 from .conftest import Loads
 

@@ -9,10 +9,10 @@ import pytest
 from greenroom.config import limits
 from greenroom.config.limits import Named
 from greenroom.core.events import ConfigChanged, Limits
+from greenroom.core.policy import BUILT_IN, SWAPPERS, SwapperFactory
 from greenroom.core.policy.base import PolicyFactory
 from greenroom.core.policy.default import ByCost
 from greenroom.core.policy.fifo import FirstCome
-from greenroom.core.policy.registry import BUILT_IN, SWAPPERS, SwapperFactory
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import ConfigError
 from tests.core.world import Recorder

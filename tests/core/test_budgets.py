@@ -6,8 +6,8 @@ import pytest
 
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Timer, TimerKind
+from greenroom.core.explain import TRY_AGAIN_S
 from greenroom.core.model import ModelId, Tier
-from greenroom.core.scheduler import TRY_AGAIN_S
 
 from .world import Fate, World, model
 

@@ -6,7 +6,7 @@ import pytest
 
 from greenroom.core.events import Limits
 from greenroom.core.model import DeviceId, ModelId, MoveKind, Need
-from greenroom.core.policy.coresidency.groups import Group
+from greenroom.core.policy.coresidency import Group
 
 from .test_memory import victims
 from .test_order import ready

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from greenroom.core.events import Limits
 from greenroom.core.model import TenantId
-from greenroom.core.queue import fairness
-from greenroom.core.queue.fairness import WEIGHT_MIN, Accounts
+from greenroom.core.queue.waiter import SWEEP_MIN, WEIGHT_MIN, Accounts
 
 from .test_order import ready
 from .world import Fate, World, model
@@ -152,12 +151,11 @@ def test_an_account_is_not_forgotten_while_its_tenant_is_active() -> None:
     assert accounts.served_s(A) == 1.0
 
 
-def test_tenants_that_come_once_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fairness, "IDLE_MAX", 50)
-    accounts = Accounts()
+def test_tenants_that_come_once_are_not_remembered_for_ever() -> None:
+    accounts = Accounts(idle_max=50)
     for number in range(1_000):
         served(accounts, TenantId(f"once-{number}"), 1.0 + number % 7)
-        assert len(accounts) <= 2 * 50 + fairness.SWEEP_MIN
+        assert len(accounts) <= 2 * 50 + SWEEP_MIN
     assert accounts.served_s(A) == accounts.level_s > 0.0
 
 

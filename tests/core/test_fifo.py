@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from greenroom.core.events import Limits
 from greenroom.core.model import ModelId, RequestId, Tier
-from greenroom.core.policy.registry import make_policy
+from greenroom.core.policy import make_policy
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 
 from .test_order import ready

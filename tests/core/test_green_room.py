@@ -132,7 +132,7 @@ def test_a_choice_that_waits_for_the_green_room_comes_when_another_turns_out_sma
     assert world.kinds() == ["prepare a", "prepare b"]
 
 
-def test_on_stage_it_keeps_no_less_than_its_copy_takes() -> None:
+def test_when_ready_it_keeps_no_less_than_its_copy_takes() -> None:
     """Planned with less on stage than asleep: what is spared asleep lowers that too, never below the copy itself."""
     world = World([model("a", 2_000, host_mib=1_800, asleep=Need(0, 2_000))], DEVICES)
     world.engines["a"].seen_asleep = {HOST: 1_500}

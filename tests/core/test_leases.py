@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from greenroom.core import events as ev
 from greenroom.core.effects import RejectCode
-from greenroom.core.leases import name_of
-from greenroom.core.model import NO_TENANT, DeviceId, LeaseId, MoveKind, Need, Outcome, RequestId
+from greenroom.core.model import NO_TENANT, DeviceId, LeaseId, MoveKind, Need, Outcome, RequestId, lease_name
 
 from .test_memory import victims
 from .test_order import ready
@@ -164,7 +163,7 @@ def test_a_lease_that_gives_up_is_told_so() -> None:
     world.ask_lease("train", 6_000, within_s=5.0)
     world.run()
     assert world.code("train") is RejectCode.EXPIRED
-    assert name_of(LeaseId("train")) not in world.scheduler.state.leases
+    assert lease_name(LeaseId("train")) not in world.scheduler.state.leases
 
 
 def test_a_lease_that_no_longer_waits_gives_back_what_it_was_promised() -> None:
@@ -216,9 +215,9 @@ def test_the_end_of_a_request_does_not_end_a_lease_of_that_id() -> None:
 def test_nobody_can_ask_for_a_lease_as_if_it_were_a_model() -> None:
     world = World([])
     world.ask_lease("x", 1_000)
-    world.arrive("r", name_of(LeaseId("x")))
-    world.ask("o", MoveKind.UNLOAD, name_of(LeaseId("x")))
-    world.ask("p", MoveKind.LOAD, name_of(LeaseId("x")))
+    world.arrive("r", lease_name(LeaseId("x")))
+    world.ask("o", MoveKind.UNLOAD, lease_name(LeaseId("x")))
+    world.ask("p", MoveKind.LOAD, lease_name(LeaseId("x")))
     assert world.code("r") is RejectCode.UNKNOWN_MODEL
     assert {outcome.value for outcome in world.ops.values() if outcome} == {"unknown_model"}
 

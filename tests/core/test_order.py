@@ -8,9 +8,9 @@ from greenroom.core import events as ev
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits, Timer, TimerKind
 from greenroom.core.model import DeviceId, RequestId, Tier
+from greenroom.core.policy import BUILT_IN, SWAPPERS
 from greenroom.core.policy.base import Turn
 from greenroom.core.policy.fifo import FirstCome
-from greenroom.core.policy.registry import BUILT_IN, SWAPPERS
 from greenroom.core.policy.swapper import ByMemory, Eviction, Resident, Target
 from greenroom.core.queue.waitlist import Waiter
 

@@ -30,9 +30,8 @@ from greenroom.core.model import (
     TenantId,
     Tier,
 )
-from greenroom.core.policy.coresidency import Rules
-from greenroom.core.policy.coresidency.groups import Group
-from greenroom.core.policy.coresidency.matrix import Matrix
+from greenroom.core.policy.coresidency import Group, Rules
+from greenroom.core.policy.matrix import Matrix
 from greenroom.core.queue.waitlist import WaiterKind
 
 from .world import HOST, Call, Fate, World, gpu, host, model, picture

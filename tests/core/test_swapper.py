@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from greenroom.core.events import Limits
 from greenroom.core.model import Claim, DeviceId, ModelId, Need, SlotId, Tier
-from greenroom.core.policy.coresidency import coresidency_under
-from greenroom.core.policy.coresidency.groups import Group
-from greenroom.core.policy.coresidency.matrix import Matrix
+from greenroom.core.policy.coresidency import Group, coresidency_under
+from greenroom.core.policy.matrix import Matrix
 from greenroom.core.policy.swapper import EXACT_MAX, ByMemory, Eviction, Resident, Target
 
 from .test_order import ready
@@ -268,26 +267,26 @@ A, B, NEW = ModelId("a"), ModelId("b"), ModelId("new")
 PAIR = (Group("turns", (NEW, A), swap=True, exclusive=False), Group("free", (B,), exclusive=False))
 
 
-def in_company(residents: Sequence[Resident], room: int, target: Target) -> list[str] | None:
+def in_coresidency(residents: Sequence[Resident], room: int, target: Target) -> list[str] | None:
     found = ByMemory(coresidency_under(PAIR)).eviction_for(target, residents, {G0: room})
     return None if found is None else [str(one.model) for one in found.victims]
 
 
 def test_those_whom_the_rules_send_away_leave_though_there_is_room() -> None:
-    assert in_company([there("a", 2_000), there("b", 2_000)], 9_000, wanting(2_000)) == ["a"]
+    assert in_coresidency([there("a", 2_000), there("b", 2_000)], 9_000, wanting(2_000)) == ["a"]
 
 
 def test_what_they_give_counts_and_others_leave_only_for_what_is_still_missing() -> None:
-    assert in_company([there("a", 2_000), there("b", 2_000, loss=0.0)], 0, wanting(2_000)) == ["a"]
-    assert in_company([there("a", 2_000), there("b", 2_000, loss=0.0)], 0, wanting(3_000)) == ["a", "b"]
+    assert in_coresidency([there("a", 2_000), there("b", 2_000, loss=0.0)], 0, wanting(2_000)) == ["a"]
+    assert in_coresidency([there("a", 2_000), there("b", 2_000, loss=0.0)], 0, wanting(3_000)) == ["a", "b"]
 
 
 def test_the_newcomer_cannot_come_while_somebody_must_leave_who_cannot() -> None:
-    assert in_company([there("a", 2_000, fixed=True)], 9_000, wanting(2_000)) is None
+    assert in_coresidency([there("a", 2_000, fixed=True)], 9_000, wanting(2_000)) is None
 
 
 def test_another_slot_of_the_newcomer_is_no_company() -> None:
-    assert in_company([there("new", 2_000), there("b", 2_000)], 9_000, wanting(2_000)) == []
+    assert in_coresidency([there("new", 2_000), there("b", 2_000)], 9_000, wanting(2_000)) == []
 
 
 @pytest.mark.parametrize(("sets", "leaving"), [("new & b", ["a"]), ("new & a | b", ["b"]), ("a | b", ["a", "b"])])
@@ -299,13 +298,13 @@ def test_a_matrix_is_kept_too(sets: str, leaving: list[str]) -> None:
 
 def test_rules_concern_neither_leases_nor_those_who_sleep() -> None:
     """A lease is another program's memory; who is asleep is not on stage, and who comes to sleep will not be."""
-    asleep = replace(there("a", 500), on_stage=False)
-    assert in_company([asleep, there("b", 500)], 9_000, wanting(1_000)) == []
-    assert in_company([replace(asleep, is_fixed=True)], 9_000, wanting(1_000)) == []
-    assert in_company([there("a", 500)], 9_000, replace(wanting(1_000), on_stage=False)) == []
+    asleep = replace(there("a", 500), counts_as_ready=False)
+    assert in_coresidency([asleep, there("b", 500)], 9_000, wanting(1_000)) == []
+    assert in_coresidency([replace(asleep, is_fixed=True)], 9_000, wanting(1_000)) == []
+    assert in_coresidency([there("a", 500)], 9_000, replace(wanting(1_000), will_be_ready=False)) == []
 
 
-def test_models_that_take_turns_sleep_while_the_other_is_on_stage() -> None:
+def test_models_that_take_turns_sleep_while_the_other_is_ready() -> None:
     turns = (Group("turns", (A, B)),)
     specs = [model(name, 2_000, asleep=Need(0, 1_000)) for name in ("a", "b")]
     world = World(specs, devices=(gpu(0, 8_000), host(8_000)), limits=Limits(company=turns))

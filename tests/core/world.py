@@ -39,8 +39,8 @@ from greenroom.core.model import (
     TenantId,
     Tier,
 )
+from greenroom.core.policy import BUILT_IN, SWAPPERS, Swappers
 from greenroom.core.policy.base import Policies
-from greenroom.core.policy.registry import BUILT_IN, SWAPPERS, Swappers
 from greenroom.core.queue.waitlist import Queue
 from greenroom.core.scheduler import Scheduler
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from greenroom.core.effects import RejectCode, Rejection, because
-from greenroom.core.leases import name_of
-from greenroom.core.model import LeaseId, ModelId, Move, MoveId, MoveKind, Outcome, SlotId
+from greenroom.core.model import LeaseId, ModelId, Move, MoveId, MoveKind, Outcome, SlotId, lease_name
 from greenroom.runtime.observer import DECISIONS_MAX, Observer
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Gauges, Metrics
@@ -51,7 +50,7 @@ def test_abort_says_whose_move_it_ends() -> None:
 
 
 def test_a_lease_is_called_by_its_own_name_wherever_it_is_told_of() -> None:
-    observer, lease = Observer(Hub(), Metrics()), name_of(LeaseId("lease:train"))
+    observer, lease = Observer(Hub(), Metrics()), lease_name(LeaseId("lease:train"))
     observer.moving(unload(1), because("evicted", for_model=lease, for_request="lease:train"))
     observer.rejected("lease:train", Rejection(RejectCode.TOO_LARGE, lease), because("too_large"))
     evicted, rejected = observer.decisions

@@ -14,10 +14,10 @@ from greenroom.config.reader import Problem, Where
 from greenroom.config.scheduler_section import Company, Group, Matrix
 from greenroom.core.model import ModelId
 from greenroom.core.policy import coresidency as core
-from greenroom.core.policy.coresidency.groups import Group as CoreGroup
-from greenroom.core.policy.coresidency.language import Expression, Mistake, Name, Reference, is_name, leaves, parse
-from greenroom.core.policy.coresidency.matrix import ByMatrix
-from greenroom.core.policy.coresidency.matrix import Matrix as CoreMatrix
+from greenroom.core.policy.coresidency import Group as CoreGroup
+from greenroom.core.policy.language import Expression, Mistake, Name, Reference, is_name, leaves, parse
+from greenroom.core.policy.matrix import ByMatrix
+from greenroom.core.policy.matrix import Matrix as CoreMatrix
 
 
 def rules_of(company: Company | None) -> core.Rules | None:

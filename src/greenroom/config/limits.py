@@ -14,8 +14,8 @@ from greenroom.config.coresidency import rules_of
 from greenroom.config.schema import Config, Model, StayWarm
 from greenroom.core.events import Limits
 from greenroom.core.model import TenantId
+from greenroom.core.policy import BUILT_IN, SWAPPERS, SwapperFactory, make_policy
 from greenroom.core.policy.base import PolicyFactory
-from greenroom.core.policy.registry import BUILT_IN, SWAPPERS, SwapperFactory, make_policy
 from greenroom.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ from greenroom.core.decide.decision import Refuse
 from greenroom.core.effects import RejectCode, because
 from greenroom.core.events import ConfigChanged, Limits, Timer, TimerKind
 from greenroom.core.model import ModelId, ModelSpec, Need, Tier
+from greenroom.core.policy import Swappers, make_policy
 from greenroom.core.policy.base import Pacing, Policies
-from greenroom.core.policy.registry import Swappers, make_policy
 from greenroom.core.slots import SlotWriter
 from greenroom.core.state import ModelRecord, State
 

@@ -23,6 +23,15 @@ LeaseId = NewType("LeaseId", str)
 
 NO_TENANT = TenantId("")
 
+
+def lease_name(lease: LeaseId) -> ModelId:
+    """The name of a lease in queues, slots and reasons, where a model would have its id.
+
+    It begins with a space, which no configured model id does, so the two never collide.
+    """
+    return ModelId(f" lease:{lease}")
+
+
 # MiB per device. Treated as immutable everywhere; keys are kept sorted so that nothing depends on hash order.
 Claim = Mapping[DeviceId, int]
 NO_CLAIM: Claim = {}

@@ -14,21 +14,28 @@ from typing import Any
 from greenroom.core import events as ev
 from greenroom.core.apply import Actions
 from greenroom.core.configuration import Configuration
-from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait, WaitReason, decide
+from greenroom.core.decide.decision import Plan, Refuse, Swap, Wait, WaitReason, refusal
 from greenroom.core.decide.placement import Places
-from greenroom.core.effects import Effects, RejectCode, because
-from greenroom.core.explain import Explanation, explanation
-from greenroom.core.leases import Leases
-from greenroom.core.model import ModelId, RequestId, Slot, Tier
+from greenroom.core.effects import BUDGET_OVER, Effects, RejectCode, because
+from greenroom.core.explain import (
+    Explanation,
+    Outlook,
+    called_off,
+    eta_s,
+    explanation,
+    outlook,
+    plan_for,
+    too_late,
+    waiter_for,
+)
+from greenroom.core.model import ModelId, ModelSpec, RequestId, Slot, SlotId, Tier, lease_name
 from greenroom.core.moves import Moves
+from greenroom.core.policy import BUILT_IN, SWAPPERS, Swappers, make_policy
 from greenroom.core.policy.base import Policies
-from greenroom.core.policy.registry import BUILT_IN, SWAPPERS, Swappers, make_policy
-from greenroom.core.queue.outlook import Outlook, eta_s, outlook
-from greenroom.core.queue.rounds import LOOK_SOON_S, Rounds
+from greenroom.core.queue.rounds import Rounds
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.slots import SlotWriter
-from greenroom.core.state import Grant, State, learn
-from greenroom.core.timers import Timers
+from greenroom.core.state import Grant, LeaseRecord, ModelRecord, State, learn
 from greenroom.core.view import SchedulerView
 
 
@@ -44,8 +51,8 @@ class Dirty(Enum):
     ALL = "all"
 
 
-# How often one request over budget is let through to re-measure.
-TRY_AGAIN_S = 60.0
+# The number of a request that is only asked about: it would come after all others.
+_LAST = 2**62
 
 
 class Scheduler:
@@ -58,8 +65,6 @@ class Scheduler:
         self._rounds = Rounds(self.state, self._slots, self._act, self._places)
         configuration = Configuration(self.state, self._slots, self._act, policies, swappers)
         moves = Moves(self.state, effects, self._slots, self._act)
-        leases = Leases(self.state, self._act)
-        timers = Timers(self.state, self._slots, self._act)
         self._of_requests: dict[type[Any], Callable[[Any], Dirty | Slot]] = {
             ev.RequestArrived: self._on_request_arrived,
             ev.RequestGone: self._on_request_gone,
@@ -71,9 +76,9 @@ class Scheduler:
             ev.MoveDone: moves.done,
             ev.SlotsLost: moves.lost,
             ev.MemoryChanged: self._on_memory_changed,
-            ev.LeaseAsked: leases.asked,
-            ev.LeaseGone: leases.gone,
-            ev.TimerFired: timers.fired,
+            ev.LeaseAsked: self._on_lease_asked,
+            ev.LeaseGone: self._on_lease_gone,
+            ev.TimerFired: self._on_timer_fired,
             ev.ShutdownAsked: self._on_shutdown_asked,
         }
 
@@ -103,51 +108,28 @@ class Scheduler:
 
     def explain(self, arrival: ev.RequestArrived) -> Plan:
         """The plan if this request came now. Changes nothing."""
-        return self._plan_for(arrival, self._waiter(arrival, sequence=2**62), Places())
+        return plan_for(self.state, arrival, waiter_for(arrival, _LAST), Places())
 
     def explanation(self, arrival: ev.RequestArrived) -> Explanation:
         """The same in full: what it would wait behind, what it would evict and why, and how long it may take."""
-        waiter = self._waiter(arrival, sequence=2**62)
-        plan = self._plan_for(arrival, waiter, Places())
-        is_too_late = isinstance(plan, Swap) and self._too_late(arrival, waiter, plan.model) is not None
-        makes_way = isinstance(plan, Wait) and plan.why is not WaitReason.BUSY
-        called_off = self._called_off(arrival.priority, arrival.now) if makes_way else []
-        return explanation(self.state, waiter, plan, arrival.now, is_too_late, tuple(slot.model for slot in called_off))
+        return explanation(self.state, arrival, waiter_for(arrival, _LAST), Places())
 
     # --- requests -------------------------------------------------------------------------------------------------
-
-    def _waiter(self, event: ev.RequestArrived, sequence: int) -> Waiter:
-        give_up_at = event.give_up_at
-        if event.answer_by is not None:
-            give_up_at = event.answer_by if give_up_at is None else min(give_up_at, event.answer_by)
-        return Waiter(
-            event.request,
-            WaiterKind.REQUEST,
-            sequence,
-            event.candidates[0],
-            event.candidates,
-            event.priority,
-            event.now,
-            event.tenant,
-            give_up_at,
-            event.answer_by,
-            keep_alive_s=event.keep_alive_s,
-        )
 
     def _on_request_arrived(self, event: ev.RequestArrived) -> Dirty:
         state, now = self.state, event.now
         if state.knows(event.request):
             state.counters.ignored += 1
             return Dirty.NOTHING
-        waiter = self._waiter(event, state.next_number())
+        waiter = waiter_for(event, state.next_number())
         state.accounts.join(event.tenant)
         if record := state.models.get(waiter.model):
             record.warm_up(now, state.limits.recency_s)
-        plan = self._plan_for(event, waiter, self._places)
+        plan = plan_for(state, event, waiter, self._places)
         self._rounds.overtaken(self._act.carry_out(waiter, plan, now), now)
         if isinstance(plan, Swap):
             # The load belongs to the model: it proceeds even if this request cannot wait for it.
-            if late := self._too_late(event, waiter, plan.model):
+            if late := too_late(state, event, waiter, plan.model):
                 self._act.refuse(waiter, late)
             # Its victims may free more room than it takes.
             return Dirty.ALL
@@ -159,59 +141,10 @@ class Scheduler:
 
     def _make_way(self, priority: int, now: float) -> bool:
         """Call off plans of less urgent models that have not started. Their memory is planned anew."""
-        called_off = self._called_off(priority, now)
-        for slot in called_off:
+        slots = called_off(self.state, priority, now)
+        for slot in slots:
             self._slots.call_off(slot)
-        return bool(called_off)
-
-    def _called_off(self, priority: int, now: float) -> list[Slot]:
-        """Planned slots of less urgent models that are not late."""
-        state = self.state
-        promised = [state.slots[slot] for slot in state.ledger.promises]
-        return [
-            slot
-            for slot in promised
-            if slot.lease is None
-            and (queue := state.waitlist.queues.get(slot.model)) is not None
-            and state.pacing.gives_way(slot.last_priority, queue, priority, now)
-        ]
-
-    def _plan_for(self, event: ev.RequestArrived, waiter: Waiter, places: Places) -> Plan:
-        """The plan for a new request, or a refusal if the queue is full or its answer would come too late."""
-        state, plan = self.state, self._first_plan(waiter, event.now, places)
-        if isinstance(plan, Refuse) or (isinstance(plan, Serve) and event.answer_by is None):
-            return plan
-        if isinstance(plan, Serve):
-            # One request is let through now and then. Otherwise one slow answer would lock out all requests with a
-            # budget, because nothing new would be learned.
-            model = state.slots[plan.slot].model
-            is_known = event.now - state.models[model].tried_at < TRY_AGAIN_S
-            return (self._too_late(event, waiter, model) if is_known else None) or plan
-        if state.waitlist.depth >= state.limits.queue_depth_max:
-            return Refuse(RejectCode.QUEUE_FULL, max(1.0, state.avg_wait_s or 0.0))
-        # A request for a model that is neither ready nor loading stays queued even if it will be late: it causes the
-        # load.
-        is_begun = isinstance(plan, Join) or any(slot.is_serving for slot in state.slots_of(plan.model))
-        return (self._too_late(event, waiter, plan.model) if is_begun else None) or plan
-
-    def _first_plan(self, waiter: Waiter, now: float, places: Places) -> Plan:
-        waitlist, model = self.state.waitlist, waiter.model
-        can_wait = waitlist.has_many_models and model in waitlist.queues and len(waiter.candidates) == 1
-        if can_wait and self._rounds.is_away(model, now) and not self.state.shutting_down:
-            return Wait(WaitReason.MANY_MODELS, model, now + LOOK_SOON_S)
-        return decide(self.state, waiter, now, places)
-
-    def _too_late(self, event: ev.RequestArrived, waiter: Waiter, model: ModelId) -> Refuse | None:
-        """The refusal if the caller would give up before its answer begins, or the answer would exceed its budget."""
-        if event.answer_by is None and (event.patient or event.give_up_at is None):
-            return None
-        wait_s = eta_s(self.state, waiter, model, event.now)
-        if wait_s is None:
-            return None
-        begins, service_s = event.now + wait_s, self.state.models[model].service_s or 0.0
-        gives_up = not event.patient and event.give_up_at is not None and begins > event.give_up_at
-        over_budget = event.answer_by is not None and begins + service_s > event.answer_by
-        return Refuse(RejectCode.EXPIRED, wait_s) if gives_up or over_budget else None
+        return bool(slots)
 
     def _on_request_gone(self, event: ev.RequestGone) -> Dirty | Slot:
         waiter = self.state.waitlist.get(event.request)
@@ -278,6 +211,76 @@ class Scheduler:
             return Dirty.NOTHING if slot.is_serving else Dirty.GREEN_ROOM
         return Dirty.ALL if came_back or not slot.is_serving or state.waitlist.choosy else slot
 
+    # --- leases ---------------------------------------------------------------------------------------------------
+
+    def _on_lease_asked(self, event: ev.LeaseAsked) -> None:
+        """A lease has its own record and one waiter, and is ready as soon as its memory is free."""
+        state, name = self.state, lease_name(event.lease)
+        if state.knows(event.lease):
+            state.counters.ignored += 1
+            return
+        state.leases[name] = LeaseRecord(_spec_of(event), event.need)
+        number = state.next_number()
+        since = event.now if event.waits_since is None else event.waits_since
+        waiter = Waiter(
+            event.lease, WaiterKind.LEASE, number, name, (name,), event.priority, since, give_up_at=event.give_up_at
+        )
+        self._act.settle(waiter, event.now)
+
+    def _on_lease_gone(self, event: ev.LeaseGone) -> None:
+        """The holder has left, or no longer waits."""
+        name = lease_name(event.lease)
+        if name not in self.state.leases:
+            self.state.counters.ignored += 1
+            return
+        self._act.forget(event.lease)
+        self._act.end_lease(name)
+
+    # --- timers ---------------------------------------------------------------------------------------------------
+
+    def _on_timer_fired(self, event: ev.TimerFired) -> None:
+        """A timer that fires early is set again; late or twice is harmless."""
+        at = self.state.timers.pop(event.timer, None)
+        if at is None:
+            self.state.counters.ignored += 1
+        elif event.now < at:
+            self._slots.set_timer(event.timer, at, because("fired_early"))
+        else:
+            self._due(event.timer.kind, event.timer.subject, event.now)
+
+    def _due(self, kind: ev.TimerKind, subject: str, now: float) -> None:
+        """Timers are deleted with their subjects, so the subject of a timer that fires exists."""
+        match kind:
+            case ev.TimerKind.EXPIRE:
+                self._expire(subject, now)
+            case ev.TimerKind.RETRY:
+                self._retry(ModelId(subject), now)
+            case ev.TimerKind.GRACE:
+                slot = self.state.slots[SlotId(subject)]
+                self._slots.cut_all(slot, because("grace_over", model=slot.model))
+            case ev.TimerKind.BUDGET:
+                self._slots.cut(RequestId(subject), BUDGET_OVER)
+            case ev.TimerKind.IDLE:
+                self._slots.look_at_idle(self.state.slots[SlotId(subject)], now)
+            case _:
+                """ev.TimerKind.SWITCH: nothing to do here; a round follows every timer."""
+
+    def _expire(self, waiter_id: str, now: float) -> None:
+        state, waiter = self.state, self.state.waitlist[waiter_id]
+        record, eta = state.claimant(waiter.model), eta_s(state, waiter, waiter.model, now)
+        if any(slot.is_serving or slot.is_arriving for slot in state.slots_of(waiter.model)):
+            self._act.refuse(waiter, Refuse(RejectCode.EXPIRED, eta))
+        else:
+            # It has waited for memory: report how much is missing.
+            free = state.ledger.free_mib(frozenset())
+            self._act.refuse(waiter, refusal(state, RejectCode.EXPIRED, eta, record.spec, record.need, free))
+
+    def _retry(self, model: ModelId, now: float) -> None:
+        record = self.state.claimant(model)
+        record.retry_at, record.pausing = -inf, None
+        if isinstance(record, ModelRecord) and record.preload_again:
+            self._act.preload(model, now)
+
     # --- memory and the end ---------------------------------------------------------------------------------------
 
     def _on_memory_changed(self, event: ev.MemoryChanged) -> None:
@@ -341,3 +344,16 @@ class Scheduler:
         there = [slot for slot in self.state.slots.values() if slot.spec.id in queues and slot.is_serving]
         models = [slot.model for slot in there if slot.has_room or queues[slot.model].askers]
         return max([self._act.fill(model, now) for model in models], default=-inf)
+
+
+def _spec_of(event: ev.LeaseAsked) -> ModelSpec:
+    """The lease as a spec for placement and eviction. A lease that cannot be recalled is pinned."""
+    return ModelSpec(
+        lease_name(event.lease),
+        need=event.need,
+        devices=event.devices,
+        gpus=max(1, event.gpus),
+        priority=event.priority,
+        grace_s=event.grace_s,
+        pinned=not event.preemptible,
+    )

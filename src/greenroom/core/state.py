@@ -27,7 +27,7 @@ from greenroom.core.model import (
     Tier,
 )
 from greenroom.core.policy.base import Pacing, Policy
-from greenroom.core.queue.fairness import Accounts
+from greenroom.core.queue.waiter import Accounts
 from greenroom.core.queue.waitlist import Prices, Waiter, Waitlist
 
 # Estimate of a load before one was measured: a start-up time, then a GiB per second.
@@ -158,7 +158,7 @@ class State:
         self.pacing = Pacing(self.limits)
         self.ledger = Ledger()
         self.models: dict[ModelId, ModelRecord] = {}
-        # Leases by the name that `leases.name_of` gives them, which is never a model's id.
+        # Leases by the name that `lease_name` gives them, which is never a model's id.
         self.leases: dict[ModelId, LeaseRecord] = {}
         self.slots: dict[SlotId, Slot] = {}
         self.slots_by_model: dict[ModelId, list[Slot]] = {}

@@ -15,7 +15,6 @@ from greenroom.core.decide.green_room import Shortfall as Shortfall
 from greenroom.core.decide.placement import Mib, Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.events import Limits
-from greenroom.core.leases import name_of
 from greenroom.core.model import (
     Claim,
     Device,
@@ -33,13 +32,14 @@ from greenroom.core.model import (
     SlotId,
     TenantId,
     Tier,
+    lease_name,
 )
 from greenroom.core.queue.waiter import NO_PRIORITY
 from greenroom.core.queue.waitlist import WaiterKind
 from greenroom.core.state import ModelRecord, State
 
 # The prefix of a lease's name where the scheduler would name a model.
-LEASE_MARK = str(name_of(LeaseId("")))
+LEASE_MARK = str(lease_name(LeaseId("")))
 
 
 class HoldingFacts(Protocol):
@@ -263,7 +263,7 @@ class SchedulerView:
         return self._state.slots_of(model)
 
     def slots_of_lease(self, lease: LeaseId) -> Sequence[SlotFacts]:
-        return self._state.slots_of(name_of(lease))
+        return self._state.slots_of(lease_name(lease))
 
     def most_mib(self) -> dict[DeviceId, int]:
         """Usable memory per device if everything that may leave had left."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from greenroom.core.effects import Effects
 from greenroom.core.events import Learned, Limits
 from greenroom.core.model import Device, ModelId, ModelSpec, MoveKind
+from greenroom.core.policy import BUILT_IN, SWAPPERS, Swappers
 from greenroom.core.policy.base import Policies
-from greenroom.core.policy.registry import BUILT_IN, SWAPPERS, Swappers
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import ConfigError
 

@@ -18,7 +18,7 @@ from math import inf
 from multiprocessing import get_context
 from typing import Any
 
-from greenroom.core import events, ledger, model, state
+from greenroom.core import events, ledger, model, scheduler, state
 from greenroom.core.apply import Actions
 from greenroom.core.configuration import Configuration
 from greenroom.core.decide import placement, residents
@@ -26,11 +26,10 @@ from greenroom.core.effects import RejectCode
 from greenroom.core.moves import Moves
 from greenroom.core.policy import coordinator
 from greenroom.core.policy.default import ByCost
-from greenroom.core.queue import fairness
 from greenroom.core.queue.rounds import Rounds
+from greenroom.core.queue.waiter import WEIGHT_MIN, Accounts
 from greenroom.core.scheduler import Dirty, Scheduler
 from greenroom.core.slots import SlotWriter
-from greenroom.core.timers import Timers
 from tests.chaos.many import outcome
 from tests.chaos.play import Failure
 
@@ -154,27 +153,27 @@ def unfair_lift(original: Callable[..., Any]) -> Any:
     return lambda self, waiter, served_s, now: (waiter.priority, served_s, waiter.sequence)
 
 
-@planted(fairness.Accounts, "charge")
+@planted(Accounts, "charge")
 def service_not_charged(original: Callable[..., None]) -> Any:
     return nothing
 
 
-@planted(fairness.Accounts, "charge")
+@planted(Accounts, "charge")
 def weights_ignored(original: Callable[..., None]) -> Any:
-    def charge(self: fairness.Accounts, tenant: Any, slot_s: float) -> None:
-        original(self, tenant, slot_s * max(fairness.WEIGHT_MIN, self.weights.get(tenant, 1.0)))
+    def charge(self: Accounts, tenant: Any, slot_s: float) -> None:
+        original(self, tenant, slot_s * max(WEIGHT_MIN, self.weights.get(tenant, 1.0)))
 
     return charge
 
 
-@planted(Scheduler, "_plan_for")
+@planted(scheduler, "plan_for")
 def queue_without_bound(original: Callable[..., Any]) -> Any:
-    def plan_for(self: Scheduler, *asked: Any) -> Any:
-        limits, self.state.limits = self.state.limits, replace(self.state.limits, queue_depth_max=10**9)
+    def plan_for(its: state.State, *asked: Any) -> Any:
+        limits, its.limits = its.limits, replace(its.limits, queue_depth_max=10**9)
         try:
-            return original(self, *asked)
+            return original(its, *asked)
         finally:
-            self.state.limits = limits
+            its.limits = limits
 
     return plan_for
 
@@ -187,9 +186,9 @@ def bound_broken(original: Callable[..., float]) -> Any:
     return lambda self, queue, resident, now: inf if resident.is_busy else original(self, queue, resident, now)
 
 
-@planted(residents, "_passed_since")
+@planted(residents, "passed_since")
 def overtakes_without_bound(original: Callable[..., float]) -> Any:
-    return lambda slot: -inf
+    return lambda recent: -inf
 
 
 @planted(Rounds, "bring")
@@ -371,10 +370,10 @@ def back_off_never_ends(original: Callable[..., None]) -> Any:
     return count_failure
 
 
-@planted(Timers, "_retry")
+@planted(Scheduler, "_retry")
 def back_off_comes_back_with_the_clock(original: Callable[..., None]) -> Any:
-    def retry(self: Timers, model: model.ModelId, now: float) -> None:
-        record = self._state.models[model]
+    def retry(self: Scheduler, model: model.ModelId, now: float) -> None:
+        record = self.state.models[model]
         retry_at = record.retry_at
         original(self, model, now)
         record.retry_at = retry_at

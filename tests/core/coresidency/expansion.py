@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from greenroom.core.model import ModelId
-from greenroom.core.policy.coresidency.language import AllOf, AnyOf, Expression, Name, leaves, parse
-from greenroom.core.policy.coresidency.matrix import COST_DEFAULT, Matrix
+from greenroom.core.policy.language import AllOf, AnyOf, Expression, Name, leaves, parse
+from greenroom.core.policy.matrix import COST_DEFAULT, Matrix
 
 
 def companies(spec: Matrix, expression: Expression, definitions: Mapping[str, Expression]) -> set[frozenset[ModelId]]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from greenroom.core.model import ModelId
-from greenroom.core.policy.coresidency import coresidency_under
-from greenroom.core.policy.coresidency.groups import ByGroup, Group
+from greenroom.core.policy.coresidency import ByGroup, Group, coresidency_under
 
 
 def ids(names: str) -> tuple[ModelId, ...]:
@@ -18,7 +17,7 @@ def leavers(company: ByGroup, newcomer: str, present: str, staying: str = "") ->
     return None if answer is None else set(answer)
 
 
-def test_without_groups_one_model_is_on_stage_at_a_time() -> None:
+def test_without_groups_one_model_is_ready_at_a_time() -> None:
     assert leavers(ByGroup(()), "a", "b c") == {"b", "c"}
 
 

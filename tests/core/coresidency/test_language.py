@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greenroom.core.policy.coresidency.language import (
+from greenroom.core.policy.language import (
     DEPTH_MAX,
     EXPRESSION_CHARS_MAX,
     AnyOf,

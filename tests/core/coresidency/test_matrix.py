@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greenroom.core.model import ModelId
-from greenroom.core.policy.coresidency import coresidency_under, families
-from greenroom.core.policy.coresidency import matrix as matrix_module
-from greenroom.core.policy.coresidency.language import Mistake
-from greenroom.core.policy.coresidency.matrix import ByMatrix, Matrix
+from greenroom.core.policy import matrix as matrix_module
+from greenroom.core.policy.coresidency import coresidency_under
+from greenroom.core.policy.language import Mistake
+from greenroom.core.policy.matrix import ByMatrix, Matrix
 
 from .expansion import Expansion
 
@@ -141,7 +141,7 @@ def test_set_defined_twice_is_a_mistake() -> None:
 
 
 def test_sets_that_are_too_much_together_are_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "NODES_MAX", 6)
+    monkeypatch.setattr(matrix_module, "NODES_MAX", 6)
     assert by({"s0": "a", "s1": "+s0", "s2": "+s1"})
     with pytest.raises(Mistake, match="set s3, character 1: the sets have more than 6 parts together"):
         by({"s0": "a", "s1": "+s0", "s2": "+s1", "s3": "+s2"})
@@ -210,9 +210,9 @@ def test_order_of_those_present_does_not_matter(
 @settings(deadline=None)
 @given(matrices(), one_model, present_models, some_models, st.integers(1, 3))
 def test_answer_found_with_few_companies_kept_is_still_allowed(
-    spec: Matrix, newcomer: ModelId, present: list[ModelId], staying: frozenset[ModelId], companies_max: int
+    spec: Matrix, newcomer: ModelId, present: list[ModelId], staying: frozenset[ModelId], combinations_max: int
 ) -> None:
-    answer = ByMatrix(spec, companies_max).leavers(newcomer, present, staying)
+    answer = ByMatrix(spec, combinations_max).leavers(newcomer, present, staying)
     if answer is None:
         # Only somebody who has to stay can be in the way of a newcomer.
         assert staying & (set(present) - {newcomer})

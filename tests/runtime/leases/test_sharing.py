@@ -22,7 +22,7 @@ from greenroom.core.model import (
     Slot,
     SlotId,
 )
-from greenroom.core.policy.registry import make_policy
+from greenroom.core.policy import make_policy
 from greenroom.core.state import ModelRecord, State
 from greenroom.core.view import SchedulerView
 from greenroom.errors import StoreDown

@@ -221,7 +221,7 @@ def hosted(folder: Path, **keys: Any) -> Subject:
     return subject(path=str(folder), **keys)
 
 
-def test_a_hosted_model_needs_its_weights_twice_on_stage_and_once_asleep(tmp_path: Path) -> None:
+def test_a_hosted_model_needs_its_weights_twice_when_ready_and_once_asleep(tmp_path: Path) -> None:
     needs, one = needs_in(), hosted(tmp_path)
     need, asleep = needs.need_of(one)[0], needs.asleep_of(one)
     assert asleep is not None and asleep.gpu_mib == 0 and asleep.host_mib >= 64

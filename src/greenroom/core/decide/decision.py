@@ -141,6 +141,18 @@ def _decide_for(
     return _decide_swap(state, waiter, record, asleep, residents or Residents(state, now, places), now)
 
 
+def is_away(state: State, model: ModelId, now: float) -> bool:
+    """True if it is neither ready, moving, planned, leaving nor pausing: a round may bring it."""
+    record, slots = state.claimant(model), state.slots_by_model.get(model)
+    if record.pausing is not None and now < record.retry_at:
+        return False
+    for slot in slots or ():
+        is_somewhere = slot.move is not None or slot.planned is not None or slot.is_serving or slot.is_going
+        if is_somewhere and slot.spec.revision == record.spec.revision and not slot.lost:
+            return False
+    return True
+
+
 def _decide_ready(waiter: Waiter, model: ModelId, serving: list[Slot]) -> Plan:
     # An operator's load only asks that the model be ready.
     if waiter.kind in (WaiterKind.OP, WaiterKind.PRELOAD):
@@ -187,10 +199,10 @@ def _decide_swap(
         return Wait(WaitReason.KEPT_FOR_OTHERS, spec.id, behind=state.keepers(ways[0].on, spec.id))
     if kind is MoveKind.PREPARE and not green_room.can_take(state, open_ways[0].wants):
         return Wait(WaitReason.GREEN_ROOM, spec.id)
-    on_stage = kind is not MoveKind.PREPARE and waiter.kind is not WaiterKind.LEASE
+    will_be_ready = kind is not MoveKind.PREPARE and waiter.kind is not WaiterKind.LEASE
     queue = _queue(state, waiter, spec.id)
     urgency = _urgency(waiter, queue)
-    target = Target(spec.id, tuple(way.wants for way in open_ways), urgency.priority, on_stage)
+    target = Target(spec.id, tuple(way.wants for way in open_ways), urgency.priority, will_be_ready)
     eviction, until = _eviction(state, queue, urgency, target, asleep, residents, now)
     if eviction is None:
         return Wait(WaitReason.NO_ROOM, spec.id, until, frozenset().union(*(way.on for way in open_ways)))
@@ -298,7 +310,7 @@ def _askable(
         if resident.cannot_leave:
             found.append(resident)
             continue
-        if by_policy and resident.on_stage:
+        if by_policy and resident.counts_as_ready:
             at = takes_at(queue, resident, now)
         else:
             at = _askable_at(state, urgency, queue, resident, now)

@@ -120,11 +120,11 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
     model, held = spec.id, state.ledger.held_by(slot.id)
     # A lease is recalled; its answers are not waited for.
     is_busy = lease is None and bool(in_flight)
-    on_stage = lease is None and (tier is Tier.READY or slot.is_arriving)
+    is_ready = lease is None and (tier is Tier.READY or slot.is_arriving)
     if spec.pinned or slot.move is not None or slot.planned is not None:
         # The cost of its leaving is never asked for. With many waiting models most residents are like this.
         return Resident(
-            slot.id, model, held, Tier.COLD, slot.last_priority, slot.last_used, is_busy, True, True, on_stage
+            slot.id, model, held, Tier.COLD, slot.last_priority, slot.last_used, is_busy, True, True, is_ready
         )
     # It sleeps only if the memory for the move is free and the green room has a place for it.
     could_sleep = may_sleep and tier is Tier.READY and slot.can_sleep
@@ -142,7 +142,7 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
         is_busy,
         False,
         False,
-        on_stage,
+        is_ready,
         slot.ready_since,
         slot.stays_until,
         slot.batch_until,

@@ -1,7 +1,10 @@
 """Rules that can be replaced: the order of the queue, the choice of evictions, which models may be ready together.
 
-The names exported here are all that a policy or swapper of another package needs. They are stable.
+The names here are all that a policy or swapper of another package needs. They are stable. `make_policy` combines those
+that a configuration names.
 """
+
+from collections.abc import Callable, Mapping
 
 from greenroom.core.events import Limits as Limits
 from greenroom.core.model import Claim as Claim
@@ -15,13 +18,9 @@ from greenroom.core.policy.base import PolicyFactory as PolicyFactory
 from greenroom.core.policy.base import Turn as Turn
 from greenroom.core.policy.coordinator import Coordinator as Coordinator
 from greenroom.core.policy.coresidency import Coresidency as Coresidency
+from greenroom.core.policy.coresidency import coresidency_under
 from greenroom.core.policy.default import ByCost as ByCost
 from greenroom.core.policy.fifo import FirstCome as FirstCome
-from greenroom.core.policy.registry import BUILT_IN as BUILT_IN
-from greenroom.core.policy.registry import SWAPPERS as SWAPPERS
-from greenroom.core.policy.registry import SwapperFactory as SwapperFactory
-from greenroom.core.policy.registry import Swappers as Swappers
-from greenroom.core.policy.registry import make_policy as make_policy
 from greenroom.core.policy.swapper import ByMemory as ByMemory
 from greenroom.core.policy.swapper import Eviction as Eviction
 from greenroom.core.policy.swapper import Resident as Resident
@@ -31,3 +30,16 @@ from greenroom.core.queue.waitlist import PriorityClass as PriorityClass
 from greenroom.core.queue.waitlist import Queue as Queue
 from greenroom.core.queue.waitlist import Waiter as Waiter
 from greenroom.core.queue.waitlist import WaiterKind as WaiterKind
+
+# Called with the coresidency rules of the configuration, or None.
+SwapperFactory = Callable[[Coresidency | None], Swapper]
+Swappers = Mapping[str, SwapperFactory]
+
+BUILT_IN: Mapping[str, PolicyFactory] = {"default": ByCost, "fifo": FirstCome}
+SWAPPERS: Mapping[str, SwapperFactory] = {"memory": ByMemory, "coordinator": Coordinator}
+
+
+def make_policy(limits: Limits, policies: Policies = BUILT_IN, swappers: Swappers = SWAPPERS) -> Policy:
+    """The policy that these limits name, with the swapper that they name."""
+    coresidency = None if limits.company is None else coresidency_under(limits.company)
+    return policies[limits.policy](limits, swappers[limits.swapper](coresidency))

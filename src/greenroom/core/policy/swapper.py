@@ -26,7 +26,7 @@ class Target:
     model: ModelId
     options: tuple[Claim, ...]
     priority: int
-    on_stage: bool = True  # False if coresidency rules do not apply: leases, and models that come to sleep
+    will_be_ready: bool = True  # False for leases and models that come to sleep: coresidency rules do not apply
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class Resident:
     is_busy: bool  # answering
     is_fixed: bool  # pinned, moving, planned, or not to be evicted yet
     cannot_leave: bool = False  # pinned, moving or planned
-    on_stage: bool = True  # False for leases and sleepers
+    counts_as_ready: bool = True  # a model that is ready or arriving; False for leases and sleepers
     ready_since: float = 0.0
     stays_until: float = 0.0  # its minimum residency
     batch_until: float = 0.0  # the end of its batch, while others wait
@@ -70,7 +70,7 @@ class Resident:
             self.is_busy,
             True,
             self.cannot_leave,
-            self.on_stage,
+            self.counts_as_ready,
             self.ready_since,
             self.stays_until,
             self.batch_until,
@@ -110,8 +110,8 @@ class Swapper(Protocol):
 class ByMemory:
     """Idle residents before busy ones, less urgent before more urgent ones; among them the smallest loss."""
 
-    def __init__(self, company: Coresidency | None = None) -> None:
-        self._company = company
+    def __init__(self, coresidency: Coresidency | None = None) -> None:
+        self._coresidency = coresidency
 
     def eviction_for(
         self, target: Target, residents: Sequence[Resident], room_mib: Mapping[DeviceId, int]
@@ -121,7 +121,7 @@ class ByMemory:
             return None
         willing = [resident for resident in residents if not resident.is_fixed and resident not in must]
         # Devices where a resident that falls asleep takes memory.
-        beds = {
+        sleeper_devices = {
             device
             for resident in residents
             if resident.leaves_to is Tier.ASLEEP
@@ -131,19 +131,19 @@ class ByMemory:
         found = [
             (_badness(victims, target, claim, room_mib), Eviction(claim, victims))
             for claim in target.options
-            if (victims := _victims(target, claim, willing, beds, must, room_mib)) is not None
+            if (victims := _victims(target, claim, willing, sleeper_devices, must, room_mib)) is not None
         ]
         return min(found, key=lambda pair: pair[0])[1] if found else None
 
     def _must_leave(self, target: Target, residents: Sequence[Resident]) -> tuple[Resident, ...] | None:
         """Residents that the coresidency rules evict; None if one of them cannot leave."""
-        if self._company is None or not target.on_stage:
+        if self._coresidency is None or not target.will_be_ready:
             return ()
-        on_stage = [resident for resident in residents if resident.on_stage]
-        present = sorted({resident.model for resident in on_stage} - {target.model})
-        staying = frozenset(resident.model for resident in on_stage if resident.is_fixed)
-        leavers = self._company.leavers(target.model, present, staying)
-        return None if leavers is None else tuple(one for one in on_stage if one.model in leavers)
+        ready = [resident for resident in residents if resident.counts_as_ready]
+        present = sorted({resident.model for resident in ready} - {target.model})
+        staying = frozenset(resident.model for resident in ready if resident.is_fixed)
+        leavers = self._coresidency.leavers(target.model, present, staying)
+        return None if leavers is None else tuple(one for one in ready if one.model in leavers)
 
 
 def _level(resident: Resident, target: Target) -> tuple[bool, int]:
@@ -165,7 +165,7 @@ def _victims(
     target: Target,
     claim: Claim,
     willing: Sequence[Resident],
-    beds: Set[DeviceId],
+    sleeper_devices: Set[DeviceId],
     must: tuple[Resident, ...],
     room_mib: Mapping[DeviceId, int],
 ) -> tuple[Resident, ...] | None:
@@ -178,7 +178,7 @@ def _victims(
     if not willing:
         return None
     # Where memory is missing, or will be once a resident falls asleep there.
-    short = [device for device, mib in lacking.items() if mib > 0 or device in beds]
+    short = [device for device, mib in lacking.items() if mib > 0 or device in sleeper_devices]
     useful = [one for one in willing if any(one.gives_mib.get(device, 0) > 0 for device in short)]
     for level in sorted({_level(resident, target) for resident in useful}):
         allowed = [resident for resident in useful if _level(resident, target) <= level]

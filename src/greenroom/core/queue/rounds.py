@@ -10,7 +10,7 @@ from math import inf
 
 from greenroom.core import events as ev
 from greenroom.core.apply import Actions
-from greenroom.core.decide.decision import Plan, Swap, Wait, decide
+from greenroom.core.decide.decision import Plan, Swap, Wait, decide, is_away
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import because
@@ -21,12 +21,10 @@ from greenroom.core.slots import SlotWriter
 from greenroom.core.state import State
 
 # How many models one round asks for in order of rank, and how many more that might fit. Others wait. With very many
-# waiting models a round asks for fewer, and one more request for a model that is already waited for is decided on a
-# little later, together with others.
+# waiting models a round asks for fewer.
 ASKED_MAX = 16
 # With more waiting models than this, the next deadline also sets the timer, because a round may not ask for all.
 INSIST_MANY = 4
-LOOK_SOON_S = 0.1
 # With very many waiting models there is a round at least this often, so that no rank grows old.
 ROUND_WITH_MANY_S = 0.5
 _SWITCH = ev.Timer(ev.TimerKind.SWITCH, "")
@@ -75,7 +73,7 @@ class Rounds:
         for model in ranking:
             # An earlier decision of this round may have emptied the queue or brought the model.
             queue = state.waitlist.queues.get(model)
-            if queue is None or not self.is_away(model, now):
+            if queue is None or not is_away(state, model, now):
                 continue
             record = state.claimant(model)
             devices, mib = record.spec.devices, record.need.gpu_mib + record.need.host_mib
@@ -94,24 +92,13 @@ class Rounds:
     def _ranked(self, now: float) -> tuple[list[ModelId], float]:
         """Models that are away, in order of rank, and when the next round is due in any case."""
         state, rank = self._state, self._state.policy.rank
-        queues = state.waitlist.ranking(lambda queue: rank(queue, now), lambda queue: self.is_away(queue.model, now))
+        queues = state.waitlist.ranking(lambda queue: rank(queue, now), lambda queue: is_away(state, queue.model, now))
         models = [queue.model for queue in queues]
         if state.waitlist.has_many_models:
             return models, now + ROUND_WITH_MANY_S
         self._oldest = min((queue.oldest for queue in queues), default=inf)
         deadlines = (queue.deadline_at for queue in queues if queue.deadline_at > now)
         return models, min(deadlines, default=inf) if len(queues) > INSIST_MANY else inf
-
-    def is_away(self, model: ModelId, now: float) -> bool:
-        """True if it is neither ready, moving, planned, leaving nor pausing."""
-        record, slots = self._state.claimant(model), self._state.slots_by_model.get(model)
-        if record.pausing is not None and now < record.retry_at:
-            return False
-        for slot in slots or ():
-            is_somewhere = slot.move is not None or slot.planned is not None or slot.is_serving or slot.is_going
-            if is_somewhere and slot.spec.revision == record.spec.revision and not slot.lost:
-                return False
-        return True
 
     def _ask_for(self, queue: Queue, residents: Residents, now: float) -> tuple[float, Residents]:
         """Decide on the first of this queue, on the next if that one has left, and on operators that want it asleep.

@@ -6,7 +6,7 @@
 
 A name is a model or a short name for one, `+name` is another set. Names consist of letters, digits and `_ - . / : @`.
 Owns the grammar, its errors, and the order in which sets refer to each other. Does not know which models there are, nor
-what a set means: `families.py` does.
+what a set means: `matrix.py` does.
 """
 
 from __future__ import annotations
