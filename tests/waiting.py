@@ -32,6 +32,19 @@ def until_now(fact: Callable[[], object], what: object = "a fact", within_s: flo
         time.sleep(POLL_S)
 
 
+async def until_still(measure: Callable[[], int], for_s: float = 0.3) -> None:
+    """Return once `measure()` is above 0 and has not changed for so long: what can move has moved."""
+    before, since = measure(), time.monotonic()
+
+    def is_still() -> bool:
+        nonlocal before, since
+        if (now := measure()) != before or not now:
+            before, since = now, time.monotonic()
+        return time.monotonic() - since >= for_s
+
+    await until(is_still, "nothing moves any more")
+
+
 async def _asked(fact: Callable[[], object]) -> object:
     answer = fact()
     return await answer if inspect.isawaitable(answer) else answer

@@ -49,6 +49,7 @@ async def serve(loop_errors: list[dict[str, Any]]) -> AsyncIterator[Serve]:
         await server.stop()
         assert server.edge.bodies.memory_bytes == 0
         assert server.edge.bodies.spool_bytes == 0
+        # Nothing outside of the edge shows that an address is forgotten.
         assert not server.edge._per_ip
 
 
@@ -86,9 +87,9 @@ async def behind(serve: Serve) -> AsyncIterator[Behind]:
     """A server that relays everything to an engine."""
     pools: list[Pool] = []
 
-    async def start(engine: Engine, **limits: Any) -> Proxy:
+    async def start(engine: Engine, loop: Any = None, **limits: Any) -> Proxy:
         server = await serve(**limits)
-        pool = Pool(address(engine))
+        pool = Pool(address(engine), loop=loop)
         pools.append(pool)
         return Proxy(server, pool)
 

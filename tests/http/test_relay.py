@@ -9,10 +9,10 @@ import pytest
 
 from greenroom.http.exchange import Exchange
 from greenroom.http.relay import BAD_BODY_BYTES_MAX, TAIL_BYTES, Relay, RelayOutcome
-from tests.waiting import until
+from tests.waiting import until, until_still
 
 from .conftest import Behind, Connect, Engines
-from .wires import Call, Client, Engine, Proxy, SlowLoop, get, post
+from .wires import Call, Client, Engine, OddLoop, Proxy, get, post
 
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 JSON = b"HTTP/1.1 200 OK\r\nServer: e\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
@@ -72,7 +72,7 @@ async def test_stream_is_passed_on_as_it_comes_and_counted(engines: Engines, beh
     relay = proxy.relays[0]
     assert (relay.events, relay.first_data_at, relay.at_boundary) == (1, None, False)
     more.set()
-    assert (await client._chunks(200, {})).body == b"ta: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
+    assert (await client.chunks(200, {})).body == b"ta: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
     assert await relay.wait() is RelayOutcome.COMPLETE
     assert relay.events == 4
     assert relay.first_data_at is not None
@@ -97,6 +97,7 @@ async def test_tail_is_the_last_8_kib(engines: Engines, behind: Behind, connect:
     relay = proxy.relays[0]
     assert relay.tail() == data[-TAIL_BYTES:]
     assert relay.total_bytes == len(data)
+    # What is kept beyond the tail shows nowhere else.
     assert len(relay._tail) + sum(map(len, relay._unread)) < 10 * TAIL_BYTES
 
 
@@ -135,6 +136,8 @@ PHASES = {
     "in the middle of the stream": SSE + chunk(b"data: 1\n\n"),
     "at the last byte": SSE + chunk(b"data: [DONE]\n\n") + b"0\r\n\r",
 }
+# Of these the client hears nothing.
+SILENT = ("waiting for the first byte", "in the middle of the head")
 
 
 @pytest.mark.parametrize("how", ["fin", "rst"])
@@ -154,7 +157,7 @@ async def test_client_that_leaves_ends_the_engines_work_at_once(
     client = await connect(proxy.server)
     await client.send(post(b"{}"))
     await said.wait()
-    await asyncio.sleep(0.02)
+    await until(lambda: proxy.relays[0].exchange.started is (phase not in SILENT))
     if how == "fin":
         client.writer.close()
     else:
@@ -171,15 +174,14 @@ async def test_client_that_leaves_while_we_connect_is_not_sent(behind: Behind, c
 
     engine = Engine(script)
     await engine.start()
-    proxy = await behind(engine)
+    loop = OddLoop()
+    proxy = await behind(engine, loop)
     client = await connect(proxy.server)
-    connected = asyncio.Event()
-    proxy.pool._loop = SlowLoop(connected)  # type: ignore[assignment]
     await client.send(post(b"{}"))
     await until(lambda: len(proxy.relays) == 1)
     await client.close()
     assert await outcome_of(proxy) is RelayOutcome.CLIENT_GONE
-    connected.set()
+    loop.let.set()
     await until(lambda: proxy.pool.idle_count == 1)
     assert engine.calls == []
     await engine.stop()
@@ -202,14 +204,11 @@ async def test_slow_client_slows_the_engine_and_memory_stays_bounded(
     client = await connect(proxy.server)
     client.writer.transport.pause_reading()  # type: ignore[attr-defined]
     await client.send(post(b"{}"))
-    before = -1
-    while before != sent:
-        before = sent
-        await asyncio.sleep(0.3)
+    await until_still(lambda: sent)
+    before = sent
     # 120 MB would have come; what did come is in the buffers of the two sockets and in one write buffer.
     assert 0 < sent < 40_000_000
-    connection = next(iter(proxy.server.edge._connections))
-    assert connection.transport.get_write_buffer_size() < 1_000_000
+    assert proxy.server.buffered() < 1_000_000
     client.writer.transport.resume_reading()  # type: ignore[attr-defined]
     async with asyncio.timeout(20):
         await client.reader.readuntil(b"\r\n\r\n")
@@ -330,14 +329,7 @@ async def test_header_of_ours_that_breaks_the_answer_ends_the_relay(
         await call.say(JSON[-2:])
 
     proxy = await behind(await engines(script))
-    relay_as_before = proxy._relay
-
-    def with_a_hostile_header(exchange: Exchange) -> Relay:
-        relay = relay_as_before(exchange)
-        relay._extra = [(b"x-model", b"a\r\nset-cookie: evil")]
-        return relay
-
-    proxy._relay = with_a_hostile_header  # type: ignore[method-assign]
+    proxy.extra = [(b"x-model", b"a\r\nset-cookie: evil")]
     client = await connect(proxy.server)
     await client.send(post(b"{}"))
     assert (await client.response()).status == 502

@@ -9,7 +9,7 @@ import pytest
 
 from greenroom.http.relay import RelayOutcome
 from greenroom.http.tunnel import Tunnel
-from tests.waiting import until
+from tests.waiting import until, until_still
 
 from .conftest import Behind, Connect, Engines
 from .wires import DEADLINE_S, Call, Proxy, get, leave
@@ -161,10 +161,7 @@ async def test_tunnel_waits_for_whoever_reads_slowly(engines: Engines, behind: B
     await client.send(ASK)
     assert (await client.response()).status == 101
     client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-    before = -1
-    while before != sent:
-        before = sent
-        await asyncio.sleep(0.3)
+    await until_still(lambda: sent)
     assert sent < 40_000_000
 
     # The other way: the engine does not read yet.
@@ -173,11 +170,9 @@ async def test_tunnel_waits_for_whoever_reads_slowly(engines: Engines, behind: B
             await client.send(b"y" * 65536)
 
     flooding = asyncio.create_task(flood())
-    await asyncio.sleep(0.5)
-    assert not flooding.done()
     tunnel = tunnel_of(proxy)
-    assert tunnel._engine_transport is not None
-    assert tunnel._engine_transport.get_write_buffer_size() < 1_000_000
+    await until_still(lambda: tunnel.bytes_from_client)
+    assert not flooding.done() and tunnel.bytes_from_client < 40_000_000
     reading.set()
     client.writer.transport.resume_reading()  # type: ignore[attr-defined]
 
@@ -210,10 +205,8 @@ async def test_client_of_an_engine_that_reads_nothing_is_seen_to_leave(
     while tunnel.bytes_from_client == sent:
         await client.send(b"y" * 65536)
         sent += 65536
-        for _ in range(300):
-            if tunnel.bytes_from_client == sent:
-                break
-            await asyncio.sleep(0.001)
+        with contextlib.suppress(AssertionError):
+            await until(lambda: tunnel.bytes_from_client == sent, within_s=0.3)  # noqa: B023
     leave(client, how)
     async with asyncio.timeout(DEADLINE_S):
         assert await tunnel.wait() is RelayOutcome.COMPLETE

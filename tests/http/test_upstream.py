@@ -14,10 +14,10 @@ from greenroom.http.engine_connection import Connection
 from greenroom.http.headers import Headers
 from greenroom.http.limits import EdgeLimits
 from greenroom.http.upstream import EngineAddress, Pool
-from tests.waiting import until
+from tests.waiting import until, until_still
 
 from .conftest import Engines
-from .wires import Call, Engine, SlowLoop, address
+from .wires import Call, Engine, OddLoop, address
 
 HEAD = b"POST /x HTTP/1.1\r\nhost: e\r\ncontent-length: 3\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -227,11 +227,13 @@ async def test_idle_connection_is_taken_without_waiting(engines: Engines, pools:
 
 async def test_idle_connections_are_bounded_in_number_and_age(engines: Engines, pools: Callable[..., Pool]) -> None:
     engine = await engines(saying(OK))  # type: ignore[arg-type]
-    pool = pools(engine, idle_max=2, idle_s=0.2)
+    loop = OddLoop()
+    loop.let.set()
+    pool = pools(engine, idle_max=2, idle_s=60.0, loop=loop)
     await asyncio.gather(*[ask(pool) for _ in range(5)])
     assert pool.idle_count <= 2
     await until(lambda: pool.open_count <= 2)
-    await asyncio.sleep(0.4)
+    loop.ahead_s = 61.0
     connects = pool.connects
     await ask(pool)
     assert pool.connects == connects + 1
@@ -275,8 +277,7 @@ async def test_retry_that_fails_is_lost(engines: Engines, pools: Callable[..., P
         await engine_gone()
 
     async def engine_gone() -> None:
-        assert engine._server is not None
-        engine._server.close()
+        engine.stop_listening()
         for call in engine.calls:
             call.writer.transport.abort()
 
@@ -341,18 +342,17 @@ async def test_pool_closed_while_connecting_tells_the_sink(
     retried: bool, engines: Engines, pools: Callable[..., Pool]
 ) -> None:
     engine = await engines(saying(OK))  # type: ignore[arg-type]
-    pool = pools(engine)
-    connected = asyncio.Event()
-    pool._loop = SlowLoop(connected)  # type: ignore[assignment]
+    loop = OddLoop()
+    pool = pools(engine, loop=loop)
     notes = Notes()
     if retried:
         pool.retry(HEAD, b"abc", notes)
         waiting = None
     else:
         waiting = asyncio.create_task(pool.send(HEAD, b"abc", notes))
-    await asyncio.sleep(0.02)
+    await loop.is_asked.wait()
     pool.close()
-    connected.set()
+    loop.let.set()
     await until(lambda: notes.over)
     assert (notes.told, notes.before_first_byte) == (["lost"], True)
     if waiting is not None:
@@ -450,8 +450,8 @@ async def test_spooled_body_waits_for_an_engine_that_reads_slowly(engines: Engin
     body.append(b"x" * 30_000_000)
     notes = Notes()
     await pools(engine).send(b"POST /x HTTP/1.1\r\ncontent-length: 30000000\r\n\r\n", body, notes)
-    await asyncio.sleep(0.2)
     assert notes.upstream is not None
+    await until_still(notes.upstream.transport.get_write_buffer_size, 0.1)
     assert notes.upstream.transport.get_write_buffer_size() < 1_000_000
     reading.set()
     await until(lambda: notes.over)
@@ -464,7 +464,7 @@ async def test_answer_before_the_body_was_taken_ends_the_connection(
 ) -> None:
     async def script(call: Call) -> None:
         await call.say(b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n")
-        await asyncio.sleep(30)
+        await asyncio.Event().wait()
 
     engine = await engines(script)
     engine.reads_bodies = False

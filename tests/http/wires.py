@@ -45,12 +45,13 @@ class Server:
     """An edge on loopback whose handler can be replaced, and which remembers what it saw."""
 
     def __init__(self, limits: EdgeLimits) -> None:
-        self.edge = Edge(admit=self._admit, handle=self._handle, refuse=render, limits=limits)
+        self.edge = Edge(admit=self._admit, handle=self._handle, refuse=self._refuse, limits=limits)
         self.seen: list[Seen] = []
         self.admitted: list[Head] = []
         self.body_max = BODY_MAX
         self.admit: Callable[[Head], int] = lambda head: self.body_max
         self.handle: Callable[[Exchange], None] = echo
+        self.refuse: Callable[[Exchange | None, Head | None, GreenroomError], Refusal] = render
 
     async def start(self) -> None:
         await self.edge.listen(host="127.0.0.1", port=0)
@@ -63,6 +64,14 @@ class Server:
         await self.edge.close()
         self.edge.abort()
         await until(lambda: self.edge.connections == 0, "every connection closed")
+
+    def buffered(self) -> int:
+        """Bytes from or for the only client that wait in this process. Only tests ask for it."""
+        (connection,) = self.edge._connections
+        return connection.transport.get_write_buffer_size() + len(connection._backlog)
+
+    def _refuse(self, exchange: Exchange | None, head: Head | None, error: GreenroomError) -> Refusal:
+        return self.refuse(exchange, head, error)
 
     def _admit(self, head: Head) -> int:
         self.admitted.append(head)
@@ -128,10 +137,10 @@ class Client:
             except asyncio.IncompleteReadError as error:
                 return Response(status, headers, error.partial, whole=False)
         if headers.get("transfer-encoding") == "chunked":
-            return await self._chunks(status, headers)
+            return await self.chunks(status, headers)
         return Response(status, headers, await self.reader.read())
 
-    async def _chunks(self, status: int, headers: dict[str, str]) -> Response:
+    async def chunks(self, status: int, headers: dict[str, str]) -> Response:
         body = b""
         try:
             while size := int(await self.reader.readuntil(b"\r\n"), 16):
@@ -233,6 +242,11 @@ class Engine:
     _server: asyncio.Server | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
+    def stop_listening(self) -> None:
+        """Connections that are there stay."""
+        assert self._server is not None
+        self._server.close()
+
     async def start(self, path: str | None = None) -> None:
         if path is not None:
             self._server = await asyncio.start_unix_server(self._serve, path)
@@ -282,6 +296,7 @@ class Proxy:
         self.relays: list[Relay] = []
         self.committed = False
         self.drop_usage_event = False
+        self.extra = [(b"x-request-id", b"r-1")]
         self.bad_heads: list[tuple[int, bytes]] = []
         self.on_done: Callable[[Relay], None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -308,12 +323,11 @@ class Proxy:
         task.add_done_callback(self._tasks.discard)
 
     def _relay(self, exchange: Exchange) -> Relay:
-        extra = [(b"x-request-id", b"r-1")]
         if exchange.head.upgrade is not None:
-            return Tunnel(exchange, extra_headers=extra, on_done=self._done)
+            return Tunnel(exchange, extra_headers=self.extra, on_done=self._done)
         return Relay(
             exchange,
-            extra_headers=extra,
+            extra_headers=self.extra,
             committed=self.committed,
             drop_usage_event=self.drop_usage_event,
             on_bad_head=lambda status, headers, body: self.bad_heads.append((status, body)),
@@ -340,14 +354,20 @@ def address(engine: Engine) -> EngineAddress:
     return EngineAddress("127.0.0.1", engine.port)
 
 
-class SlowLoop:
-    """The running loop, except that its connections begin only when they are let."""
+class OddLoop:
+    """The running loop, except that its connections begin only when they are let, and its clock may be ahead."""
 
-    def __init__(self, let: asyncio.Event) -> None:
-        self._let = let
+    def __init__(self) -> None:
+        self.let = asyncio.Event()
+        self.is_asked = asyncio.Event()
+        self.ahead_s = 0.0
+
+    def time(self) -> float:
+        return asyncio.get_running_loop().time() + self.ahead_s
 
     async def create_connection(self, *args: Any, **options: Any) -> Any:
-        await self._let.wait()
+        self.is_asked.set()
+        await self.let.wait()
         return await asyncio.get_running_loop().create_connection(*args, **options)
 
     def __getattr__(self, name: str) -> Any:

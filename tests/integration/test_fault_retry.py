@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from greenroom.errors import EngineLost
 from greenroom.http.upstream import EngineAddress, Pool
-from tests.http.wires import SlowLoop
+from tests.http.wires import OddLoop
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -36,20 +37,25 @@ class Listener:
     def upgraded(self, headers: Any, rest: bytes) -> None: ...
 
 
+async def told_once(sink: Listener) -> None:
+    await until(lambda: sink.losses)
+    # Every task that could tell it again has ended.
+    await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+    assert len(sink.losses) == 1
+
+
 async def test_retry_that_has_not_begun_when_the_pool_closes_is_told_once() -> None:
     """The broken connection and the engine's end are heard in one turn of the loop: the retry never gets its first."""
     pool, sink = Pool(EngineAddress(path="/no/such/socket")), Listener()
     pool.retry(b"POST / HTTP/1.1\r\n\r\n", b"", sink)
     pool.close()
-    await asyncio.sleep(0.05)
-    assert len(sink.losses) == 1
+    await told_once(sink)
 
 
 async def test_retry_that_is_connecting_when_the_pool_closes_is_told_once() -> None:
-    pool, sink = Pool(EngineAddress(host="127.0.0.1", port=9)), Listener()
-    pool._loop = SlowLoop(asyncio.Event())  # type: ignore[assignment]
+    loop, sink = OddLoop(), Listener()
+    pool = Pool(EngineAddress(host="127.0.0.1", port=9), loop=cast(asyncio.AbstractEventLoop, loop))
     pool.retry(b"POST / HTTP/1.1\r\n\r\n", b"", sink)
-    await asyncio.sleep(0)
+    await loop.is_asked.wait()
     pool.close()
-    await asyncio.sleep(0.05)
-    assert len(sink.losses) == 1
+    await told_once(sink)

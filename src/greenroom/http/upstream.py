@@ -40,7 +40,13 @@ class Pool:
     """
 
     def __init__(
-        self, address: EngineAddress, *, name: str = "The engine", idle_max: int = 32, idle_s: float = 4.0
+        self,
+        address: EngineAddress,
+        *,
+        name: str = "The engine",
+        idle_max: int = 32,
+        idle_s: float = 4.0,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.address = address
         self.name = name
@@ -53,7 +59,7 @@ class Pool:
         self._open: set[Connection] = set()
         self._retrying: set[asyncio.Task[None]] = set()
         self._closed = False
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop or asyncio.get_running_loop()
 
     def lost(self, what: str) -> EngineLost:
         """The error for an engine that did `what` instead of answering."""
