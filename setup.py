@@ -25,7 +25,6 @@ HOT = (
     "core/**/*.py",
     "http/*.py",
     "runtime/catalogue.py",
-    "runtime/effects.py",
     "runtime/loop.py",
     "runtime/slots.py",
     "runtime/tickets.py",

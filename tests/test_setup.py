@@ -50,7 +50,6 @@ def test_compiled_modules_are_all_of_the_core_and_of_http_and_what_a_request_cal
     assert sorted(files - whole) == [
         "errors.py",
         "runtime/catalogue.py",
-        "runtime/effects.py",
         "runtime/loop.py",
         "runtime/slots.py",
         "runtime/tickets.py",

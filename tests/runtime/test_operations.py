@@ -13,7 +13,7 @@ from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Event, MoveAsked
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.errors import GreenroomError, LeaseStoreUnavailable, LoadFailed, NoPlace, TooLarge, Unsupported
-from greenroom.runtime.effects import AsyncEffects
+from greenroom.runtime.loop import AsyncEffects
 from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.operations import Operations
 

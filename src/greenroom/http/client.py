@@ -23,7 +23,7 @@ from greenroom.http import headers as wire
 from greenroom.http.body import BodyBudget
 from greenroom.http.exchange import Exchange, RawReceiver, Refusal
 from greenroom.http.limits import EdgeState
-from greenroom.http.request import Head, RequestReader
+from greenroom.http.request import ClientRequestReader, Head
 
 log = logging.getLogger("greenroom.http")
 
@@ -86,7 +86,7 @@ class ClientConnection(asyncio.Protocol):
         self._handle = owner.handle
         self.peer_ip = ""
         self._phase = READ
-        self._reader = RequestReader(owner.admit, owner.bodies, owner.state.limits)
+        self._reader = ClientRequestReader(owner.admit, owner.bodies, owner.state.limits)
         self._exchange: Exchange | None = None
         self._receiver: RawReceiver | None = None
         self._backlog = b""
@@ -323,7 +323,7 @@ class ClientConnection(asyncio.Protocol):
             self._reading_paused = False
             self.transport.resume_reading()
 
-    def _dispatch(self, reader: RequestReader) -> None:
+    def _dispatch(self, reader: ClientRequestReader) -> None:
         refusal = reader.refusal
         head, body = reader.take()
         self._phase = ANSWER

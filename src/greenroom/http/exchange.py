@@ -114,7 +114,7 @@ class Exchange:
     def write(self, data: bytes) -> None:
         """Send a piece of the body. Does nothing when the client is gone or takes no body."""
         if self._chunked and data:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
+            data = wire.chunk(data)
             self.sent += len(data)
             self._write(data)
             return

@@ -56,9 +56,35 @@ _HOP_BY_HOP: Final = frozenset(
         b"upgrade",
     )
 )
-_TARGET: Final = re.compile(rb"/[!-~]*")
-_BREAK: Final = re.compile(rb"[\r\n\0]")
 _WITH_BODY: Final = frozenset((b"POST", b"PUT", b"PATCH"))
+
+
+class Pattern:
+    """What a value must be. Values found to be sound are remembered, so that the usual ones are matched only once.
+
+    Bounded, because clients and engines choose them.
+    """
+
+    __slots__ = ("_pattern", "_sound")
+
+    def __init__(self, pattern: bytes) -> None:
+        self._pattern = re.compile(pattern)
+        self._sound: set[bytes] = set()
+
+    def fits(self, value: bytes) -> bool:
+        if value in self._sound:
+            return True
+        if self._pattern.fullmatch(value) is None:
+            return False
+        if len(self._sound) < SOUND_MAX and len(value) <= SOUND_BYTES_MAX:
+            self._sound.add(value)
+        return True
+
+
+SOUND_MAX: Final = 512
+SOUND_BYTES_MAX: Final = 128
+_TARGET: Final = Pattern(rb"/[!-~]*")
+_NAME: Final = Pattern(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 def build_request(
@@ -77,27 +103,34 @@ def build_request(
 
     Raises GatewayBug for values that would break the head.
     """
-    if _TARGET.fullmatch(target) is None:
+    if not _TARGET.fits(target):
         raise GatewayBug("The target of a request to an engine must be a path of printable characters.")
-    if _BREAK.search(host + request_id) is not None:
-        raise GatewayBug("A header of a request to an engine holds a line break or NUL.")
     head = b"%b %b HTTP/1.1\r\nhost: %b\r\nx-request-id: %b\r\n" % (method, target, host, request_id)
+    lines = 3
     if length or method in _WITH_BODY:
         head += b"content-length: %d\r\n" % length
+        lines += 1
     if upgrade is not None:
         head += b"connection: upgrade\r\nupgrade: %b\r\n" % upgrade
+        lines += 2
         allowed = UPGRADE_ALLOWED.union(allowed)
     if ours:
         for name, value in ours:
-            if _BREAK.search(value) is not None:
-                raise GatewayBug("A header of a request to an engine holds a line break or NUL.")
             head += b"%b: %b\r\n" % (name, value)
+            lines += 1
         allowed = frozenset(allowed).difference(name for name, _ in ours)
-    # The client's values came through the parser, which lets no line break pass.
     for name, value in headers:
         if name in allowed and name not in NEVER_FORWARDED and not name.startswith(b"x-forwarded"):
             head += b"%b: %b\r\n" % (name, value)
+            lines += 1
+    _expect_lines(head, lines)
     return head + b"\r\n"
+
+
+def _expect_lines(block: bytes, lines: int) -> None:
+    """Raises GatewayBug if a value breaks its line. One look at all lines instead of one at each value."""
+    if len(block.translate(None, b"\r\n\0")) + 2 * lines != len(block):
+        raise GatewayBug("A header holds a line break or NUL.")
 
 
 def response_headers(headers: Headers, extra: Headers, defaults: Headers | None = None) -> Headers:
@@ -128,6 +161,8 @@ def response_headers(headers: Headers, extra: Headers, defaults: Headers | None 
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK: Final = b"0\r\n\r\n"
+# The first lines of chunks of the usual sizes.
+_CHUNK_SIZES: Final = [b"%x\r\n" % size for size in range(1024)]
 CLOSE: Final = b"connection: close\r\n"
 KEEP_ALIVE: Final = b"connection: keep-alive\r\n"
 CHUNKED: Final = b"transfer-encoding: chunked\r\n"
@@ -136,21 +171,22 @@ CHUNKED: Final = b"transfer-encoding: chunked\r\n"
 _STATUS_LINES: Final = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode("ascii") for status in HTTPStatus
 }
-_NAME: Final = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-# Names found to be tokens once are not looked at again. Bounded, because engines choose names too.
-_known_names: Final[set[bytes]] = set()
-_KNOWN_NAMES_MAX: Final = 512
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk of a body in chunked encoding. `data` is not empty."""
+    length = len(data)
+    size = _CHUNK_SIZES[length] if length < 1024 else b"%x\r\n" % length
+    return b"%b%b\r\n" % (size, data)
 
 
 def render_head(status: int, headers: Headers, framing: bytes, date: bytes) -> bytes:
     """The whole head; `framing` and `date` are finished lines. Raises GatewayBug for a header that breaks its line."""
     block = b"".join([b"%b: %b\r\n" % (name, value) for name, value in headers])
-    # One look at all lines instead of one at each value: without our own line ends there must be none left.
-    if len(block.translate(None, b"\r\n\0")) + 2 * len(headers) != len(block):
-        raise GatewayBug("A response header holds a line break or NUL.")
+    _expect_lines(block, len(headers))
     for name, _ in headers:
-        if name not in _known_names:
-            _learn_name(name)
+        if not _NAME.fits(name):
+            raise GatewayBug(f"{name!r} is not a header name.")
     return b"%b%b%b%b\r\n" % (_STATUS_LINES.get(status) or _odd_status_line(status), block, framing, date)
 
 
@@ -162,10 +198,3 @@ def _odd_status_line(status: int) -> bytes:
 
 def date_line(now: float) -> bytes:
     return f"date: {formatdate(now, usegmt=True)}\r\n".encode("ascii")
-
-
-def _learn_name(name: bytes) -> None:
-    if _NAME.fullmatch(name) is None:
-        raise GatewayBug(f"{name!r} is not a header name.")
-    if len(_known_names) < _KNOWN_NAMES_MAX:
-        _known_names.add(name)

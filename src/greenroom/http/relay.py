@@ -170,9 +170,9 @@ class Relay:
     # --- what the engine says ---------------------------------------------------------------------------------------
 
     def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        length = self._note_head(status, headers)
+        self._note_head(status, headers)
         if self.committed or self._counter is not None:
-            self._pass_head(length)
+            self._pass_head()
             if body:
                 self.body(body)
             self.complete()
@@ -184,7 +184,8 @@ class Relay:
         self._settle(RelayOutcome.COMPLETE)
 
     def head(self, status: int, headers: Headers) -> None:
-        self._pass_head(self._note_head(status, headers))
+        self._note_head(status, headers)
+        self._pass_head()
 
     def body(self, data: bytes) -> None:
         if self._bad_body is not None:
@@ -224,20 +225,19 @@ class Relay:
         else:
             self._settle(RelayOutcome.ENGINE_LOST)
 
-    def _note_head(self, status: int, headers: Headers) -> int | None:
-        """Remember the head. Returns the length that it promises."""
+    def _note_head(self, status: int, headers: Headers) -> None:
         self.before_first_byte = False
         self.status = status
         self.headers = headers
-        length = None
         for name, value in headers:
+            if name == b"content-type" and value[:17].lower() == b"text/event-stream":
+                self._counter = EventCounter()
+
+    def _pass_head(self) -> None:
+        length: int | None = None
+        for name, value in self.headers:
             if name == b"content-length":
                 length = int(value)
-            elif name == b"content-type" and value[:17].lower() == b"text/event-stream":
-                self._counter = EventCounter()
-        return length
-
-    def _pass_head(self, length: int | None) -> None:
         if self._counter is None or length is not None:
             # An answer without events, or with a promised length, must be passed on whole.
             self._filter = None

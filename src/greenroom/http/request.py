@@ -8,7 +8,6 @@ the socket, and never decodes the path: the path that is authorised is the path 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Final
 
@@ -23,12 +22,12 @@ from greenroom.errors import (
     MethodNotAllowed,
 )
 from greenroom.http.body import Body, BodyBudget
-from greenroom.http.headers import Headers
+from greenroom.http.headers import Headers, Pattern
 from greenroom.http.limits import EdgeLimits
 
 _END: Final = b"\r\n\r\n"
 _FRAMING: Final = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade"))
-_HOST: Final = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+_HOST: Final = Pattern(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _LENGTH_DIGITS_MAX: Final = 18
 _VERSIONS: Final = {b"HTTP/1.1": "1.1", b"HTTP/1.0": "1.0"}
 
@@ -53,7 +52,7 @@ FORBIDDEN_IN_TRAILERS: Final = frozenset(
 )
 
 
-class RequestReader:
+class ClientRequestReader:
     """`feed` until `is_complete`, then `take` the request and feed on.
 
     `head` is there from the end of the headers until `take`; `admit` was asked about it.
@@ -401,7 +400,7 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
     if host is None:
         if version == "1.1":
             raise BadFraming("An HTTP/1.1 request needs a Host header.")
-    elif _HOST.fullmatch(host) is None:
+    elif not _HOST.fits(host):
         raise BadFraming("The Host header is not HOST or HOST:PORT.")
     if head.target[0] != 0x2F or b"#" in head.target:
         _normalise_target(head, host)

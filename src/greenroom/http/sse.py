@@ -93,7 +93,8 @@ class UsageFilter:
         if self._passes:
             return data
         held = self._held
-        if not held and data.endswith((b"\n\n", b"\n\r\n")) and not _may_be_usage(data):
+        if not held and data.endswith(b"\n\n") and not _may_be_usage(data):
+            # One or more whole events: what most reads bring.
             return data
         start = max(0, len(held) - 3)
         held += data

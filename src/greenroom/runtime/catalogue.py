@@ -105,10 +105,11 @@ class Catalog:
         """Read a later configuration without applying it. Reads files, so it may block and fail."""
         fresh: dict[ModelId, Entry] = {}
         shared, before = SharedSettings.of(config), self._shared
+        touched = {*changes.changed, *changes.relabelled}
         for name, model in config.models.items():
             model_id = ModelId(name)
             old = self._entries.get(model_id)
-            if shared == before and old is not None and name not in (*changes.changed, *changes.relabelled):
+            if shared == before and old is not None and name not in touched:
                 fresh[model_id] = old
                 continue
             is_new = old is None or name in changes.changed

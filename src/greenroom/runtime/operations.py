@@ -23,7 +23,7 @@ from greenroom.errors import (
     Unloaded,
     Unsupported,
 )
-from greenroom.runtime.effects import AsyncEffects
+from greenroom.runtime.loop import AsyncEffects
 from greenroom.runtime.moves.mover import Mover
 
 # As for callers. The store itself is tried more often.

@@ -17,8 +17,7 @@ from greenroom.core.scheduler import Scheduler
 from greenroom.core.view import SchedulerView
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog
-from greenroom.runtime.effects import AsyncEffects
-from greenroom.runtime.loop import SchedulerLoop
+from greenroom.runtime.loop import AsyncEffects, SchedulerLoop
 from greenroom.runtime.memory.attribution import MemoryOwners
 from greenroom.runtime.memory.book import NeedBook
 from greenroom.runtime.memory.devices import DeviceNames, devices, set_aside, without
