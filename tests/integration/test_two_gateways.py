@@ -29,7 +29,7 @@ GRANTED_WITHIN_S = 45.0
 
 def told(app: App) -> set[str]:
     """The kinds of what has happened at a gateway."""
-    return {event.kind for event in app.hub._past}
+    return {event.kind for event in app.hub.past}
 
 
 async def until_true(look: Callable[[], Awaitable[dict[str, Any]]], is_so: Callable[[Any], bool]) -> dict[str, Any]:

@@ -146,4 +146,4 @@ def test_publishing_to_nobody_needs_no_loop_and_keeps_a_bounded_past() -> None:
     hub = Hub()
     for _ in range(100_000):
         hub.publish("tick", {})
-    assert len(hub._past) == 200
+    assert len(hub.past) == 200

@@ -83,6 +83,7 @@ def test_never_more_than_allowed_are_kept_and_the_recent_keep_their_name(steps: 
         if name == str(number):
             named_at[number] = clock.now
         assert len(tenants) <= 5
+        # What would be left of forgotten ones shows nowhere else.
         assert set(tenants._used_at) == set(tenants._names)
 
 

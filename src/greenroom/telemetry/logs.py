@@ -85,6 +85,11 @@ def setup(level: str, format: Literal["text", "json"], stream: TextIO | None = N
         get_logger("logs").warning("LOG_FORMAT not understood", value=asked_format)
 
 
+def lost_lines() -> int:
+    """Lines that could not be written since this process began."""
+    return _sink.lost
+
+
 class _Sink:
     """Where all loggers write. `lost` counts lines that could not be written."""
 

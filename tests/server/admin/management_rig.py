@@ -40,6 +40,7 @@ from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.server.admin.management import make_management
+from greenroom.server.admin.watching import Streams
 from greenroom.server.asgi import Application
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.hub import Hub
@@ -277,8 +278,12 @@ class Answer:
 class Client:
     """Asks as the bridge does: a decoded path to route by, and the raw one beside it."""
 
-    def __init__(self, gateway: FakeGateway, *, is_admin: bool = True, caller: Caller | None = None) -> None:
-        self._app: Application = make_management(gateway)
+    def __init__(
+        self, gateway: FakeGateway, *, is_admin: bool = True, caller: Caller | None = None, streams_max: int = 200
+    ) -> None:
+        # Quiet streams look often, so that nothing waits for that.
+        streams = Streams(lambda: gateway.is_draining, gateway.clock, streams_max, look_s=0.01)
+        self.app: Application = make_management(gateway, streams)
         self._is_admin = is_admin
         self._caller = caller
 
@@ -295,13 +300,13 @@ class Client:
     ) -> Answer:
         call = Call(body)
         async with asyncio.timeout(SOON_S):
-            await self._app(self._scope(method, target, headers or {}), call.receive, call.send)
+            await self.app(self._scope(method, target, headers or {}), call.receive, call.send)
         return call.answer
 
     @asynccontextmanager
     async def stream(self, target: str, **headers: str) -> AsyncIterator[Call]:
         call = Call(b"")
-        task = asyncio.ensure_future(self._app(self._scope("GET", target, headers), call.receive, call.send))
+        task = asyncio.ensure_future(self.app(self._scope("GET", target, headers), call.receive, call.send))
         try:
             yield call
         finally:

@@ -81,7 +81,7 @@ async def test_a_pid_from_elsewhere_is_not_taken_for_one_of_ours() -> None:
     gateway = FakeGateway()
     call = Call(json.dumps({"mib": 1, "pid": os.getpid()}).encode())
     asked = {**scope("POST", PATH, {"content_type": "application/json"}), "client": ("192.0.2.7", 0)}
-    await Client(gateway)._app(asked, call.receive, call.send)
+    await Client(gateway).app(asked, call.receive, call.send)
     assert (call.answer.status, call.answer.error["param"]) == (400, "pid")
 
 
@@ -91,7 +91,7 @@ async def test_a_lease_is_not_more_urgent_than_its_key_may_be() -> None:
     asked["state"]["caller"] = Caller(name="nightly", tenant=None, priority_max=1, admin=True)
     for priority in ("high", "low"):
         call = Call(json.dumps({"mib": 1, "priority": priority}).encode())
-        await Client(gateway)._app(asked, call.receive, call.send)
+        await Client(gateway).app(asked, call.receive, call.send)
         assert call.answer.status == 201
     assert [ask.priority for ask in gateway.leasing.asked] == [1, 2]
 
@@ -154,7 +154,7 @@ async def _asked_and_left(gateway: FakeGateway, meanwhile: Any = lambda: None) -
     """Ask, wait until that is known, and leave; in the same turn of the loop something else happens."""
     call = Call(json.dumps({"mib": 1, "wait_s": 60}).encode())
     headers = {"content_type": "application/json"}
-    asking = asyncio.ensure_future(Client(gateway)._app(scope("POST", PATH, headers), call.receive, call.send))
+    asking = asyncio.ensure_future(Client(gateway).app(scope("POST", PATH, headers), call.receive, call.send))
     await until(lambda: bool(gateway.leasing.asked))
     meanwhile()
     call.left.set()

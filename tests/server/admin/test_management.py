@@ -236,4 +236,5 @@ async def test_a_stream_behind_the_bridge_ends_when_its_client_leaves() -> None:
     gateway.hub.publish("load", {"model": "a"})
     await until(lambda: b"event: load" in exchange.pieces)
     exchange.leave()
-    await until(lambda: exchange.finished and not gateway.hub._subscriptions and not bridge._tasks)
+    await until(lambda: exchange.finished and gateway.hub.listeners == 0)
+    await until(lambda: asyncio.all_tasks() == {asyncio.current_task()}, "no task is left")

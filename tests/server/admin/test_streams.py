@@ -29,7 +29,7 @@ def _events(body: bytes) -> list[dict[str, str]]:
 
 
 async def _until_listening(hub: Hub) -> None:
-    await until(lambda: bool(hub._subscriptions))
+    await until(lambda: hub.listeners)
 
 
 # --- framing --------------------------------------------------------------------------------------------------------
@@ -135,23 +135,22 @@ async def test_events_end_and_are_forgotten_when_the_client_leaves() -> None:
         await _until_listening(gateway.hub)
         call.left.set()
         await call.until(lambda: call.is_over)
-    assert not gateway.hub._subscriptions
+    assert gateway.hub.listeners == 0
 
 
 async def test_events_end_when_the_task_is_cancelled() -> None:
     gateway = _gateway()
     call = Call(b"")
-    app = Client(gateway)._app
+    app = Client(gateway).app
     task = asyncio.ensure_future(app(scope("GET", EVENTS, {}), call.receive, call.send))
     await _until_listening(gateway.hub)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not gateway.hub._subscriptions
+    assert gateway.hub.listeners == 0
 
 
-async def test_events_end_when_the_gateway_drains_after_what_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "LOOK_S", 0.01)
+async def test_events_end_when_the_gateway_drains_after_what_was_told() -> None:
     gateway = _gateway()
     async with Client(gateway).stream(EVENTS) as call:
         await _until_listening(gateway.hub)
@@ -169,8 +168,7 @@ async def test_events_end_when_the_hub_closes() -> None:
         await call.until(lambda: call.is_over)
 
 
-async def test_a_quiet_stream_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "LOOK_S", 0.01)
+async def test_a_quiet_stream_beats() -> None:
     gateway = _gateway()
     async with Client(gateway).stream(EVENTS) as call:
         await _until_listening(gateway.hub)
@@ -191,10 +189,9 @@ async def test_a_reader_that_is_too_slow_is_told_what_it_missed() -> None:
     assert {"event": "dropped", "id": "3", "data": '{"count":3}'} in _events(call.answer.body)
 
 
-async def test_one_stream_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "STREAMS_MAX", 1)
+async def test_one_stream_too_many_is_refused() -> None:
     gateway = _gateway()
-    client = Client(gateway)
+    client = Client(gateway, streams_max=1)
     async with client.stream(EVENTS):
         await _until_listening(gateway.hub)
         answer = await client.get(EVENTS)
@@ -223,7 +220,7 @@ async def test_log_lines_come_as_events_history_first() -> None:
         await call.until_seen(b"data: four\n\n")
     assert call.answer.headers["content-type"].startswith("text/event-stream")
     assert [event["data"] for event in _events(call.answer.body)] == ["one", "two", "three", "four"]
-    assert not ring._subscriptions
+    assert ring.readers == 0
 
 
 @pytest.mark.parametrize("query", ["?no-history", "?no-history=", "?no-history=true", "?no-history=1", "?lines=0"])
@@ -247,24 +244,37 @@ async def test_as_much_history_comes_as_was_asked_for(query: str) -> None:
     assert [event["data"] for event in _events(call.answer.body)] == ["two"]
 
 
-async def test_log_lines_come_as_plain_text_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "LOOK_S", 0.01)
-    gateway = _gateway()
+async def test_log_lines_come_as_plain_text_when_asked() -> None:
+    looks = 0
+
+    class Watched(FakeGateway):
+        """Counts how often a stream asks whether to go on: each time it could beat."""
+
+        @property
+        def is_draining(self) -> bool:  # type: ignore[override]
+            nonlocal looks
+            looks += 1
+            return False
+
+        @is_draining.setter
+        def is_draining(self, _: bool) -> None: ...
+
+    gateway = Watched({"org/name": model()})
     ring = gateway.slots.log(ORG)
     ring.write(b"one\n")
     async with Client(gateway).stream(LOGS, accept="text/plain") as call:
         await call.until_seen(b"one\n")
         # A beat would be a line that the engine never printed.
         gateway.now += 10 * watching.HEARTBEAT_S
-        await asyncio.sleep(0.05)
+        before = looks
+        await until(lambda: looks >= before + 2)
         ring.write(b"two\n")
         await call.until_seen(b"two\n")
     assert call.answer.headers["content-type"] == "text/plain; charset=utf-8"
     assert call.answer.body == b"one\ntwo\n"
 
 
-async def test_log_lines_end_when_the_gateway_drains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "LOOK_S", 0.01)
+async def test_log_lines_end_when_the_gateway_drains() -> None:
     gateway = _gateway()
     async with Client(gateway).stream(LOGS) as call:
         await call.until(lambda: call.answer.status == 200)

@@ -20,9 +20,9 @@ from greenroom.http.limits import EdgeLimits
 from greenroom.server.inference.multipart import (
     FIELD_BYTES_MAX,
     PARTS_MAX,
+    FormScanner,
     MultipartForm,
     Rewritten,
-    _Scanner,
     scan,
     scan_in_turns,
 )
@@ -40,15 +40,15 @@ class Pieces:
     """A body in pieces of a given size."""
 
     def __init__(self, body: bytes, size: int) -> None:
-        self._body = body
+        self.body = body
         self._size = size
 
     def __len__(self) -> int:
-        return len(self._body)
+        return len(self.body)
 
     def chunks(self) -> Iterator[bytes]:
-        for begin in range(0, len(self._body), self._size):
-            yield self._body[begin : begin + self._size]
+        for begin in range(0, len(self.body), self._size):
+            yield self.body[begin : begin + self._size]
 
 
 def part(name: str, content: bytes, *, filename: str | None = None, more: bytes = b"") -> bytes:
@@ -70,7 +70,7 @@ USUAL = form(FILE, part("language", b"en"), MODEL)
 def read(body: bytes, content_type: bytes = TYPE, size: int = 1 << 16) -> MultipartForm:
     """Like `scan`, but fed in pieces of exactly this size."""
     source = Pieces(body, size)
-    scanner = _Scanner(source, read_boundary(content_type))
+    scanner = FormScanner(source, read_boundary(content_type))
     for chunk in source.chunks():
         scanner.feed(chunk)
     return scanner.finished()
@@ -385,7 +385,7 @@ def test_rewritten_form_can_be_read_again_for_a_second_attempt() -> None:
 def test_body_that_became_shorter_is_noticed() -> None:
     source = Pieces(USUAL, 100)
     sent = scan(source, TYPE).rewrite()
-    source._body = USUAL[:150]
+    source.body = USUAL[:150]
     with pytest.raises(GatewayBug):
         sent.read()
 

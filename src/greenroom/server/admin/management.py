@@ -123,7 +123,8 @@ _NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
 _DESCRIPTION = "Which models there are, what they are doing, and how to order them about."
 
 
-def make_management(gateway: Gateway) -> Management:
+def make_management(gateway: Gateway, streams: Streams | None = None) -> Management:
+    """`streams` counts the streams of events and logs; by default its own."""
     app = _empty_app()
     began = gateway.clock()
 
@@ -134,7 +135,7 @@ def make_management(gateway: Gateway) -> Management:
     def look() -> Snapshot:
         return Snapshot(gateway, uptime_s())
 
-    streams = Streams(lambda: gateway.is_draining, gateway.clock)
+    streams = streams or Streams(lambda: gateway.is_draining, gateway.clock)
     Listing(gateway.catalog, look).add_to(app)
     Watching(gateway, streams, look, uptime_s).add_to(app)
     Operating(gateway, streams, look).add_to(app)

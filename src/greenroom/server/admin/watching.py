@@ -129,15 +129,23 @@ class LogFeed:
 class Streams:
     """Counts the open streams, and refuses too many."""
 
-    def __init__(self, is_draining: Callable[[], bool], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        is_draining: Callable[[], bool],
+        clock: Callable[[], float],
+        streams_max: int = STREAMS_MAX,
+        look_s: float = LOOK_S,
+    ) -> None:
         self.is_draining = is_draining
         self.clock = clock
+        self.look_s = look_s
+        self._streams_max = streams_max
         self.open = 0
 
     def answer(self, open_feed: Callable[[], Feed], media_type: str = SSE) -> Response:
         """Raises Overload when there are too many already."""
-        if self.open >= STREAMS_MAX:
-            raise Overload(f"{STREAMS_MAX} streams are open already; close one.", retry_after_s=10.0)
+        if self.open >= self._streams_max:
+            raise Overload(f"{self._streams_max} streams are open already; close one.", retry_after_s=10.0)
         return _Streamed(self, open_feed, media_type)
 
 
@@ -170,7 +178,7 @@ class _Streamed(Response):
         clock, beat_at = self._streams.clock, self._streams.clock() + HEARTBEAT_S
         try:
             while not gone.done():
-                await asyncio.wait((gone, piece), timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((gone, piece), timeout=self._streams.look_s, return_when=asyncio.FIRST_COMPLETED)
                 if piece.done():
                     if (data := piece.result()) is None:
                         return

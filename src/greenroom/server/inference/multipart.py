@@ -189,7 +189,7 @@ class _Cursor:
 
 def scan(source: BodySource, content_type: bytes | None) -> MultipartForm:
     """Read a form's fields. Raises BadRequest for anything but one plain, complete form with a model."""
-    scanner = _Scanner(source, read_boundary(content_type))
+    scanner = FormScanner(source, read_boundary(content_type))
     for chunk in _gathered(source.chunks()):
         scanner.feed(chunk)
     return scanner.finished()
@@ -197,7 +197,7 @@ def scan(source: BodySource, content_type: bytes | None) -> MultipartForm:
 
 async def scan_in_turns(source: BodySource, content_type: bytes | None) -> MultipartForm:
     """Like `scan`, for large bodies: yields to the loop after every mebibyte."""
-    scanner = _Scanner(source, read_boundary(content_type))
+    scanner = FormScanner(source, read_boundary(content_type))
     since_turn = 0
     for chunk in _gathered(source.chunks()):
         scanner.feed(chunk)
@@ -221,7 +221,7 @@ def _gathered(chunks: Iterator[bytes]) -> Iterator[bytes]:
     yield b"".join(held)
 
 
-class _Scanner:
+class FormScanner:
     """A machine that is fed the body in any pieces:
 
     opening → after_boundary → head → content → after_boundary → … → closing
