@@ -291,7 +291,7 @@ class StoreDown(LeaseStoreUnavailable):
     public_words = "The lease store does not answer; ask again."
 
 
-class OutOfMemory(LoadFailed):
+class LoadOutOfMemory(LoadFailed):
     """The engine ran out of memory while loading. `memory` in the error object has the numbers."""
 
     status = 507
@@ -306,7 +306,7 @@ class NoPlace(ClientFault):
     code = "green_room_full"
 
 
-class BadModel(LoadFailed):
+class UnusableModel(LoadFailed):
     """Files of the model are missing, damaged, or not supported by its engine. A retry cannot succeed."""
 
     code = "bad_model"
@@ -314,7 +314,7 @@ class BadModel(LoadFailed):
     public_words = "The model could not be loaded: its files cannot be served."
 
 
-class OutsideRoots(BadModel):
+class OutsideRoots(UnusableModel):
     """A file of the model is outside of model_roots."""
 
     code = "path_outside_roots"

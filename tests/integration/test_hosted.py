@@ -13,7 +13,7 @@ import pytest
 
 from greenroom.core.events import SlotsLost
 from greenroom.core.model import ModelId, MoveKind, Tier
-from greenroom.errors import BadModel, LoadFailed, OutOfMemory, OutsideRoots
+from greenroom.errors import LoadFailed, LoadOutOfMemory, OutsideRoots, UnusableModel
 from tests.harness import gateway, write_config
 from tests.integration.facts import at_rest
 from tests.integration.hosted_rig import Folder, arenas, move, nothing_left, tier, until_in, worker_of, worker_timeouts
@@ -237,7 +237,7 @@ async def test_a_crash_at_open_is_tried_again_only_if_another_may_have_caused_it
 
 
 @pytest.mark.parametrize(
-    ("kind", "error"), [("bad_model", BadModel), ("out_of_memory", OutOfMemory), ("failed", LoadFailed)]
+    ("kind", "error"), [("bad_model", UnusableModel), ("out_of_memory", LoadOutOfMemory), ("failed", LoadFailed)]
 )
 async def test_what_a_worker_says_of_a_failed_open_is_told(tmp_path: Path, kind: str, error: type[LoadFailed]) -> None:
     folder, other = Folder(tmp_path, "alpha", at={"open": f"fail {kind}"}), Folder(tmp_path, "other")

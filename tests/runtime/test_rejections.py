@@ -5,16 +5,16 @@ import pytest
 from greenroom.core.effects import RejectCode, Rejection, because
 from greenroom.core.model import ModelId
 from greenroom.errors import (
-    BadModel,
     BudgetPassed,
     GreenroomError,
     LoadFailed,
+    LoadOutOfMemory,
     ModelLoading,
-    OutOfMemory,
     QueueFull,
     ShuttingDown,
     TooLarge,
     Unloaded,
+    UnusableModel,
 )
 from greenroom.runtime.rejections import RETRY_AFTER_MAX_S, Rejections
 
@@ -85,16 +85,16 @@ def test_failed_load_carries_the_engines_last_lines() -> None:
 
 
 def test_load_that_ran_out_of_memory_keeps_its_numbers() -> None:
-    failed = OutOfMemory("qwen ran out of memory.", details="x", beside={"memory": {"gpu0": {"given_mib": 5}}})
+    failed = LoadOutOfMemory("qwen ran out of memory.", details="x", beside={"memory": {"gpu0": {"given_mib": 5}}})
     said = rejections(failed=failed).error_for(Rejection(RejectCode.LOAD_FAILED, M, retry_after_s=40.0))
-    assert isinstance(said, OutOfMemory)
+    assert isinstance(said, LoadOutOfMemory)
     assert (said.status, said.details, said.retry_after_s, said.beside) == (507, "x", 40.0, failed.beside)
 
 
 def test_bad_files_are_told_as_such_and_not_to_be_tried_again() -> None:
-    failed = BadModel("qwen could not be loaded: model.safetensors is cut off.")
+    failed = UnusableModel("qwen could not be loaded: model.safetensors is cut off.")
     said = rejections(failed=failed).error_for(Rejection(RejectCode.LOAD_FAILED, M, retry_after_s=40.0))
-    assert isinstance(said, BadModel) and said.final
+    assert isinstance(said, UnusableModel) and said.final
     assert (said.message, said.retry_after_s) == (failed.message, None)
 
 

@@ -26,7 +26,7 @@ from greenroom.engines.estimates.hosted import (
     estimate_ready,
 )
 from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity
-from greenroom.errors import BadModel, LoadFailed
+from greenroom.errors import LoadFailed, UnusableModel
 from greenroom.process.spawn import Command
 
 WORKER: Final = Path(__file__).parent.parent / "workers" / "torch_worker.py"
@@ -86,8 +86,10 @@ class TransformersEngine:
     def options(self, model: Model, gpus: tuple[DeviceId, ...] | None) -> Mapping[str, object]:
         if not os.path.isdir(model.path or ""):
             if os.path.isfile(model.path or ""):
-                raise BadModel(f"{model.path} is a file, and transformers serves folders. Correct `path` or `engine`.")
-            raise BadModel(f"there is no folder {model.path}. Correct `path` in the configuration.")
+                raise UnusableModel(
+                    f"{model.path} is a file, and transformers serves folders. Correct `path` or `engine`."
+                )
+            raise UnusableModel(f"there is no folder {model.path}. Correct `path` in the configuration.")
         sizes = _sizes(model)
         return {
             "dtype": model.dtype,

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from greenroom.core.model import Claim, DeviceId, ModelId, Move, MoveId, MoveKind, SlotId
-from greenroom.errors import BadModel, LoadFailed, OutOfMemory
+from greenroom.errors import LoadFailed, LoadOutOfMemory, UnusableModel
 from greenroom.process.spawn import Exit
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.slot_memory import HostedMemory
@@ -38,8 +38,8 @@ class FakeEvidence:
         return self._complaint
 
 
-def shortage(move: Move, entry: Entry, complaint: str, details: str) -> OutOfMemory:
-    return OutOfMemory(f"{entry.id}: {complaint}", details=details)
+def shortage(move: Move, entry: Entry, complaint: str, details: str) -> LoadOutOfMemory:
+    return LoadOutOfMemory(f"{entry.id}: {complaint}", details=details)
 
 
 def hosted_errors(missing: Claim | None = None) -> HostedErrors:
@@ -49,8 +49,8 @@ def hosted_errors(missing: Claim | None = None) -> HostedErrors:
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
-        ("bad_model", BadModel),
-        ("out_of_memory", OutOfMemory),
+        ("bad_model", UnusableModel),
+        ("out_of_memory", LoadOutOfMemory),
         ("failed", LoadFailed),
         ("unknown_slot", LoadFailed),
         ("something new", LoadFailed),
@@ -64,11 +64,11 @@ def test_a_failed_open_is_told_by_its_kind_and_with_its_words(kind: str, error: 
 async def test_a_wake_for_which_a_stranger_has_left_no_memory_has_not_failed() -> None:
     error = OpFailed("out_of_memory", "the GPU is full.")
     assert isinstance(await hosted_errors({GPU: 40}).wake_error(MOVE, ENTRY, error), NoGrant)
-    assert isinstance(await hosted_errors().wake_error(MOVE, ENTRY, error), OutOfMemory)
+    assert isinstance(await hosted_errors().wake_error(MOVE, ENTRY, error), LoadOutOfMemory)
     assert isinstance(await hosted_errors({GPU: 40}).wake_error(MOVE, ENTRY, OpFailed("failed", "no.")), LoadFailed)
 
 
-@pytest.mark.parametrize(("complaint", "error"), [(None, LoadFailed), ("std::bad_alloc", OutOfMemory)])
+@pytest.mark.parametrize(("complaint", "error"), [(None, LoadFailed), ("std::bad_alloc", LoadOutOfMemory)])
 def test_a_worker_that_ended_is_told_with_its_exit_and_last_lines(
     complaint: str | None, error: type[LoadFailed]
 ) -> None:

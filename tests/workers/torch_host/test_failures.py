@@ -9,8 +9,8 @@ import time
 import pytest
 
 from greenroom.workers.torch_host.control import slots as slots_module
-from greenroom.workers.torch_host.control.hosted_slot import WorkerResources
 from greenroom.workers.torch_host.control.slots import SlotTable
+from greenroom.workers.torch_host.control.worker_slot import WorkerResources
 from greenroom.workers.torch_host.failures import (
     MESSAGE_MAX_CHARS,
     BadModel,

@@ -55,7 +55,7 @@ _USE = TypeAdapter(dict[str, Mib])
 
 
 @dataclass(frozen=True, slots=True)
-class _Process:
+class _ProcessUse:
     pid: int
     is_alive: bool
     mib: dict[str, int]
@@ -103,13 +103,13 @@ class FileProbe:
             raise ProbeFailed(f"{self._path} describes two GPUs with one uuid.")
         return described
 
-    def _processes(self, linger_s: float) -> list[_Process]:
+    def _processes(self, linger_s: float) -> list[_ProcessUse]:
         alive = {pid: self._lives(pid) for pid in self._pids()}
         now = self._clock()
         dead = (pid for pid, lives in alive.items() if not lives)
         self._dead_since = {pid: self._dead_since.get(pid, now) for pid in dead} if linger_s else {}
         lingering = {pid for pid, since in self._dead_since.items() if now - since < linger_s}
-        return [_Process(pid, lives, self._mib(pid)) for pid, lives in alive.items() if lives or pid in lingering]
+        return [_ProcessUse(pid, lives, self._mib(pid)) for pid, lives in alive.items() if lives or pid in lingering]
 
     def _pids(self) -> list[int]:
         try:
@@ -136,7 +136,7 @@ class FileProbe:
         return stat.rpartition(")")[2].split()[0] not in _DEAD_STATES
 
 
-def _reading(index: int, gpu: _Gpu, processes: list[_Process], pids_visible: bool) -> GpuReading:
+def _reading(index: int, gpu: _Gpu, processes: list[_ProcessUse], pids_visible: bool) -> GpuReading:
     uses = [(process, process.mib[gpu.uuid]) for process in processes if gpu.uuid in process.mib]
     return GpuReading(
         uuid=gpu.uuid,

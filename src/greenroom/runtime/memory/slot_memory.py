@@ -16,7 +16,7 @@ from typing import Final
 from greenroom.core.events import ConfigChanged, Event
 from greenroom.core.model import NO_CLAIM, Claim, DeviceId, Move, Need, SlotId
 from greenroom.core.view import SchedulerView
-from greenroom.errors import OutOfMemory
+from greenroom.errors import LoadOutOfMemory
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.attribution import away
 from greenroom.runtime.memory.devices import HOST, visible_gpus
@@ -150,7 +150,7 @@ class SlotMemory:
 
     # --- the error of a load that ran out of it ---------------------------------------------------------------------
 
-    def shortage(self, move: Move, entry: Entry, complaint: str, details: str) -> OutOfMemory:
+    def shortage(self, move: Move, entry: Entry, complaint: str, details: str) -> LoadOutOfMemory:
         """The error of a load that ran out of memory: what it was given, what was free, and what to do."""
         ledger = self._state.ledger
         free = ledger.free_mib(frozenset({move.slot}))
@@ -162,7 +162,7 @@ class SlotMemory:
             }
             for device, mib in move.claim.items()
         }
-        return OutOfMemory(
+        return LoadOutOfMemory(
             f"{entry.id} ran out of memory while loading ({complaint}). {_told(numbers)} "
             "Say what it needs with memory_mib, let it need less (a smaller ctx_size), or give it more devices.",
             details=details,

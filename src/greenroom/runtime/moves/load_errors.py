@@ -14,7 +14,7 @@ from typing import Final
 
 from greenroom.core.events import Event, SlotsLost
 from greenroom.core.model import ModelId, Move, SlotId, Tier
-from greenroom.errors import BadModel, GreenroomError, LoadFailed, OutOfMemory
+from greenroom.errors import GreenroomError, LoadFailed, LoadOutOfMemory, UnusableModel
 from greenroom.process.logs import START_LINES_MAX
 from greenroom.process.spawn import Child, Exit
 from greenroom.process.state_dir import StateDir
@@ -167,7 +167,7 @@ def memory_complaint(lines: Iterable[str]) -> str | None:
 # --- errors of workers ----------------------------------------------------------------------------------------------
 
 # Makes the error of a load that ran out of memory, with the numbers.
-Shortage = Callable[[Move, Entry, str, str], OutOfMemory]
+Shortage = Callable[[Move, Entry, str, str], LoadOutOfMemory]
 
 
 class HostedErrors:
@@ -180,7 +180,7 @@ class HostedErrors:
     def load_error(self, move: Move, entry: Entry, error: OpFailed) -> LoadFailed:
         if error.kind == "out_of_memory":
             return self._shortage(move, entry, error.message.rstrip("."), "")
-        kind = BadModel if error.kind == "bad_model" else LoadFailed
+        kind = UnusableModel if error.kind == "bad_model" else LoadFailed
         return kind(f"{entry.id} could not be loaded: {error.message}")
 
     async def wake_error(self, move: Move, entry: Entry, error: OpFailed) -> Exception:

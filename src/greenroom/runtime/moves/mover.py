@@ -12,7 +12,7 @@ from collections.abc import Callable
 from greenroom.core.events import Event, MoveDone
 from greenroom.core.model import Move, MoveId, MoveKind, Outcome
 from greenroom.engines.base import HostedEngine
-from greenroom.errors import GreenroomError, LoadFailed, OutOfMemory, StoreDown
+from greenroom.errors import GreenroomError, LoadFailed, LoadOutOfMemory, StoreDown
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.moves.admission import NoGrant
@@ -107,7 +107,7 @@ class Mover:
             error = LoadFailed(f"{move.model} could not be moved: {error!r}")
         self.failures.keep(move.model, error)
         _log.warning("load failed", model=move.model, slot=move.slot, error=error.message)
-        return Outcome.NO_MEMORY if isinstance(error, OutOfMemory) else Outcome.FAILED
+        return Outcome.NO_MEMORY if isinstance(error, LoadOutOfMemory) else Outcome.FAILED
 
     def _tell(self, move: Move, done: MoveDone) -> None:
         """Post the end of a move. A raised need is known before the scheduler plans a retry, and is stored after it."""

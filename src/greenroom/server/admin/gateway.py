@@ -85,7 +85,7 @@ class ManagedLeases(LeaseStore, Protocol):
         ...
 
 
-class SharedStore(Protocol):
+class SharedStoreStatus(Protocol):
     """The state of the lease store that this gateway shares with others."""
 
     @property
@@ -190,7 +190,7 @@ class Gateway(Protocol):
     def leasing(self) -> ManagedLeases: ...
 
     @property
-    def sharing(self) -> SharedStore | None:
+    def sharing(self) -> SharedStoreStatus | None:
         """None where this gateway keeps leases itself."""
         ...
 

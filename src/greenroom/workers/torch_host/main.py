@@ -89,8 +89,8 @@ async def _serve(listener: socket.socket) -> None:
 
 
 def _control(listener: socket.socket, loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
-    from .control.hosted_slot import WorkerResources
     from .control.slots import SlotTable
+    from .control.worker_slot import WorkerResources
 
     try:
         connection, _ = listener.accept()

@@ -1,6 +1,6 @@
 """All slots of this worker, and the operations on them.
 
-Owns the table of slots and the end of the process. `hosted_slot.py` knows what a slot is made of, `line.py` how the
+Owns the table of slots and the end of the process. `worker_slot.py` knows what a slot is made of, `line.py` how the
 gateway's requests arrive.
 """
 
@@ -19,8 +19,8 @@ import torch
 import transformers
 
 from ..failures import POISONED_EXIT, UnknownSlot
-from .hosted_slot import HostedSlot, WorkerResources
 from .slot_options import read_slot_options
+from .worker_slot import WorkerResources, WorkerSlot
 
 # Before a process that lost its device exits: how long the report may take, and how long it may travel. Other requests
 # get no answer meanwhile.
@@ -35,7 +35,7 @@ class SlotTable:
 
     def __init__(self, resources: WorkerResources) -> None:
         self._resources = resources
-        self._slots: dict[str, HostedSlot] = {}
+        self._slots: dict[str, WorkerSlot] = {}
         self._is_lost = False
         self._losing = threading.Lock()
 
@@ -66,7 +66,7 @@ class SlotTable:
         except BaseException:
             os.close(descriptor)
             raise
-        hosted, answer = HostedSlot.open(options, descriptor, self._resources, progress, cancelled)
+        hosted, answer = WorkerSlot.open(options, descriptor, self._resources, progress, cancelled)
         self._slots[options.slot] = hosted
         log.info("opened slot=%s model=%s took_s=%.2f", options.slot, options.model, answer["seconds"])
         return answer
@@ -113,7 +113,7 @@ class SlotTable:
         finally:
             said.set()
 
-    def _of(self, slot: str) -> HostedSlot:
+    def _of(self, slot: str) -> WorkerSlot:
         hosted = self._slots.get(slot)
         if hosted is None:
             raise UnknownSlot(f"slot {slot} is not open here.")

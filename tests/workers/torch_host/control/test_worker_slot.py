@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from greenroom.workers.torch_host.api.routes import ModelServer
-from greenroom.workers.torch_host.control.hosted_slot import HostedSlot, WorkerResources
+from greenroom.workers.torch_host.control.worker_slot import WorkerResources, WorkerSlot
 from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.failures import Failure, Stuck, is_fatal
 from greenroom.workers.torch_host.weights.device_weights import DeviceWeights, WakeResult
@@ -60,7 +60,7 @@ class Rig:
         self.has_let_go = False
         cleanup = ExitStack()
         cleanup.callback(self._let_go)
-        self.hosted = HostedSlot(
+        self.hosted = WorkerSlot(
             cast(DeviceWeights, weights),
             cast(EngineLoop, engine),
             cast(ModelServer, served),

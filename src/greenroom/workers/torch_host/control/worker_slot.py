@@ -1,7 +1,7 @@
 """One slot of this worker: its arena, its model, its engine and its HTTP socket.
 
 Owns the order in which these are created, woken, put to sleep and released, and that nothing is left of a slot that
-could not be opened. Never parses a request and never computes. Read `HostedSlot.open` first.
+could not be opened. Never parses a request and never computes. Read `WorkerSlot.open` first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class WorkerResources:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(LOOP_TIMEOUT_S)
 
 
-class HostedSlot:
+class WorkerSlot:
     """An open slot, which starts asleep. Its methods are called one at a time. `cleanup` is closed with it."""
 
     def __init__(
@@ -74,7 +74,7 @@ class HostedSlot:
         resources: WorkerResources,
         progress: Callable[[float], None],
         cancelled: threading.Event,
-    ) -> tuple[HostedSlot, dict[str, Any]]:
+    ) -> tuple[WorkerSlot, dict[str, Any]]:
         """Fill the arena, build everything, listen. Passes on errors of these; nothing is left of the slot then."""
         began = time.monotonic()
         with ExitStack() as undo:
