@@ -72,7 +72,8 @@ def extensions() -> list[Extension]:
 
     extensions: list[Extension] = mypycify(hot_files(), group_name="greenroom", opt_level="2", debug_level="0")
     for extension in extensions:
-        extension.extra_compile_args += DIRECT_CALLS
+        # They share one list.
+        extension.extra_compile_args = [*extension.extra_compile_args, *DIRECT_CALLS]
     return extensions
 
 

@@ -21,7 +21,7 @@ def test_without_keys_anyone_may_come_and_name_his_tenant() -> None:
     assert keys.check(None) is keys.check(b"whatever") is ANYONE
     assert ANYONE.admin
     assert ANYONE.tenant is None
-    assert cap(-100, ANYONE) == -100
+    assert cap(-100, ANYONE.priority_max) == -100
 
 
 def test_right_key_says_who_calls() -> None:

@@ -50,7 +50,7 @@ class EventCounter:
             if not data:
                 return
         # Here the run before these bytes is over: they begin with something else.
-        if data.find(b"\n\n") + 2 == len(data) > 1 and b"\r" not in data:
+        if data.find(b"\n\n") + 2 == len(data) > 1 and data.find(b"\r") < 0:
             # One whole event, or the end of one: what most reads bring.
             self.events += 1
             self._breaks = 2
@@ -114,8 +114,11 @@ class UsageFilter:
 
 
 def _may_be_usage(events: bytes) -> bool:
-    """Called for every read, so the cheap search comes first: most events do not contain the word."""
-    return _USAGE in events and _EMPTY_CHOICES.search(events) is not None
+    """Called for every read, so the cheap search comes first: most events do not contain the word.
+
+    `find`, because `in` first tries whether it was given a number, and fails, which takes longer than the search.
+    """
+    return events.find(_USAGE) >= 0 and _EMPTY_CHOICES.search(events) is not None
 
 
 def _without_usage(events: bytes) -> bytes:

@@ -60,6 +60,7 @@ class Pool:
         self._retrying: set[asyncio.Task[None]] = set()
         self._closed = False
         self._loop = loop or asyncio.get_running_loop()
+        self._time = self._loop.time
 
     def lost(self, what: str) -> EngineLost:
         """The error for an engine that did `what` instead of answering."""
@@ -81,7 +82,7 @@ class Pool:
     def send_now(self, head: bytes, body: Payload, sink: Sink) -> bool:
         """Send a request on an idle connection. False if there is none."""
         idle = self._idle
-        oldest = self._loop.time() - self._idle_s
+        oldest = self._time() - self._idle_s
         while idle:
             connection = idle.pop()
             if connection.idle_since > oldest and not connection.transport.is_closing():
@@ -110,7 +111,7 @@ class Pool:
         if self._closed or len(self._idle) >= self._idle_max:
             connection.abort()
             return
-        connection.idle_since = self._loop.time()
+        connection.idle_since = self._time()
         self._idle.append(connection)
         # The list is ordered by age, so the first one is the only one to check for expiry.
         if self._idle[0].idle_since < connection.idle_since - self._idle_s:

@@ -10,7 +10,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from greenroom.config.schema import PRIORITY_NAMES
 from greenroom.core.model import NO_TENANT, TenantId
@@ -29,11 +29,6 @@ PRIORITY_MIN, PRIORITY_MAX = -100, 100
 
 _NAME: Final = re.compile(rb"[ -~]+")
 _INTEGER: Final = re.compile(r"-?[0-9]{1,3}")
-
-
-class PriorityCapped(Protocol):
-    @property
-    def priority_max(self) -> int: ...
 
 
 class Tenants:
@@ -95,9 +90,9 @@ def parse_priority(raw: object, *, param: str = "x_priority") -> int:
     return _in_range(int(word), param)
 
 
-def cap(priority: int, caller: PriorityCapped) -> int:
-    """The priority asked for, or the best that this caller may have."""
-    return max(priority, caller.priority_max)
+def cap(priority: int, priority_max: int) -> int:
+    """The priority asked for, or the best that its caller may have."""
+    return max(priority, priority_max)
 
 
 def _checked(raw: bytes) -> TenantId:

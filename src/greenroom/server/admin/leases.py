@@ -234,7 +234,7 @@ def _priority(request: Request, order: LeaseOrder) -> int:
     """The priority asked for, or the best that the key allows: as for requests to models."""
     caller: Caller | None = request.scope["state"].get("caller")
     priority = parse_priority(order.priority, param="priority")
-    return priority if caller is None else cap(priority, caller)
+    return priority if caller is None else cap(priority, caller.priority_max)
 
 
 def _holder(request: Request, order: LeaseOrder) -> Holder | None:

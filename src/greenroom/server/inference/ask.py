@@ -319,7 +319,7 @@ def _priority(in_body: str | int | None, said: dict[bytes, bytes], entry: Entry,
         priority = parse_priority(in_header, param="X-Priority")
     else:
         priority = entry.spec.priority
-    return cap(priority, caller)
+    return cap(priority, caller.priority_max)
 
 
 def _heartbeat(said: dict[bytes, bytes], default: Heartbeat) -> Heartbeat:

@@ -56,6 +56,7 @@ class Inference:
         self._metrics = metrics
         self.settings = settings
         self._clock = clock
+        self._wall: Callable[[], float] = time.time
         self._write_down = write_down
         self._waits = waits
         self._tickets = tickets
@@ -111,7 +112,7 @@ class Inference:
             route=ask.route.name,
             stream=ask.stream,
             priority=ask.priority,
-            arrived_at=time.time(),
+            arrived_at=self._wall(),
         )
         self._activity.begin(record)
         running = Running(exchange, ask, request_id, record, self.settings, self._shared)
@@ -172,7 +173,7 @@ class Inference:
 
     def _ended(self, running: Running, error: GreenroomError | None) -> None:
         ask, record, ticket, relay = running.ask, running.record, running.ticket, running.relay
-        record.total_s = total_s = max(0.0, time.time() - record.arrived_at)
+        record.total_s = total_s = max(0.0, self._wall() - record.arrived_at)
         record.status = _status(running.exchange, relay, error)
         if error is not None:
             record.error_code = error.code
