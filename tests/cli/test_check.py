@@ -112,7 +112,8 @@ def test_a_policy_or_swapper_that_is_not_there_is_told(
     good: Path, key: str, known: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good.write_text(f"{GOOD}\nscheduler: {{{key}: coin}}\n")
-    told = f"scheduler.{key}: there is no {key} 'coin'; there are {known}"
+    line = GOOD.count("\n") + 2
+    told = f"{good}:{line}: scheduler.{key}: there is no {key} 'coin'; there are {known}"
     assert main(["check", str(good)]) == 1
     assert told in capsys.readouterr().err
     assert main(["check", str(good), "--json"]) == 1

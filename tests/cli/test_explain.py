@@ -109,3 +109,11 @@ def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixt
 )
 def test_every_answer_is_told_in_words(told: dict[str, Any], lines: list[str]) -> None:
     assert words(told)[: len(lines)] == lines
+
+
+@pytest.mark.parametrize("said", ["-1", "0", "nan", "inf", "soon"])
+def test_a_budget_that_is_no_time_is_wrong_usage(said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "qwen", f"--budget-s={said}"])
+    assert ended.value.code == 2
+    assert f"--budget-s: {said} is no number of seconds above 0" in capsys.readouterr().err

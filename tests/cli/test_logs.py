@@ -21,7 +21,7 @@ def test_an_engine_that_said_nothing_is_explained_on_standard_error(
     gateway.on("GET", "/api/v1/models/m/logs", answer({"model": "m", "lines": []}))
     assert main(["logs", "m"]) == 0
     out, err = capsys.readouterr()
-    assert out == "" and "greenroom load m" in err
+    assert out == "" and err == "the engine of m has printed nothing; to see whether it runs: greenroom ps\n"
 
 
 def test_json_is_the_gateways_answer(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ def test_every_number_reaches_the_core(loads: Loads) -> None:
     config = loads("""
         scheduler:
           policy: fifo
-          swapper: mine
+          swapper: memory
           queue_depth_max: 11
           overtakes_max: 12
           residency_swaps: 1.5
@@ -45,7 +45,7 @@ def test_every_number_reaches_the_core(loads: Loads) -> None:
     """)
     assert limits_of(config) == Limits(
         policy="fifo",
-        swapper="mine",
+        swapper="memory",
         queue_depth_max=11,
         overtakes_max=12,
         residency_swaps=1.5,

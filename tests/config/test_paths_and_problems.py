@@ -94,6 +94,35 @@ def test_more_than_the_budget_is_told(loads: Loads, budget: str, told: list[str]
     assert [text.replace("(a, b, d)", "(a, b)") for text in problems(config)] == told
 
 
+def test_a_model_on_the_host_is_measured_against_the_host_alone(loads: Loads) -> None:
+    config = loads("""\
+        gpus: [{memory_mib: 1512}]
+        models:
+          a: {cmd: "sh ${PORT}", pinned: true, memory_mib: 1500, devices: [host]}
+          b: {cmd: "sh ${PORT}", pinned: true, memory_mib: 1500, device: cpu}
+          c: {cmd: "sh ${PORT}", memory_mib: 1500}
+        """)
+    assert problems(config) == ["models.c: memory_mib: 1,500 MiB can never fit into the budget of 1,000 MiB"]
+
+
+def test_a_path_of_the_wrong_kind_is_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").mkdir()
+    (tmp_path / "folder").write_text("")
+    (tmp_path / "my.yaml").write_text("models:\n  a: {path: a.gguf}\n  b: {path: folder}\n")
+    assert load(tmp_path / "my.yaml", {}).warnings == (
+        f"models.a: path: {tmp_path}/a.gguf is no file",
+        f"models.b: path: {tmp_path}/folder is no folder",
+    )
+
+
+def test_a_state_directory_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("")
+    (tmp_path / "my.yaml").write_text("state_dir: state\n")
+    assert load(tmp_path / "my.yaml", {}).warnings == (f"state_dir: {tmp_path}/state is no directory",)
+    (tmp_path / "my.yaml").write_text("state_dir: not-there-yet\n")
+    assert load(tmp_path / "my.yaml", {}).warnings == ()
+
+
 def test_device_that_is_not_there_is_told(loads: Loads) -> None:
     config = loads("gpus: [{memory_mib: 999}]\nmodels: {a: {cmd: 'sh ${PORT}', devices: [gpu0, gpu1, host]}}\n")
     assert problems(config) == ["models.a: devices: there is no gpu1 among gpus"]

@@ -65,7 +65,7 @@ def test_engine_is_inferred(loads: Loads, keys: str, engine: str) -> None:
         ),
         (
             "path: a.gguf\n    cmd_stop: a",
-            "4: models.q.cmd_stop: cmd_stop is for engine command; llamacpp takes its arguments in args",
+            "4: models.q.cmd_stop: cmd_stop is for engine command; llamacpp has nothing like it",
         ),
         (
             "engine: llamacpp\n    path: a.gguf\n    cmd: a",

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
 from greenroom.config.coresidency import rules_of
+from greenroom.config.reader import Problem, dotted
 from greenroom.config.schema import Config, Model, StayWarm
 from greenroom.core.events import Limits
 from greenroom.core.model import TenantId
@@ -65,7 +66,7 @@ class Named(Mapping[str, Factory], Generic[Factory]):
     """Factories by name: the built-in ones and those of an entry point group."""
 
     def __init__(self, word: str, built_in: Mapping[str, Factory], group: str) -> None:
-        self._word = word
+        self.word = word
         self._known = dict(built_in)
         self._group = group
 
@@ -86,11 +87,9 @@ class Named(Mapping[str, Factory], Generic[Factory]):
                 try:
                     factory: Factory = entry.load()
                 except Exception as error:
-                    raise ConfigError(
-                        f"scheduler.{self._word}: {name!r} of {entry.value} does not load: {error}"
-                    ) from error
+                    raise ConfigError(f"{name!r} of {entry.value} does not load: {error}") from error
                 return factory
-        raise ConfigError(f"scheduler.{self._word}: there is no {self._word} {name!r}; there are {', '.join(self)}")
+        raise ConfigError(f"there is no {self.word} {name!r}; there are {', '.join(self)}")
 
 
 POLICIES: Named[PolicyFactory] = Named("policy", BUILT_IN, "greenroom.policies")
@@ -99,9 +98,19 @@ SWAPPERS_BY_NAME: Named[SwapperFactory] = Named("swapper", SWAPPERS, "greenroom.
 
 def require(limits: Limits) -> None:
     """Raise ConfigError unless the named policy and swapper exist and can be constructed."""
-    POLICIES[limits.policy]
-    SWAPPERS_BY_NAME[limits.swapper]
+    for problem in plugin_problems(limits):
+        raise ConfigError(f"{dotted(problem.where)}: {problem.message}")
+
+
+def plugin_problems(limits: Limits) -> Iterator[Problem]:
+    """Problems of the named policy and swapper, at most one: the first."""
+    for named, name in ((POLICIES, limits.policy), (SWAPPERS_BY_NAME, limits.swapper)):
+        try:
+            named[name]
+        except ConfigError as error:
+            yield Problem(("scheduler", named.word), error.message)
+            return
     try:
         make_policy(limits, POLICIES, SWAPPERS_BY_NAME)
     except Exception as error:
-        raise ConfigError(f"scheduler.policy: {limits.policy!r} cannot be made: {error}") from error
+        yield Problem(("scheduler", POLICIES.word), f"{limits.policy!r} cannot be made: {error}")

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from greenroom.config import kinds, macros
+from greenroom.config.limits import limits_of, plugin_problems
 from greenroom.config.problems import clashing_recordings
 from greenroom.config.problems import problems as problems_of_config
 from greenroom.config.reader import Lines, Problem, SourceFile, Value, Where, read, refusal, shown
@@ -48,8 +49,8 @@ def load(path: str | Path, environ: Mapping[str, str] = os.environ) -> LoadedCon
         raise refusal(str(file), [*source.problems, *not_expanded], source.lines)
     absolute = Path(os.path.abspath(file))
     config = resolved(checked, absolute.parent)
-    if clashes := list(clashing_recordings(config.server, absolute)):
-        raise refusal(str(file), clashes, source.lines)
+    if wrong := [*clashing_recordings(config.server, absolute), *plugin_problems(limits_of(config))]:
+        raise refusal(str(file), wrong, source.lines)
     return LoadedConfig(config, absolute, tuple(problems_of_config(config)))
 
 

@@ -200,12 +200,8 @@ NO_CHECK = "none"
 # `model` decides the route and `stream` the shape of the answer; both are used before params are applied.
 PARAMS_NOT_OURS_TO_CHANGE = frozenset({"model", "stream"})
 
-# Where to say the same for an engine that does not have the key.
-_INSTEAD = {
-    "llamacpp": "llamacpp takes its arguments in args",
-    "transformers": "transformers has nothing like it",
-    "command": "command takes its arguments in cmd",
-}
+# Engines that take what a key says as arguments instead.
+_ARGUMENTS_IN = {"llamacpp": "args", "command": "cmd"}
 
 
 def _problems(model: Model) -> Iterator[Problem]:
@@ -244,7 +240,15 @@ def _keys_of_other_engines(model: Model, engine: str) -> Iterator[Problem]:
     for key in sorted(strange & model.model_fields_set):
         if getattr(model, key) is not None:
             owners = " or ".join(name for name, keys in KEYS_OF_ENGINES.items() if key in keys)
-            yield Problem((key,), f"{key} is for engine {owners}; {_INSTEAD[engine]}")
+            yield Problem((key,), f"{key} is for engine {owners}; {_instead(key, engine)}")
+
+
+def _instead(key: str, engine: str) -> str:
+    """Where to say the same for an engine that does not have the key."""
+    is_about_the_process = key in COMMAND_KEYS and key != "cmd"
+    if engine not in _ARGUMENTS_IN or is_about_the_process:
+        return f"{engine} has nothing like it"
+    return f"{engine} takes its arguments in {_ARGUMENTS_IN[engine]}"
 
 
 def _command(model: Model) -> Iterator[Problem]:

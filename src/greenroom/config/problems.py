@@ -29,6 +29,7 @@ def problems(config: Config) -> list[str]:
     found += _too_much_pinned(config)
     found += _kept_out(config)
     found += _unwritable_recordings(config.server)
+    found += _unusable_state_dir(config.state_dir)
     found += [text] if (text := open_door(config.server)) else []
     found += _no_admin(config.server)
     return found
@@ -60,6 +61,14 @@ def _unwritable_recordings(server: Server) -> Iterator[str]:
             yield f"server.{key}: {path} is no plain file"
 
 
+def _unusable_state_dir(path: str) -> Iterator[str]:
+    """A state directory that would make a start fail, as far as can be seen without writing."""
+    if os.path.exists(path) and not os.path.isdir(path):
+        yield f"state_dir: {path} is no directory"
+    elif os.path.isdir(path) and not os.access(path, os.W_OK | os.X_OK):
+        yield f"state_dir: this user may not write to {path}"
+
+
 def open_door(server: Server) -> str | None:
     """Why this address is not served: other machines can reach it and no key is required. None if it is safe."""
     if server.api_keys or server.insecure or _is_loopback(server.host):
@@ -78,19 +87,24 @@ def _no_admin(server: Server) -> Iterator[str]:
         )
 
 
-def budget_mib(config: Config) -> int | None:
-    """Memory for all models together, as far as the file alone tells."""
-    if config.gpus:
+def budget_mib(config: Config, model: Model | None = None) -> int | None:
+    """Memory for this model, or for all of them together, as far as the file alone tells."""
+    if config.gpus and not (model and _stays_on_host(model)):
         return sum(max(0, gpu.memory_mib - gpu.margin_mib) for gpu in config.gpus)
     if config.host.memory_mib is not None:
         return max(0, config.host.memory_mib - config.host.margin_mib)
     return None
 
 
+def _stays_on_host(model: Model) -> bool:
+    return model.device == "cpu" or set(model.devices) == {"host"}
+
+
 def _missing(model: Model) -> Iterator[str]:
     is_there, what = (os.path.isdir, "folder") if model.engine == "transformers" else (os.path.isfile, "file")
     if model.path is not None and not is_there(model.path):
-        yield f"path: there is no {what} {model.path}"
+        is_other = os.path.exists(model.path)
+        yield f"path: {model.path} is no {what}" if is_other else f"path: there is no {what} {model.path}"
     if model.cwd is not None and not os.path.isdir(model.cwd):
         yield f"cwd: there is no directory {model.cwd}"
     first = words(model.cmd)[0] if model.cmd else None
@@ -117,7 +131,7 @@ def _misplaced(name: str, model: Model, config: Config) -> Iterator[str]:
         yield f"models.{name}: devices: there is no {', '.join(strange)} among gpus"
     if "CUDA_VISIBLE_DEVICES" in model.env:
         yield f"models.{name}: env: CUDA_VISIBLE_DEVICES wins over the GPUs planned for it; say devices instead"
-    budget = budget_mib(config)
+    budget = budget_mib(config, model)
     if budget is not None and model.memory_mib is not None and model.memory_mib > budget:
         yield f"models.{name}: memory_mib: {model.memory_mib:,} MiB can never fit into the budget of {budget:,} MiB"
 
@@ -132,7 +146,9 @@ def _outside_roots(config: Config) -> Iterator[str]:
 
 
 def _too_much_pinned(config: Config) -> list[str]:
-    pinned = [name for name, model in config.models.items() if model.pinned]
+    pinned = [
+        name for name, model in config.models.items() if model.pinned and not (config.gpus and _stays_on_host(model))
+    ]
     needed = sum(config.models[name].memory_mib or 0 for name in pinned)
     budget = budget_mib(config)
     if budget is None or needed <= budget:

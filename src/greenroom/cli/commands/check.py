@@ -36,12 +36,10 @@ def run(args: argparse.Namespace) -> int:
 
         screen.say_json(json_schema())
         return ExitStatus.OK
-    from greenroom.config import limits, loader
-    from greenroom.config.limits import limits_of
+    from greenroom.config import loader
 
     try:
         loaded = loader.load(loader.find(args.file or args.config))
-        limits.require(limits_of(loaded.config))
     except ConfigError as error:
         if not args.json:
             raise
@@ -107,12 +105,13 @@ def _too_large(models: Sequence[Mapping[str, Any]], config: Config) -> list[str]
     """Warnings for models whose estimate can never fit. The loader checks those with `memory_mib`."""
     from greenroom.config.problems import budget_mib
 
-    budget = budget_mib(config)
     return [
         f"models.{model['id']}: its {_origin(model)} says about {model['memory_mib']:,} MiB, which can never fit into "
         f"the budget of {budget:,} MiB; give memory_mib if it needs less"
         for model in models
-        if budget is not None and model["estimated"] and model["memory_mib"] > budget
+        if model["estimated"]
+        and (budget := budget_mib(config, config.models[model["id"]])) is not None
+        and model["memory_mib"] > budget
     ]
 
 

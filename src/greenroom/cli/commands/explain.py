@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -34,12 +35,23 @@ REFUSED: Final = {
 Explained = Mapping[str, Any]
 
 
+def _seconds(said: str) -> float:
+    """Raises ArgumentTypeError, which argparse reports as wrong usage."""
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise argparse.ArgumentTypeError(f"{said} is no number of seconds above 0")
+    return seconds
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="its id or an alias")
     parser.add_argument("--priority", help="high, normal, low or a number (default: the model's own)")
     parser.add_argument("--tenant", help="the tenant it would be for")
     parser.add_argument("--stream", action="store_true", help="as a stream, whose caller can wait longer")
-    parser.add_argument("--budget-s", type=float, metavar="SECONDS", help="how long the whole answer may take")
+    parser.add_argument("--budget-s", type=_seconds, metavar="SECONDS", help="how long the whole answer may take")
     address.add_options(parser, json_help="print the gateway's answer as JSON")
 
 

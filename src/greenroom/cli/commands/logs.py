@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     for line in answer["lines"]:
         screen.say(line)
     if not answer["lines"]:
-        screen.note(f"{answer['model']} has printed nothing yet; load it first: greenroom load {args.model}")
+        screen.note(f"the engine of {answer['model']} has printed nothing; to see whether it runs: greenroom ps")
     return ExitStatus.OK
 
 
