@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from greenroom.core.model import LeaseId, SlotId
-from greenroom.leases.records import Lease, LeaseAsk
+from greenroom.errors import GreenroomError
+from greenroom.leases.records import Lease, LeaseAsk, taken
 from greenroom.runtime.leases.journal import Kept
 
 # The lease was reported to several calls, or to one without a name: if one of them leaves, another may hold it.
@@ -56,6 +57,31 @@ class LeaseEntry:
     def is_waiting(self) -> bool:
         """Neither held nor about to be."""
         return self.slot is None
+
+    def check_same(self, again: LeaseAsk) -> None:
+        """The same holder may ask again for the same. Raises LeaseTaken for any other request.
+
+        Two programs with one lease would use its memory twice.
+        """
+        first = self.ask
+        if first.holder != again.holder:
+            of = "another program" if first.holder is None else f"process {first.holder.pid} on {first.holder.host}"
+            raise taken(again.id, f"that of {of}")
+        if (first.mib, first.gpus) != (again.mib, again.gpus):
+            each = f" on each of {first.gpus} GPUs" if first.gpus > 1 else ""
+            raise taken(again.id, f"another one, of {first.mib:,} MiB{each}")
+        is_there = set(self.claim) <= set(again.devices) or not again.devices
+        if not is_there if self.claim else first.devices != again.devices:
+            raise taken(again.id, f"another one, on {', '.join(sorted(self.claim) or first.devices) or 'any GPU'}")
+
+    def settle(self, error: GreenroomError | None = None) -> None:
+        """Tell the calls that wait for it: it is held, or why it never will be. Only the first time counts."""
+        if self.settled.done():
+            return
+        if error is None:
+            self.settled.set_result(None)
+        else:
+            self.settled.set_exception(error)
 
     def kept(self, heard_at: float) -> Kept:
         """The record for the journal; `heard_at` is the wall-clock time of the last renewal."""

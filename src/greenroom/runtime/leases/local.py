@@ -19,7 +19,7 @@ from greenroom.core.events import Event, LeaseAsked, LeaseGone
 from greenroom.core.model import DeviceId, LeaseId, Need, SlotId
 from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, LeaseLost, LeaseUnknown
 from greenroom.leases import records as holders
-from greenroom.leases.records import Lease, LeaseAsk, taken
+from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.runtime.leases.entry import (
     SEVERAL,
     LeaseEntry,
@@ -98,7 +98,7 @@ class LocalLeasing:
             ask, wait_s=min(ask.wait_s, self._wait_max_s), devices=devices_meant(ask, self._memory.device_named)
         )
         entry = self._entries.get(ask.id) or self._begin(ask)
-        _check_same(entry, ask)
+        entry.check_same(ask)
         entry.askers += 1
         try:
             await self._settled(entry, ask)
@@ -257,7 +257,7 @@ class LocalLeasing:
         self._forget(entry)
         if entry.token:
             self._journal.ended(entry.id)
-        _settle(entry, refusal(entry.ask, rejection, self._memory.free_mib()))
+        entry.settle(refusal(entry.ask, rejection, self._memory.free_mib()))
         self._move_up()
 
     def recalled(self, lease: LeaseId, deadline: float) -> None:
@@ -305,7 +305,7 @@ class LocalLeasing:
         self._look_later(entry)
         if entry.ask.holder is not None:
             self._holders.watch(entry.id, entry.ask.holder, lambda: self._on_holder_ended(entry))
-        _settle(entry, None)
+        entry.settle()
         shown = {"lease": entry.id, "name": entry.ask.name, "claim": dict(entry.claim)}
         _log.info("lease held", **shown)
         self._tell("lease", shown)
@@ -350,7 +350,7 @@ class LocalLeasing:
         if entry.is_asked:
             self._post(LeaseGone(self._clock(), core_id(entry.id)))
         self._move_up()
-        _settle(entry, error or LeaseDenied(f"The lease {entry.id} was given up."))
+        entry.settle(error or LeaseDenied(f"The lease {entry.id} was given up."))
         self._tell("lease_gone", {"lease": entry.id, "name": entry.ask.name, "why": why})
 
     def _is_known(self, entry: LeaseEntry) -> bool:
@@ -383,29 +383,3 @@ class LocalLeasing:
             task.cancel()
         self._holders.close()
         await self._journal.close()
-
-
-def _check_same(entry: LeaseEntry, again: LeaseAsk) -> None:
-    """The same holder may ask again for the same. Raises LeaseTaken for any other request.
-
-    Two programs with one lease would use its memory twice.
-    """
-    first = entry.ask
-    if first.holder != again.holder:
-        of = "another program" if first.holder is None else f"process {first.holder.pid} on {first.holder.host}"
-        raise taken(again.id, f"that of {of}")
-    if (first.mib, first.gpus) != (again.mib, again.gpus):
-        each = f" on each of {first.gpus} GPUs" if first.gpus > 1 else ""
-        raise taken(again.id, f"another one, of {first.mib:,} MiB{each}")
-    is_there = set(entry.claim) <= set(again.devices) or not again.devices
-    if not is_there if entry.claim else first.devices != again.devices:
-        raise taken(again.id, f"another one, on {', '.join(sorted(entry.claim) or first.devices) or 'any GPU'}")
-
-
-def _settle(entry: LeaseEntry, error: GreenroomError | None) -> None:
-    if entry.settled.done():
-        return
-    if error is None:
-        entry.settled.set_result(None)
-    else:
-        entry.settled.set_exception(error)
