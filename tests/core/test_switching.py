@@ -12,11 +12,11 @@ import pytest
 
 from greenroom.core.decide.decision import Wait, WaitReason
 from greenroom.core.events import Limits
-from greenroom.core.model import DeviceId, ModelId, MoveKind, TenantId, Tier
+from greenroom.core.model import DeviceId, ModelId, MoveKind, Need, TenantId, Tier
 from greenroom.core.queue.waitlist import MODELS_FEW
 
 from .test_order import ready
-from .world import Call, Engine, Fate, World, gpu, model
+from .world import Call, Engine, Fate, World, gpu, host, model
 
 SWAP_S = 6.0
 NEVER_S = (1e6, 1e6, 1e6)
@@ -416,3 +416,25 @@ def test_a_wish_that_has_waited_for_ever_holds_up_nobody() -> None:
     call = world.arrive("late", "b", takes_s=1.0)
     world.run(300.0)
     assert call.fate is Fate.SERVED
+
+
+def test_devices_are_no_longer_kept_for_a_model_that_is_being_prepared() -> None:
+    """While it moves to the green room it cannot come: what was kept for it would serve nothing."""
+    specs = [model("held", 7_000), model("large", 8_000, asleep=Need(0, 2_000)), model("small", 400)]
+    specs.append(model("sleeper", 500, asleep=Need(0, 2_000)))
+    limits = Limits(residency_swaps=1_000.0, green_room_mib=2_000)
+    world = World(specs, devices=(gpu(0, 8_000), host(20_000)), limits=limits)
+    world.engines["large"] = Engine(load_s=100.0)
+    ready(world, "held", "sleeper")
+    world.arrive("hold", "held", takes_s=1_000.0)
+    world.arrive("late", "large", priority=0)
+    world.run(30.0)
+    world.memory({})
+    world.arrive("waits", "small")
+    assert not world.kinds("small"), "the device is kept for the large one"
+    world.ask("nap", MoveKind.SLEEP, "sleeper")
+    world.ask("prepare", MoveKind.PREPARE, "large")
+    world.run(10.0)
+    assert world.kinds("large") == ["prepare large"] and world.fate("late") is Fate.WAITING
+    started = {move.model: move.started for move in world.moves}
+    assert started[ModelId("small")] == started[ModelId("large")], "in the same round"

@@ -10,6 +10,7 @@ from greenroom.core.effects import OpOutcome
 from greenroom.core.events import Limits, Timer
 from greenroom.core.ledger import Ledger
 from greenroom.core.model import (
+    ARRIVING,
     NO_CLAIM,
     Claim,
     Device,
@@ -212,12 +213,12 @@ class State:
         return self.claimant(model).move_s(MoveKind.WAKE if is_asleep else MoveKind.LOAD)
 
     def keepers(self, devices: frozenset[DeviceId], but: ModelId) -> tuple[ModelId, ...]:
-        """Models for which one of these devices is kept. A model that is already on its way no longer needs it."""
-        return tuple(
-            model
-            for model, kept in self.kept.items()
-            if model != but and not kept.isdisjoint(devices) and not self.is_coming(model)
-        )
+        """Models for which one of these devices is kept."""
+        return tuple(model for model, kept in self.still_kept() if model != but and not kept.isdisjoint(devices))
+
+    def still_kept(self) -> list[tuple[ModelId, frozenset[DeviceId]]]:
+        """Kept devices by model. A model that moves towards serving no longer needs them, also if only to sleep."""
+        return [(model, kept) for model, kept in self.kept.items() if not any(map(_moves_in, self.slots_of(model)))]
 
     def is_coming(self, model: ModelId) -> bool:
         """True if it will be ready without a further decision."""
@@ -289,6 +290,11 @@ class State:
             if slot.lease is not None:
                 _take(likely, self.ledger.held_by(slot.id))
         return likely
+
+
+def _moves_in(slot: Slot) -> bool:
+    kind = slot.move.kind if slot.move is not None else slot.planned
+    return slot.leaving_to is None and kind in ARRIVING
 
 
 def _take(room: dict[DeviceId, int], claim: Claim) -> None:

@@ -130,7 +130,7 @@ class Rounds:
             return False
         if queue.model in state.slots_by_model:
             return False
-        kept = frozenset[DeviceId]().union(*(on for model, on in state.kept.items() if not state.is_coming(model)))
+        kept = frozenset[DeviceId]().union(*(on for _, on in state.still_kept()))
         ways = residents.ways(record)
         return bool(ways) and not any(kept.isdisjoint(way.on) for way in ways)
 
