@@ -7,7 +7,7 @@ is really free.
 
 from __future__ import annotations
 
-from greenroom.core.decide import green_room
+from greenroom.core.decide import green_room, starting
 from greenroom.core.effects import Effects, OpOutcome, Reason, because
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import (
@@ -15,7 +15,6 @@ from greenroom.core.model import (
     LEGAL_MOVES,
     NO_CLAIM,
     Claim,
-    DeviceId,
     DeviceKind,
     LeaseId,
     ModelSpec,
@@ -149,7 +148,7 @@ class SlotWriter:
     def start_if_free(self, slot: Slot, now: float) -> bool:
         """Start a planned move if its memory is free now. A lease has no engine: it is ready at once."""
         kind = slot.planned
-        if kind is None or not self._may_start(slot, kind):
+        if kind is None or not starting.may_start(self._state, slot, kind):
             return False
         slot.planned = None
         if slot.lease is None:
@@ -161,7 +160,7 @@ class SlotWriter:
 
     def give_up_if_hopeless(self, slot: Slot) -> None:
         """Take the promise back if no more memory is about to be freed for it."""
-        if slot.planned is not None and not self._is_room_coming(slot, slot.planned):
+        if slot.planned is not None and not starting.is_room_coming(self._state, slot, slot.planned):
             self.call_off(slot)
 
     def call_off_if_in_time(self, slot: Slot) -> None:
@@ -176,32 +175,6 @@ class SlotWriter:
         for other in self._state.slots.values():
             if other.leaving_for == slot.id and other.move is None and not other.is_idle:
                 other.leaving_to = other.leaving_for = None
-
-    def _may_start(self, slot: Slot, kind: MoveKind) -> bool:
-        state = self._state
-        if kind is MoveKind.PREPARE and not green_room.can_take(state, slot.claim_asleep):
-            return False
-        return state.ledger.can_start(slot.id, slot.needs_for(kind)) and not self._must_wait_its_turn(slot)
-
-    def _must_wait_its_turn(self, slot: Slot) -> bool:
-        """True while a move shares a GPU with it and one of the two engines sizes itself by free memory."""
-        sees = slot.spec.sizes_itself
-        for other in self._state.moves.values():
-            sees_it = sees or (other.spec.sizes_itself and other.move is not None and other.move.kind in ARRIVING)
-            if sees_it and not self._gpus(slot).isdisjoint(self._gpus(other)):
-                return True
-        return False
-
-    def _gpus(self, slot: Slot) -> set[DeviceId]:
-        devices = self._state.ledger.devices
-        return {device for device in slot.claim if device in devices and devices[device].kind is DeviceKind.GPU}
-
-    def _is_room_coming(self, slot: Slot, kind: MoveKind) -> bool:
-        wanted, ledger = slot.needs_for(kind), self._state.ledger
-        return self._must_wait_its_turn(slot) or any(
-            other.is_going and any(device in wanted for device in ledger.held_by(other.id))
-            for other in self._state.slots.values()
-        )
 
     def unplan(self, slot: Slot) -> None:
         """Take the promise back. A slot that is cold is removed."""
