@@ -107,7 +107,7 @@ def test_few_or_many_those_that_lead_are_the_same(steps: list[tuple[str, float |
             index.drop(key)
         elif number is not None:
             index.put(key, (number, key))
-        found = index.leading(lambda item: (item[0],), lambda item: item[0] > 0.0)
+        found = index.leading(lambda item, now: (item[0],), lambda item, now: item[0] > 0.0, 0.0)
         leading = [item for item in found if item[0] > 0.0]
         numbers = sorted(item[0] for item in index.items.values() if item[0] > 0.0)
         assert [item[0] for item in leading] == numbers, "there are fewer than are refreshed at once"
@@ -119,7 +119,7 @@ def test_of_very_many_each_is_returned_now_and_then() -> None:
         index.put(number, number)
     seen: set[int] = set()
     for _ in range(2 * 100 // REFRESHED_BY_LEADING + 2):
-        found = index.leading(lambda item: (float(item),), lambda item: True)
+        found = index.leading(lambda item, now: (float(item),), lambda item, now: True, 0.0)
         assert len(found) <= LEADING_MIN + REFRESHED_BY_LEADING
         seen.update(found)
     assert seen == set(range(100)) and found[:LEADING_MIN] == list(range(LEADING_MIN))

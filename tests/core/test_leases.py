@@ -163,7 +163,7 @@ def test_a_lease_that_gives_up_is_told_so() -> None:
     world.ask_lease("train", 6_000, within_s=5.0)
     world.run()
     assert world.code("train") is RejectCode.EXPIRED
-    assert lease_name(LeaseId("train")) not in world.scheduler.state.leases
+    assert LeaseId("train") not in world.scheduler.state.leases
 
 
 def test_a_lease_that_no_longer_waits_gives_back_what_it_was_promised() -> None:

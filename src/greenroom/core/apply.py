@@ -107,7 +107,7 @@ class Actions:
                     self._state.accounts.leave(waiter.tenant)
                 self._effects.reject(RequestId(waiter.id), self._rejection(waiter, plan), why)
             case WaiterKind.LEASE:
-                self.end_lease(waiter.model)
+                self.end_lease(LeaseId(waiter.id))
                 self._effects.reject(LeaseId(waiter.id), self._rejection(waiter, plan), why)
 
     def _rejection(self, waiter: Waiter, plan: Refuse) -> Rejection:
@@ -135,10 +135,9 @@ class Actions:
             else:
                 self.refuse(waiter, refusal)
 
-    def end_lease(self, name: ModelId) -> None:
+    def end_lease(self, lease: LeaseId) -> None:
         """Delete this lease: its record, its memory and its promise."""
-        state = self._state
-        del state.leases[name]
+        state, name = self._state, self._state.drop_lease(lease).spec.id
         self._slots.forget_timer(Timer(TimerKind.RETRY, name))
         for slot in list(state.slots_of(name)):
             for request in slot.in_flight:
@@ -200,7 +199,6 @@ class Actions:
             if waiter.answer_by is not None:
                 record.tried_at = now
                 self._slots.set_timer(Timer(TimerKind.BUDGET, request), waiter.answer_by, because("budget"))
-            self._slots.note_grant(slot, now)
             return overtakes_since(slot.recent_grants, slot.batch_until)
         return -inf
 
@@ -223,7 +221,7 @@ class Actions:
 
     def _new_slot(self, waiter: Waiter, plan: Swap) -> Slot:
         lease = LeaseId(waiter.id) if waiter.kind is WaiterKind.LEASE else None
-        return self._slots.add(self._state.claimant(plan.model).spec, plan.claim, lease)
+        return self._slots.add(self._state.claimants[plan.model].spec, plan.claim, lease)
 
     def _charge(self, slot: Slot, move: Move) -> None:
         """Charge the tenant that caused the swap. Only a move that has started is charged: a plan may be called off."""

@@ -61,7 +61,7 @@ class Configuration:
         self._slots.pace()
 
     def _remove(self, model: ModelId, now: float) -> None:
-        record = self._state.models.pop(model, None)
+        record = self._state.drop_model(model)
         if record is None:
             return
         self._slots.forget_timer(Timer(TimerKind.RETRY, model))
@@ -98,6 +98,6 @@ class Configuration:
         if old is not None:
             record.inherit(old)
             self._slots.forget_timer(Timer(TimerKind.RETRY, spec.id))
-        self._state.models[spec.id] = record
+        self._state.add_model(record)
         for slot in list(self._state.slots_of(spec.id)):
             self._slots.leave(slot, Tier.COLD, spec.grace_s, because("new_revision", model=spec.id), now)

@@ -139,7 +139,7 @@ def _others_s(state: State, waiter: Waiter) -> float:
 
 def _queue_s(state: State, waiter: Waiter, model: ModelId) -> float:
     """Rounds of answers ahead of its own, each as long as an average answer of this model."""
-    record, waitlist = state.claimant(model), state.waitlist
+    record, waitlist = state.claimants[model], state.waitlist
     queue = waitlist.queues.get(model)
     queued = 0 if queue is None else queue.ahead_of(waiter)
     serving = [slot for slot in state.slots_of(model) if slot.is_serving]
@@ -150,7 +150,7 @@ def _queue_s(state: State, waiter: Waiter, model: ModelId) -> float:
 
 def _move_left_s(state: State, model: ModelId, now: float) -> float | None:
     """Seconds until this model is ready once its turn has come; None if nothing was learned yet."""
-    record = state.claimant(model)
+    record = state.claimants[model]
     for slot in state.slots_of(model):
         if slot.is_serving:
             return 0.0

@@ -23,16 +23,16 @@ def check(scheduler: Scheduler, now: float | None = None) -> None:
     _grants_and_slots_agree(state)
     _moves_and_slots_agree(state)
     _memory_is_held_for_every_slot(state)
-    _free_memory_is_what_nobody_has(state)
+    _free_memory_is_the_rest(state)
     waiters = list(state.waitlist)
-    _nobody_waits_and_is_served(state, waiters)
+    _waiters_are_not_served(state, waiters)
     _tables_hold_only_what_is_there(state, waiters)
     for slot in state.slots.values():
         _slot_is_sane(slot)
         _idle_slot_is_looked_at(slot)
     assert not green_room.excess(state, 0.0), f"{green_room.excess(state, 0.0)} should have left the green room"
     if now is not None:
-        _nobody_waits_for_nothing(state, now)
+        _no_wake_up_was_lost(state, now)
 
 
 def _grants_and_slots_agree(state: State) -> None:
@@ -58,7 +58,7 @@ def _memory_is_held_for_every_slot(state: State) -> None:
     assert set(state.ledger.promises) == planned, f"promised {set(state.ledger.promises)} but planned {planned}"
 
 
-def _free_memory_is_what_nobody_has(state: State) -> None:
+def _free_memory_is_the_rest(state: State) -> None:
     """The sums that the ledger keeps equal a count from scratch."""
     ledger = state.ledger
     for device, free_mib in ledger.free_mib(frozenset()).items():
@@ -70,10 +70,10 @@ def _free_memory_is_what_nobody_has(state: State) -> None:
         assert free_mib == counted_mib, f"{device} has {counted_mib} MiB left and not {free_mib}"
 
 
-def _nobody_waits_and_is_served(state: State, waiters: list[Waiter]) -> None:
+def _waiters_are_not_served(state: State, waiters: list[Waiter]) -> None:
     for waiter in waiters:
         assert waiter.id not in state.grants, f"{waiter.id} waits and is served"
-        assert waiter.model in state.models or waiter.model in state.leases, f"{waiter.id} waits for no model"
+        assert waiter.model in state.claimants, f"{waiter.id} waits for no model"
         assert not state.shutting_down, f"{waiter.id} waits though all is shutting down"
 
 
@@ -81,7 +81,7 @@ def _tables_hold_only_what_is_there(state: State, waiters: list[Waiter]) -> None
     """No table refers to a waiter, slot or model that has left."""
     subjects: dict[TimerKind, set[str]] = {
         TimerKind.EXPIRE: {waiter.id for waiter in waiters if waiter.give_up_at is not None},
-        TimerKind.RETRY: {*state.models, *state.leases},
+        TimerKind.RETRY: {*state.claimants},
         TimerKind.IDLE: {*state.slots},
         TimerKind.GRACE: {*state.slots},
         TimerKind.BUDGET: {request for request, grant in state.grants.items() if grant.waiter.answer_by is not None},
@@ -102,11 +102,13 @@ def _tables_hold_only_what_is_there(state: State, waiters: list[Waiter]) -> None
     assert waited_for.issuperset(state.kept), f"kept for {set(state.kept)} but {waited_for} are waited for"
     for op_id, op in state.leaving_ops.items():
         assert op.slots.keys() <= state.slots.keys() and op.slots, f"{op_id} waits for slots that have left"
+    named = {*state.models, *(record.spec.id for record in state.leases.values())}
+    assert named == set(state.claimants), f"claimants {set(state.claimants)} are not the models and leases {named}"
     by_model = {slot.id for slots in state.slots_by_model.values() for slot in slots}
     assert by_model == set(state.slots) and all(state.slots_by_model.values()), "slots by model are not all slots"
 
 
-def _nobody_waits_for_nothing(state: State, now: float) -> None:
+def _no_wake_up_was_lost(state: State, now: float) -> None:
     """No lost wake-up: no head of a flow could be served, brought or refused already.
 
     Preloads and refusals may come a little later, when a move ends; a timer wakes a model that pauses. The time at

@@ -130,7 +130,7 @@ class Moves:
         if newcomer is not None and newcomer.planned is not None:
             # A plan always belongs to the model's current revision: a new revision calls older plans off.
             self._slots.call_off(newcomer)
-            self._pause(self._state.claimant(newcomer.model), Outcome.NO_LEASE, now)
+            self._pause(self._state.claimants[newcomer.model], Outcome.NO_LEASE, now)
 
     def _setback(self, slot: Slot, outcome: Outcome, now: float) -> None:
         """A load, wake or prepare did not arrive. It has not failed if the slot was already leaving."""

@@ -219,7 +219,7 @@ class Scheduler:
         if state.knows(event.lease):
             state.counters.ignored += 1
             return
-        state.leases[name] = LeaseRecord(_spec_of(event), event.need)
+        state.add_lease(event.lease, LeaseRecord(_spec_of(event), event.need))
         number = state.next_number()
         since = event.now if event.waits_since is None else event.waits_since
         waiter = Waiter(
@@ -229,12 +229,11 @@ class Scheduler:
 
     def _on_lease_gone(self, event: ev.LeaseGone) -> None:
         """The holder has left, or no longer waits."""
-        name = lease_name(event.lease)
-        if name not in self.state.leases:
+        if event.lease not in self.state.leases:
             self.state.counters.ignored += 1
             return
         self._act.forget(event.lease)
-        self._act.end_lease(name)
+        self._act.end_lease(event.lease)
 
     # --- timers ---------------------------------------------------------------------------------------------------
 
@@ -267,7 +266,7 @@ class Scheduler:
 
     def _expire(self, waiter_id: str, now: float) -> None:
         state, waiter = self.state, self.state.waitlist[waiter_id]
-        record, eta = state.claimant(waiter.model), eta_s(state, waiter, waiter.model, now)
+        record, eta = state.claimants[waiter.model], eta_s(state, waiter, waiter.model, now)
         if any(slot.is_serving or slot.is_arriving for slot in state.slots_of(waiter.model)):
             self._act.refuse(waiter, Refuse(RejectCode.EXPIRED, eta))
         else:
@@ -276,7 +275,7 @@ class Scheduler:
             self._act.refuse(waiter, refusal(state, RejectCode.EXPIRED, eta, record.spec, record.need, free))
 
     def _retry(self, model: ModelId, now: float) -> None:
-        record = self.state.claimant(model)
+        record = self.state.claimants[model]
         record.retry_at, record.pausing = -inf, None
         if isinstance(record, ModelRecord) and record.preload_again:
             self._act.preload(model, now)
@@ -305,7 +304,9 @@ class Scheduler:
     def _settle_request(self, dirty: Dirty | Slot, now: float) -> None:
         """Settle what a request event has made possible. A slot means room in that slot alone."""
         moved = True
-        if isinstance(dirty, Slot):
+        if dirty is Dirty.NOTHING:
+            moved = False
+        elif isinstance(dirty, Slot):
             self._rounds.overtaken(self._act.fill(dirty.model, now), now)
             # An idle slot may be evicted for another model.
             moved = dirty.is_idle
@@ -317,8 +318,7 @@ class Scheduler:
             # The more urgent models first; slots that need not leave after all then serve their own queues.
             self._rounds.bring(now)
             self._rounds.overtaken(self._fill(now), now)
-        else:
-            moved = dirty is Dirty.GREEN_ROOM
+        # Dirty.GREEN_ROOM: nothing waits.
         if self._rounds.is_due:
             self._rounds.bring(now)
             moved = True

@@ -67,15 +67,12 @@ class SlotWriter:
         """Count one more answer in flight. Returns the slot's shared clock, from which the answer's time is charged."""
         share = slot.share(now)
         slot.in_flight[request] = None
+        slot.recent_grants.append(now)
         slot.last_used = now
         slot.last_priority = priority
         if keep_alive_s is not None:
             slot.keep_alive_s = keep_alive_s
         return share
-
-    def note_grant(self, slot: Slot, now: float) -> None:
-        """Record a grant to a request."""
-        slot.recent_grants.append(now)
 
     def give_back(self, slot: Slot, request: RequestId, now: float) -> float:
         """An answer has ended. Returns the slot's shared clock."""

@@ -15,6 +15,7 @@ from greenroom.core.model import (
     Claim,
     Device,
     DeviceId,
+    LeaseId,
     ModelId,
     ModelSpec,
     MoveId,
@@ -159,8 +160,9 @@ class State:
         self.pacing = Pacing(self.limits)
         self.ledger = Ledger()
         self.models: dict[ModelId, ModelRecord] = {}
-        # Leases by the name that `lease_name` gives them, which is never a model's id.
-        self.leases: dict[ModelId, LeaseRecord] = {}
+        self.leases: dict[LeaseId, LeaseRecord] = {}
+        # Both by the name that they have in queues, slots and plans: a model's id, or `lease_name`.
+        self.claimants: dict[ModelId, Claimant] = {}
         self.slots: dict[SlotId, Slot] = {}
         self.slots_by_model: dict[ModelId, list[Slot]] = {}
         self.moves: dict[MoveId, Slot] = {}
@@ -193,14 +195,25 @@ class State:
         """True if nothing waits and nothing is planned, so no event can have made anything possible."""
         return not (self.waitlist or self.ledger.promises)
 
-    def claimant(self, name: ModelId) -> Claimant:
-        """The model or lease with this name."""
-        model = self.models.get(name)
-        return self.leases[name] if model is None else model
+    def add_model(self, record: ModelRecord) -> None:
+        """Add this model, or replace its earlier revision."""
+        self.models[record.spec.id] = self.claimants[record.spec.id] = record
+
+    def drop_model(self, model: ModelId) -> ModelRecord | None:
+        self.claimants.pop(model, None)
+        return self.models.pop(model, None)
+
+    def add_lease(self, lease: LeaseId, record: LeaseRecord) -> None:
+        self.leases[lease] = self.claimants[record.spec.id] = record
+
+    def drop_lease(self, lease: LeaseId) -> LeaseRecord:
+        record = self.leases.pop(lease)
+        del self.claimants[record.spec.id]
+        return record
 
     def serving(self, model: ModelId) -> list[Slot]:
         """Its slots that take requests now."""
-        revision = self.claimant(model).spec.revision
+        revision = self.claimants[model].spec.revision
         return [slot for slot in self.slots_of(model) if slot.is_serving and slot.spec.revision == revision]
 
     def has_room(self, model: ModelId) -> bool:
@@ -210,10 +223,12 @@ class State:
     def swap_s(self, model: ModelId) -> float:
         """Seconds until this model could be ready from its current tier, once there is room."""
         is_asleep = any(slot.tier is Tier.ASLEEP and not slot.lost for slot in self.slots_of(model))
-        return self.claimant(model).move_s(MoveKind.WAKE if is_asleep else MoveKind.LOAD)
+        return self.claimants[model].move_s(MoveKind.WAKE if is_asleep else MoveKind.LOAD)
 
     def keepers(self, devices: frozenset[DeviceId], but: ModelId) -> tuple[ModelId, ...]:
         """Models for which one of these devices is kept."""
+        if not self.kept:
+            return ()
         return tuple(model for model, kept in self.still_kept() if model != but and not kept.isdisjoint(devices))
 
     def still_kept(self) -> list[tuple[ModelId, frozenset[DeviceId]]]:
@@ -226,13 +241,13 @@ class State:
 
     def price_queue(self, model: ModelId) -> None:
         """Update the costs in this model's queue."""
-        if model in self.waitlist.queues and (model in self.models or model in self.leases):
+        if model in self.waitlist.queues and model in self.claimants:
             self.waitlist.price(model, self.prices(model))
 
     def prices(self, model: ModelId) -> Prices:
         """What it takes now to make this model ready and to answer: swap time, answer time, concurrency."""
-        record = self.claimant(model)
-        return self.swap_s(model), record.service_s or 0.0, record.spec.at_once
+        record = self.claimants[model]
+        return self.swap_s(model), record.service_s or 0.0, record.spec.concurrency or 1
 
     def knows(self, some_id: str) -> bool:
         """True if a request, lease or operator's order with this id is in progress. Ids are unique across them."""

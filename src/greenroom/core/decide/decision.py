@@ -15,7 +15,7 @@ from greenroom.core.decide import green_room, placement
 from greenroom.core.decide.placement import Places, Way, way_to
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import RejectCode
-from greenroom.core.model import Claim, DeviceId, ModelId, ModelSpec, MoveKind, Need, Outcome, Slot, SlotId
+from greenroom.core.model import Claim, DeviceId, LeaseId, ModelId, ModelSpec, MoveKind, Need, Outcome, Slot, SlotId
 from greenroom.core.policy.swapper import Eviction, Resident, Target
 from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
 from greenroom.core.state import Claimant, State
@@ -117,7 +117,7 @@ def _decide_for(
     if state.shutting_down:
         return Refuse(RejectCode.SHUTTING_DOWN)
     is_lease = waiter.kind is WaiterKind.LEASE
-    record: Claimant | None = state.leases.get(model) if is_lease else state.models.get(model)
+    record: Claimant | None = state.leases.get(LeaseId(waiter.id)) if is_lease else state.models.get(model)
     if record is None:
         return Refuse(RejectCode.UNKNOWN_MODEL)
     slots = [slot for slot in state.slots_of(model) if slot.spec.revision == record.spec.revision and not slot.lost]
@@ -143,7 +143,7 @@ def _decide_for(
 
 def is_away(state: State, model: ModelId, now: float) -> bool:
     """True if it is neither ready, moving, planned, leaving nor pausing: a round may bring it."""
-    record, slots = state.claimant(model), state.slots_by_model.get(model)
+    record, slots = state.claimants[model], state.slots_by_model.get(model)
     if record.pausing is not None and now < record.retry_at:
         return False
     for slot in slots or ():
@@ -303,20 +303,21 @@ def _askable(
     state: State, urgency: Urgency, queue: Queue, residents: Residents, there: list[Resident], now: float
 ) -> tuple[list[Resident], float]:
     """These residents, fixed where they may not leave for this queue yet; and when the next of them may."""
-    until, takes_at = inf, state.policy.takes_at
+    until, takes_at, found = inf, state.policy.takes_at, there
     by_policy = urgency.kind is WaiterKind.REQUEST
-    found: list[Resident] = []
-    for resident in there:
+    for place, resident in enumerate(there):
         if resident.cannot_leave:
-            found.append(resident)
             continue
         if by_policy and resident.counts_as_ready:
             at = takes_at(queue, resident, now)
         else:
             at = _askable_at(state, urgency, queue, resident, now)
-        found.append(residents.fixed(resident) if at > now else resident)
-        if now < at < until:
-            until = at
+        if at > now:
+            if found is there:
+                found = list(there)
+            found[place] = residents.fixed(resident)
+            if at < until:
+                until = at
     return found, until
 
 

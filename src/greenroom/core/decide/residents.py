@@ -131,7 +131,7 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
     fits = could_sleep and state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
     sleeps = fits and green_room.has_place(state, slot, now, wakes)
     # Slots of a removed model are already leaving and are no residents.
-    record = state.claimant(model)
+    record = state.claimants[model]
     resident = Resident(
         slot.id,
         model,

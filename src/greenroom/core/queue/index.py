@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
@@ -36,7 +36,7 @@ LEADING_MIN = 4
 FLOWS_FEW = 8
 # Rebuild the heaps of head times when they hold this many entries per flow, most of them outdated.
 TIMES_PER_FLOW = 4
-# The turn of an item that does not count.
+# The kept turn of an item that does not count.
 _LAST = (inf,)
 
 
@@ -63,10 +63,6 @@ class TurnIndex(Generic[Key, Item]):
         del self.items[key]
         self._changed.pop(key, None)
 
-    @property
-    def has_many(self) -> bool:
-        return len(self.items) > self._few
-
     def first(self, turn: Callable[[Item], Turn], now: float) -> Item | None:
         """The item with the smallest turn; None if there is none. With many items a turn may be a little old."""
         items, order = self.items, self._order
@@ -90,49 +86,62 @@ class TurnIndex(Generic[Key, Item]):
         order = self._order
         if not order:
             self._refreshed_at, self._refresh_left = now, 0
-        for key in self._changed:
-            order.put(key, turn(self.items[key]))
-        self._changed.clear()
+        if self._changed:
+            self._compute(self._changed, turn)
+            self._changed.clear()
         if not self._refresh_left and not 0.0 <= now - self._refreshed_at < TURNS_FRESH_S:
             self._refreshed_at, self._refresh_left = now, len(order)
-        all_at_once = len(order) <= REFRESHED_AT_ONCE_MAX
-        count = self._refresh_left if all_at_once else min(self._refresh_left, REFRESHED_BY_FIRST)
-        self._refresh_left -= count
-        for key in order.longest_unseen(count):
-            self._refresh_one(key, turn)
+        if self._refresh_left:
+            all_at_once = len(order) <= REFRESHED_AT_ONCE_MAX
+            count = self._refresh_left if all_at_once else min(self._refresh_left, REFRESHED_BY_FIRST)
+            self._refresh_left -= count
+            self._compute(order.longest_unseen(count), turn)
 
-    def leading(self, turn: Callable[[Item], Turn], counts: Callable[[Item], bool]) -> list[Item]:
+    def leading(
+        self, turn: Callable[[Item, float], Turn], counts: Callable[[Item, float], bool], now: float
+    ) -> list[Item]:
         """Items that count, in order of turn: all if they are few; else the first ones, then some whose turn is old.
 
         So each item is returned now and then, however many there are. The caller checks again whether an item counts.
         """
-        if not self.has_many:
-            if self._order:
-                self._forget_order()
-            found = [item for item in self.items.values() if counts(item)]
-            found.sort(key=turn)
-            return found
         order, items = self._order, self.items
-
-        def turn_of(item: Item) -> Turn:
-            return turn(item) if counts(item) else _LAST
-
-        for key in list(islice(self._changed, REFRESHED_BY_LEADING)):
+        if len(items) <= self._few:
+            if order:
+                self._forget_order()
+            return sorted((item for item in items.values() if counts(item, now)), key=lambda item: turn(item, now))
+        changed = list(islice(self._changed, REFRESHED_BY_LEADING))
+        for key in changed:
             del self._changed[key]
-            self._refresh_one(key, turn_of)
+        self._rank(changed, turn, counts, now)
         oldest = order.longest_unseen(REFRESHED_BY_LEADING)
-        for key in oldest:
-            self._refresh_one(key, turn_of)
-        firsts = list(islice((key for key in order if key in items and counts(items[key])), LEADING_MIN))
+        self._rank(oldest, turn, counts, now)
+        firsts = list(islice((key for key in order if key in items and counts(items[key], now)), LEADING_MIN))
         others = sorted((key for key in oldest if key in order and key not in firsts), key=order.turn)
         return [items[key] for key in (*firsts, *others)]
 
-    def _refresh_one(self, key: Key, turn: Callable[[Item], Turn]) -> None:
-        item = self.items.get(key)
-        if item is None:
-            self._order.drop(key)
-        else:
-            self._order.put(key, turn(item))
+    def _rank(
+        self,
+        keys: Iterable[Key],
+        turn: Callable[[Item, float], Turn],
+        counts: Callable[[Item, float], bool],
+        now: float,
+    ) -> None:
+        items, order = self.items, self._order
+        for key in keys:
+            item = items.get(key)
+            if item is None:
+                order.drop(key)
+            else:
+                order.put(key, turn(item, now) if counts(item, now) else _LAST)
+
+    def _compute(self, keys: Iterable[Key], turn: Callable[[Item], Turn]) -> None:
+        items, order = self.items, self._order
+        for key in keys:
+            item = items.get(key)
+            if item is None:
+                order.drop(key)
+            else:
+                order.put(key, turn(item))
 
     def _forget_order(self) -> None:
         """Items have become few. If there are many again, all turns are computed from scratch."""
@@ -150,31 +159,30 @@ class FlowHeads(TurnIndex[Flow, Waiter]):
         self._ages_from: Least[Flow] | None = None
         self._untimed: dict[Flow, None] = {}
 
+    # Without super(), which would cost more than the rest: every request calls these.
     def put(self, key: Flow, item: Waiter) -> None:
-        super().put(key, item)
-        self._untimed[key] = None
+        self.items[key] = item
+        self._changed[key] = self._untimed[key] = None
 
     def drop(self, key: Flow) -> None:
-        super().drop(key)
+        del self.items[key]
+        self._changed.pop(key, None)
         self._untimed.pop(key, None)
 
-    def earliest(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-        """Pairs of priority and arrival, and of priority and `aged_from`: all heads, or the earliest of each priority.
+    def earliest(self) -> list[tuple[int, float, float]]:
+        """Priority, arrival and `aged_from` of every head; with many flows the earliest times of each priority.
 
         Preloads are left out.
         """
         items = self.items
-        if not self.has_many:
+        if len(items) <= FLOWS_FEW:
             self._arrivals = self._ages_from = None
-            heads = [head for head in items.values() if head.kind is not WaiterKind.PRELOAD]
-            return [(head.priority, head.arrived) for head in heads], [
-                (head.priority, head.aged_from) for head in heads
-            ]
+            preload = WaiterKind.PRELOAD
+            return [(one.priority, one.arrived, one.aged_from) for one in items.values() if one.kind is not preload]
         arrivals, ages_from = self._timed()
-        return (
-            arrivals.of_groups(lambda at, key: key in items and items[key].arrived == at),
-            ages_from.of_groups(lambda at, key: key in items and items[key].aged_from == at),
-        )
+        arrived = arrivals.of_groups(lambda at, key: key in items and items[key].arrived == at)
+        ages = dict(ages_from.of_groups(lambda at, key: key in items and items[key].aged_from == at))
+        return [(priority, at, ages[priority]) for priority, at in arrived]
 
     def _timed(self) -> tuple[Least[Flow], Least[Flow]]:
         arrivals, ages_from, changed = self._arrivals, self._ages_from, self._untimed

@@ -75,7 +75,7 @@ class Rounds:
             queue = state.waitlist.queues.get(model)
             if queue is None or not is_away(state, model, now):
                 continue
-            record = state.claimant(model)
+            record = state.claimants[model]
             devices, mib = record.spec.devices, record.need.gpu_mib + record.need.host_mib
             if asked >= few and mib >= least.get(devices, inf):
                 continue
@@ -91,14 +91,17 @@ class Rounds:
 
     def _ranked(self, now: float) -> tuple[list[ModelId], float]:
         """Models that are away, in order of rank, and when the next round is due in any case."""
-        state, rank = self._state, self._state.policy.rank
-        queues = state.waitlist.ranking(lambda queue: rank(queue, now), lambda queue: is_away(state, queue.model, now))
+        state = self._state
+        queues = state.waitlist.ranking(state.policy.rank, self._is_away, now)
         models = [queue.model for queue in queues]
         if state.waitlist.has_many_models:
             return models, now + ROUND_WITH_MANY_S
         self._oldest = min((queue.oldest for queue in queues), default=inf)
         deadlines = (queue.deadline_at for queue in queues if queue.deadline_at > now)
         return models, min(deadlines, default=inf) if len(queues) > INSIST_MANY else inf
+
+    def _is_away(self, queue: Queue, now: float) -> bool:
+        return is_away(self._state, queue.model, now)
 
     def _ask_for(self, queue: Queue, residents: Residents, now: float) -> tuple[float, Residents]:
         """Decide on the first of this queue, on the next if that one has left, and on operators that want it asleep.
@@ -125,7 +128,7 @@ class Rounds:
 
         Nothing is kept for the model itself yet: a round asks for each model once.
         """
-        state, record = self._state, self._state.claimant(queue.model)
+        state, record = self._state, self._state.claimants[queue.model]
         if not state.kept or queue.preparing or state.waitlist.choosy or record.retry_at > now:
             return False
         if queue.model in state.slots_by_model:

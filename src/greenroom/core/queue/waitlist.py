@@ -113,13 +113,10 @@ class Queue:
         """The weighted mean arrival time."""
         return self._ages / self.weight
 
-    def price(self, prices: Prices) -> None:
-        self.swap_s, self.service_s, self.at_once = prices
-
     def joined_by(self, waiter: Waiter, prices: Prices) -> Queue:
         """A copy with the sums as they would be with this waiter in the queue. Flows are left out."""
         copy = Queue(self.model, self._class_of)
-        copy.price(prices)
+        copy.swap_s, copy.service_s, copy.at_once = prices
         copy.waiting, copy.weight, copy._ages, copy.tenants = self.waiting, self.weight, self._ages, {**self.tenants}
         copy.priorities, copy.operators = self.priorities.copied(), self.operators
         copy._deadline_at, copy._late_at = self.deadline_at, self.late_at
@@ -196,14 +193,12 @@ class Queue:
         """Compute the earliest times again, after a head has left."""
         self._is_stale = False
         deadline_at = late_at = oldest = lift_at = inf
-        arrivals, ages_from = self._heads.earliest()
-        for priority, arrived in arrivals:
+        for priority, arrived, aged_from in self._heads.earliest():
             its = self._class_of(priority)
             deadline_at = min(deadline_at, arrived + its.deadline_s)
             late_at = min(late_at, arrived + its.late_s)
             oldest = min(oldest, arrived)
-        for priority, aged_from in ages_from:
-            lift_at = min(lift_at, aged_from + priority * self._class_of(priority).lift_s)
+            lift_at = min(lift_at, aged_from + priority * its.lift_s)
         self._deadline_at, self._late_at, self._oldest, self._lift_at = deadline_at, late_at, oldest, lift_at
 
     def ahead_of(self, waiter: Waiter) -> int:
@@ -248,11 +243,13 @@ class Waitlist:
     @property
     def has_many_models(self) -> bool:
         """True if a round asks for only some of the models that are waited for."""
-        return self._index.has_many
+        return len(self.queues) > MODELS_FEW
 
-    def ranking(self, rank: Callable[[Queue], Turn], counts: Callable[[Queue], bool]) -> list[Queue]:
+    def ranking(
+        self, rank: Callable[[Queue, float], Turn], counts: Callable[[Queue, float], bool], now: float
+    ) -> list[Queue]:
         """Queues that count, in order of rank; with many models the first ones and some others, each now and then."""
-        return self._index.leading(rank, counts)
+        return self._index.leading(rank, counts, now)
 
     def __contains__(self, waiter_id: str) -> bool:
         return waiter_id in self._waiters
@@ -320,7 +317,7 @@ class Waitlist:
     def price(self, model: ModelId, prices: Prices) -> None:
         """Update the costs in this model's queue."""
         queue = self.queues[model]
-        queue.price(prices)
+        queue.swap_s, queue.service_s, queue.at_once = prices
         self._index.put(model, queue)
 
     def of(self, model: ModelId) -> list[Waiter]:
