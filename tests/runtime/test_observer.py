@@ -40,6 +40,20 @@ def test_only_the_last_decisions_are_kept() -> None:
     assert [decision["seq"] for decision in observer.decisions] == list(range(6, DECISIONS_MAX + 6))
 
 
+def test_rejected_requests_push_out_no_eviction() -> None:
+    observer = Observer(Hub(), Metrics())
+    observer.moving(unload(1), because("evicted"))
+    for number in range(DECISIONS_MAX + 5):
+        observer.rejected(f"r-{number}", Rejection(RejectCode.TOO_LARGE, ModelId("b")), because("too_large"))
+    observer.moving(unload(2), because("ttl"))
+    told = [(decision["seq"], decision["what"]) for decision in observer.decisions]
+    assert told == [
+        (1, "unload"),
+        *((number, "reject") for number in range(7, DECISIONS_MAX + 7)),
+        (DECISIONS_MAX + 7, "unload"),
+    ]
+
+
 def test_abort_says_whose_move_it_ends() -> None:
     observer = Observer(Hub(), Metrics())
     observer.moving(unload(1), because("ttl"))

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any, TypeVar, cast
 
 from greenroom.core.effects import Reason, Rejection
@@ -21,10 +22,12 @@ from greenroom.telemetry.metrics import Metrics
 
 _log = get_logger("scheduler")
 
-# Decisions kept for `/api/v1/decisions`.
+# Decisions kept for `/api/v1/decisions`: so many about models, and so many about single requests. A burst of rejected
+# requests must not push out why a model was evicted.
 DECISIONS_MAX = 500
 
 
+Decision = Mapping[str, Any]
 _Said = TypeVar("_Said")
 
 
@@ -36,7 +39,13 @@ class Observer:
         self._numbers = itertools.count(1)
         # Moves under way, to name the model of an abort.
         self._moving: dict[MoveId, Move] = {}
-        self.decisions: deque[Mapping[str, Any]] = deque(maxlen=DECISIONS_MAX)
+        self._of_models: deque[Decision] = deque(maxlen=DECISIONS_MAX)
+        self._of_requests: deque[Decision] = deque(maxlen=DECISIONS_MAX)
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """The last decisions with their reasons, newest last."""
+        return sorted((*self._of_models, *self._of_requests), key=itemgetter("seq"))
 
     def moving(self, move: Move, reason: Reason) -> None:
         self._moving[move.id] = move
@@ -113,7 +122,8 @@ class Observer:
     def _tell(self, what: str, facts: Mapping[str, Any], reason: Reason) -> None:
         more = {name: _plain(value) for name, value in reason.facts if name not in facts}
         told = {**facts, "why": reason.why, **more}
-        self.decisions.append({"seq": next(self._numbers), "at": round(self._wall(), 3), "what": what, **told})
+        kept = self._of_requests if what in ("reject", "cut") else self._of_models
+        kept.append({"seq": next(self._numbers), "at": round(self._wall(), 3), "what": what, **told})
         self._hub.publish(what, told)
 
 
