@@ -75,12 +75,12 @@ class Engine:
         if self.switches.talkative:
             self._say(f"started as {sys.argv}")
         loop = asyncio.get_running_loop()
-        server = await self._listen(loop)
+        server = await self.listen(loop)
         await self._load()
         async with server:
             await server.serve_forever()
 
-    async def _listen(self, loop: asyncio.AbstractEventLoop) -> asyncio.Server:
+    async def listen(self, loop: asyncio.AbstractEventLoop) -> asyncio.Server:
         if self.switches.uds:
             return await loop.create_unix_server(self._protocol, self.switches.uds)
         return await loop.create_server(self._protocol, self.switches.host, self.switches.port, reuse_address=True)

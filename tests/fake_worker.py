@@ -174,7 +174,7 @@ class Worker:
         else:
             os.ftruncate(fd, ARENA_BYTES)
             os.pwrite(fd, slot.model.encode(), 0)
-        slot.server = await slot.engine._listen(asyncio.get_running_loop())
+        slot.server = await slot.engine.listen(asyncio.get_running_loop())
         self.slots[slot.id] = slot
         read_bytes = 0 if said["filled"] else ARENA_BYTES
         return {"arena_bytes": ARENA_BYTES, "kv_bytes": KV_BYTES, "seconds": 0.01, "read_bytes": read_bytes}

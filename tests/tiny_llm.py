@@ -62,12 +62,12 @@ def make_gguf(
     With `noise` there is no script: the head is random, which is good for nothing but the work it makes.
     """
     tokens, tensors = _scripted(name, loop, noise, hidden, layers, heads)
-    writer = _writer(path, "llama", name, hidden=hidden, layers=layers, heads=heads)
+    writer = gguf_writer(path, "llama", name, hidden=hidden, layers=layers, heads=heads)
     writer.add_head_count_kv(heads // 2)
     writer.add_rope_dimension_count(hidden // heads)
     writer.add_layer_norm_rms_eps(NORM_EPSILON)
-    _add_sentencepiece(writer, tokens)
-    _write(writer, tensors)
+    add_sentencepiece(writer, tokens)
+    write_gguf(writer, tensors)
 
 
 def make_hf(
@@ -195,16 +195,16 @@ def make_bert_gguf(path: Path, name: str, *, rank: bool = False, hidden: int = 6
         taste = embedding[tokens.index("▁good")] - embedding[tokens.index("▁good")].mean()
         tensors |= {"cls.weight": identity * 0.1, "cls.bias": zero}
         tensors |= {"cls.output.weight": taste[None, :] * 10, "cls.output.bias": np.zeros(1, np.float32)}
-    writer = _writer(path, "bert", name, hidden=hidden, layers=1, heads=4, ffn=hidden)
+    writer = gguf_writer(path, "bert", name, hidden=hidden, layers=1, heads=4, ffn=hidden)
     writer.add_layer_norm_eps(1e-12)
     writer.add_causal_attention(False)
     writer.add_pooling_type(gguf.PoolingType.RANK if rank else gguf.PoolingType.MEAN)
     writer.add_token_type_count(2)
     _add_wordpiece(writer, tokens)
-    _write(writer, tensors, exact=("position_embd.weight", "token_types.weight"))
+    write_gguf(writer, tensors, exact=("position_embd.weight", "token_types.weight"))
 
 
-def _writer(
+def gguf_writer(
     path: Path, architecture: str, name: str, *, hidden: int, layers: int, heads: int, ffn: int | None = None
 ) -> Any:
     writer = gguf.GGUFWriter(path, architecture)
@@ -218,7 +218,7 @@ def _writer(
     return writer
 
 
-def _add_sentencepiece(writer: Any, tokens: list[str]) -> None:
+def add_sentencepiece(writer: Any, tokens: list[str]) -> None:
     """Any text is read byte by byte, since no token is a letter; only the script's words are ever said whole."""
     kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL] + 256 * [gguf.TokenType.BYTE]
     kinds += (len(tokens) - len(kinds)) * [gguf.TokenType.NORMAL]
@@ -249,7 +249,7 @@ def _add_wordpiece(writer: Any, tokens: list[str]) -> None:
     writer.add_mask_token_id(4)
 
 
-def _write(writer: Any, tensors: Mapping[str, Array], *, exact: tuple[str, ...] = ()) -> None:
+def write_gguf(writer: Any, tensors: Mapping[str, Array], *, exact: tuple[str, ...] = ()) -> None:
     """Matrices at 16 bits, as real files have them; vectors and what the engine wants `exact` at 32."""
     for name, tensor in tensors.items():
         small = tensor.ndim == 2 and name not in exact

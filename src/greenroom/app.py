@@ -70,7 +70,7 @@ class App:
         self._hurries = False
         self.closed = asyncio.Event()
         self.clock = asyncio.get_running_loop().time
-        self._state_dir = state_dir
+        self.state_dir = state_dir
         self._reloading = asyncio.Lock()
         self._shutdown: asyncio.Task[None] | None = None
         self._wire(config, probe, seen)
@@ -78,7 +78,7 @@ class App:
     def _wire(self, config: Config, probe: Probe, seen: Reading) -> None:
         common = self._common = wire_common(
             config.server,
-            self._state_dir,
+            self.state_dir,
             self.clock,
             lambda tenant: is_named(self.config, tenant),
             self._timeouts,
@@ -105,7 +105,7 @@ class App:
             self.catalog.engine_of,
             common.state.green_room_shortfall,
         )
-        self.learned = LearnedTimes(self._state_dir.path, self.loop.scheduler.learned, self.catalog)
+        self.learned = LearnedTimes(self.state_dir.path, self.loop.scheduler.learned, self.catalog)
         front = self._front = wire_front(common, memory, self.tickets, self)
         self.inference, self.door, self.edge = front.inference, front.door, front.edge
 
@@ -247,7 +247,7 @@ class App:
         await _wait_until_idle(common, self._moves, front, self.config.server.drain_s)
         await _close(common, memory, leases, front)
         await _write_last((self.learned, memory.needs, leases.own, front.activity_file, common.events_file))
-        self._state_dir.close()
+        self.state_dir.close()
         self.closed.set()
 
 

@@ -59,10 +59,10 @@ class FakeGateway:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                fake._handle(self)
+                fake.handle(self)
 
             def do_POST(self) -> None:
-                fake._handle(self)
+                fake.handle(self)
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
@@ -81,7 +81,7 @@ class FakeGateway:
         self._server.server_close()
         self._thread.join(10)
 
-    def _handle(self, handler: BaseHTTPRequestHandler) -> None:
+    def handle(self, handler: BaseHTTPRequestHandler) -> None:
         length = int(handler.headers.get("content-length") or 0)
         headers = {name.lower(): value for name, value in handler.headers.items()}
         asked = Asked(handler.command, handler.path, headers, handler.rfile.read(length))

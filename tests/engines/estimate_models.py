@@ -22,7 +22,7 @@ _random = np.random.default_rng(0)
 def windowed(path: Path, *, layers: int = 12, hidden: int = 128, window: int = 512) -> Path:
     """A Gemma 3: five of six layers look through a window; the head is the table of embeddings."""
     head = hidden // 4
-    writer = tiny_llm._writer(path, "gemma3", "windowed", hidden=hidden, layers=layers, heads=4)
+    writer = tiny_llm.gguf_writer(path, "gemma3", "windowed", hidden=hidden, layers=layers, heads=4)
     writer.add_head_count_kv(2)
     writer.add_key_length(head)
     writer.add_value_length(head)
@@ -37,7 +37,7 @@ def windowed(path: Path, *, layers: int = 12, hidden: int = 128, window: int = 5
 def compressed(path: Path, *, layers: int = 3, hidden: int = 128, rank: int = 64, rope: int = 16) -> Path:
     """A DeepSeek 2: keys and values are kept as one short vector (MLA)."""
     heads, plain, value, query = 4, 32, 32, 32
-    writer = tiny_llm._writer(path, "deepseek2", "compressed", hidden=hidden, layers=layers, heads=heads)
+    writer = tiny_llm.gguf_writer(path, "deepseek2", "compressed", hidden=hidden, layers=layers, heads=heads)
     writer.add_head_count_kv(1)
     writer.add_key_length(rank + rope)
     writer.add_value_length(rank)
@@ -71,7 +71,7 @@ def compressed(path: Path, *, layers: int = 3, hidden: int = 128, rank: int = 64
 def hybrid(path: Path, *, kv_heads: Iterable[int] = (0, 2, 0, 2), hidden: int = 64) -> Path:
     """A Jamba: layers with attention between recurrent ones."""
     heads = list(kv_heads)
-    writer = tiny_llm._writer(path, "jamba", "hybrid", hidden=hidden, layers=len(heads), heads=4)
+    writer = tiny_llm.gguf_writer(path, "jamba", "hybrid", hidden=hidden, layers=len(heads), heads=4)
     writer.add_head_count_kv(heads)
     writer.add_layer_norm_rms_eps(1e-5)
     _state_keys(writer, hidden)
@@ -141,11 +141,11 @@ def _ones(size: int) -> Array:
 
 
 def _written(path: Path, writer: Any, hidden: int, blocks: list[dict[str, Array]], *, head: bool = False) -> Path:
-    tiny_llm._add_sentencepiece(writer, TOKENS)
+    tiny_llm.add_sentencepiece(writer, TOKENS)
     tensors = {"token_embd.weight": _matrix(len(TOKENS), hidden), "output_norm.weight": _ones(hidden)}
     if head:
         tensors["output.weight"] = _matrix(len(TOKENS), hidden)
     tensors |= {f"blk.{number}.{name}": tensor for number, block in enumerate(blocks) for name, tensor in block.items()}
     exact = tuple(name for name in tensors if "ssm_a" in name or "conv1d" in name)
-    tiny_llm._write(writer, tensors, exact=exact)
+    tiny_llm.write_gguf(writer, tensors, exact=exact)
     return path

@@ -54,7 +54,7 @@ class Chaos:
     async def _call(self) -> None:
         while self._goes_on:
             answer = await chat(self.app, self._random.choice(NAMES))
-            assert str(self.app._state_dir.path).encode() not in answer.body
+            assert str(self.app.state_dir.path).encode() not in answer.body
             self.heard["answered" if answer.status == 200 else answer.error["code"]] += 1
             await asyncio.sleep(self._random.random() * 0.05)
 

@@ -19,7 +19,7 @@ __all__ = ["nothing_left"]
 
 
 def assert_no_path(app: App, answer: Answer) -> None:
-    for folder in (app._state_dir.path, app._state_dir.run_dir):
+    for folder in (app.state_dir.path, app.state_dir.run_dir):
         assert str(folder).encode() not in answer.body
     assert b".sock" not in answer.body
 
@@ -48,7 +48,7 @@ async def test_what_a_worker_says_of_its_sockets_when_it_cannot_start_is_not_pas
         assert answer.status == 503
         # Its other words are: they say what is wrong.
         assert "asked for:" in answer.error["details"]
-        for one in (app._state_dir.path, app._state_dir.run_dir):
+        for one in (app.state_dir.path, app.state_dir.run_dir):
             assert str(one) not in answer.body.decode()
 
 
@@ -57,4 +57,4 @@ async def test_what_an_engine_says_of_its_socket_in_a_failure_is_not_passed_on(t
     async with gateway(tmp_path, {"alpha": folder.model()}) as app:
         answer = await chat(app, "alpha")
         assert answer.status == 503 and "as told" in answer.error["message"]
-        assert str(app._state_dir.run_dir) not in answer.body.decode()
+        assert str(app.state_dir.run_dir) not in answer.body.decode()

@@ -19,7 +19,7 @@ from greenroom.workers.torch_host.failures import OnFatal
 from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, register
 from greenroom.workers.torch_host.weights.building import attach_head
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
-from tests.workers.torch_host.tiny import _SHARED, CONTEXT, ENCODERS, KINDS, VOCABULARY
+from tests.workers.torch_host.tiny import CONTEXT, ENCODERS, KINDS, SHARED, VOCABULARY
 
 WAIT_S = 90.0
 GREEDY = Sampling(temperature=0.0)
@@ -53,7 +53,7 @@ class FakeDeviceModel:
 def random_model(kind: str, seed: int = 1, **changes: Any) -> Any:
     """A model with weights spread wide enough that rounding never changes the likeliest token."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(**{**_SHARED, **KINDS[kind], **changes})
+    config = AutoConfig.for_model(**{**SHARED, **KINDS[kind], **changes})
     maker = AutoModel if kind in ENCODERS else AutoModelForCausalLM
     model = maker.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

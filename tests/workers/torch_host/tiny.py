@@ -32,8 +32,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 # The head is a little wider than the tokenizer, as real ones are.
-_SHARED = {"vocab_size": VOCABULARY + 8, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-_SIZES = {
+SHARED = {"vocab_size": VOCABULARY + 8, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 3,
@@ -43,23 +43,23 @@ _SIZES = {
 }
 # The settings of each kind. Unusual head sizes and tied weights are among them on purpose.
 KINDS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"model_type": "llama", **_SIZES, "tie_word_embeddings": False},
-    "llama-tied": {"model_type": "llama", **_SIZES, "tie_word_embeddings": True},
-    "mistral": {"model_type": "mistral", **_SIZES, "head_dim": 16, "sliding_window": 24},
-    "qwen2": {"model_type": "qwen2", **_SIZES, "tie_word_embeddings": True},
-    "qwen3": {"model_type": "qwen3", **_SIZES, "head_dim": 32},
-    "gemma2": {"model_type": "gemma2", **_SIZES, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16},
+    "llama": {"model_type": "llama", **SIZES, "tie_word_embeddings": False},
+    "llama-tied": {"model_type": "llama", **SIZES, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", **SIZES, "head_dim": 16, "sliding_window": 24},
+    "qwen2": {"model_type": "qwen2", **SIZES, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 32},
+    "gemma2": {"model_type": "gemma2", **SIZES, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16},
     "gemma3": {
         "model_type": "gemma3_text",
-        **_SIZES,
+        **SIZES,
         "head_dim": 16,
         "sliding_window": 24,
         "query_pre_attn_scalar": 16,
     },
-    "phi3": {"model_type": "phi3", **_SIZES},
+    "phi3": {"model_type": "phi3", **SIZES},
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT},
-    "gpt_neox": {"model_type": "gpt_neox", **{k: v for k, v in _SIZES.items() if k != "num_key_value_heads"}},
-    "bert": {"model_type": "bert", **{k: v for k, v in _SIZES.items() if k != "num_key_value_heads"}},
+    "gpt_neox": {"model_type": "gpt_neox", **{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}},
+    "bert": {"model_type": "bert", **{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}},
 }
 ENCODERS = {"bert"}
 
@@ -75,10 +75,10 @@ def make_model(
     **changes: Any,
 ) -> Path:
     """Write a model of `kind` to `folder` and give the folder back. `changes` are keys of its config.json."""
-    config = AutoConfig.for_model(**{**_SHARED, **KINDS[kind], **changes})
+    config = AutoConfig.for_model(**{**SHARED, **KINDS[kind], **changes})
     maker = AutoModel if kind in ENCODERS else AutoModelForCausalLM
     model = maker.from_config(config, dtype=torch.float32)
-    _fill(model, seed)
+    fill(model, seed)
     model = model.to(dtype)
     config.dtype = dtype
     config.architectures = [type(model).__name__]
@@ -137,7 +137,7 @@ def save_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     fast.save_pretrained(folder)
 
 
-def _fill(model: torch.nn.Module, seed: int) -> None:
+def fill(model: torch.nn.Module, seed: int) -> None:
     """Random weights wide enough that the most likely token is likely by far, whatever the rounding."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -29,7 +29,7 @@ from tests.workers.torch_host.own_attention import OwnConfig, OwnForCausalLM
 
 def own_model(**changes: Any) -> Any:
     torch.manual_seed(1)
-    model = OwnForCausalLM(OwnConfig(**{**tiny._SHARED, **tiny._SIZES, **changes})).eval()
+    model = OwnForCausalLM(OwnConfig(**{**tiny.SHARED, **tiny.SIZES, **changes})).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:

@@ -18,13 +18,13 @@ from greenroom.workers.torch_host.engine.runner import (
 )
 from greenroom.workers.torch_host.failures import BadModel
 from tests.workers.torch_host.engine_rig import device_model_of, generated, prompt, random_model
-from tests.workers.torch_host.tiny import _SHARED, _SIZES
+from tests.workers.torch_host.tiny import SHARED, SIZES
 
 CPU = torch.device("cpu")
 
 
 def config_of(**said: Any) -> Any:
-    return AutoConfig.for_model(**{**_SHARED, **said})
+    return AutoConfig.for_model(**{**SHARED, **said})
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def config_of(**said: Any) -> Any:
             {"model_type": "roberta", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4},
             "counts positions",
         ),
-        ({"model_type": "lfm2", **_SIZES, "layer_types": ["conv", "full_attention", "conv"]}, "conv"),
-        ({"model_type": "gemma4_unified_text", **_SIZES, "head_dim": 8, "global_head_dim": 16}, "different widths"),
+        ({"model_type": "lfm2", **SIZES, "layer_types": ["conv", "full_attention", "conv"]}, "conv"),
+        ({"model_type": "gemma4_unified_text", **SIZES, "head_dim": 8, "global_head_dim": 16}, "different widths"),
     ],
 )
 def test_a_model_whose_state_is_no_flat_kv_is_refused_by_name(config: dict[str, Any], why: str) -> None:
@@ -58,11 +58,11 @@ def test_a_model_built_with_another_attention_is_refused() -> None:
     "config",
     [
         # Memory viewed in another shape; sinks and windows; keys wider than values; positions that are learned.
-        {"model_type": "afmoe", **_SIZES, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2},
-        {"model_type": "gpt_oss", **_SIZES, "head_dim": 16, "sliding_window": 24, "num_local_experts": 4},
+        {"model_type": "afmoe", **SIZES, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2},
+        {"model_type": "gpt_oss", **SIZES, "head_dim": 16, "sliding_window": 24, "num_local_experts": 4},
         {
             "model_type": "deepseek_v3",
-            **_SIZES,
+            **SIZES,
             "num_key_value_heads": 4,
             "kv_lora_rank": 16,
             "q_lora_rank": 16,

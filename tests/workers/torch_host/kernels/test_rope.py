@@ -20,7 +20,7 @@ from greenroom.workers.torch_host.kernels.attention import AttentionKernels, as_
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host.engine.test_embedding import embedded
 from tests.workers.torch_host.engine_rig import Answer, ask, device_model_of, prompt, running
-from tests.workers.torch_host.tiny import _SHARED, _SIZES
+from tests.workers.torch_host.tiny import SHARED, SIZES
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def longrope(pairs: int, original: int = ORIGINAL, **more: Any) -> dict[str, Any
     }
 
 
-_LONG = {**_SIZES, "num_hidden_layers": 2, "max_position_embeddings": CONTEXT}
+_LONG = {**SIZES, "num_hidden_layers": 2, "max_position_embeddings": CONTEXT}
 _PHI3 = {"model_type": "phi3", **_LONG, "original_max_position_embeddings": ORIGINAL}
 _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _STRETCHED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
@@ -108,7 +108,7 @@ def built(name: str) -> Any:
     torch.manual_seed(1)
     said = SWITCHING.get(name) or {"model_type": "llama", **_LONG, "rope_parameters": STEADY[name]}
     # Transformers changes its arguments.
-    config = AutoConfig.for_model(**{**_SHARED, **copy.deepcopy(said)})
+    config = AutoConfig.for_model(**{**SHARED, **copy.deepcopy(said)})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for weight in model.parameters():

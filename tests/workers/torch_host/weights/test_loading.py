@@ -206,10 +206,10 @@ def make_moe(folder: Path, kind: str) -> Path:
     """A mixture of experts as it is published: every expert's weights under a name of their own."""
     from transformers import AutoConfig
 
-    base = {**tiny._SHARED, **tiny.KINDS["qwen3"], "model_type": kind, **EXPERTS[kind]}
+    base = {**tiny.SHARED, **tiny.KINDS["qwen3"], "model_type": kind, **EXPERTS[kind]}
     config = AutoConfig.for_model(**base)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    tiny._fill(model, 5)
+    tiny.fill(model, 5)
     model.save_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
     assert any(".experts.3." in name for name in stored)
