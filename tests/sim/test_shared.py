@@ -74,7 +74,7 @@ def careless(gateway: Gateway) -> Grants:
     async def never(claim: Claim) -> bool:
         return False
 
-    gateway._lacks = never  # type: ignore[method-assign]
+    gateway.lacks = never  # type: ignore[method-assign]
     return AlwaysGranted()
 
 

@@ -95,7 +95,7 @@ class Gateway:
             self,
             lambda what, facts: None,
         )
-        self._grants = grants or self.sharing.slots
+        self.grants = grants or self.sharing.slots
         self._wanted = asyncio.Event()
         self._moves: dict[MoveId, asyncio.Task[Any]] = {}
         self._aborted: set[MoveId] = set()
@@ -189,7 +189,7 @@ class Gateway:
     async def _clear_up(self, slot: SlotId, lingers_s: float) -> None:
         await asyncio.sleep(lingers_s)
         self._world.gpus.give_back(self._owner(slot))
-        await self._grants.leave(slot)
+        await self.grants.leave(slot)
 
     # --- the probe --------------------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class Gateway:
         if any(foreign[device] != ledger.foreign.get(device, 0) for device in foreign):
             self.post(MemoryChanged(self.clock(), foreign))
 
-    async def _lacks(self, claim: Claim) -> bool:
+    async def lacks(self, claim: Claim) -> bool:
         deadline = self.clock() + ROOM_S
         while not self._world.gpus.has_room(claim):
             if self.clock() >= deadline:
@@ -243,10 +243,10 @@ class Gateway:
         while self._remains:
             await asyncio.wait(self._remains)
         try:
-            await self._grants.enter(move)
-            if await self._lacks(move.claim):
+            await self.grants.enter(move)
+            if await self.lacks(move.claim):
                 raise NoGrant("free on paper only")
-            await self._grants.confirm(move.slot)
+            await self.grants.confirm(move.slot)
             self._world.gpus.take(self._owner(move.slot), move.claim)
             try:
                 await asyncio.sleep(self._world.load_s(move.model))
@@ -255,19 +255,19 @@ class Gateway:
                     self._world.gpus.give_back(self._owner(move.slot))
                 raise
         except BaseException:
-            await self._grants.leave(move.slot)
+            await self.grants.leave(move.slot)
             raise
         self.engines[move.slot] = move.claim
         return move.claim
 
     async def _unload(self, move: Move) -> None:
         if move.slot in self.engines:
-            await self._grants.make_way(move)
+            await self.grants.make_way(move)
         if self.engines.pop(move.slot, None) is None:
             return
         await asyncio.sleep(self._world.chance.uniform(0.02, 0.4))
         self._world.gpus.give_back(self._owner(move.slot))
-        await self._grants.leave(move.slot)
+        await self.grants.leave(move.slot)
 
     def _ended(self, move: Move, task: asyncio.Task[Claim | None]) -> None:
         if self._moves.pop(move.id, None) is None or self._loop.is_closed():

@@ -175,7 +175,7 @@ class Play:
         self._lives[name] += 1
         gateway = Gateway(self, f"{name}#{self._lives[name]}", self._models[name])
         if self._plant is not None:
-            gateway._grants = self._plant(gateway)
+            gateway.grants = self._plant(gateway)
         self.gateways[name] = gateway
         await gateway.start()
         # Callers that the last one did not answer ask again.
