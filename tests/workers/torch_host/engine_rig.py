@@ -43,8 +43,6 @@ class FakeDeviceModel:
     kv: Flat
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
-    forwards: list[int] = field(default_factory=list)
-    """How many tokens each forward pass was given."""
 
     def wait_for_weights(self) -> None:
         """Nothing to wait for: the weights were made here."""
@@ -63,18 +61,32 @@ def random_model(kind: str, seed: int = 1, **changes: Any) -> Any:
     return model
 
 
-def device_model_of(model: Any, cache_tokens: int, sentence: SentenceConfig | None = None) -> FakeDeviceModel:
+def device_model_of(
+    model: Any, cache_tokens: int, sentence: SentenceConfig | None = None, kv: Flat | None = None
+) -> FakeDeviceModel:
     if sentence is None:
         register()
         model.set_attn_implementation(IMPLEMENTATION)
     else:
         attach_head(model, sentence, torch.float32, "cpu")
-    kv = torch.zeros(kv_bytes(model.config, "float32", cache_tokens) if cache_tokens else 0, dtype=torch.uint8)
-    found = FakeDeviceModel(model, model.config, Flat(kv))
-    model.register_forward_pre_hook(
-        lambda _module, _args, named: found.forwards.append(named["input_ids"].numel()), with_kwargs=True
+    kv = kv or kv_of(model, cache_tokens)
+    return FakeDeviceModel(model, model.config, kv)
+
+
+def kv_of(model: Any, cache_tokens: int) -> Flat:
+    return Flat(torch.zeros(kv_bytes(model.config, "float32", cache_tokens) if cache_tokens else 0, dtype=torch.uint8))
+
+
+@contextmanager
+def before_forwards(model: Any, look: Callable[[int], None]) -> Iterator[None]:
+    """Call this with the number of tokens of each forward pass, before it is computed. It may raise."""
+    hook = model.register_forward_pre_hook(
+        lambda _module, _args, named: look(named["input_ids"].numel()), with_kwargs=True
     )
-    return found
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextmanager
@@ -86,11 +98,12 @@ def running(
     context: int = CONTEXT,
     on_fatal: OnFatal | None = None,
     sentence: SentenceConfig | None = None,
+    kv: Flat | None = None,
     **options: Any,
 ) -> Iterator[EngineLoop]:
     """An engine that is awake, until the end of the block."""
     engine = EngineLoop(
-        device_model_of(model, cache_tokens, sentence),
+        device_model_of(model, cache_tokens, sentence, kv),
         cache_tokens=cache_tokens,
         batch_max=batch_max,
         context=context,

@@ -7,13 +7,25 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.workers.torch_host.engine import engine_loop as batching_module
+from greenroom.workers.torch_host.engine.batch_scheduler import PrefillLimits
 from greenroom.workers.torch_host.engine.block_manager import BlockManager
 from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.engine.requests import PromptTooLong, Sampling
 from greenroom.workers.torch_host.engine.sequence import Sequence
 from greenroom.workers.torch_host.failures import Failure, Stuck, is_fatal
-from tests.workers.torch_host.engine_rig import WAIT_S, Answer, ask, generated, prompt, random_model, running, said
+from tests.workers.torch_host.engine_rig import (
+    WAIT_S,
+    Answer,
+    Flat,
+    ask,
+    before_forwards,
+    generated,
+    kv_of,
+    prompt,
+    random_model,
+    running,
+    said,
+)
 from tests.workers.torch_host.tiny import CONTEXT, ENCODERS, KINDS
 
 DECODERS = [kind for kind in KINDS if kind not in ENCODERS]
@@ -58,37 +70,28 @@ def test_more_than_the_batch_holds_wait_and_all_are_answered(llama: Any) -> None
         assert [answer.ids for _, answer in asked] == alone
 
 
-def test_a_long_prompt_is_computed_in_pieces_and_short_ones_together(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from greenroom.workers.torch_host.engine import batch_scheduler
-
-    monkeypatch.setattr(batch_scheduler, "PREFILL_TOKENS_MAX", 48)
+def test_a_long_prompt_is_computed_in_pieces_and_short_ones_together(llama: Any) -> None:
     long, *short = prompt(200), prompt(7), prompt(8), prompt(9)
     want = [generated(random_model("llama"), one, 8) for one in (long, *short)]
-    with running(llama) as engine:
+    forwards: list[int] = []
+    prefill = PrefillLimits(tokens_max=48, tokens_first=48)
+    with running(llama, prefill=prefill) as engine, before_forwards(llama, forwards.append):
         engine.on_sleep()
         asked = [ask(one, 8) for one in (long, *short)]
         for one, _ in asked:
             engine.submit(one)
-        forwards = engine._model.forwards  # type: ignore[attr-defined]
-        forwards.clear()
         engine.on_wake()
         assert [answer.ids for _, answer in asked if answer.end] == want
         # Four full chunks of the long prompt; then its rest and all short prompts in one step.
         assert [tokens for tokens in forwards if tokens > 8] == [48, 48, 48, 48, 8 + 7 + 8 + 9]
 
 
-def test_on_a_slow_device_pieces_become_as_small_as_they_must(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from greenroom.workers.torch_host.engine import batch_scheduler
-
-    monkeypatch.setattr(batch_scheduler, "PREFILL_TOKENS_FIRST", 64)
-    monkeypatch.setattr(batch_scheduler, "PREFILL_STEP_S", 1e-6)
+def test_on_a_slow_device_pieces_become_as_small_as_they_must(llama: Any) -> None:
     want = generated(random_model("llama"), prompt(200), 8)
-    with running(llama) as engine:
+    forwards: list[int] = []
+    prefill = PrefillLimits(tokens_first=64, step_s=1e-6)
+    with running(llama, prefill=prefill) as engine, before_forwards(llama, forwards.append):
         asked, answer = ask(prompt(200), 8)
-        forwards = engine._model.forwards  # type: ignore[attr-defined]
-        forwards.clear()
         engine.submit(asked)
         assert answer.end.reason == "length" and answer.ids == want
         assert [tokens for tokens in forwards if tokens > 1] == [64, 32, 32, 32, 32, 8]
@@ -350,23 +353,21 @@ def test_a_listener_that_fails_does_not_take_others_along(engine: EngineLoop) ->
     assert broken.end.reason == "cancelled"
 
 
-def test_an_error_in_a_step_ends_those_concerned_and_the_model_serves_on(
-    engine: EngineLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert engine._runner is not None
-    monkeypatch.setattr(engine._runner, "decode", _raises(ValueError("a bad step")))
-    answer = _submitted(engine)
-    assert answer.end.reason == "error"
+def test_an_error_in_a_step_ends_those_concerned_and_the_model_serves_on(llama: Any, engine: EngineLoop) -> None:
+    def fail_at_decoding(tokens: int) -> None:
+        if tokens == 1:
+            raise ValueError("a bad step")
+
+    with before_forwards(llama, fail_at_decoding):
+        answer = _submitted(engine)
+        assert answer.end.reason == "error"
     assert "failed at this request (ValueError)" in (answer.end.error or "")
-    monkeypatch.undo()
     assert said(engine, prompt(8)).end.reason == "length"
     assert engine.in_flight == 0
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_of_a_lost_device_only_those_hear_who_may_have_done_it(
-    is_first: bool, llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_lost_device_only_those_hear_who_may_have_done_it(is_first: bool, llama: Any) -> None:
     """The process ends: requests that were told nothing are sent again by the gateway, to another one."""
     told: list[BaseException] = []
     ended = threading.Event()
@@ -378,18 +379,16 @@ def test_of_a_lost_device_only_those_hear_who_may_have_done_it(
         if len(told) == 2:
             ended.set()
 
-    with running(llama, on_fatal=on_fatal, batch_max=1) as engine:
-        assert engine._runner is not None
+    awake = threading.Event()
+
+    def fail(_tokens: int) -> None:
+        awake.wait(WAIT_S)
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    with running(llama, on_fatal=on_fatal, batch_max=1) as engine, before_forwards(llama, fail):
         engine.on_sleep()
         (one, computed), (other, waiting) = ask(prompt(8)), ask(prompt(9))
         engine.submit(one, other)
-        awake = threading.Event()
-
-        def fail(*_: object) -> None:
-            awake.wait(WAIT_S)
-            raise RuntimeError("CUDA error: an illegal memory access")
-
-        monkeypatch.setattr(engine._runner, "prefill", fail)
         engine.on_wake()
         awake.set()
         # By the step that failed, and by the thread that ends with it.
@@ -410,6 +409,7 @@ def test_who_may_have_ended_the_thread_otherwise_is_told_and_not_asked_for_again
 ) -> None:
     """Where it is a mistake of ours that this request brings to light, it would end the next process as well."""
     with running(llama) as engine:
+        # A mistake of ours cannot be had otherwise.
         monkeypatch.setattr(engine._block_manager, "allocate", _raises(AssertionError("the books do not agree")))
         assert "process has failed" in (_submitted(engine).end.error or "")
 
@@ -426,6 +426,7 @@ def test_the_end_of_the_thread_is_told_though_nobody_can_be_dismissed(
 
     with running(llama, on_fatal=on_fatal) as engine:
         assert engine._scheduler is not None
+        # A mistake of ours cannot be had otherwise.
         for name in ("step", "end_all"):
             monkeypatch.setattr(engine._scheduler, name, _raises(AssertionError("the books do not agree")))
         engine.submit(ask(prompt(8))[0])
@@ -445,7 +446,13 @@ def test_asks_wait_for_a_sleeping_model_and_can_be_cancelled_there(engine: Engin
     assert answer.end.reason == "length"
 
 
-def test_sleep_ends_who_is_unfinished_and_forgets_the_cache(engine: EngineLoop) -> None:
+def test_sleep_ends_who_is_unfinished_and_forgets_the_cache(llama: Any) -> None:
+    kv = kv_of(llama, 4096)
+    with running(llama, kv=kv) as engine:
+        _check_forgets(engine, kv)
+
+
+def _check_forgets(engine: EngineLoop, kv: Flat) -> None:
     said(engine, prompt(60), 2)
     made, answer = ask(prompt(8), 450)
     engine.submit(made)
@@ -453,7 +460,7 @@ def test_sleep_ends_who_is_unfinished_and_forgets_the_cache(engine: EngineLoop) 
     engine.on_sleep()
     assert answer.end.reason == "error"
     assert "sleep" in (answer.end.error or "")
-    engine._model.kv.tensor.fill_(255)
+    kv.tensor.fill_(255)
     engine.on_wake()
     again = said(engine, prompt(60), 2)
     assert again.cached_tokens == 0
@@ -461,7 +468,7 @@ def test_sleep_ends_who_is_unfinished_and_forgets_the_cache(engine: EngineLoop) 
 
 
 def test_a_thread_that_does_not_obey_is_stuck_and_the_process_with_it(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
+    llama: Any,
 ) -> None:
     is_computing, may_end = threading.Event(), threading.Event()
 
@@ -469,17 +476,15 @@ def test_a_thread_that_does_not_obey_is_stuck_and_the_process_with_it(
         is_computing.set()
         assert may_end.wait(WAIT_S)
 
-    with running(llama) as engine:
+    with running(llama, switch_timeout_s=1.0) as engine:
         hook = llama.register_forward_pre_hook(stand_still)
         one, answer = ask(prompt(5))
         engine.submit(one)
         assert is_computing.wait(WAIT_S)
-        monkeypatch.setattr(batching_module, "SWITCH_TIMEOUT_S", 0.2)
         try:
             with pytest.raises(Stuck, match="did not stop within") as caught:
                 engine.on_sleep()
         finally:
-            monkeypatch.undo()
             hook.remove()
             may_end.set()
         assert is_fatal(caught.value)

@@ -12,7 +12,17 @@ import torch
 from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
-from tests.workers.torch_host.engine_rig import GREEDY, WAIT_S, Answer, ask, prompt, random_model, running, said
+from tests.workers.torch_host.engine_rig import (
+    GREEDY,
+    WAIT_S,
+    Answer,
+    ask,
+    before_forwards,
+    prompt,
+    random_model,
+    running,
+    said,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -137,8 +147,10 @@ def test_only_the_answer_at_fault_is_ended(llama: Any) -> None:
             assert ended.end.is_memory
             assert [answer.ids for answer in answers] == wanted
         # Nothing is left of it: as many as before are computed together.
-        assert [answer.ids for answer in together(engine, prompts)] == wanted
-        assert max(engine._model.forwards[-10:]) == len(prompts)  # type: ignore[attr-defined]
+        forwards: list[int] = []
+        with before_forwards(llama, forwards.append):
+            assert [answer.ids for answer in together(engine, prompts)] == wanted
+        assert max(forwards[-10:]) == len(prompts)
 
 
 def test_an_answer_goes_on_where_choosing_failed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

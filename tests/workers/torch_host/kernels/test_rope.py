@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from greenroom.workers.torch_host.engine import batch_scheduler
+from greenroom.workers.torch_host.engine.batch_scheduler import PrefillLimits
 from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.engine.runner import UNCAPTURABLE, ModelRunner
@@ -146,10 +146,9 @@ def told(engine: EngineLoop, prompts: Sequence[list[int]], count: int, **more: A
 SHORT, LONG = prompt(20), prompt(100)
 
 
-def test_a_sequence_alone_is_turned_as_its_length_asks(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_scheduler, "PREFILL_TOKENS_MAX", 32)
+def test_a_sequence_alone_is_turned_as_its_length_asks(model: Any) -> None:
     plain = copy.deepcopy(model)
-    with running(model, context=CONTEXT) as engine:
+    with running(model, context=CONTEXT, prefill=PrefillLimits(tokens_max=32, tokens_first=32)) as engine:
         for one in (SHORT, LONG, SHORT):
             check(plain, one, *told(engine, [one], 4, uses_cache=False))
 

@@ -28,13 +28,22 @@ from .sequence import Sequence
 
 log = logging.getLogger(__name__)
 
-# Prompt tokens computed in one step: enough to fill the device, few enough that decoding sequences hardly wait.
-PREFILL_TOKENS_MAX = 2048
-# A cancelled request and an order to sleep wait for the end of a step. On a CPU a full step may take minutes, so its
-# size is chosen to take about this long. The first step has a fixed size.
-PREFILL_STEP_S = 2.0
-PREFILL_TOKENS_FIRST = 256
-PREFILL_TOKENS_MIN = 32
+
+@dataclass(frozen=True, slots=True)
+class PrefillLimits:
+    """How many prompt tokens are computed in one step."""
+
+    tokens_max: int = 2048
+    """Enough to fill the device, few enough that decoding sequences hardly wait."""
+    step_s: float = 2.0
+    """A cancelled request and an order to sleep wait for the end of a step. On a CPU a full step may take minutes, so
+    its size is chosen to take about this long."""
+    tokens_first: int = 256
+    """The size of the first step on a CPU."""
+    tokens_min: int = 32
+
+
+PREFILL = PrefillLimits()
 
 
 @dataclass(slots=True)
@@ -56,9 +65,11 @@ class BatchScheduler:
         batch_max: int,
         on_end: Callable[[], None],
         on_fatal: OnFatal,
+        prefill: PrefillLimits = PREFILL,
     ) -> None:
         """`on_end` is called once for each sequence that ends, `on_fatal` for errors the process cannot survive."""
         self._on_fatal = on_fatal
+        self._prefill_limits = prefill
         self._runner = runner
         self._on_end = on_end
         self._block_manager = block_manager
@@ -73,9 +84,9 @@ class BatchScheduler:
         self._pending: PendingTokens | None = None
         self._last_step = 0.0
         self._is_slow = runner.model.device.type == "cpu"
-        self._prefill_tokens = PREFILL_TOKENS_FIRST if self._is_slow else PREFILL_TOKENS_MAX
+        self._prefill_tokens = prefill.tokens_first if self._is_slow else prefill.tokens_max
         # Prompt tokens that fit into device memory: halved after a failure, then slowly raised.
-        self._prefill_fits = PREFILL_TOKENS_MAX
+        self._prefill_fits = prefill.tokens_max
         self.computed_tokens = 0
         self.preempted = 0
 
@@ -91,7 +102,7 @@ class BatchScheduler:
         self.drop_cancelled()
         self._admit()
         if self._prefilling:
-            self._prefill_or_split(self._prefilling, min(self._prefill_tokens, self._prefill_fits, PREFILL_TOKENS_MAX))
+            self._prefill_or_split(self._prefilling, min(self._prefill_tokens, self._prefill_fits))
         if self._running:
             self._decode_or_split()
 
@@ -184,7 +195,7 @@ class BatchScheduler:
             return
         is_memory = isinstance(failure, OutOfMemory)
         if is_memory:
-            self._prefill_fits = max(PREFILL_TOKENS_MIN, most // 2)
+            self._prefill_fits = max(self._prefill_limits.tokens_min, most // 2)
         half = len(sequences) // 2
         if half:
             self._prefill_or_split(sequences[:half], most)
@@ -216,9 +227,10 @@ class BatchScheduler:
             self.computed_tokens += len(chunk.tokens)
         sampled = [] if chosen is None else chosen.tokens([one.request.sampling.logprobs for one in finished])
         spent = (time.monotonic() - began) / (most - left)
+        limits = self._prefill_limits
         if self._is_slow:
-            self._prefill_tokens = max(PREFILL_TOKENS_MIN, min(PREFILL_TOKENS_MAX, int(PREFILL_STEP_S / spent)))
-        self._prefill_fits = min(PREFILL_TOKENS_MAX, self._prefill_fits + self._prefill_fits // 16)
+            self._prefill_tokens = max(limits.tokens_min, min(limits.tokens_max, int(limits.step_s / spent)))
+        self._prefill_fits = min(limits.tokens_max, self._prefill_fits + self._prefill_fits // 16)
         for sequence, chunk in zip(sequences, chunks, strict=True):
             sequence.compute_s += spent * len(chunk.tokens)
         for sequence, token in zip(finished, sampled, strict=True):

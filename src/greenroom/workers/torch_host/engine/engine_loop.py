@@ -19,7 +19,7 @@ import torch
 
 from ..failures import Failure, OnFatal, OutOfMemory, Stuck, is_fatal, told, translated
 from ..weights.sentence_config import SentenceConfig
-from .batch_scheduler import BatchScheduler
+from .batch_scheduler import PREFILL, BatchScheduler, PrefillLimits
 from .block_manager import BlockManager
 from .embedding import Embedder, group_by_length
 from .model_check import ModelCheck
@@ -70,6 +70,8 @@ class EngineLoop:
         sentence: SentenceConfig | None = None,
         check: ModelCheck | None = None,
         name: str = "model",
+        prefill: PrefillLimits = PREFILL,
+        switch_timeout_s: float = SWITCH_TIMEOUT_S,
     ) -> None:
         """Raises BadModel for a model that cannot be decoded from paged KV memory.
 
@@ -78,6 +80,7 @@ class EngineLoop:
         """
         self._model = model
         self._on_fatal = on_fatal
+        self._switch_timeout_s = switch_timeout_s
         self._runner: ModelRunner | None = None
         self._scheduler: BatchScheduler | None = None
         self.limits = token_limits(model.module)
@@ -91,7 +94,7 @@ class EngineLoop:
             block_bytes = numbers * item_bytes(model.dtype) * BLOCK_TOKENS
             self._block_manager = BlockManager(cache_tokens, block_bytes, self._runner.rope_switches)
             self._scheduler = BatchScheduler(
-                self._runner, self._block_manager, batch_max, self._on_sequence_end, on_fatal
+                self._runner, self._block_manager, batch_max, self._on_sequence_end, on_fatal, prefill
             )
         self._condition = threading.Condition()
         self._inbox: deque[GenerationRequest] = deque()
@@ -198,7 +201,7 @@ class EngineLoop:
         with self._condition:
             self._should_close = True
             self._condition.notify_all()
-        self._thread.join(SWITCH_TIMEOUT_S)
+        self._thread.join(self._switch_timeout_s)
 
     def _set_awake(self, *, awake: bool) -> None:
         with self._condition:
@@ -206,11 +209,12 @@ class EngineLoop:
             self._condition.notify_all()
             in_time = self._condition.wait_for(
                 lambda: self._is_awake == awake or self._ended is not None or self._refused is not None,
-                SWITCH_TIMEOUT_S,
+                self._switch_timeout_s,
             )
             refused, self._refused = self._refused, None
         if not in_time:
-            raise Stuck(f"the model's thread did not {'begin' if awake else 'stop'} within {SWITCH_TIMEOUT_S:.0f} s")
+            verb = "begin" if awake else "stop"
+            raise Stuck(f"the model's thread did not {verb} within {self._switch_timeout_s:.0f} s")
         if refused is not None:
             raise translated(refused) from refused
         if awake and self._ended is not None:
