@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -113,6 +113,15 @@ def save_weights(folder: Path, weights: Mapping[str, torch.Tensor], shards: int 
     total = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
     index = {"metadata": {"total_size": total}, "weight_map": placed}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def store_oddly(folder: Path) -> Path:
+    """Store one weight in a dtype that is not read straight from a file, so that Transformers loads the model."""
+    weights = load_file(folder / "model.safetensors")
+    odd = next(name for name in weights if "norm" in name)
+    weights[odd] = weights[odd].to(torch.float64)
+    save_weights(folder, weights)
+    return folder
 
 
 def save_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
+import importlib.util
 import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from greenroom.workers.torch_host.weights import loading
 from greenroom.workers.torch_host.weights.arena import HostArena, lay_out, view_of
 from greenroom.workers.torch_host.weights.building import ModelOptions
 from greenroom.workers.torch_host.weights.fold import fold as fold_module
-from greenroom.workers.torch_host.weights.fold import folding
 from greenroom.workers.torch_host.weights.fold.fold import (
     CHUNK_BYTES,
     FOLDED_BYTES_MAX,
@@ -32,12 +32,10 @@ from greenroom.workers.torch_host.weights.fold.fold import (
     Fold,
     fold,
 )
-from greenroom.workers.torch_host.weights.fold.folding import Folding, FoldingFailed
+from greenroom.workers.torch_host.weights.fold.folding import PROCESSES_MAX, Folding, FoldingFailed, FoldSettings
 from greenroom.workers.torch_host.weights.fold.unfolding import Unfolder, landing_index, unfold_plainly, unfolder
 from greenroom.workers.torch_host.weights.loading import LoadContext
-from greenroom.workers.torch_host.weights.read_plan import Unplanned
-from greenroom.workers.torch_host.weights.reading import Transfer
-from tests.waiting import until
+from tests.waiting import until_now
 from tests.workers.torch_host import tiny
 
 pytestmark = pytest.mark.slow
@@ -46,12 +44,19 @@ NUMBERS = 4 * STEP
 NEVER = threading.Event()
 
 
+# On a busy machine folding takes longer, and tests must know which chunks are folded.
+PATIENT = FoldSettings(patience_min_s=60.0, kill_s=60.0)
+
+
 @pytest.fixture(autouse=True)
-def able(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Folding, "is_able", True)
-    # On a busy machine folding takes longer, and tests must know which chunks are folded.
-    monkeypatch.setattr(folding, "PATIENCE_MIN_S", 60.0)
-    monkeypatch.setattr(folding, "KILL_S", 60.0)
+def able() -> Iterator[None]:
+    """No test is the reason that the next folds nothing."""
+    yield
+    Folding.is_able = True
+
+
+def folding(descriptor: int, size: int, ranges: list[tuple[int, int]], **settings: Any) -> Folding:
+    return Folding(descriptor, size, ranges, replace(PATIENT, **settings))
 
 
 def weights(count: int = NUMBERS, seed: int = 0) -> torch.Tensor:
@@ -141,15 +146,13 @@ def test_nothing_lands_where_something_still_waits_to_be_unfolded(whole: int) ->
 
 
 @pytest.mark.parametrize("by", ["us", "transformers"])
-def test_a_model_is_folded_as_it_is_read(
-    by: str, tmp_path: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_folded_as_it_is_read(by: str, tmp_path: Path, descriptor: int) -> None:
     sizes = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 16_384, "num_hidden_layers": 3}
     folder = tiny.make_model(tmp_path / "wide", "llama", dtype=torch.bfloat16, **sizes)
     options = ModelOptions(folder, attention="sdpa")
     if by == "transformers":
-        monkeypatch.setattr(loading, "plan", _unplanned)
-    loaded = loading.load(options, descriptor, False, LoadContext(folds=True))
+        tiny.store_oddly(folder)
+    loaded = loading.load(options, descriptor, False, LoadContext(folds=True, folding=PATIENT))
     arena, size = loaded.arena, loaded.arena.layout.bytes
     chunks = arena.chunks
     assert [chunk.fold is not None for chunk in chunks] == [
@@ -163,12 +166,10 @@ def test_a_model_is_folded_as_it_is_read(
         restored.landing(chunk).copy_(arena.tensor[chunk.start : chunk.start + chunk.size])
         restored.unfold(chunk)
     for name, tensor in load_file(folder / "model.safetensors").items():
-        assert torch.equal(view_of(whole, arena.layout.places[name]), tensor), name
+        assert torch.equal(view_of(whole, arena.layout.places[name]), tensor.to(torch.bfloat16)), name
 
 
-def test_what_could_not_be_folded_is_read_again(
-    tmp_path: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_could_not_be_folded_is_read_again(tmp_path: Path, descriptor: int) -> None:
     sizes = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 16_384, "num_hidden_layers": 3}
     folder = tiny.make_model(tmp_path / "wide", "llama", dtype=torch.bfloat16, **sizes)
     # Its first chunk is folded, and then it is killed.
@@ -183,18 +184,14 @@ def test_what_could_not_be_folded_is_read_again(
         "assert fold['fold_in'](whole, index, numpy.empty(fold['FOLDED_BYTES_MAX'], dtype=numpy.uint8))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    monkeypatch.setattr(folding, "_PROGRAM", program)
     built: list[HostArena] = []
-    context = LoadContext(folds=True, on_built=lambda module, arena: built.append(arena))
+    settings = replace(PATIENT, program=program)
+    context = LoadContext(folds=True, folding=settings, on_built=lambda module, arena: built.append(arena))
     loaded = loading.load(ModelOptions(folder, attention="sdpa"), descriptor, False, context)
     assert built == [loaded.arena]
     assert not any(chunk.fold for chunk in loaded.arena.chunks)
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert torch.equal(view_of(loaded.arena.tensor, loaded.arena.layout.places[name]), tensor), name
-
-
-def _unplanned(*_: object) -> list[Transfer]:
-    raise Unplanned("it is not to be")
 
 
 # --- the process ----------------------------------------------------------------------------------------------------
@@ -220,7 +217,7 @@ def test_chunks_are_folded_where_they_lie_and_the_rest_is_given_back(descriptor:
     # The second has nothing to fold.
     numbers[CHUNK_BYTES // 2 : CHUNK_BYTES] = torch.randint(-(2**15), 2**15, (CHUNK_BYTES // 2,)).to(torch.int16)
     arena.tensor.copy_(numbers.view(torch.uint8))
-    at_work = Folding(descriptor, size, [(0, CHUNK_BYTES + 10), (CHUNK_BYTES + 10, size - CHUNK_BYTES - 10)])
+    at_work = folding(descriptor, size, [(0, CHUNK_BYTES + 10), (CHUNK_BYTES + 10, size - CHUNK_BYTES - 10)])
     at_work.filled(CHUNK_BYTES + 10, size - CHUNK_BYTES - 10)
     at_work.filled(0, CHUNK_BYTES + 10)
     arena.seal(ChunkTable(size, at_work.finish(NEVER)))
@@ -242,7 +239,7 @@ def test_chunks_are_folded_where_they_lie_and_the_rest_is_given_back(descriptor:
 
 
 def test_a_small_arena_starts_no_process(descriptor: int) -> None:
-    at_work = Folding(descriptor, LANDING_CHUNKS * CHUNK_BYTES, [(0, CHUNK_BYTES)])
+    at_work = folding(descriptor, LANDING_CHUNKS * CHUNK_BYTES, [(0, CHUNK_BYTES)])
     assert not at_work.processes
     at_work.filled(0, CHUNK_BYTES)
     assert at_work.finish(NEVER) == {}
@@ -251,9 +248,9 @@ def test_a_small_arena_starts_no_process(descriptor: int) -> None:
 
 def test_without_numpy_nothing_is_folded(descriptor: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = ModuleSpec("numpy", None, origin=str(tmp_path / "numpy" / "__init__.py"))
-    monkeypatch.setattr(folding.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     arena = arena_of(descriptor, LANDING_CHUNKS + 1)
-    at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
+    at_work = folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
     (process,) = at_work.processes
     process.wait()
     at_work.filled(0, CHUNK_BYTES)
@@ -264,7 +261,7 @@ def test_without_numpy_nothing_is_folded(descriptor: int, monkeypatch: pytest.Mo
 
 def test_a_process_that_was_killed_costs_the_arena_and_no_other(descriptor: int) -> None:
     arena = arena_of(descriptor, LANDING_CHUNKS + 1)
-    at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
+    at_work = folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
     (process,) = at_work.processes
     process.kill()
     process.wait()
@@ -272,22 +269,19 @@ def test_a_process_that_was_killed_costs_the_arena_and_no_other(descriptor: int)
     with pytest.raises(FoldingFailed, match="ended with -9"):
         at_work.finish(NEVER)
     # The next is not folded, and so does not fail.
-    again = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
+    again = folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
     again.filled(0, CHUNK_BYTES)
     assert again.finish(NEVER) == {}
 
 
-def test_who_waits_for_a_model_does_not_wait_for_all_of_it_to_be_folded(
-    descriptor: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_for_a_model_does_not_wait_for_all_of_it_to_be_folded(descriptor: int) -> None:
     chunks = 12
     arena = arena_of(descriptor, LANDING_CHUNKS + chunks)
-    at_work = Folding(descriptor, arena.layout.bytes, [(0, arena.layout.bytes)])
+    # None of it is read any more by the time that it is finished.
+    impatient = {"patience_min_s": 0.0, "patience_share": 0.0}
+    at_work = folding(descriptor, arena.layout.bytes, [(0, arena.layout.bytes)], **impatient)
     (process,) = at_work.processes[:1]
     at_work.filled(0, arena.layout.bytes)
-    # None of it is read any more by the time that it is finished.
-    monkeypatch.setattr(folding, "PATIENCE_MIN_S", 0.0)
-    monkeypatch.setattr(folding, "PATIENCE_SHARE", 0.0)
     found = at_work.finish(NEVER)
     assert len(found) < chunks
     assert process.returncode == 0
@@ -302,47 +296,50 @@ while order := os.read(0, 4):
 """
 
 
+Crew = Callable[..., Folding]
+
+
 @pytest.fixture
-def fast_crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that report every chunk at once and fold none."""
-    (tmp_path / "fast.py").write_text(FAST_CREW)
-    monkeypatch.setattr(folding, "_PROGRAM", tmp_path / "fast.py")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+def crew(tmp_path: Path, descriptor: int) -> Crew:
+    """Many processes that run this program; by default one that reports every chunk at once and folds none."""
+
+    def made(chunks: int, program: str = FAST_CREW, **settings: Any) -> Folding:
+        file = tmp_path / "program.py"
+        file.write_text(program)
+        size = (chunks + LANDING_CHUNKS) * CHUNK_BYTES
+        return folding(descriptor, size, [(0, chunks * CHUNK_BYTES)], program=file, processors=16, **settings)
+
+    return made
 
 
-def test_of_many_who_speak_at_once_each_is_heard(descriptor: int, fast_crew: None) -> None:
+def test_of_many_who_speak_at_once_each_is_heard(crew: Crew) -> None:
     """A chunk that was folded and is not known to be would be taken for weights."""
     chunks = 4_000
     for _ in range(5):
-        at_work = Folding(descriptor, (chunks + LANDING_CHUNKS) * CHUNK_BYTES, [(0, chunks * CHUNK_BYTES)])
-        assert len(at_work.processes) == folding.PROCESSES_MAX
+        at_work = crew(chunks)
+        assert len(at_work.processes) == PROCESSES_MAX
         at_work.filled(0, chunks * CHUNK_BYTES)
         assert at_work.finish(NEVER) == {}
 
 
-def test_who_was_not_heard_is_missed(descriptor: int, fast_crew: None) -> None:
-    folding._PROGRAM.write_text("import os\nwhile os.read(0, 4): pass\n")
-    at_work = Folding(descriptor, (20 + LANDING_CHUNKS) * CHUNK_BYTES, [(0, 20 * CHUNK_BYTES)])
+def test_who_was_not_heard_is_missed(crew: Crew) -> None:
+    at_work = crew(20, "import os\nwhile os.read(0, 4): pass\n")
     at_work.filled(0, 20 * CHUNK_BYTES)
     with pytest.raises(FoldingFailed, match="were told of"):
         at_work.finish(NEVER)
 
 
-def test_nobody_waits_where_nobody_takes_orders(descriptor: int, fast_crew: None) -> None:
-    folding._PROGRAM.write_text("import time\ntime.sleep(600)\n")
+def test_nobody_waits_where_nobody_takes_orders(crew: Crew) -> None:
     chunks = 40_000
-    at_work = Folding(descriptor, (chunks + LANDING_CHUNKS) * CHUNK_BYTES, [(0, chunks * CHUNK_BYTES)])
+    at_work = crew(chunks, "import time\ntime.sleep(600)\n")
     at_work.filled(0, chunks * CHUNK_BYTES)
     processes = at_work.processes
     at_work.stop()
     assert all(process.returncode == -9 for process in processes)
 
 
-def test_a_load_that_is_called_off_in_the_middle_of_a_chunk_keeps_nobody_from_folding(
-    descriptor: int, fast_crew: None
-) -> None:
-    folding._PROGRAM.write_text("import os, time\nos.read(0, 4)\ntime.sleep(600)\n")
-    at_work = Folding(descriptor, (1 + LANDING_CHUNKS) * CHUNK_BYTES, [(0, CHUNK_BYTES)])
+def test_a_load_that_is_called_off_in_the_middle_of_a_chunk_keeps_nobody_from_folding(crew: Crew) -> None:
+    at_work = crew(1, "import os, time\nos.read(0, 4)\ntime.sleep(600)\n")
     at_work.filled(0, CHUNK_BYTES)
     called_off = threading.Event()
     called_off.set()
@@ -351,26 +348,20 @@ def test_a_load_that_is_called_off_in_the_middle_of_a_chunk_keeps_nobody_from_fo
     assert Folding.is_able
 
 
-def test_a_process_that_never_ends_is_ended(
-    descriptor: int, fast_crew: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(folding, "CHUNK_S", 0.1)
+def test_a_process_that_never_ends_is_ended(crew: Crew, tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     program = f"import os, time\nos.read(0, 4)\nopen({str(taken)!r}, 'w').close()\ntime.sleep(600)\n"
-    folding._PROGRAM.write_text(program)
-    at_work = Folding(descriptor, (1 + LANDING_CHUNKS) * CHUNK_BYTES, [(0, CHUNK_BYTES)])
+    at_work = crew(1, program, chunk_s=0.1, patience_min_s=0.0)
     at_work.filled(0, CHUNK_BYTES)
-    asyncio.run(until(taken.exists))
-    monkeypatch.setattr(folding, "PATIENCE_MIN_S", 0.0)
+    until_now(taken.exists)
     with pytest.raises(FoldingFailed, match="ended with -9"):
         at_work.finish(NEVER)
 
 
 def test_a_chunk_that_is_not_there_ends_the_process_with_an_error(descriptor: int) -> None:
     arena = arena_of(descriptor, LANDING_CHUNKS + 1)
-    at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
-    assert at_work._processes is not None
-    at_work._processes.submit(99)
+    at_work = folding(descriptor, 2 * arena.layout.bytes, [(0, CHUNK_BYTES)])
+    at_work.filled(0, CHUNK_BYTES)
     with pytest.raises(FoldingFailed, match="ended with 1"):
         at_work.finish(NEVER)
 
@@ -390,14 +381,17 @@ def test_it_ends_with_its_worker_in_the_middle_of_a_chunk(descriptor: int) -> No
     assert worker.stdout is not None
     children = [int(word) for word in worker.stdout.readline().split()]
     assert children
-    time.sleep(0.3)
+    # By then they have imported what they need, and have not folded everything.
+    until_now(lambda: all(_computed_s(child) > 0.2 for child in children))
     worker.kill()
     worker.wait()
     worker.stdout.close()
-    ends = time.monotonic() + 10
-    while any(map(_lives, children)):
-        assert time.monotonic() < ends
-        time.sleep(0.005)
+    until_now(lambda: not any(map(_lives, children)), within_s=10)
+
+
+def _computed_s(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _lives(process: int) -> bool:
@@ -410,7 +404,7 @@ def _lives(process: int) -> bool:
 def test_stopped_it_leaves_nothing(descriptor: int) -> None:
     arena = arena_of(descriptor, LANDING_CHUNKS + 1)
     before = len(os.listdir("/proc/self/fd"))
-    at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
+    at_work = folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
     (process,) = at_work.processes
     at_work.stop()
     assert process.poll() is not None
@@ -421,6 +415,6 @@ def test_stopped_it_leaves_nothing(descriptor: int) -> None:
 def test_a_python_that_cannot_be_started_folds_nothing(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = arena_of(descriptor, LANDING_CHUNKS + 1)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    at_work = Folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
+    at_work = folding(descriptor, arena.layout.bytes, [(0, CHUNK_BYTES)])
     at_work.filled(0, CHUNK_BYTES)
     assert at_work.finish(NEVER) == {}

@@ -24,7 +24,7 @@ from ..failures import BadModel, Cancelled
 from . import building, reading
 from .arena import HostArena, lay_out, view_of
 from .building import ModelOptions
-from .fold import ChunkTable, fill_folded
+from .fold import FOLDING, ChunkTable, FoldSettings, fill_folded
 from .read_plan import Unplanned, plan
 from .safetensors_files import StoredTensor, files_of, find_tensors
 
@@ -52,6 +52,7 @@ class LoadContext:
     arena_max_bytes: int | None = None
     host_free_bytes: int | None = None
     folds: bool = False
+    folding: FoldSettings = FOLDING
     on_progress: Callable[[float], None] = lambda share: None
     cancelled: threading.Event | None = None
     on_thread: Callable[[], None] = lambda: None
@@ -195,7 +196,15 @@ def _fill_folded(
 
     places = {place.offset: place.size for place in arena.layout.places.values() if place.size}
     cancelled = context.cancelled or threading.Event()
-    return fill_folded(descriptor, arena.layout.bytes, places.items(), fill=fill, refill=refill, cancelled=cancelled)
+    return fill_folded(
+        descriptor,
+        arena.layout.bytes,
+        places.items(),
+        fill=fill,
+        refill=refill,
+        cancelled=cancelled,
+        settings=context.folding,
+    )
 
 
 def _copy(

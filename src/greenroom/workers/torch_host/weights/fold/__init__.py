@@ -6,7 +6,7 @@ folds chunks while they are read, `Unfolder` restores them as they arrive on a d
 """
 
 from .fold import CHUNK_BYTES, Chunk, ChunkTable
-from .folding import fill_folded
+from .folding import FOLDING, FoldSettings, fill_folded
 from .unfolding import Unfolder
 
-__all__ = ["CHUNK_BYTES", "Chunk", "ChunkTable", "Unfolder", "fill_folded"]
+__all__ = ["CHUNK_BYTES", "FOLDING", "Chunk", "ChunkTable", "FoldSettings", "Unfolder", "fill_folded"]

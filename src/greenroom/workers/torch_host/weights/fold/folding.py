@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -25,19 +26,32 @@ from .fold import CHUNK_BYTES, LANDING_CHUNKS, NO_NUMPY, ORDER, ChunkTable, Fold
 
 # Each folds a gigabyte a second and takes a chunk of memory. Half of the processors are left to reading.
 PROCESSES_MAX: Final = 8
-# A request may be waiting: after reading, folding may take this share of the reading time longer. Chunks that are not
-# begun by then stay unfolded. The minimum is what the processes need to start.
-PATIENCE_SHARE: Final = 0.25
-PATIENCE_MIN_S: Final = 1.0
 POLL_S: Final = 0.01
-# A chunk takes a tenth of a second; one that takes this long will never be done.
-CHUNK_S: Final = 30.0
-KILL_S: Final = 5.0
 _PROGRAM: Final = Path(__file__).with_name("fold.py")
 # Keeps NumPy from starting threads that are not needed here.
 _ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1"}
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FoldSettings:
+    """The program that folds, and how long it may hold up a load."""
+
+    patience_share: float = 0.25
+    """A request may be waiting: after reading, folding may take this share of the reading time longer. Chunks that are
+    not begun by then stay unfolded."""
+    patience_min_s: float = 1.0
+    """What the processes need to start."""
+    chunk_s: float = 30.0
+    """A chunk takes a tenth of a second; one that takes this long will never be done."""
+    kill_s: float = 5.0
+    program: Path = _PROGRAM
+    processors: int | None = None
+    """How many to count with; None: those that this process may use."""
+
+
+FOLDING: Final = FoldSettings()
 
 
 def fill_folded(
@@ -48,13 +62,14 @@ def fill_folded(
     fill: Callable[[Callable[[int, int], None]], int],
     refill: Callable[[], int],
     cancelled: threading.Event,
+    settings: FoldSettings = FOLDING,
 ) -> tuple[int, ChunkTable]:
     """Fill an arena of `size` bytes and fold its chunks meanwhile. Returns the bytes read and the table of chunks.
 
     `fill` fills all of `ranges` (start, bytes) and reports each part that is filled. If folding fails, `refill` fills
     all of it again and nothing is folded. Raises what these raise, and Failure if a process cannot be stopped.
     """
-    folding = Folding(descriptor, size, ranges)
+    folding = Folding(descriptor, size, ranges, settings)
     try:
         done = fill(folding.filled)
         try:
@@ -79,8 +94,11 @@ class Folding:
     # False after a failure: its cause on this machine would fail every load.
     is_able = True
 
-    def __init__(self, descriptor: int, size: int, ranges: Iterable[tuple[int, int]]) -> None:
+    def __init__(
+        self, descriptor: int, size: int, ranges: Iterable[tuple[int, int]], settings: FoldSettings = FOLDING
+    ) -> None:
         """For an arena of `size` bytes of which `ranges` (start, bytes) will be filled."""
+        self._settings = settings
         self._lock = threading.Lock()
         self._missing = [0] * max(0, size // CHUNK_BYTES - LANDING_CHUNKS)
         self._processes: _FoldProcesses | None = None
@@ -90,7 +108,7 @@ class Folding:
                 if index < len(self._missing):
                     self._missing[index] += part
         if self._missing and Folding.is_able:
-            self._processes = _start_processes(descriptor, size, len(self._missing))
+            self._processes = _start_processes(descriptor, size, len(self._missing), settings)
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
@@ -111,7 +129,8 @@ class Folding:
         processes, self._processes = self._processes, None
         if processes is None:
             return {}
-        patience_s = max(PATIENCE_MIN_S, PATIENCE_SHARE * (time.monotonic() - self._began))
+        settings = self._settings
+        patience_s = max(settings.patience_min_s, settings.patience_share * (time.monotonic() - self._began))
         try:
             return processes.finish(patience_s, cancelled)
         except Failure:
@@ -129,8 +148,9 @@ class Folding:
 class _FoldProcesses:
     """The processes that fold one arena, and the pipe from which they take chunk numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: FoldSettings) -> None:
         """Raises OSError."""
+        self._settings = settings
         self.running: list[subprocess.Popen[bytes]] = []
         self._submitted: set[int] = set()
         with contextlib.ExitStack() as undo:
@@ -148,7 +168,7 @@ class _FoldProcesses:
     def start(self, count: int, *arguments: str, passing: int) -> None:
         """Raises OSError."""
         env = _ENVIRONMENT | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-        argv = (sys.executable, "-I", "-S", str(_PROGRAM), str(os.getpid()), *arguments)
+        argv = (sys.executable, "-I", "-S", str(self._settings.program), str(os.getpid()), *arguments)
         for _ in range(count):
             self.running.append(
                 subprocess.Popen(
@@ -173,7 +193,7 @@ class _FoldProcesses:
             self._submitted.difference_update(index for (index,) in ORDER.iter_unpack(found))
         with self._open:
             # A cancelled load does not wait for chunks in progress.
-            return self._results(self._exit_codes(0.0 if cancelled.is_set() else CHUNK_S))
+            return self._results(self._exit_codes(0.0 if cancelled.is_set() else self._settings.chunk_s))
 
     def kill(self) -> None:
         """Kill all at once, whatever the state of their chunks. Raises Failure if one cannot be killed."""
@@ -188,16 +208,16 @@ class _FoldProcesses:
 
     def _exit_codes(self, within_s: float) -> list[int]:
         """Their exit codes, killing those that take too long. Raises Failure if one still lives and could write."""
-        ends_at = time.monotonic() + within_s
+        ends_at, kill_s = time.monotonic() + within_s, self._settings.kill_s
         for process in self.running:
             try:
                 process.wait(max(0.0, ends_at - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
         try:
-            return [process.wait(KILL_S) for process in self.running]
+            return [process.wait(kill_s) for process in self.running]
         except subprocess.TimeoutExpired as stuck:
-            raise Failure(f"a process that folds weights could not be ended within {KILL_S:g} s.") from stuck
+            raise Failure(f"a process that folds weights could not be ended within {kill_s:g} s.") from stuck
 
     def _results(self, codes: Sequence[int]) -> dict[int, Fold]:
         wrong = [code for code in codes if code not in (0, NO_NUMPY)]
@@ -212,16 +232,17 @@ class _FoldProcesses:
         return {index: Fold(*numbers) for index, numbers in reported.items() if numbers}
 
 
-def _start_processes(descriptor: int, size: int, chunks: int) -> _FoldProcesses | None:
+def _start_processes(descriptor: int, size: int, chunks: int, settings: FoldSettings) -> _FoldProcesses | None:
     """Processes for these chunks; None if none can be started."""
     found = importlib.util.find_spec("numpy")
     if found is None or found.origin is None:
         return None
     folder = str(Path(found.origin).parent.parent)
-    count = min(chunks, PROCESSES_MAX, max(1, len(os.sched_getaffinity(0)) // 2))
+    processors = settings.processors or len(os.sched_getaffinity(0))
+    count = min(chunks, PROCESSES_MAX, max(1, processors // 2))
     processes: _FoldProcesses | None = None
     try:
-        processes = _FoldProcesses()
+        processes = _FoldProcesses(settings)
         processes.start(count, folder, str(descriptor), str(size), passing=descriptor)
     except OSError as reason:
         log.warning("weights are not folded: %s", reason)
