@@ -17,9 +17,8 @@ from greenroom.workers.torch_host.control.preparing import DeviceContext, Prepar
 from greenroom.workers.torch_host.control.slot_options import SlotOptions
 from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.text.tokens import Text
-from greenroom.workers.torch_host.weights import building, loading, reading
+from greenroom.workers.torch_host.weights import reading
 from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights
-from greenroom.workers.torch_host.weights.read_plan import Unplanned
 from greenroom.workers.torch_host.weights.weight_file import WeightFile
 from tests.workers.torch_host import tiny
 
@@ -91,16 +90,12 @@ def test_tokenizer_and_stage_are_made_while_weights_are_read(
 
 
 def test_a_model_that_transformers_loads_is_prepared_too(
-    llama: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, descriptor: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unplanned(*_: object) -> None:
-        raise Unplanned("as if it were stored in another form")
-
-    loads: list[int] = []
-    monkeypatch.setattr(loading, "plan", unplanned)
-    monkeypatch.setattr(building, "load_whole", noted(building.load_whole, lambda: loads.append(1)))
-    made = prepared(llama, descriptor)
-    assert loads == [1]
+    folder = tiny.store_oddly(tiny.make_model(tmp_path, "llama"))
+    with caplog.at_level("INFO"):
+        made = prepared(folder, descriptor)
+    assert "weights are loaded by Transformers" in caplog.text
     assert made.read_bytes > 0
     let_go(made)
 

@@ -21,7 +21,6 @@ from greenroom.workers.torch_host.weights import building, loading
 from greenroom.workers.torch_host.weights.building import ModelOptions
 from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights
 from greenroom.workers.torch_host.weights.loading import LoadContext, LoadedModel, load
-from greenroom.workers.torch_host.weights.read_plan import Unplanned
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host import tiny
 
@@ -49,6 +48,19 @@ def loaded(folder: Path, descriptor: int, filled: bool = False, **changes: Any) 
     return load(options(folder, **changes), descriptor, filled, LoadContext())
 
 
+@pytest.fixture
+def is_fallback(caplog: pytest.LogCaptureFixture) -> Callable[[], bool]:
+    """Whether Transformers had to load weights since this was last asked."""
+    caplog.set_level("INFO")
+
+    def asked() -> bool:
+        found = "weights are loaded by Transformers" in caplog.text
+        caplog.clear()
+        return found
+
+    return asked
+
+
 def answer(found: LoadedModel) -> torch.Tensor:
     weights = DeviceWeights(found.module, found.arena, CPU, 0, CopyRate())
     weights.wake()
@@ -63,23 +75,16 @@ def own_answer(folder: Path, kind: Any = AutoModelForCausalLM, **how: Any) -> to
     return out
 
 
-def without_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("this model must be read straight from its files")
-
-    monkeypatch.setattr(building, "load_whole", refuse)
-
-
 @pytest.mark.parametrize("kind", sorted(tiny.KINDS))
 def test_a_model_read_straight_from_its_files_computes_what_transformers_does(
-    kind: str, tmp_path: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, descriptor: int, is_fallback: Callable[[], bool]
 ) -> None:
     folder = tiny.make_model(tmp_path, kind, shards=3)
     expected = own_answer(folder, AutoModel if kind in tiny.ENCODERS else AutoModelForCausalLM)
-    without_fallback(monkeypatch)
     assert_close(
         answer(loaded(folder, descriptor, sentence=SentenceConfig() if kind in tiny.ENCODERS else None)), expected
     )
+    assert not is_fallback()
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
@@ -142,16 +147,16 @@ def test_an_arena_of_files_that_have_changed_is_filled_anew(tmp_path: Path, desc
 
 
 def test_a_model_saved_without_its_head_serves_embeddings_and_the_other_way_round(
-    llama: Path, tmp_path: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, descriptor: int, is_fallback: Callable[[], bool]
 ) -> None:
     expected = own_answer(llama, AutoModel)
-    without_fallback(monkeypatch)
     assert_close(answer(loaded(llama, descriptor, sentence=SentenceConfig())), expected)
     bare = tmp_path / "bare"
     tiny.make_model(bare, "llama")
     weights = load_file(bare / "model.safetensors")
     save_file({name.removeprefix("model."): tensor for name, tensor in weights.items()}, bare / "model.safetensors")
     assert_close(answer(loaded(bare, descriptor, sentence=SentenceConfig())), expected)
+    assert not is_fallback()
 
 
 EXPERTS = {
@@ -164,32 +169,26 @@ EXPERTS = {
 @pytest.mark.parametrize("kind", sorted(EXPERTS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_stored_one_by_one_are_read_straight_to_where_they_are_used(
-    kind: str, dtype: str, tmp_path: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, dtype: str, tmp_path: Path, descriptor: int, is_fallback: Callable[[], bool]
 ) -> None:
     folder = make_moe(tmp_path, kind)
     expected = own_answer(folder, dtype=dtype)
-    without_fallback(monkeypatch)
     found = loaded(folder, descriptor, dtype=dtype)
     assert any(name.endswith("experts.gate_up_proj") for name in found.arena.layout.places)
     assert_close(answer(found), expected)
+    assert not is_fallback()
 
 
 def test_what_only_transformers_can_make_of_the_files_is_adopted_without_it(
-    tmp_path: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, descriptor: int, is_fallback: Callable[[], bool]
 ) -> None:
-    folder = make_moe(tmp_path, "qwen3_moe")
+    folder = tiny.store_oddly(make_moe(tmp_path, "qwen3_moe"))
     expected = own_answer(folder)
-    with monkeypatch.context() as patched:
-        patched.setattr(loading, "plan", refuse_to_plan)
-        assert_close(answer(loaded(folder, descriptor)), expected)
-    without_fallback(monkeypatch)
+    assert_close(answer(loaded(folder, descriptor)), expected)
+    assert is_fallback()
     again = loaded(folder, descriptor, filled=True)
-    assert again.read_bytes == 0
+    assert again.read_bytes == 0 and not is_fallback()
     assert_close(answer(again), expected)
-
-
-def refuse_to_plan(*_: object) -> None:
-    raise loading.Unplanned("it is odd")
 
 
 def test_an_expert_that_is_not_there_is_a_bad_model(tmp_path: Path, descriptor: int) -> None:
@@ -366,8 +365,9 @@ def test_a_cancelled_load_leaves_nothing(llama: Path, descriptor: int) -> None:
 
 @pytest.mark.parametrize("step", ["before it is built", "after it was built", "after Transformers had it", "poured"])
 def test_a_load_is_called_off_between_its_steps_and_within_its_own(
-    step: str, llama: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
+    step: str, tmp_path: Path, descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder = tiny.store_oddly(tiny.make_model(tmp_path, "llama"))
     cancelled, done = threading.Event(), list[str]()
 
     def during(owner: Any, name: str, at: str) -> None:
@@ -381,13 +381,13 @@ def test_a_load_is_called_off_between_its_steps_and_within_its_own(
 
         monkeypatch.setattr(owner, name, calling)
 
-    monkeypatch.setattr(loading, "plan", unplanned)
+    # Between steps nothing is told to anyone, so the steps themselves are watched.
     during(building, "read_config", "before it is built")
     during(building, "build", "after it was built")
     during(building, "load_whole", "after Transformers had it")
     during(loading, "view_of", "poured")
     with pytest.raises(Cancelled, match="nobody waits"):
-        load(options(llama), descriptor, False, LoadContext(cancelled=cancelled))
+        load(options(folder), descriptor, False, LoadContext(cancelled=cancelled))
     last = {
         "before it is built": "read_config",
         "after it was built": "build",
@@ -398,12 +398,16 @@ def test_a_load_is_called_off_between_its_steps_and_within_its_own(
     assert os.fstat(descriptor).st_size == 0
 
 
-def unplanned(*_: object) -> None:
-    raise Unplanned("as if it were stored in another form")
+def test_the_identity_of_an_arena_follows_files_dtype_and_kind(tmp_path: Path, descriptor: int) -> None:
+    """What was filled as another is not adopted, but read again."""
+    folder = tiny.make_model(tmp_path, "llama")
 
+    def reads(**changes: Any) -> bool:
+        return loaded(folder, descriptor, filled=True, **changes).read_bytes > 0
 
-def test_the_identity_of_an_arena_follows_files_dtype_and_kind(llama: Path) -> None:
-    base = loading._identity(options(llama), torch.float32)
-    assert base == loading._identity(options(llama), torch.float32)
-    assert base != loading._identity(options(llama), torch.float16)
-    assert base != loading._identity(options(llama, sentence=SentenceConfig()), torch.float32)
+    assert reads() and not reads()
+    assert reads(dtype="float16") and not reads(dtype="float16")
+    assert reads(dtype="float16", sentence=SentenceConfig())
+    assert not reads(dtype="float16", sentence=SentenceConfig())
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    assert reads(dtype="float16", sentence=SentenceConfig())

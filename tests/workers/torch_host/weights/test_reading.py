@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from greenroom.workers.torch_host.failures import BadModel, Cancelled, Failure
-from greenroom.workers.torch_host.weights import reading, weight_file
+from greenroom.workers.torch_host.weights import reading
 from greenroom.workers.torch_host.weights.arena import HostArena, TensorPlace, lay_out, view_of
-from greenroom.workers.torch_host.weights.reading import Transfer, read_all
+from greenroom.workers.torch_host.weights.reading import Transfer, pieces_of
 from greenroom.workers.torch_host.weights.safetensors_files import StoredTensor, read_header
 from greenroom.workers.torch_host.weights.weight_file import WeightFile, bounce_for
 
@@ -25,9 +27,8 @@ pytestmark = pytest.mark.slow
 DEADLINE_S = 60.0
 
 
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PIECE_BYTES", 8192)
+PIECE_BYTES = 8192
+read_all = partial(reading.read_all, piece_bytes=PIECE_BYTES)
 
 
 @pytest.fixture
@@ -77,12 +78,13 @@ def test_the_bytes_are_the_same_whichever_way_they_come(
         monkeypatch.setattr(os, "preadv", cached_by_half)
     elif way != "cached":
         forget_cached(tmp_path / "model.safetensors")
-    if way.startswith(("refused", "no")):
-        monkeypatch.setattr(weight_file, "_from_cache", lambda descriptor, targets, offset: 0)
-    if way == "refused when opened":
-        monkeypatch.setattr(WeightFile, "_direct_descriptor", lambda self: None)
-    if way == "refused when read":
-        monkeypatch.setattr(weight_file, "_past_cache", refuse)
+    if way == "no nowait":
+        monkeypatch.setattr(os, "preadv", without_nowait)
+    elif way == "refused when opened":
+        monkeypatch.setattr(os, "preadv", without_nowait)
+        monkeypatch.setattr(os, "open", without_direct)
+    elif way == "refused when read":
+        monkeypatch.setattr(os, "preadv", not_directly)
     done = read_all(transfers, arena.tensor, arena.buffer)
     assert done == sum(tensor.numel() * 4 for tensor in weights.values())
     for name, tensor in weights.items():
@@ -118,22 +120,43 @@ def test_what_is_not_cached_is_asked_of_the_cache_by_the_byte(
     assert set(asked) == {1}
 
 
-def refuse(*_: object) -> int:
-    raise OSError(22, "Invalid argument")
+def without_nowait(descriptor: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+    if flags & os.RWF_NOWAIT:
+        raise OSError(95, "Operation not supported")
+    return PREADV(descriptor, buffers, offset)
 
 
-def test_direct_reads_bring_any_range(tmp_path: Path) -> None:
+def not_directly(descriptor: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+    if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+        raise OSError(22, "Invalid argument")
+    return without_nowait(descriptor, buffers, offset, flags)
+
+
+OPEN = os.open
+
+
+def without_direct(path: Any, flags: int, *more: Any, **named: Any) -> int:
+    if flags & os.O_DIRECT:
+        raise OSError(22, "Invalid argument")
+    return OPEN(path, flags, *more, **named)
+
+
+def test_direct_reads_bring_any_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = os.urandom(20_000)
     (tmp_path / "file").write_bytes(content)
     bounce = bounce_for(20_000)
-    with open(tmp_path / "file", "rb") as file:
-        for offset, size in ((0, 1), (0, 4096), (4095, 2), (4097, 8192), (100, 19_900), (19_999, 1)):
-            target = bytearray(size)
-            assert weight_file._past_cache(file.fileno(), [memoryview(target)], offset, bounce) == size
-            assert target == content[offset : offset + size]
-        # What lies behind the end is not there, and is not made up.
-        assert weight_file._past_cache(file.fileno(), [memoryview(bytearray(100))], 19_950, bounce) == 50
-        assert weight_file._past_cache(file.fileno(), [memoryview(bytearray(100))], 30_000, bounce) == 0
+    # Nothing comes from the cache; whether the file system reads directly or not, whole blocks are read.
+    monkeypatch.setattr(os, "preadv", without_nowait)
+    monkeypatch.setattr(os, "open", lambda path, flags, *more: OPEN(path, flags & ~os.O_DIRECT, *more))
+    file = WeightFile(tmp_path / "file", 1)
+    for offset, size in ((0, 1), (0, 4096), (4095, 2), (4097, 8192), (100, 19_900), (19_999, 1)):
+        target = bytearray(size)
+        assert file.fill([memoryview(target)], offset, bounce) == size
+        assert target == content[offset : offset + size]
+    # What lies behind the end is not there, and is not made up.
+    assert file.fill([memoryview(bytearray(100))], 19_950, bounce) == 50
+    assert file.fill([memoryview(bytearray(100))], 30_000, bounce) == 0
+    file.close()
 
 
 def test_a_file_cut_off_while_it_is_read_is_a_bad_model(
@@ -188,17 +211,17 @@ def test_every_reading_thread_is_settled_before_it_reads(
 
 
 def test_what_is_begun_beside_reading_is_begun_while_every_thread_reads(
-    tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int
 ) -> None:
     arena, transfers = arena_for(tmp_path / "model.safetensors", weights, descriptor)
-    begun, fill = threading.Event(), WeightFile.fill
+    begun = threading.Event()
 
-    def fill_once_begun(self: WeightFile, *what: Any) -> int:
-        assert begun.wait(DEADLINE_S)
-        return fill(self, *what)
+    class FilledOnceBegun(WeightFile):
+        def fill(self, *what: Any) -> int:
+            assert begun.wait(DEADLINE_S)
+            return super().fill(*what)
 
-    monkeypatch.setattr(WeightFile, "fill", fill_once_begun)
-    read_all(transfers, arena.tensor, arena.buffer, on_reading=begun.set)
+    read_all(transfers, arena.tensor, arena.buffer, on_reading=begun.set, open_file=FilledOnceBegun)
     assert begun.is_set()
 
 
@@ -221,8 +244,8 @@ def transfers_of(*ranges: tuple[int, int]) -> list[Transfer]:
     return [Transfer(one, TensorPlace("uint8", one.shape, 0, one.size)) for one in stored]
 
 
-def ranges_of(transfers: list[Transfer]) -> list[tuple[int, int]]:
-    return [(piece.offset, piece.size) for piece in reading._pieces(transfers)]
+def ranges_of(transfers: list[Transfer], parts_max: int = 512) -> list[tuple[int, int]]:
+    return [(piece.offset, piece.size) for piece in pieces_of(transfers, PIECE_BYTES, parts_max)]
 
 
 def test_small_tensors_that_follow_each_other_are_read_together() -> None:
@@ -234,14 +257,13 @@ def test_what_lies_between_tensors_is_not_read() -> None:
 
 
 def test_large_tensors_are_cut_between_their_numbers() -> None:
-    pieces = list(reading._pieces(transfers_of((3, 100), (103, 20_000))))
+    pieces = list(pieces_of(transfers_of((3, 100), (103, 20_000)), PIECE_BYTES))
     assert all(part.start % reading.CUT_BYTES == 0 for piece in pieces for part in piece.parts)
-    assert all(piece.size <= reading.PIECE_BYTES for piece in pieces)
+    assert all(piece.size <= PIECE_BYTES for piece in pieces)
     ends = [piece.offset + piece.size for piece in pieces]
     assert [piece.offset for piece in pieces] == [3, *ends[:-1]]
     assert ends[-1] == 20_103
 
 
-def test_one_read_has_no_more_places_than_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PARTS_MAX", 4)
-    assert ranges_of(transfers_of(*((10 * number, 10) for number in range(6)))) == [(0, 40), (40, 20)]
+def test_one_read_has_no_more_places_than_the_kernel_takes() -> None:
+    assert ranges_of(transfers_of(*((10 * number, 10) for number in range(6))), parts_max=4) == [(0, 40), (40, 20)]

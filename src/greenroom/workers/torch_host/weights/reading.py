@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -79,7 +79,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorPart:
+class TensorPart:
     """A range of a tensor's bytes, counted from the tensor's start."""
 
     transfer: Transfer
@@ -96,13 +96,13 @@ class _TensorPart:
 
 
 @dataclass(frozen=True, slots=True)
-class _FilePiece:
+class FilePiece:
     """Consecutive bytes of one file, and the parts of tensors they hold."""
 
     file: Path
     offset: int
     size: int
-    parts: tuple[_TensorPart, ...]
+    parts: tuple[TensorPart, ...]
 
 
 def read_all(
@@ -115,14 +115,18 @@ def read_all(
     on_thread: Callable[[], None] = lambda: None,
     on_reading: Callable[[], None] = lambda: None,
     on_filled: Callable[[int, int], None] = lambda start, size: None,
+    piece_bytes: int = PIECE_BYTES,
+    open_file: Callable[[Path, int], WeightFile] = WeightFile,
 ) -> int:
     """Fill the arena and return the bytes read. Raises BadModel, Cancelled or Failure; then no thread is left.
 
     `on_thread` is called once in each reading thread, before its first read; `on_reading` once, when all threads read:
     work that starts there does not keep the disk waiting. `on_filled` gets the start and size of every part of the
-    arena that is filled, from the thread that filled it.
+    arena that is filled, from the thread that filled it. `open_file` gets a path and how often it will be read.
     """
-    job = _ReadJob(transfers, arena, buffer, on_progress, cancelled or threading.Event(), on_thread, on_filled)
+    pieces = list(pieces_of(transfers, piece_bytes))
+    files = {path: open_file(path, count) for path, count in Counter(piece.file for piece in pieces).items()}
+    job = _ReadJob(pieces, files, arena, buffer, on_progress, cancelled or threading.Event(), on_thread, on_filled)
     begun = [threading.Event() for _ in range(job.threads)]
     threads = [
         threading.Thread(target=job.run, args=(event,), name=f"read-{number}") for number, event in enumerate(begun)
@@ -144,7 +148,8 @@ class _ReadJob:
 
     def __init__(
         self,
-        transfers: Sequence[Transfer],
+        pieces: Sequence[FilePiece],
+        files: Mapping[Path, WeightFile],
         arena: torch.Tensor,
         buffer: memoryview,
         on_progress: Callable[[float], None],
@@ -152,11 +157,9 @@ class _ReadJob:
         on_thread: Callable[[], None],
         on_filled: Callable[[int, int], None],
     ) -> None:
-        pieces = list(_pieces(transfers))
-        per_file = Counter(piece.file for piece in pieces)
         self.threads = min(_threads_max(), len(pieces))
         self._pieces = iter(pieces)
-        self._files = {path: WeightFile(path, count) for path, count in per_file.items()}
+        self._files = files
         self._arena, self._buffer = arena, buffer
         self._on_progress, self._cancelled, self._on_thread = on_progress, cancelled, on_thread
         self._on_filled = on_filled
@@ -198,7 +201,7 @@ class _ReadJob:
             raise Cancelled("reading was stopped: nobody waits for the model any more.")
         return self._done
 
-    def _next(self) -> _FilePiece | None:
+    def _next(self) -> FilePiece | None:
         with self._lock:
             if self._error is not None or self._cancelled.is_set():
                 return None
@@ -213,7 +216,7 @@ class _ReadJob:
                 # Under the lock, so that reported progress never decreases.
                 self._on_progress(step / PROGRESS_STEPS)
 
-    def _read(self, piece: _FilePiece, buffers: _Buffers) -> None:
+    def _read(self, piece: FilePiece, buffers: _Buffers) -> None:
         raws = buffers.raws_for(piece.parts)
         targets = [self._target(part, raw) for part, raw in zip(piece.parts, raws, strict=True)]
         got = self._files[piece.file].fill(targets, piece.offset, buffers.bounce)
@@ -225,13 +228,13 @@ class _ReadJob:
                 self._convert(part, raw)
             self._on_filled(*part.filled)
 
-    def _target(self, part: _TensorPart, raw: torch.Tensor | None) -> memoryview:
+    def _target(self, part: TensorPart, raw: torch.Tensor | None) -> memoryview:
         if raw is not None:
             return memoryview(raw.numpy())
         start, size = part.filled
         return self._buffer[start : start + size]
 
-    def _convert(self, part: _TensorPart, raw: torch.Tensor) -> None:
+    def _convert(self, part: TensorPart, raw: torch.Tensor) -> None:
         numbers = raw.view(part.transfer.stored)
         start, size = part.filled
         self._arena[start : start + size].view(part.transfer.wanted).copy_(numbers)
@@ -244,7 +247,7 @@ class _Buffers:
         self.bounce: mmap.mmap = bounce_for(PIECE_BYTES)
         self._raw: torch.Tensor | None = None
 
-    def raws_for(self, parts: Sequence[_TensorPart]) -> list[torch.Tensor | None]:
+    def raws_for(self, parts: Sequence[TensorPart]) -> list[torch.Tensor | None]:
         """A buffer for each part that is converted, None for the others. Valid until the next call."""
         found: list[torch.Tensor | None] = []
         end = 0
@@ -264,7 +267,7 @@ def _threads_max() -> int:
     return max(THREADS_MIN, min(THREADS_MAX, THREADS_PER_PROCESSOR * len(os.sched_getaffinity(0))))
 
 
-def _name_at(piece: _FilePiece, place: int) -> str:
+def _name_at(piece: FilePiece, place: int) -> str:
     """The name of the tensor at this offset of the piece."""
     for part in piece.parts:
         if place < part.size:
@@ -273,33 +276,35 @@ def _name_at(piece: _FilePiece, place: int) -> str:
     return part.transfer.source.name
 
 
-def _pieces(transfers: Sequence[Transfer]) -> Iterator[_FilePiece]:
+def pieces_of(
+    transfers: Sequence[Transfer], piece_bytes: int = PIECE_BYTES, parts_max: int = PARTS_MAX
+) -> Iterator[FilePiece]:
     """The files from beginning to end, cut into pieces that may span several tensors."""
-    parts: list[_TensorPart] = []
+    parts: list[TensorPart] = []
     size = 0
     for transfer in _in_file_order(transfers):
         start, end = 0, transfer.source.size
         while start < end:
-            fits = min(end - start, (PIECE_BYTES - size) // CUT_BYTES * CUT_BYTES)
-            if parts and (fits == 0 or len(parts) == PARTS_MAX or not _goes_on(parts[-1], transfer, start)):
+            fits = min(end - start, (piece_bytes - size) // CUT_BYTES * CUT_BYTES)
+            if parts and (fits == 0 or len(parts) == parts_max or not _goes_on(parts[-1], transfer, start)):
                 yield _piece(parts, size)
                 parts, size = [], 0
                 continue
-            parts.append(_TensorPart(transfer, start, fits))
+            parts.append(TensorPart(transfer, start, fits))
             start, size = start + fits, size + fits
     if parts:
         yield _piece(parts, size)
 
 
-def _goes_on(last: _TensorPart, transfer: Transfer, start: int) -> bool:
+def _goes_on(last: TensorPart, transfer: Transfer, start: int) -> bool:
     """True if this tensor, from `start` on, directly follows the last part in the file."""
     before, source = last.transfer.source, transfer.source
     return before.file == source.file and before.offset + last.start + last.size == source.offset + start
 
 
-def _piece(parts: Sequence[_TensorPart], size: int) -> _FilePiece:
+def _piece(parts: Sequence[TensorPart], size: int) -> FilePiece:
     source = parts[0].transfer.source
-    return _FilePiece(source.file, source.offset + parts[0].start, size, tuple(parts))
+    return FilePiece(source.file, source.offset + parts[0].start, size, tuple(parts))
 
 
 def _in_file_order(transfers: Sequence[Transfer]) -> list[Transfer]:
