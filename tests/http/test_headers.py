@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from greenroom.errors import GatewayBug
-from greenroom.http.headers import NEVER_FORWARDED, build_request, response_headers
+from greenroom.http.headers import (
+    NEVER_FORWARDED,
+    SOUND_BYTES_MAX,
+    SOUND_MAX,
+    Pattern,
+    build_request,
+    chunk,
+    response_headers,
+)
 
 CLIENT = [
     (b"host", b"gateway"),
@@ -122,3 +130,20 @@ def test_client_does_not_see_the_hop_to_the_engine() -> None:
         (b"x-request-id", b"ours"),
     ]
     assert response_headers([], []) == []
+
+
+def test_value_that_was_sound_is_sound_again_and_others_are_still_refused() -> None:
+    pattern = Pattern(rb"[a-z]+")
+    assert [pattern.fits(value) for value in (b"abc", b"ABC", b"abc", b"ABC", b"abc\n")] == [True, False] * 2 + [False]
+
+
+def test_sound_values_are_remembered_up_to_a_bound() -> None:
+    pattern = Pattern(rb"[a-z0-9]+")
+    values = [b"%d" % number for number in range(SOUND_MAX * 2)]
+    assert all(pattern.fits(value) for value in (*values, b"x" * SOUND_BYTES_MAX * 2))
+    assert pattern.remembered == SOUND_MAX
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 1023, 1024, 70_000])
+def test_chunk_begins_with_its_size_in_hex(length: int) -> None:
+    assert chunk(b"x" * length) == b"%x\r\n%b\r\n" % (length, b"x" * length)
