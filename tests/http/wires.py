@@ -15,7 +15,7 @@ from greenroom.http.edge import Edge, Refusal
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, build_request
 from greenroom.http.limits import EdgeLimits
-from greenroom.http.relay import Relay
+from greenroom.http.relay import Relay, RelayOutcome
 from greenroom.http.request import Head
 from greenroom.http.tunnel import Tunnel
 from greenroom.http.upstream import EngineAddress, Pool
@@ -330,11 +330,12 @@ class Proxy:
             extra_headers=self.extra,
             committed=self.committed,
             drop_usage_event=self.drop_usage_event,
-            on_bad_head=lambda status, headers, body: self.bad_heads.append((status, body)),
             on_done=self._done,
         )
 
     def _done(self, relay: Relay) -> None:
+        if relay.outcome is RelayOutcome.BAD_HEAD:
+            self.bad_heads.append((relay.status, relay.bad_body))
         if self.on_done is not None:
             self.on_done(relay)
         elif relay.error is not None:

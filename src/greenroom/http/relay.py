@@ -26,9 +26,6 @@ TAIL_BYTES: Final = 8 * 1024
 # Pieces are looked at together once they are this many bytes, which costs far less than one by one.
 UNREAD_BYTES_MAX: Final = 16 * 1024
 
-# Status, headers and the first bytes of an answer that cannot be passed on.
-OnBadHead = Callable[[int, Headers, bytes], None]
-
 
 class RelayOutcome(enum.Enum):
     COMPLETE = "complete"
@@ -52,13 +49,13 @@ class Relay:
         "_defaults",
         "_extra",
         "_filter",
-        "_on_bad_head",
         "_on_done",
         "_read_bytes",
         "_tail",
         "_unread",
         "_unread_bytes",
         "_waiter",
+        "bad_body",
         "before_first_byte",
         "committed",
         "error",
@@ -78,7 +75,6 @@ class Relay:
         default_headers: Headers | None = None,
         committed: bool = False,
         drop_usage_event: bool = False,
-        on_bad_head: OnBadHead | None = None,
         on_done: Callable[[Relay], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -91,6 +87,8 @@ class Relay:
         self.before_first_byte = True
         self.status = 0
         self.headers: Headers = []
+        # On BAD_HEAD the first bytes of the answer that could not be passed on.
+        self.bad_body = b""
         self.first_data_at: float | None = None
         # Length and last 8 KiB of what was passed on and read; then the pieces passed on since.
         self._read_bytes = 0
@@ -102,7 +100,6 @@ class Relay:
         self._extra = extra_headers or []
         self._defaults = default_headers
         self._bad_body: bytearray | None = None
-        self._on_bad_head = on_bad_head
         self._on_done = on_done
         self._clock = clock
         self._waiter: asyncio.Future[None] | None = None
@@ -274,9 +271,7 @@ class Relay:
             self._tell_bad_head()
 
     def _tell_bad_head(self) -> None:
-        body, self._bad_body = bytes(self._bad_body or b""), None
-        if self._on_bad_head is not None:
-            self._on_bad_head(self.status, self.headers, body)
+        self.bad_body, self._bad_body = bytes(self._bad_body or b""), None
         self._settle(RelayOutcome.BAD_HEAD)
 
     def _client_gone(self) -> None:
@@ -304,8 +299,7 @@ class Relay:
         exchange.on_gone = exchange.on_pause = exchange.on_resume = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        # The listener holds this relay; dropping the callback here leaves no reference cycle.
         on_done, self._on_done = self._on_done, None
-        # The listener holds this relay; dropping the callbacks here leaves no reference cycle.
-        self._on_bad_head = None
         if on_done is not None:
             on_done(self)

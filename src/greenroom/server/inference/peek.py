@@ -102,7 +102,7 @@ def join(fields: Fields, *, drop: frozenset[str], put: dict[str, bytes]) -> byte
     """The body for the engine: without our own fields and those in `drop`, with those in `put` (which are JSON)."""
     kept = dict(fields)
     for name in fields:
-        if name in drop or name[:2] == OURS or name == KEEP_ALIVE:
+        if name in drop or name.startswith(OURS) or name == KEEP_ALIVE:
             del kept[name]
     for name, value in put.items():
         kept[name] = Raw(value)

@@ -65,7 +65,6 @@ class Running:
         "_bytes_seen",
         "_hung",
         "_moved_at",
-        "_said",
         "_settings",
         "_shared",
         "_task",
@@ -91,7 +90,6 @@ class Running:
         self._beat_at = self._moved_at = 0.0
         self._bytes_seen = -1
         self._hung = False
-        self._said: GreenroomError | None = None
         self._task: asyncio.Task[None] | None = None
 
     # --- the way of one request -------------------------------------------------------------------------------------
@@ -199,8 +197,10 @@ class Running:
             return False
         if relay.outcome is RelayOutcome.STOPPED:
             raise self._stopped()
+        if relay.outcome is RelayOutcome.BAD_HEAD:
+            raise self._bad_head(relay)
         if relay.outcome is not RelayOutcome.ENGINE_LOST or not relay.before_first_byte:
-            raise self._said or relay.error or EngineLost(f"The engine of {self.ask.entry.id} was lost.")
+            raise relay.error or EngineLost(f"The engine of {self.ask.entry.id} was lost.")
         if exchange.gone:
             return False
         exchange.on_gone = self._leave
@@ -220,7 +220,6 @@ class Running:
                 default_headers=_NOT_CACHED if self.ask.route.has_prefix and not self.ask.entry.engine.hosted else None,
                 committed=self.exchange.started,
                 drop_usage_event=self.ask.drop_usage,
-                on_bad_head=self._bad_head,
                 on_done=on_done,
             )
         self.relay = relay
@@ -291,10 +290,10 @@ class Running:
             exchange.write(event)
             exchange.finish()
 
-    def _bad_head(self, status: int, headers: Headers, body: bytes) -> None:
+    def _bad_head(self, relay: Relay) -> GreenroomError:
         """Heartbeats began the stream but the engine does not answer with one: its text goes into the error."""
-        said = body[:SAID_MAX].decode("utf-8", "replace")
-        self._said = _EngineSaid(f"{self.ask.entry.id} answered {status}.", details=said, status=status)
+        said = relay.bad_body[:SAID_MAX].decode("utf-8", "replace")
+        return _EngineSaid(f"{self.ask.entry.id} answered {relay.status}.", details=said, status=relay.status)
 
     def _stopped(self) -> GreenroomError:
         if self._hung:
