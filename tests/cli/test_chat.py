@@ -228,8 +228,10 @@ def test_a_question_that_failed_is_forgotten_and_the_conversation_goes_on(
 
 
 def test_a_long_conversation_drops_its_oldest_messages(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "MESSAGES_MAX", 2)
-    typed(monkeypatch, "one", "two", "three")
+    prompts = [f"prompt {number}" for number in range(chat.MESSAGES_MAX // 2 + 2)]
+    typed(monkeypatch, *prompts)
     gateway.on("POST", PATH, spoken("yes"))
     assert main(["chat", "m"]) == 0
-    assert [message["content"] for message in gateway.asked[-1].json["messages"]] == ["two", "yes", "three"]
+    sent = [message["content"] for message in gateway.asked[-1].json["messages"]]
+    assert sent[:2] == ["prompt 1", "yes"] and sent[-1] == prompts[-1]
+    assert len(sent) == chat.MESSAGES_MAX + 1

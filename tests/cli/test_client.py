@@ -5,7 +5,6 @@ import threading
 
 import pytest
 
-from greenroom.cli import client as client_module
 from greenroom.cli.address import parse
 from greenroom.cli.client import Client, model_path
 from greenroom.cli.failures import CommandFailed, GatewayRefused, NoGateway
@@ -111,11 +110,10 @@ def test_a_connection_cut_in_the_answer_is_a_failure(gateway: FakeGateway) -> No
         Client(parse(gateway.url)).get("/x")
 
 
-def test_an_answer_without_end_is_refused(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "ANSWER_BYTES_MAX", 10)
+def test_an_answer_without_end_is_refused(gateway: FakeGateway) -> None:
     gateway.on("GET", "/x", answer({"long": "x" * 100}))
     with pytest.raises(CommandFailed, match="larger than 10 bytes"):
-        Client(parse(gateway.url)).get("/x")
+        Client(parse(gateway.url), answer_bytes_max=10).get("/x")
 
 
 def test_a_stream_gives_its_events(gateway: FakeGateway) -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,9 +10,11 @@ import pytest
 from greenroom.cli.commands import demo
 from greenroom.cli.commands.serve import Overrides
 from greenroom.cli.demo_models import DemoModel
+from greenroom.cli.failures import CommandFailed
 from greenroom.cli.main import main
 from greenroom.config.problems import budget_mib, problems
 from greenroom.errors import StateDirBusy
+from greenroom.process.state_dir import StateDir
 
 MODELS = [
     DemoModel("smollm2", Path("/c/smollm2.gguf"), "chat", 300),
@@ -43,24 +48,25 @@ def test_two_demos_on_two_ports_do_not_share_a_state_directory() -> None:
 def test_without_llama_cpp_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("greenroom.cli.commands.demo.shutil.which", lambda name: None)
-    monkeypatch.setattr("greenroom.cli.commands.demo.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["demo"]) == 1
     assert capsys.readouterr().err == "greenroom: the demo needs llama.cpp: pip install 'greenroom[demo]'\n"
 
 
 def test_a_second_demo_on_the_same_port_is_told_to_take_another(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def busy(*_: object) -> int:
-        raise StateDirBusy("/c/state-8210 is held by the gateway with pid 4711; stop it")
-
-    monkeypatch.setattr("greenroom.cli.commands.demo._need_llama_cpp", lambda: None)
-    monkeypatch.setattr("greenroom.cli.commands.demo._prepared", lambda: MODELS)
-    monkeypatch.setattr("greenroom.cli.serving.serve", busy)
-    assert main(["demo", "--port", "8210"]) == 1
-    err = capsys.readouterr().err
-    assert "a demo serves port 8210 already" in err and "make serve PORT=8211" in err and "pid 4711" in err
-    # A user who chose the directory chooses another one.
-    assert main(["demo", "--state-dir", "/c/state-8210"]) == 1
-    assert "make serve" not in capsys.readouterr().err
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    taken = demo.configuration(MODELS, Overrides(port=8210)).state_dir
+    first = StateDir.open(taken)
+    try:
+        with pytest.raises(CommandFailed) as told:
+            demo.serve_models(MODELS, Overrides(port=8210), began=0.0)
+        assert "a demo serves port 8210 already" in told.value.message and "make serve PORT=8211" in told.value.message
+        assert f"pid {os.getpid()}" in (told.value.details or "")
+        # A user who chose the directory chooses another one.
+        with pytest.raises(StateDirBusy):
+            demo.serve_models(MODELS, Overrides(state_dir=taken), began=0.0)
+    finally:
+        first.close()

