@@ -19,6 +19,9 @@ DEADLINES = {"deadline_high_s", "deadline_normal_s", "deadline_low_s"}
 # What the catalog does with the models' needs before the core hears of them.
 NOT_THE_CORES = {"fit_memory", "keep_alive_max_s"}
 
+# What no key sets, and what has a test of its own below.
+NOT_CONFIGURED = {"replan_s", "need_raise", "company"}
+
 
 def test_without_a_word_the_core_keeps_its_own_defaults() -> None:
     assert limits_of(Config()) == Limits()
@@ -28,7 +31,7 @@ def test_every_number_reaches_the_core(loads: Loads) -> None:
     config = loads("""
         scheduler:
           policy: fifo
-          swapper: memory
+          swapper: coordinator
           queue_depth_max: 11
           overtakes_max: 12
           residency_swaps: 1.5
@@ -43,9 +46,10 @@ def test_every_number_reaches_the_core(loads: Loads) -> None:
           backoff_max_s: 19
         memory: {green_room_mib: 20}
     """)
-    assert limits_of(config) == Limits(
+    limits = limits_of(config)
+    assert limits == Limits(
         policy="fifo",
-        swapper="memory",
+        swapper="coordinator",
         queue_depth_max=11,
         overtakes_max=12,
         residency_swaps=1.5,
@@ -58,6 +62,9 @@ def test_every_number_reaches_the_core(loads: Loads) -> None:
         backoff_max_s=19.0,
         green_room_mib=20,
     )
+    # Every number was set to another value than its default.
+    same = {one.name for one in fields(Limits) if getattr(limits, one.name) == getattr(Limits(), one.name)}
+    assert same == NOT_CONFIGURED
 
 
 def test_no_key_of_the_configuration_is_forgotten() -> None:

@@ -3,8 +3,8 @@
 `SchedulerLoop` owns the order of events: `post` handles the event before it returns, and events posted by effects
 meanwhile are handled before the outermost post returns. No locks: everything happens on the event loop's thread.
 
-`AsyncEffects` owns timers and the hand-over of grants and rejections to tickets and leases. Each effect is logged and
-published with its reason. The simulator has the other implementation.
+`AsyncEffects` owns timers and the hand-over of grants and rejections to tickets and leases. Moves, rejections, cuts,
+aborts and recalls are reported to the observer with their reasons. The simulator has the other implementation.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class AsyncEffects:
             future.set_result(outcome)
 
     def recall(self, lease: LeaseId, deadline: float, reason: Reason) -> None:
-        self._observer.recalled(lease, deadline, reason)
+        self._observer.recalled(lease, deadline - self._clock(), reason)
         self._leases.recalled(lease, deadline)
 
     def set_timer(self, timer: Timer, at: float | None, reason: Reason) -> None:

@@ -1,4 +1,4 @@
-"""Reports what the scheduler does: one log line, one event and one count for each thing that happens.
+"""Reports what the scheduler does: in the log, to listeners of events, and in the metrics.
 
 Owns the wording. Keeps the last decisions with their reasons for `/api/v1/decisions`: numbered from 1 in each run, with
 wall-clock times.
@@ -77,8 +77,8 @@ class Observer:
         moving = self._moving.get(move)
         self._tell("abort", {"move": move, "model": None if moving is None else moving.model}, reason)
 
-    def recalled(self, lease: LeaseId, deadline: float, reason: Reason) -> None:
-        self._tell("recall", {"lease": lease, "deadline": deadline}, reason)
+    def recalled(self, lease: LeaseId, grace_s: float, reason: Reason) -> None:
+        self._tell("recall", {"lease": lease, "deadline": round(self._wall() + grace_s, 3)}, reason)
 
     def lost(self, model: str, slot: str, cause: str) -> None:
         _log.warning("engine lost", model=model, slot=slot, cause=cause)

@@ -22,7 +22,6 @@ from greenroom.errors import (
 
 # The longest Retry-After: an estimate of minutes is a guess.
 RETRY_AFTER_MAX_S = 120.0
-# Why the scheduler cuts an answer whose caller's time is over.
 
 
 class Rejections:

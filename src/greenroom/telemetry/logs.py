@@ -4,7 +4,7 @@ Owns how lines look (text for people, JSON for machines) and where they go. Neve
 line that cannot be written is lost, and the request goes on. Values are escaped, so that no caller can forge a line by
 sending a line break.
 
-    12:03:01.123 info  swap done model=qwen-72b evicted=siglip2 took_s=0.41 request=r-19
+    12:03:01.123 info  wake done model=qwen-72b slot=s-7 move=m-19 outcome=done took_s=0.41
 """
 
 from __future__ import annotations

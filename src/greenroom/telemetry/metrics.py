@@ -166,7 +166,7 @@ class Metrics:
         series[2].value += cached
 
     def looked_up(self, model: str, hit: bool) -> None:
-        """A request asked for this model, which was ready (a hit) or had to be loaded or woken (a miss)."""
+        """A request for this model was granted at once (a hit), or had to wait or was refused (a miss)."""
         series = self._lookup_series.get(model) or self._lookup_series_of(model)
         series[hit].value += 1
 

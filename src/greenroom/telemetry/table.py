@@ -142,14 +142,14 @@ REQUESTS = MetricSpec("greenroom_requests_total", "Requests answered.", ("model"
 REQUEST_SECONDS = MetricSpec("greenroom_request_seconds", "From arrival to last byte.", ("model", "route"), _ANSWER_S)
 WAIT_SECONDS = MetricSpec("greenroom_queue_wait_seconds", "From arrival to a slot's grant.", ("model",), _WAIT_S)
 FIRST_BYTE_SECONDS = MetricSpec(
-    "greenroom_first_byte_seconds", "From arrival to the answer's start.", ("model",), _ANSWER_S
+    "greenroom_first_byte_seconds", "Streams: from arrival to the first event.", ("model",), _ANSWER_S
 )
 TENANT_REQUESTS = MetricSpec("greenroom_tenant_requests_total", "Requests answered, by tenant.", ("model", "tenant"))
 TOKENS = MetricSpec(
     "greenroom_tokens_total", "Tokens; kind is prompt, completion or cached.", ("model", "tenant", "kind")
 )
 LOOKUPS = MetricSpec(
-    "greenroom_model_lookups_total", "Was the model ready when asked for: hit or miss.", ("model", "result")
+    "greenroom_model_lookups_total", "Requests granted at once (hit) or not (miss).", ("model", "result")
 )
 MOVES = MetricSpec("greenroom_moves_total", "Moves between tiers that ended.", ("model", "kind", "outcome"))
 MOVE_SECONDS = MetricSpec("greenroom_move_seconds", "How long moves took that succeeded.", ("model", "kind"), _MOVE_S)
@@ -157,7 +157,7 @@ EVICTIONS = MetricSpec("greenroom_evictions_total", "Models that had to leave.",
 REJECTIONS = MetricSpec(
     "greenroom_rejections_total", "Requests refused while they waited or before.", ("model", "code")
 )
-EDGE_REFUSALS = MetricSpec("greenroom_edge_refusals_total", "Requests refused before they were read.", ("code",))
+EDGE_REFUSALS = MetricSpec("greenroom_edge_refusals_total", "Requests refused before the scheduler.", ("code",))
 WAKE_BYTES = MetricSpec("greenroom_wake_bytes_total", "Weights copied from the green room to a device.", ("model",))
 WAKE_RATE = MetricSpec(
     "greenroom_wake_bytes_per_second", "How fast each wake copied weights.", ("model",), _BYTES_PER_S

@@ -101,7 +101,7 @@ class Rig:
     def slot(self, name: str, mib: int, *, planned: bool = False) -> Move:
         """A slot the scheduler knows of, and the move that brings it."""
         slot = Slot(SlotId(name), ModelSpec(ModelId(f"m-{name}")), {GPU: mib})
-        self.state.models[slot.model] = ModelRecord(slot.spec, slot.spec.need)
+        self.state.add_model(ModelRecord(slot.spec, slot.spec.need))
         slot.planned = MoveKind.LOAD if planned else None
         self.state.add_slot(slot)
         if not planned:

@@ -360,6 +360,8 @@ async def test_decisions_are_listed_newest_last_and_may_be_narrowed() -> None:
     # Of a model: what happened to it, and what happened for its sake.
     assert await listed("?model=a") == await listed("?model=first") == [1, 2]
     assert await listed("?model=b&since=2") == [4]
+    assert await listed("?what=load") == [1, 4]
+    assert await listed("?model=a&what=unload&limit=1") == [2]
     assert await listed("?model=nobody") == []
     assert (await client.get("/api/v1/decisions?since=-1")).error["param"] == "since"
 

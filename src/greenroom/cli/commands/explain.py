@@ -18,9 +18,8 @@ WAITING: Final = {
     "no_room": "the models that would have to leave for it may not do so yet",
     "kept_for_others": "its memory is kept for requests that have waited too long already",
     "crowd": "requests for many models wait already and are handled in turn",
-    "came_back": "its model was lost before the answer began, so it waits once more",
-    "no_memory": "a load found less memory free than was promised; it is tried again soon",
-    "no_lease": "the memory it wants was leased to another program; it is asked for again soon",
+    "green_room": "the green room has no memory left for it",
+    "no_lease": "its memory was leased to another program or is not really free yet; it is asked for again soon",
     "store_down": "the lease store does not answer",
 }
 REFUSED: Final = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -105,8 +106,14 @@ class Recalls:
     The store recalls; the holder learns of it when it renews. It is never made to leave.
     """
 
-    def __init__(self, clock: Callable[[], float], tell: Callable[[str, Mapping[str, object]], None]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        tell: Callable[[str, Mapping[str, object]], None],
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         self._clock = clock
+        self._wall = wall
         self._tell = tell
         self._recalled: dict[str, Recalled] = {}
 
@@ -120,7 +127,8 @@ class Recalls:
             if id not in self._recalled and lease.recall_in_s is not None:
                 self._recalled[id] = one = Recalled(lease.name, lease.token, now + lease.recall_in_s)
                 _log.info("lease recalled", lease=id, name=one.name, grace_s=round(lease.recall_in_s, 3))
-                self._tell("recall", {"lease": id, "name": one.name, "deadline": one.deadline})
+                deadline = round(self._wall() + lease.recall_in_s, 3)
+                self._tell("recall", {"lease": id, "name": one.name, "deadline": deadline})
 
     def look(self) -> None:
         """Report holders that are past their deadline."""

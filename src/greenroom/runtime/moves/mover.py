@@ -106,7 +106,7 @@ class Mover:
             _log.error("move broke", model=move.model, kind=move.kind.value, error=repr(error))
             error = LoadFailed(f"{move.model} could not be moved: {error!r}")
         self.failures.keep(move.model, error)
-        _log.warning("load failed", model=move.model, slot=move.slot, error=error.message)
+        _log.warning(f"{move.kind.value} failed", model=move.model, slot=move.slot, error=error.message)
         return Outcome.NO_MEMORY if isinstance(error, LoadOutOfMemory) else Outcome.FAILED
 
     def _tell(self, move: Move, done: MoveDone) -> None:

@@ -221,7 +221,7 @@ def refuse_head(request: Request) -> None:
 API = "/api/v1"
 # As many as are kept.
 REQUESTS_SHOWN_MAX = 2_000
-DECISIONS_SHOWN_MAX = 500
+DECISIONS_SHOWN_MAX = 1_000
 # Events and decisions are counted; no gateway ever reaches this number.
 EVENT_ID_MAX = 2**53
 # Left out of what is shown of a request: in a list, and for a key without `admin`.
@@ -303,14 +303,19 @@ class Watching:
         limit: Annotated[int, Query(ge=1, le=DECISIONS_SHOWN_MAX)] = 100,
         model: str | None = None,
         since: Since = 0,
+        what: str | None = None,
     ) -> views.DecisionList:
-        """Recent decisions of the scheduler, and why; for one model also the evictions made for it."""
+        """Recent decisions of the scheduler, and why; for one model also the evictions made for it.
+
+        `what` names one kind: load, wake, sleep, prepare, unload, abort, reject, cut or recall.
+        """
         entry = self._gateway.catalog.find(model) if model is not None else None
         wanted = model if entry is None else entry.id
         newest_first = (
             decision
             for decision in reversed(self._gateway.observer.decisions)
             if decision["seq"] > since
+            and what in (None, decision["what"])
             and (wanted is None or wanted in (decision.get("model"), decision.get("for_model")))
         )
         return views.DecisionList(decisions=[dict(decision) for decision in islice(newest_first, limit)][::-1])
