@@ -20,7 +20,7 @@ import pytest
 
 from greenroom.app import App
 from greenroom.cli.main import main
-from greenroom.cli.serving import _Signals, why_not_started
+from greenroom.cli.serving import Signals, why_not_started
 from greenroom.config.schema import Config, Server
 from tests.waiting import until, until_now
 
@@ -324,16 +324,16 @@ def own_signals() -> Iterator[None]:
 
 @pytest.mark.usefixtures("own_signals")
 async def test_however_many_ask_while_the_file_is_read_it_is_read_once_more() -> None:
-    signals, app = _Signals(), SlowToReload()
+    signals, app = Signals(), SlowToReload()
     signals.app = cast(App, app)
     os.kill(os.getpid(), signal.SIGHUP)
     await until(lambda: app.reloads == 1, "the first has begun")
     for _ in range(20):
         signals.read_again()
     app.may_end.set()
-    await until(lambda: signals._reload is None, "all is read")
+    await until(lambda: not signals.is_reloading, "all is read")
     assert app.reloads == 2
     # And the next is heard again.
     signals.read_again()
-    await until(lambda: signals._reload is None, "read again")
+    await until(lambda: not signals.is_reloading, "read again")
     assert app.reloads == 3

@@ -32,7 +32,7 @@ def free_run(length: int) -> int:
     # From a random place, as another run of these tests may be looking at the same moment.
     for _ in range(1000):
         first = random.randrange(11000, 20000)
-        if all(ports._can_bind(first + offset) for offset in range(length)):
+        if all(ports.can_bind(first + offset) for offset in range(length)):
             return first
     raise AssertionError("no free ports")
 

@@ -59,7 +59,7 @@ def serve(plan: ServePlan, greet: Callable[[App], None]) -> int:
 
 
 async def _serve(plan: ServePlan, greet: Callable[[App], None]) -> int:
-    signals = _Signals()
+    signals = Signals()
     _collect_orphans()
     try:
         return await _serve_until_ended(plan, greet, signals)
@@ -68,7 +68,7 @@ async def _serve(plan: ServePlan, greet: Callable[[App], None]) -> int:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-async def _serve_until_ended(plan: ServePlan, greet: Callable[[App], None], signals: _Signals) -> int:
+async def _serve_until_ended(plan: ServePlan, greet: Callable[[App], None], signals: Signals) -> int:
     from greenroom.app import App
 
     try:
@@ -114,7 +114,7 @@ def _leave_in_time() -> None:
     last.start()
 
 
-class _Signals:
+class Signals:
     """Passes signals on to the gateway. Before it has started, SIGTERM cancels the start and SIGHUP does nothing.
 
     The handlers are Python's, not the loop's: a loop removes its own when it closes, and a signal a moment later would
@@ -129,6 +129,10 @@ class _Signals:
         self._asked_again = False
         for number in _REACTIONS:
             signal.signal(number, self._on_signal)
+
+    @property
+    def is_reloading(self) -> bool:
+        return self._reload is not None
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._loop.call_soon_threadsafe(_REACTIONS[signal.Signals(number)], self)
@@ -159,10 +163,10 @@ class _Signals:
         self._reload = None
 
 
-_REACTIONS: Final[Mapping[signal.Signals, Callable[[_Signals], None]]] = {
-    signal.SIGTERM: _Signals.end,
-    signal.SIGINT: _Signals.end,
-    signal.SIGHUP: _Signals.read_again,
+_REACTIONS: Final[Mapping[signal.Signals, Callable[[Signals], None]]] = {
+    signal.SIGTERM: Signals.end,
+    signal.SIGINT: Signals.end,
+    signal.SIGHUP: Signals.read_again,
 }
 
 

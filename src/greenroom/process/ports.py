@@ -34,7 +34,7 @@ class PortRange:
         for _ in range(self._last - self._first + 1):
             port = self._next
             self._next = port + 1 if port < self._last else self._first
-            if port not in avoid and _can_bind(port):
+            if port not in avoid and can_bind(port):
                 return port
         raise errors.LoadFailed(
             f"every port of the range {self._first}-{self._last} is taken; widen the range or free one of its ports"
@@ -126,7 +126,8 @@ def _socket_inode(path: str) -> int:
     return int(target[len("socket:[") : -1]) if target.startswith("socket:[") else 0
 
 
-def _can_bind(port: int) -> bool:
+def can_bind(port: int) -> bool:
+    """True if an engine could listen on this port of loopback now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # As engines do: connections in TIME_WAIT do not block a bind, listeners do.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 
@@ -77,11 +78,10 @@ def test_a_worker_whose_device_is_lost_exits_with_seventy(monkeypatch: pytest.Mo
         codes.append(code)
         ended.set()
 
-    monkeypatch.setattr(slots_module.os, "_exit", exit_with)
+    monkeypatch.setattr(os, "_exit", exit_with)
     loop = asyncio.new_event_loop()
-    slots = SlotTable(WorkerResources(loop, on_fatal=lambda error, say: say()))
+    slots = SlotTable(WorkerResources(loop, on_fatal=lambda error, say: say()), saying_s=60.0)
     said: list[str] = []
-    monkeypatch.setattr(slots_module, "SAYING_S", 60.0)
 
     def say() -> None:
         # Longer than it may take to be heard.

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,8 @@ GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @contextlib.asynccontextmanager
-async def serving(handler: Handler, folder: Path) -> AsyncIterator[Path]:
-    server = HttpServer(handler)
+async def serving(handler: Handler, folder: Path, **limits: Any) -> AsyncIterator[Path]:
+    server = HttpServer(handler, **limits)
     path = folder / "s"
     await server.open(path)
     try:
@@ -143,9 +144,8 @@ async def test_a_client_that_leaves_in_the_middle_of_its_request_is_forgotten(so
         writer.close()
 
 
-async def test_a_request_that_never_ends_is_given_up(socket_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "REQUEST_TIMEOUT_S", 0.05)
-    async with serving(echo, socket_folder) as path:
+async def test_a_request_that_never_ends_is_given_up(socket_folder: Path) -> None:
+    async with serving(echo, socket_folder, request_timeout_s=0.05) as path:
         reader, writer = await connected(path)
         writer.write(b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf")
         async with asyncio.timeout(WAIT_S):
@@ -166,9 +166,8 @@ async def test_who_sends_much_ahead_of_the_answer_is_cut(socket_folder: Path) ->
         writer.close()
 
 
-async def test_connections_are_bounded(socket_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "CONNECTIONS_MAX", 1)
-    async with serving(echo, socket_folder) as path:
+async def test_connections_are_bounded(socket_folder: Path) -> None:
+    async with serving(echo, socket_folder, connections_max=1) as path:
         reader, writer = await connected(path)
         writer.write(GET)
         await read(reader, b"/x")

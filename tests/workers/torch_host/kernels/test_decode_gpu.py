@@ -96,9 +96,7 @@ def test_captured_steps_choose_as_computed_ones_before_and_after_sleep(changes: 
     told = []
     for is_able in (False, True, True):
         engine = _awake(on_device)
-        assert engine._runner is not None
-        assert engine._runner._graphs is not None
-        engine._runner._graphs.is_able = is_able
+        _graphs_of(engine).is_able = is_able
         for _ in range(2):
             asked = [ask(one, 60) for one in prompts]
             for one, _ in asked:
@@ -154,10 +152,15 @@ def test_captured_steps_turn_each_sequence_by_its_own_length(name: str) -> None:
     for _ in range(2):
         for one, answer in zip(prompts, told(engine, prompts, 12), strict=True):
             check(plain, one, answer, 1e-3)
-    assert engine._runner is not None
-    assert engine._runner._graphs is not None
-    assert engine._runner._graphs.is_able or ASKS_HOST
+    assert _graphs_of(engine).is_able or ASKS_HOST
     engine.close()
+
+
+def _graphs_of(engine: EngineLoop) -> Any:
+    """Its captured steps. That they are captured shows in nothing but speed."""
+    runner = engine._runner
+    assert runner is not None
+    return runner._graphs
 
 
 def _awake(on_device: FakeDeviceModel) -> EngineLoop:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -44,17 +44,20 @@ async def ours(template: ChatTemplate, messages: Messages, tools: Tools, switche
 
 
 @pytest.fixture
-def text(byte_text: Text, monkeypatch: pytest.MonkeyPatch) -> Text:
+def text(byte_text: Text, monkeypatch: pytest.MonkeyPatch) -> Iterator[Text]:
+    """A test may give its tokenizer another template; other tests find its own again."""
     # The tokenizer has setters of its own, and keeps this where they put it.
     monkeypatch.setitem(byte_text.tokenizer._special_tokens_map, "bos_token", "<s>")
-    return byte_text
+    before = byte_text.tokenizer.chat_template
+    yield byte_text
+    byte_text.tokenizer.chat_template = before
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_a_template_writes_what_it_writes_in_transformers(
-    text: Text, templates: SandboxPool, monkeypatch: pytest.MonkeyPatch, family: str
+    text: Text, templates: SandboxPool, family: str
 ) -> None:
-    monkeypatch.setattr(text.tokenizer, "chat_template", FAMILIES[family])
+    text.tokenizer.chat_template = FAMILIES[family]
     template = ChatTemplate(text, templates)
     written = set()
     for messages in CONVERSATIONS.values():
@@ -69,24 +72,24 @@ async def test_a_template_writes_what_it_writes_in_transformers(
 
 @pytest.mark.parametrize("source", MISTAKES)
 async def test_a_template_that_fails_says_what_it_says_in_transformers(
-    text: Text, templates: SandboxPool, monkeypatch: pytest.MonkeyPatch, source: str
+    text: Text, templates: SandboxPool, source: str
 ) -> None:
-    monkeypatch.setattr(text.tokenizer, "chat_template", source)
+    text.tokenizer.chat_template = source
     wanted = theirs(text, CONVERSATIONS["long"], None, {})
     assert await ours(ChatTemplate(text, templates), CONVERSATIONS["long"], None, {}) == wanted
 
 
 @pytest.mark.parametrize("source", DEEPER_MISTAKES)
 async def test_a_template_that_fails_in_transformers_fails_here(
-    text: Text, templates: SandboxPool, monkeypatch: pytest.MonkeyPatch, source: str
+    text: Text, templates: SandboxPool, source: str
 ) -> None:
-    monkeypatch.setattr(text.tokenizer, "chat_template", source)
+    text.tokenizer.chat_template = source
     assert theirs(text, CONVERSATIONS["short"], None, {}).startswith("refused these")
     assert (await ours(ChatTemplate(text, templates), CONVERSATIONS["short"], None, {})).startswith("refused these")
 
 
-async def test_the_date_is_todays(text: Text, templates: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text.tokenizer, "chat_template", TODAY)
+async def test_the_date_is_todays(text: Text, templates: SandboxPool) -> None:
+    text.tokenizer.chat_template = TODAY
     messages = CONVERSATIONS["short"]
     before = theirs(text, messages, None, {})
     written = await ours(ChatTemplate(text, templates), messages, None, {})
@@ -95,15 +98,15 @@ async def test_the_date_is_todays(text: Text, templates: SandboxPool, monkeypatc
 
 
 async def test_of_several_templates_the_one_for_tools_is_taken_where_there_are_some(
-    text: Text, templates: SandboxPool, monkeypatch: pytest.MonkeyPatch
+    text: Text, templates: SandboxPool
 ) -> None:
     named = {"default": "plain {{ tools is none }}", "tool_use": "with {{ tools | length }}", "rag": "never"}
     messages = CONVERSATIONS["short"]
-    monkeypatch.setattr(text.tokenizer, "chat_template", named)
+    text.tokenizer.chat_template = named
     template = ChatTemplate(text, templates)
     assert await ours(template, messages, None, {}) == theirs(text, messages, None, {}) == "plain True"
     assert await ours(template, messages, TOOLS, {}) == theirs(text, messages, TOOLS, {}) == "with 2"
-    monkeypatch.setattr(text.tokenizer, "chat_template", {"rag": "never"})
+    text.tokenizer.chat_template = {"rag": "never"}
     refused = theirs(text, messages, None, {})
     assert "refused these" in refused and "rag" in refused
     assert await ours(template, messages, None, {}) == refused

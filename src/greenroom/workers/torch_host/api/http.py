@@ -108,8 +108,16 @@ Handler = Callable[[Request, Answer], Awaitable[None]]
 class HttpServer:
     """The listening socket and its connections."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        connections_max: int = CONNECTIONS_MAX,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> None:
         self._handler = handler
+        self._connections_max = connections_max
+        self._request_timeout_s = request_timeout_s
         self._connections: set[_Connection] = set()
         self._listening: asyncio.Server | None = None
         self._path: Path | None = None
@@ -132,12 +140,16 @@ class HttpServer:
             await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
 
     def _connected(self) -> _Connection:
-        return _Connection(self._handler, self._connections)
+        return _Connection(self._handler, self._connections, self._connections_max, self._request_timeout_s)
 
 
 class _Connection(asyncio.Protocol):
-    def __init__(self, handler: Handler, everyone: set[_Connection]) -> None:
+    def __init__(
+        self, handler: Handler, everyone: set[_Connection], connections_max: int, request_timeout_s: float
+    ) -> None:
         self._handler = handler
+        self._connections_max = connections_max
+        self._request_timeout_s = request_timeout_s
         self._everyone = everyone
         self._loop = asyncio.get_running_loop()
         self._reader = RequestReader()
@@ -150,7 +162,7 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
-        if len(self._everyone) >= CONNECTIONS_MAX:
+        if len(self._everyone) >= self._connections_max:
             self._refuse_all(ApiError("Too many connections.", status=503, code="overloaded"))
             return
         self._everyone.add(self)
@@ -200,7 +212,7 @@ class _Connection(asyncio.Protocol):
         if request is not None:
             self._begin(request)
         elif self._reader.is_in_request and self._deadline is None:
-            self._deadline = self._loop.call_later(REQUEST_TIMEOUT_S, self._refuse_all, _TOO_SLOW)
+            self._deadline = self._loop.call_later(self._request_timeout_s, self._refuse_all, _TOO_SLOW)
         if request is None and self._reader.take_continue():
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 

@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 class SlotTable:
     """Implements `SlotOperations`."""
 
-    def __init__(self, resources: WorkerResources) -> None:
+    def __init__(self, resources: WorkerResources, saying_s: float = SAYING_S) -> None:
+        self._saying_s = saying_s
         self._resources = resources
         self._slots: dict[str, WorkerSlot] = {}
         self._is_lost = False
@@ -105,7 +106,7 @@ class SlotTable:
         log.error("the device is lost, and this process with it: %s", error)
         said = threading.Event()
         try:
-            threading.Thread(target=_end, args=(said,), name="end", daemon=True).start()
+            threading.Thread(target=_end, args=(said, self._saying_s), name="end", daemon=True).start()
             say()
         except RuntimeError:
             # No thread can be started, or the report failed. The process must end all the same.
@@ -126,8 +127,8 @@ def _show_gpus(names: object) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = names
 
 
-def _end(said: threading.Event) -> None:
-    said.wait(SAYING_S)
+def _end(said: threading.Event, saying_s: float) -> None:
+    said.wait(saying_s)
     time.sleep(LAST_WORDS_S)
     os._exit(POISONED_EXIT)
 

@@ -92,7 +92,16 @@ class JsonConstraint:
 class Grammars:
     """Constraints for one model's tokenizer. To be used on one loop, and closed after."""
 
-    def __init__(self, text: Text, trials: SchemaTrials) -> None:
+    def __init__(
+        self,
+        text: Text,
+        trials: SchemaTrials,
+        *,
+        compiling_max: int = COMPILING_MAX,
+        compiled_max: int = COMPILED_MAX,
+    ) -> None:
+        self._compiling_max = compiling_max
+        self._compiled_max = compiled_max
         self._text = text
         self._tokens: Any = None
         self._building = threading.Lock()
@@ -136,7 +145,7 @@ class Grammars:
         """The result of compiling this schema. Callers that ask for it meanwhile share one compilation."""
         making = self._compiling.get(key)
         if making is None:
-            if len(self._compiling) >= COMPILING_MAX:
+            if len(self._compiling) >= self._compiling_max:
                 raise unavailable(f"{param}: too many schemas are being compiled. Try again.")
             making = self._compiling[key] = self._in_deep_thread(compile)
             making.add_done_callback(lambda made: self._keep(key, made))
@@ -150,7 +159,7 @@ class Grammars:
         if made.cancelled() or made.exception() is not None:
             return
         self._kept[key] = made.result()
-        if len(self._kept) > COMPILED_MAX:
+        if len(self._kept) > self._compiled_max:
             self._kept.popitem(last=False)
 
     def _in_deep_thread(self, work: Callable[[], _Made]) -> asyncio.Future[_Made]:
