@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from greenroom.workers import llamacpp_server
+from tests.waiting import until_now
 
 PROGRAM = Path(llamacpp_server.__file__)
 # One thread each: spinning threads on a busy machine with two cores make each other slow.
@@ -90,11 +90,11 @@ def worker(model: Path, *options: str, before: Sequence[str] = (), unix: bool = 
 
 
 def _wait_until_ready(started: Worker) -> None:
-    deadline = time.monotonic() + START_MAX_S
-    while started.address() is None:
+    def is_ready() -> bool:
         assert started.process.poll() is None, started.log.read_text()
-        assert time.monotonic() < deadline, started.log.read_text()
-        time.sleep(0.01)
+        return started.address() is not None
+
+    until_now(is_ready, started.log.read_text, START_MAX_S)
 
 
 def run_to_end(*options: str, interpreter: Sequence[str] = (sys.executable,)) -> tuple[int, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from greenroom.engines.llamacpp import LlamaCppEngine
 from tests.engines import estimate_models
 from tests.engines.llamacpp_worker import SMALL, Worker, worker
 from tests.models import tiny, tiny_embedding
+from tests.waiting import until_now
 
 # Buffers are bounded from above; the widest step of some graphs is narrower than the bound.
 COMPUTE_FACTOR = 2.0
@@ -88,11 +88,8 @@ def logged(log: str, what: str) -> float:
 
 def said_by(started: Worker) -> str:
     """Its log. The engine writes it from a thread of its own, which may be behind."""
-    deadline = time.monotonic() + LOG_MAX_S
-    while "compute buffer size" not in (log := started.log.read_text()):
-        assert time.monotonic() < deadline, log
-        time.sleep(0.01)
-    return log
+    until_now(lambda: "compute buffer size" in started.log.read_text(), started.log.read_text, LOG_MAX_S)
+    return started.log.read_text()
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from greenroom.app import App
 from tests.integration.raw import Answer, http
-from tests.waiting import PATIENCE_S
 
 
 async def view(app: App, model: str) -> dict[str, Any]:
@@ -28,11 +24,3 @@ async def pid_of(app: App, model: str) -> int:
 async def order(app: App, move: str, model: str, **more: Any) -> Answer:
     """load, unload, sleep or prepare a model."""
     return await http(app, "POST", f"/api/v1/models/{model}/{move}", more)
-
-
-async def until(fact: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Wait until awaiting this gives something true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not await fact():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
-        await asyncio.sleep(0.02)

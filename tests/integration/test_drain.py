@@ -248,16 +248,18 @@ async def test_model_that_only_fits_without_a_pinned_one_is_refused_for_good(tmp
 
 async def test_preloaded_model_is_there_at_the_start_and_again_after_a_crash(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    async with gateway(tmp_path, {"model": fake("model", *journal.switches, preload=True)}) as app:
+    models = {"model": fake("model", *journal.switches, preload=True), "other": fake("other")}
+    async with gateway(tmp_path, models) as app:
         await until(lambda: is_ready(app, "model"), "loaded without being asked for")
         assert journal.count("request") == 0
         (pid,) = pids(app, "model")
         os.kill(pid, signal.SIGKILL)
         await until(lambda: is_ready(app, "model") and pids(app, "model") != [pid], "loaded again")
         assert (await chat(app, "model")).text == "model 1 2 3"
-        # What an operator unloads stays away.
+        # What an operator unloads stays away, whatever else happens.
         await moved(app, "model", "unload")
-        await asyncio.sleep(0.2)
+        assert (await chat(app, "other")).status == 200
+        await moved(app, "other", "unload")
         assert not app.loop.scheduler.state.slots
         assert journal.count("start") == 2
 

@@ -134,9 +134,7 @@ class Kills:
 
     def expect_cleared(self) -> None:
         began = time.monotonic()
-        while left := left_behind(self.folder):
-            assert time.monotonic() - began < CLEARED_WITHIN_S, f"seed {self.seed}: left behind: {left}"
-            time.sleep(0.02)
+        until_now(lambda: not left_behind(self.folder), f"seed {self.seed}: nothing is left", CLEARED_WITHIN_S)
         self.cleared_s.append(time.monotonic() - began)
 
     async def expect_all_served(self) -> None:

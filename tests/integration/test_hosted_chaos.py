@@ -78,11 +78,12 @@ class Chaos:
 
 async def answered(app: App, name: str) -> bool:
     """A model whose loads failed a moment ago backs off first."""
-    for _ in range(50):
-        if (await chat(app, name)).status == 200:
-            return True
-        await asyncio.sleep(0.2)
-    return False
+
+    async def is_served() -> bool:
+        return (await chat(app, name)).status == 200
+
+    await until(is_served, f"{name} is served", every_s=0.2)
+    return True
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -132,6 +132,13 @@ async def test_memory_of_a_trainer_that_is_killed_comes_back_at_once(tmp_path: P
             assert (await asks).status == 200
 
 
+async def looked_again(app: App) -> None:
+    """Memory was looked at some times more, so that whatever could begin has begun."""
+    for _ in range(5):
+        before = app.memory_watch.last
+        await until(lambda before=before: app.memory_watch.last is not before, "it is looked at")  # type: ignore[misc]
+
+
 async def test_a_trainer_that_stands_still_loses_its_lease_and_nothing_starts_in_its_memory(
     tmp_path: Path, redis: RedisServer
 ) -> None:
@@ -139,10 +146,11 @@ async def test_a_trainer_that_stands_still_loses_its_lease_and_nothing_starts_in
     async with sharing("one", gpus, redis.url, {"a": taking("a", gpus, 6_000)}) as app:
         with trainer(redis.url, HOST, 8_000, gpus) as training:
             await until(lambda: training.holds, "the trainer holds its memory")
+            await until(lambda: others(app) == {"train": {A: 8_000}}, "the gateway knows of it")
             training.process.send_signal(signal.SIGSTOP)
             asks = asyncio.ensure_future(chat(app, "a"))
             await until(lambda: not others(app), "its lease has lapsed")
-            await asyncio.sleep(2)
+            await looked_again(app)
             assert not asks.done() and not pids(app, "a"), "free on paper only"
             training.process.send_signal(signal.SIGCONT)
             await until(lambda: "lost" in training.said, "it finds out")
@@ -181,7 +189,7 @@ async def test_nothing_is_started_where_a_stranger_took_the_memory_since_the_las
         assert not app.loop.scheduler.state.ledger.foreign.get(DeviceId(A)), "nobody has looked"
         asks = asyncio.ensure_future(chat(app, "a"))
         await until(lambda: app.loop.scheduler.state.ledger.foreign.get(DeviceId(A)) == 8_000, "it is seen")
-        await asyncio.sleep(1)
+        await looked_again(app)
         assert not asks.done() and not journal.count("start")
         fake_gpu.leave(gpus)
         assert (await asks).status == 200 and journal.count("start") == 1

@@ -82,10 +82,10 @@ class Chaos:
             trainer.kill()
 
     async def _until_served(self, name: str, model: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while (status := await self._ask(name, model)) != 200:
-            assert time.monotonic() < deadline, f"{name} does not serve {model}: {status}"
-            await asyncio.sleep(0.2)
+        async def is_served() -> bool:
+            return await self._ask(name, model) == 200
+
+        await until(is_served, f"{name} serves {model}", every_s=0.2)
 
     def close(self) -> None:
         if self._trainer is not None:

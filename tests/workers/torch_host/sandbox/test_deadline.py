@@ -61,7 +61,7 @@ async def test_work_that_sleeps_is_ended_when_it_wakes() -> None:
 
 async def test_work_ends_when_its_caller_is_cancelled() -> None:
     task = asyncio.create_task(run_with_deadline(spin, WAIT_S, "cancelled"))
-    await asyncio.sleep(0.02)
+    await until(lambda: any("cancelled" in thread.name for thread in threading.enumerate()), "it has begun")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
