@@ -482,6 +482,18 @@ def test_others_may_leave_while_an_engine_sizes_itself() -> None:
     world.run()
 
 
+def test_a_model_that_ends_its_answers_first_says_for_which_model_and_request_it_leaves() -> None:
+    world = World([model("busy", 6_000), model("new", 6_000)])
+    world.arrive("long", "busy", takes_s=40.0)
+    world.run(20.0)
+    world.arrive("urgent", "new", priority=0)
+    world.run(60.0)
+    (left,) = [move for move in world.moves if move.kind is MoveKind.UNLOAD]
+    reason = world.reasons[left.id]
+    assert reason.why == "leaving", "it had to end its answer"
+    assert dict(reason.facts) == {"model": "busy", "cause": "evicted", "for_model": "new", "for_request": "urgent"}
+
+
 def test_a_swapper_that_forbids_company_makes_everybody_else_leave() -> None:
     class Alone:
         """One model at a time, whatever fits."""

@@ -11,24 +11,8 @@ from typing import Protocol
 
 from greenroom.core.events import Timer
 from greenroom.core.model import LeaseId, ModelId, Move, MoveId, OpId, RequestId, SlotId
-
-Fact = str | int | float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why: one word and the facts behind it. The shell logs and keeps it; policies log nothing."""
-
-    why: str
-    facts: tuple[tuple[str, Fact], ...] = ()
-
-    def __str__(self) -> str:
-        return " ".join([self.why, *(f"{name}={value}" for name, value in self.facts)])
-
-
-def because(why: str, **facts: Fact) -> Reason:
-    return Reason(why, tuple(facts.items()))
-
+from greenroom.core.model import Reason as Reason
+from greenroom.core.model import because as because
 
 # The reason of a cut when the caller's budget is used up. The shell reports it with an error of its own.
 BUDGET_OVER = because("budget")

@@ -200,6 +200,24 @@ class Move:
     makes_room_for: SlotId | None = None
 
 
+Fact = str | int | float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why: one word and the facts behind it. The shell logs and keeps it; policies log nothing."""
+
+    why: str
+    facts: tuple[tuple[str, Fact], ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([self.why, *(f"{name}={value}" for name, value in self.facts)])
+
+
+def because(why: str, **facts: Fact) -> Reason:
+    return Reason(why, tuple(facts.items()))
+
+
 @dataclass(frozen=True, slots=True)
 class OtherLease:
     """Memory held through another gateway, which this one cannot take back. `claim` includes the use that was seen."""
@@ -246,6 +264,7 @@ class Slot:
     last_priority: int = 1
     # A leaving slot takes no more requests and moves to `leaving_to` when it is idle.
     leaving_to: Tier | None = None
+    leaving_because: Reason | None = None
     # The tenant to charge for the swap, until the move has started.
     caused_by: TenantId | None = None
     # The slot that this one makes room for.

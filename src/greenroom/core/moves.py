@@ -15,7 +15,7 @@ from greenroom.core.effects import Effects, OpOutcome, RejectCode, because
 from greenroom.core.events import MoveAsked, MoveDone, SlotsLost, Timer, TimerKind
 from greenroom.core.model import ARRIVING, LEGAL_MOVES, NO_CLAIM, Move, MoveKind, Outcome, Slot, Tier
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
-from greenroom.core.slots import SlotWriter
+from greenroom.core.slots import SlotWriter, leaving
 from greenroom.core.state import Claimant, LeavingOp, ModelRecord, State, learn
 
 # 5 s · 2ⁿ would overflow for a model that fails for weeks. The cap is reached long before this exponent.
@@ -104,7 +104,7 @@ class Moves:
         if slot.tier is Tier.READY:
             self._begin_stay(slot, move, took_s, event.now)
         if slot.is_going:
-            self._slots.go_on_leaving(slot, because("leaving", model=slot.model), event.now)
+            self._slots.go_on_leaving(slot, leaving(slot), event.now)
         elif slot.tier is Tier.READY:
             # Its waiters are served first: nothing may evict it between ready and first byte.
             self._act.fill(slot.model, event.now)
@@ -124,7 +124,7 @@ class Moves:
         newcomer = self._state.slots.get(slot.leaving_for) if slot.leaving_for is not None else None
         if slot.leaving_for is None:
             # It leaves on its own account, so no lease is involved.
-            self._slots.go_on_leaving(slot, because("leaving", model=slot.model), now)
+            self._slots.go_on_leaving(slot, leaving(slot), now)
             return
         self._slots.stay(slot)
         if newcomer is not None and newcomer.planned is not None:

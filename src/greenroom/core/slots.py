@@ -31,6 +31,8 @@ from greenroom.core.model import (
 from greenroom.core.state import State
 
 _OVER = because("over")
+# Facts of a departure that still hold when it starts later.
+_TOLD_AGAIN = ("for_model", "for_request")
 
 
 class SlotWriter:
@@ -86,7 +88,7 @@ class SlotWriter:
         if slot.lost:
             self.drop(slot)
         elif slot.is_going and slot.move is None:
-            self.go_on_leaving(slot, because("leaving", model=slot.model), now)
+            self.go_on_leaving(slot, leaving(slot), now)
         else:
             self.watch_idle(slot)
 
@@ -230,10 +232,11 @@ class SlotWriter:
             self.remove(slot)
             return
         self._state.ledger.hold(slot.id, slot.claim_asleep)
+        why = because("wake_ended", model=slot.model)
         if outcome in (Outcome.FAILED, Outcome.NO_MEMORY):
-            slot.leaving_to = Tier.COLD
+            slot.leaving_to, slot.leaving_because = Tier.COLD, why
         if slot.is_going:
-            self.go_on_leaving(slot, because("wake_ended", model=slot.model), now)
+            self.go_on_leaving(slot, why, now)
 
     def unload_instead(self, slot: Slot, now: float) -> None:
         """The sleep failed: unload the slot, so that it does not keep its memory."""
@@ -277,6 +280,7 @@ class SlotWriter:
 
     def _leave(self, slot: Slot, to: Tier, grace_s: float | None, reason: Reason, now: float) -> None:
         was_going = slot.is_going
+        slot.leaving_because = reason
         if slot.leaving_to is not Tier.COLD:
             slot.leaving_to = to
         if grace_s is not None:
@@ -376,3 +380,11 @@ class SlotWriter:
             if not op.slots:
                 del self._state.leaving_ops[op_id]
                 self._effects.answer(op_id, op.outcome, because("left", model=slot.model))
+
+
+def leaving(slot: Slot) -> Reason:
+    """The reason of a departure that had to wait: why the slot was told to leave, and for which model."""
+    told = slot.leaving_because
+    assert told is not None, f"{slot.id} was not told to leave"
+    facts = {name: fact for name, fact in told.facts if name in _TOLD_AGAIN}
+    return because("leaving", model=slot.model, cause=told.why, **facts)
