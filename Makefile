@@ -69,7 +69,7 @@ serve: $(STAMP)         ## serve the demo models on http://$(HOST):$(PORT)
 	@$(BIN)/greenroom demo --host $(HOST) --port $(PORT)
 
 test: check torch       ## check, core, units, then a running gateway: at most 8 minutes on two cores
-	@$(BIN)/python -m pytest tests/core --cov --cov-fail-under=100 --cov-report=term:skip-covered --numprocesses $(JOBS)
+	@$(BIN)/python -m pytest tests/core -m '$(QUICK)' --cov --cov-fail-under=100 --cov-report=term:skip-covered --numprocesses $(JOBS)
 	@$(BIN)/python -m pytest -m '$(QUICK)' --numprocesses $(JOBS) $(foreach folder,$(NOT_UNITS),--ignore=$(folder))
 	@$(TORCH_PYTEST) -m '$(QUICK)' --numprocesses $(TORCH_JOBS)
 	@$(BIN)/python -m pytest tests/integration -m '$(QUICK)' --numprocesses $(JOBS) --ignore=tests/integration/transformers

@@ -96,9 +96,11 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
-def test_whatever_goes_wrong_whenever_it_does_everything_ends(fault: Fault) -> None:
-    for n in count(1):
+def test_whatever_goes_wrong_whenever_it_does_everything_ends(fault: Fault, every: int) -> None:
+    """At the first occasion and then at every so many; all of them where there is time."""
+    for n in count(1, every):
         assert n <= RUNS_MAX, "the scenario does not end by itself"
         fired: list[Callable[[], bool]] = []
         world = mixed_scenario(lambda world, n=n, fired=fired: fired.append(fault(world, n)))  # type: ignore[misc]

@@ -344,9 +344,8 @@ class AnythingMayHappen(RuleBasedStateMachine):
 
 
 _quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-settings.register_profile(
-    "quick", max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=_quiet
-)
+settings.register_profile("quick", max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=_quiet)
+settings.register_profile("slow", max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=_quiet)
 settings.register_profile(
     "long", max_examples=5_000, stateful_step_count=100, deadline=None, suppress_health_check=_quiet
 )
@@ -354,3 +353,11 @@ settings.register_profile(
 AnythingMayHappen.TestCase.settings = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 # A loaded machine may take long over it; it takes seconds on an idle one.
 TestAnythingMayHappen = pytest.mark.timeout(3_600)(AnythingMayHappen.TestCase)
+
+
+class AnythingMayHappenForLong(AnythingMayHappen):
+    """The same, more often."""
+
+
+AnythingMayHappenForLong.TestCase.settings = settings.get_profile("slow")
+TestAnythingMayHappenForLong = pytest.mark.slow(pytest.mark.timeout(3_600)(AnythingMayHappenForLong.TestCase))

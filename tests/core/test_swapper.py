@@ -215,7 +215,7 @@ def best_by_trying_all(
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(a_question(most=7))
 def test_the_cheapest_set_is_found_exactly(question: tuple[Target, list[Resident], dict[DeviceId, int]]) -> None:
     target, residents, room = question
@@ -226,6 +226,15 @@ def test_the_cheapest_set_is_found_exactly(question: tuple[Target, list[Resident
         assert not any(one.is_fixed for one in found.victims) and len(set(found.victims)) == len(found.victims)
         worst = max((level(one, target) for one in found.victims), default=(False, 0))
         assert (worst, sum(one.loss for one in found.victims)) == best
+
+
+@pytest.mark.slow
+@settings(max_examples=1_000, deadline=None)
+@given(a_question(most=7))
+def test_the_cheapest_set_is_found_exactly_at_length(
+    question: tuple[Target, list[Resident], dict[DeviceId, int]],
+) -> None:
+    test_the_cheapest_set_is_found_exactly.hypothesis.inner_test(question)
 
 
 def test_it_is_exact_for_twelve() -> None:

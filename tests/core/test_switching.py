@@ -113,7 +113,7 @@ def test_no_deadline_shortens_the_minimum_residency() -> None:
     assert ready_at + stays_s + SWAP_S <= urgent.granted_at <= ready_at + stays_s + 1.0 + SWAP_S
 
 
-@pytest.mark.parametrize("priority", [0, 1, 2, -3, 7])
+@pytest.mark.parametrize("priority", [0, 1, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, -3, 7))])
 def test_who_insists_ends_a_batch_that_would_go_on_for_ever(priority: int) -> None:
     """Between its deadline, or when switching pays, and when it is late; priorities beyond are like the nearest."""
     world = two(concurrency=3, batch_swaps=1e6, recency_s=30.0)
@@ -364,7 +364,7 @@ def test_many_cold_models_are_all_brought_in_the_end() -> None:
     assert all(call.fate is Fate.SERVED for call in calls) and swaps(world) == 24
 
 
-@pytest.mark.parametrize("policy", ["default", "fifo"])
+@pytest.mark.parametrize("policy", ["default", pytest.param("fifo", marks=pytest.mark.slow)])
 def test_a_crowd_of_models_is_served_to_the_last(policy: str) -> None:
     """So many that their order is kept for a moment; some are asked for again while they wait, one urgently."""
     names = [f"m{number}" for number in range(MODELS_FEW + 20)]

@@ -65,6 +65,9 @@ def model(
     return ModelSpec(ModelId(name), **spec)  # type: ignore[arg-type]
 
 
+CHECKED_WITH_MANY = 10
+
+
 class Recorder:
     """Effects that only write down what was asked for."""
 
@@ -196,7 +199,9 @@ class World(Recorder):
     def post(self, event: ev.Event) -> None:
         self.events.append(event)
         self.scheduler.handle(event)
-        check(self.scheduler, event.now)
+        # A check decides on everything that waits: with very many models it would take nearly all of the time.
+        if not self.scheduler.state.waitlist.has_many_models or len(self.events) % CHECKED_WITH_MANY == 0:
+            check(self.scheduler, event.now)
 
     def config(
         self,

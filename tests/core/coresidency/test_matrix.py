@@ -186,8 +186,11 @@ some_models = st.frozensets(st.sampled_from(ids(list(MODELS))), max_size=2)
 one_model = st.sampled_from(ids(list(MODELS)))
 
 
-# No deadline: a loaded machine is not a wrong answer.
-@settings(deadline=None)
+# No deadline: a loaded machine is not a wrong answer. Each is tried with a few, and with many where there is time.
+FEW, MANY = settings(deadline=None, max_examples=25), settings(deadline=None, max_examples=250)
+
+
+@FEW
 @given(matrices(), one_model, present_models, some_models)
 def test_answer_is_the_one_of_sets_written_out(
     spec: Matrix, newcomer: ModelId, present: list[ModelId], staying: frozenset[ModelId]
@@ -195,7 +198,7 @@ def test_answer_is_the_one_of_sets_written_out(
     assert ByMatrix(spec).leavers(newcomer, present, staying) == Expansion(spec).leavers(newcomer, present, staying)
 
 
-@settings(deadline=None)
+@FEW
 @given(matrices(), one_model, present_models, st.randoms())
 def test_order_of_those_present_does_not_matter(
     spec: Matrix, newcomer: ModelId, present: list[ModelId], random: Random
@@ -207,7 +210,7 @@ def test_order_of_those_present_does_not_matter(
     )
 
 
-@settings(deadline=None)
+@FEW
 @given(matrices(), one_model, present_models, some_models, st.integers(1, 3))
 def test_answer_found_with_few_companies_kept_is_still_allowed(
     spec: Matrix, newcomer: ModelId, present: list[ModelId], staying: frozenset[ModelId], combinations_max: int
@@ -219,6 +222,23 @@ def test_answer_found_with_few_companies_kept_is_still_allowed(
     else:
         assert not answer & staying
         assert Expansion(spec).is_allowed(frozenset({newcomer, *present}) - answer)
+
+
+@pytest.mark.slow
+@MANY
+@given(matrices(), one_model, present_models, some_models, st.integers(1, 3), st.randoms())
+def test_all_of_this_holds_for_many_matrices(
+    spec: Matrix,
+    newcomer: ModelId,
+    present: list[ModelId],
+    staying: frozenset[ModelId],
+    combinations_max: int,
+    random: Random,
+) -> None:
+    test_answer_is_the_one_of_sets_written_out.hypothesis.inner_test(spec, newcomer, present, staying)
+    test_order_of_those_present_does_not_matter.hypothesis.inner_test(spec, newcomer, present, random)
+    few = test_answer_found_with_few_companies_kept_is_still_allowed
+    few.hypothesis.inner_test(spec, newcomer, present, staying, combinations_max)
 
 
 def choices(sign: str, groups: int, of: int) -> str:
