@@ -111,6 +111,8 @@ def test_a_choosy_request_counts_only_for_the_model_in_whose_queue_it_stands() -
     ready(world, "c")
     world.arrive("running", "c")
     world.arrive("r", "a", "b")
-    assert list(world.scheduler.state.waitlist.queues) == ["a"] and list(world.scheduler.state.waitlist.choosy) == ["r"]
+    assert list(world.scheduler.state.waitlist.queues) == ["a"] and list(
+        world.scheduler.state.waitlist.with_choice
+    ) == ["r"]
     world.go("r")
-    assert not world.scheduler.state.waitlist.choosy
+    assert not world.scheduler.state.waitlist.with_choice

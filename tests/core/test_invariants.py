@@ -67,7 +67,7 @@ BREAKS: dict[str, tuple[Callable[[State], object], str]] = {
     "a model is gone": (lambda s: s.drop_model(ModelId("c")), "waits for no model"),
     "a model has no name": (lambda s: s.claimants.pop(ModelId("a")), "are not the models and leases"),
     "all is over": (lambda s: setattr(s, "shutting_down", True), "shutting down"),
-    "a timer is for nobody": (lambda s: s.timers.update({Timer(TimerKind.IDLE, "s?"): 1.0}), "set for nobody"),
+    "a timer is for nobody": (lambda s: s.timers.update({Timer(TimerKind.IDLE, "s?"): 1.0}), "set for nothing"),
     "a timer is missing": (lambda s: s.timers.clear(), "never give up"),
     "an idle slot is not looked at": (lambda s: setattr(s.slots[serving(s)], "looked_at", 9.0), "is not looked at"),
     "a budget is not watched": (lambda s: s.timers.pop(Timer(TimerKind.BUDGET, "served")), "may go on for ever"),
@@ -82,7 +82,7 @@ BREAKS: dict[str, tuple[Callable[[State], object], str]] = {
     "a cold slot serves": (cool_down, "cold and serves"),
     "a slot is lost without answers": (
         lambda s: setattr(s.slots[loading(s)], "lost", True),
-        "nobody is left to tell",
+        "has no answer",
     ),
     "a slot fell without a move": (lambda s: setattr(s.slots[serving(s)], "fell", True), "fell"),
     "an idle slot leaves and does not": (leave_without_going, "should have left"),

@@ -198,9 +198,9 @@ def test_who_named_several_models_is_found_among_the_choosy() -> None:
     waitlist = Waitlist(POLICY.priority_class)
     waitlist.add(waiter(1, models=(M, N)))
     waitlist.add(waiter(2))
-    assert list(waitlist.choosy) == ["w1"] and N not in waitlist.queues
+    assert list(waitlist.with_choice) == ["w1"] and N not in waitlist.queues
     waitlist.remove("w1")
-    assert not waitlist.choosy
+    assert not waitlist.with_choice
 
 
 def test_another_standing_counts_for_those_who_wait_already() -> None:
@@ -210,7 +210,7 @@ def test_another_standing_counts_for_those_who_wait_already() -> None:
     waitlist.reclassify(lambda priority: PriorityClass(5.0, 1.0, 2.0, 3.0))
     queue = waitlist.queues[M]
     assert (queue.weight, queue.deadline_at, queue.late_at, queue.lift_at) == (20.0, 11.0, 12.0, 13.0)
-    assert [one.id for one in waitlist] == ["w0", "w1", "w2", "w3"] and list(waitlist.choosy) == ["w3"]
+    assert [one.id for one in waitlist] == ["w0", "w1", "w2", "w3"] and list(waitlist.with_choice) == ["w3"]
     assert waitlist.depth == 4 and waitlist.position(waitlist["w3"]) == 4
 
 
@@ -273,7 +273,7 @@ def test_whatever_comes_and_goes_the_sums_are_those_of_a_count_from_scratch(
         (one for one in there.values() if one.kind is WaiterKind.REQUEST), key=lambda one: (one.priority, one.sequence)
     )
     assert [waitlist.position(one) for one in callers] == list(range(1, len(callers) + 1))
-    assert set(waitlist.choosy) == {one.id for one in there.values() if len(one.candidates) > 1}
+    assert set(waitlist.with_choice) == {one.id for one in there.values() if len(one.candidates) > 1}
 
 
 def test_an_order_that_is_kept_notices_who_was_served_meanwhile_and_who_has_left() -> None:

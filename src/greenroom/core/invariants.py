@@ -88,7 +88,7 @@ def _tables_hold_only_what_is_there(state: State, waiters: list[Waiter]) -> None
         TimerKind.SWITCH: {""} if state.waitlist else set(),
     }
     for timer in state.timers:
-        assert timer.subject in subjects[timer.kind], f"{timer} is set for nobody"
+        assert timer.subject in subjects[timer.kind], f"{timer} is set for nothing"
     for waiter_id in subjects[TimerKind.EXPIRE]:
         assert Timer(TimerKind.EXPIRE, waiter_id) in state.timers, f"{waiter_id} will never give up"
     for slot in state.slots.values():
@@ -133,7 +133,7 @@ def _no_wake_up_was_lost(state: State, now: float) -> None:
 def _idle_slot_is_looked_at(slot: Slot) -> None:
     if slot.is_serving and slot.is_idle and slot.idle_s is not None:
         due = slot.last_used + slot.idle_s
-        assert slot.looked_at is not None and slot.looked_at <= due, f"{slot.id} is idle and nobody looks in time"
+        assert slot.looked_at is not None and slot.looked_at <= due, f"{slot.id} is idle and is not looked at in time"
 
 
 def _slot_is_sane(state: State, slot: Slot) -> None:
@@ -143,9 +143,9 @@ def _slot_is_sane(state: State, slot: Slot) -> None:
         assert slot.planned is None, f"{slot.id} moves and is planned"
         if slot.move.kind in (MoveKind.UNLOAD, MoveKind.SLEEP):
             assert slot.is_going and not slot.in_flight, f"{slot.id} goes though it stays or is busy"
-    assert slot.move is not None or not slot.fell, f"{slot.id} fell and nobody noticed"
+    assert slot.move is not None or not slot.fell, f"{slot.id} fell and this was not noticed"
     if slot.lost:
-        assert slot.in_flight, f"{slot.id} is lost and nobody is left to tell"
+        assert slot.in_flight, f"{slot.id} is lost and has no answer that could end"
         assert slot.move is None and slot.planned is None and not slot.is_going, f"{slot.id} is lost and moves"
     elif slot.tier is Tier.COLD:
         assert not slot.in_flight, f"{slot.id} is cold and serves"

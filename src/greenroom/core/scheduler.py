@@ -210,7 +210,7 @@ class Scheduler:
             state.accounts.leave(tenant)
         if state.is_settled:
             return Dirty.NOTHING if slot.is_serving else Dirty.GREEN_ROOM
-        return Dirty.ALL if came_back or not slot.is_serving or state.waitlist.choosy else slot
+        return Dirty.ALL if came_back or not slot.is_serving or state.waitlist.with_choice else slot
 
     # --- leases ---------------------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class Scheduler:
             return
         self._act.start_planned(now)
         self._fill(now)
-        for waiter in list(state.waitlist.choosy.values()):
+        for waiter in list(state.waitlist.with_choice.values()):
             if any(state.has_room(model) for model in waiter.candidates):
                 self._act.settle(waiter, now)
         self._rounds.bring(now)

@@ -67,7 +67,7 @@ class AtRest(Check):
             "moves": state.moves,
             "grants": state.grants,
             "queues": state.waitlist.queues,
-            "choosy": state.waitlist.choosy,
+            "choosy": state.waitlist.with_choice,
             "kept": state.kept,
             "leaving operators": state.leaving_ops,
             "timers": state.timers,

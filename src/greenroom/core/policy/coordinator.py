@@ -26,11 +26,11 @@ class Coordinator(ByMemory):
         must = self._must_leave(target, residents)
         if must is None or not all(_may_go(one, target) for one in must):
             return None
-        goers = sorted((one for one in residents if _may_go(one, target) and one not in must), key=_turn)
+        may_go = sorted((one for one in residents if _may_go(one, target) and one not in must), key=_turn)
         found = [
             Eviction(claim, victims)
             for claim in target.options
-            if (victims := _in_turn(claim, must, goers, room_mib)) is not None
+            if (victims := _in_turn(claim, must, may_go, room_mib)) is not None
         ]
         return min(found, key=lambda one: _order(one, room_mib)) if found else None
 
@@ -52,14 +52,14 @@ def _order(eviction: Eviction, room_mib: Mapping[DeviceId, int]) -> tuple[int, l
 
 
 def _in_turn(
-    claim: Claim, must: tuple[Resident, ...], goers: Sequence[Resident], room_mib: Mapping[DeviceId, int]
+    claim: Claim, must: tuple[Resident, ...], may_go: Sequence[Resident], room_mib: Mapping[DeviceId, int]
 ) -> tuple[Resident, ...] | None:
     """Take victims in turn until there is room; None if all of them are not enough."""
     lacking = {device: mib - room_mib[device] for device, mib in claim.items()}
     for resident in must:
         _give(lacking, resident)
     victims = list(must)
-    for resident in goers:
+    for resident in may_go:
         # A resident that frees nothing where memory is missing is left alone.
         if any(mib > 0 and resident.gives_mib.get(device, 0) > 0 for device, mib in lacking.items()):
             _give(lacking, resident)

@@ -129,7 +129,7 @@ class Rounds:
         Nothing is kept for the model itself yet: a round asks for each model once.
         """
         state, record = self._state, self._state.claimants[queue.model]
-        if not state.kept or queue.preparing or state.waitlist.choosy or record.retry_at > now:
+        if not state.kept or queue.preparing or state.waitlist.with_choice or record.retry_at > now:
             return False
         if queue.model in state.slots_by_model:
             return False

@@ -236,7 +236,7 @@ class Waitlist:
         self._index: TurnIndex[ModelId, Queue] = TurnIndex(MODELS_FEW)
         self.queues = self._index.items
         # Requests with several candidates. They are few, and are checked whenever one of their models has room.
-        self.choosy: dict[str, Waiter] = {}
+        self.with_choice: dict[str, Waiter] = {}
         # Requests only: operators, preloads and leases do not count as queue depth and have no position.
         self._callers: list[tuple[int, int]] = []
 
@@ -280,7 +280,7 @@ class Waitlist:
         queue.add(waiter)
         self._index.put(waiter.model, queue)
         if len(waiter.candidates) > 1:
-            self.choosy[waiter.id] = waiter
+            self.with_choice[waiter.id] = waiter
         if waiter.kind is WaiterKind.REQUEST:
             insort(self._callers, _place(waiter))
 
@@ -292,7 +292,7 @@ class Waitlist:
         queue.remove(waiter, served_at)
         if not queue.waiting:
             self._index.drop(waiter.model)
-        self.choosy.pop(waiter_id, None)
+        self.with_choice.pop(waiter_id, None)
         if waiter.kind is WaiterKind.REQUEST:
             del self._callers[bisect_left(self._callers, _place(waiter))]
         return waiter
@@ -301,7 +301,7 @@ class Waitlist:
         """Rebuild all queues with the classes of another policy."""
         self.class_of = class_of
         waiters, self._waiters = self._waiters, {}
-        self._index, self.choosy, self._callers = TurnIndex(MODELS_FEW), {}, []
+        self._index, self.with_choice, self._callers = TurnIndex(MODELS_FEW), {}, []
         self.queues = self._index.items
         for waiter in waiters.values():
             self.add(waiter)
