@@ -54,6 +54,7 @@ def test_without_llama_cpp_it_says_what_to_install(
     assert capsys.readouterr().err == "greenroom: the demo needs llama.cpp: pip install 'greenroom[demo]'\n"
 
 
+@pytest.mark.usefixtures("own_signals")
 def test_a_second_demo_on_the_same_port_is_told_to_take_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -313,15 +313,6 @@ class SlowToReload:
         await self.may_end.wait()
 
 
-@pytest.fixture
-def own_signals() -> Iterator[None]:
-    """The test may set handlers; those that were there come back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.usefixtures("own_signals")
 async def test_however_many_ask_while_the_file_is_read_it_is_read_once_more() -> None:
     signals, app = Signals(), SlowToReload()
