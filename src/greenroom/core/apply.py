@@ -1,6 +1,6 @@
 """Carries out a Plan: changes the state and calls effects.
 
-Owns how waiters join, leave, are granted and are refused. `slots.py` writes the slots. Never decides.
+Owns how waiters join, leave, are granted and are refused. `slots.py` writes the slots. Decisions are `decide`'s.
 """
 
 from __future__ import annotations

@@ -14,20 +14,11 @@ from typing import Any
 from greenroom.core import events as ev
 from greenroom.core.apply import Actions
 from greenroom.core.configuration import Configuration
+from greenroom.core.decide.arrival import called_off, eta_s, plan_for, too_late, waiter_for
 from greenroom.core.decide.decision import Plan, Refuse, Swap, Wait, WaitReason, refusal
 from greenroom.core.decide.placement import Places
 from greenroom.core.effects import BUDGET_OVER, Effects, RejectCode, because
-from greenroom.core.explain import (
-    Explanation,
-    Outlook,
-    called_off,
-    eta_s,
-    explanation,
-    outlook,
-    plan_for,
-    too_late,
-    waiter_for,
-)
+from greenroom.core.explain import Explanation, Outlook, explanation, outlook
 from greenroom.core.model import ModelId, ModelSpec, RequestId, Slot, SlotId, Tier, lease_name
 from greenroom.core.moves import Moves
 from greenroom.core.policy import BUILT_IN, SWAPPERS, Swappers, make_policy

@@ -1,0 +1,133 @@
+"""What happens to a request that comes now: the decision tree, a full queue, and answers that would come too late.
+
+Owns the estimate of how long a waiter will wait. Changes nothing: the scheduler carries the plan out, and explanations
+are built from the same plan.
+"""
+
+from __future__ import annotations
+
+from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Wait, WaitReason, decide, is_away
+from greenroom.core.decide.placement import Places
+from greenroom.core.effects import RejectCode
+from greenroom.core.events import RequestArrived
+from greenroom.core.model import ModelId, MoveKind, Slot, Tier
+from greenroom.core.queue.waitlist import Waiter, WaiterKind
+from greenroom.core.state import State
+
+# How often one request over budget is let through to re-measure.
+TRY_AGAIN_S = 60.0
+# With very many waiting models, one more request for one of them is decided on this much later, together with others.
+DECIDED_LATER_S = 0.1
+
+
+def waiter_for(event: RequestArrived, sequence: int) -> Waiter:
+    """The waiter that this request would be."""
+    give_up_at = event.give_up_at
+    if event.answer_by is not None:
+        give_up_at = event.answer_by if give_up_at is None else min(give_up_at, event.answer_by)
+    return Waiter(
+        event.request,
+        WaiterKind.REQUEST,
+        sequence,
+        event.candidates[0],
+        event.candidates,
+        event.priority,
+        event.now,
+        event.tenant,
+        give_up_at,
+        event.answer_by,
+        keep_alive_s=event.keep_alive_s,
+    )
+
+
+def plan_for(state: State, event: RequestArrived, waiter: Waiter, places: Places) -> Plan:
+    """The plan for a new request, or a refusal if the queue is full or its answer would come too late."""
+    plan = _first_plan(state, waiter, event.now, places)
+    if isinstance(plan, Refuse) or (isinstance(plan, Serve) and event.answer_by is None):
+        return plan
+    if isinstance(plan, Serve):
+        # One request is let through now and then. Otherwise one slow answer would lock out all requests with a
+        # budget, because nothing new would be learned.
+        model = state.slots[plan.slot].model
+        is_known = event.now - state.models[model].tried_at < TRY_AGAIN_S
+        return (too_late(state, event, waiter, model) if is_known else None) or plan
+    if state.waitlist.depth >= state.limits.queue_depth_max:
+        return Refuse(RejectCode.QUEUE_FULL, max(1.0, state.avg_wait_s or 0.0))
+    # A request for a model that is neither ready nor loading stays queued even if it will be late: it causes the load.
+    is_begun = isinstance(plan, Join) or any(slot.is_serving for slot in state.slots_of(plan.model))
+    return (too_late(state, event, waiter, plan.model) if is_begun else None) or plan
+
+
+def _first_plan(state: State, waiter: Waiter, now: float, places: Places) -> Plan:
+    waitlist, model = state.waitlist, waiter.model
+    can_wait = waitlist.has_many_models and model in waitlist.queues and len(waiter.candidates) == 1
+    if can_wait and is_away(state, model, now) and not state.shutting_down:
+        return Wait(WaitReason.MANY_MODELS, model, now + DECIDED_LATER_S)
+    return decide(state, waiter, now, places)
+
+
+def too_late(state: State, event: RequestArrived, waiter: Waiter, model: ModelId) -> Refuse | None:
+    """The refusal if the caller would give up before its answer begins, or the answer would exceed its budget."""
+    if event.answer_by is None and (event.patient or event.give_up_at is None):
+        return None
+    wait_s = eta_s(state, waiter, model, event.now)
+    if wait_s is None:
+        return None
+    begins, service_s = event.now + wait_s, state.models[model].service_s or 0.0
+    gives_up = not event.patient and event.give_up_at is not None and begins > event.give_up_at
+    over_budget = event.answer_by is not None and begins + service_s > event.answer_by
+    return Refuse(RejectCode.EXPIRED, wait_s) if gives_up or over_budget else None
+
+
+def called_off(state: State, priority: int, now: float) -> list[Slot]:
+    """Planned slots that give way to a new request of this priority."""
+    promised = [state.slots[slot] for slot in state.ledger.promises]
+    return [
+        slot
+        for slot in promised
+        if slot.lease is None
+        and (queue := state.waitlist.queues.get(slot.model)) is not None
+        and state.pacing.gives_way(slot.last_priority, queue, priority, now)
+    ]
+
+
+def eta_s(state: State, waiter: Waiter, model: ModelId, now: float) -> float | None:
+    """Seconds for its model's own move, the moves of models ahead of it, and the answers ahead of it in its queue."""
+    own = _move_left_s(state, model, now)
+    if own is None:
+        return None
+    own += _queue_s(state, waiter, model)
+    if any(slot.is_arriving or slot.is_serving for slot in state.slots_of(model)):
+        return own
+    return own + _others_s(state, waiter)
+
+
+def _others_s(state: State, waiter: Waiter) -> float:
+    """Swaps ahead of it: at most one per request ahead, and at most one per other model that is waited for."""
+    ahead = min(state.waitlist.position(waiter) - 1, len(state.waitlist.queues) - 1)
+    at_once = max(1, len(state.ledger.devices) - 1)
+    return max(0, ahead) * (state.avg_swap_s or 0.0) / at_once
+
+
+def _queue_s(state: State, waiter: Waiter, model: ModelId) -> float:
+    """Rounds of answers ahead of its own, each as long as an average answer of this model."""
+    record, waitlist = state.claimants[model], state.waitlist
+    queue = waitlist.queues.get(model)
+    queued = 0 if queue is None else queue.ahead_of(waiter)
+    serving = [slot for slot in state.slots_of(model) if slot.is_serving]
+    running = sum(len(slot.in_flight) for slot in serving)
+    at_once = sum(slot.concurrency for slot in serving) or record.spec.at_once
+    return (record.service_s or 0.0) * ((queued + running) // at_once)
+
+
+def _move_left_s(state: State, model: ModelId, now: float) -> float | None:
+    """Seconds until this model is ready once its turn has come; None if nothing was learned yet."""
+    record = state.claimants[model]
+    for slot in state.slots_of(model):
+        if slot.is_serving:
+            return 0.0
+        if slot.is_arriving and slot.move is not None:
+            learned = record.learned_s.get(slot.move.kind)
+            return None if learned is None else max(0.0, learned - (now - slot.move.started))
+    asleep = any(slot.tier is Tier.ASLEEP for slot in state.slots_of(model))
+    return record.learned_s.get(MoveKind.WAKE if asleep else MoveKind.LOAD)
