@@ -39,7 +39,7 @@ Ways = dict[str, list[str]]
 
 
 # Where bytes come in. What such a call causes belongs to the trace: calls, callbacks and tasks inherit its context.
-ENTRIES = (ClientConnection.data_received.__code__, EngineConnection.data_received.__code__)
+ENTRIES = (ClientConnection.data_received, EngineConnection.data_received)
 _cause: ContextVar[int] = ContextVar("cause", default=0)
 
 
@@ -48,6 +48,7 @@ class Tracer:
 
     def __init__(self) -> None:
         self._files: dict[str, None] | None = None
+        self._entries = {entry.__code__ for entry in ENTRIES}
         self._number = 0
         self._threads: set[threading.Thread] = set()
 
@@ -66,7 +67,7 @@ class Tracer:
         if self._files is None or event != "call":
             return
         code = frame.f_code
-        if code in ENTRIES:
+        if code in self._entries:
             _cause.set(self._number)
         if _cause.get() != self._number and threading.current_thread() not in self._threads:
             return

@@ -1,17 +1,24 @@
 """Events are handled one at a time and before `post` returns; a ticket is closed exactly once."""
 
 import asyncio
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from greenroom.config.schema import Config
 from greenroom.core.effects import Effects, OpOutcome, Reason
 from greenroom.core.events import Event, MoveAsked, RequestArrived, RequestGone, ServeDone
-from greenroom.core.model import ModelId, MoveKind, OpId, RequestId
+from greenroom.core.model import ModelId, MoveKind, OpId, RequestId, SlotId
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import QueueFull
+from greenroom.http.upstream import EngineAddress, Pool
+from greenroom.process.spawn import Child
+from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.loop import SchedulerLoop
+from greenroom.runtime.slots import LiveSlot
 from greenroom.runtime.tickets import Ticket, Tickets
 
 
@@ -31,6 +38,15 @@ class Scripted:
 def scripted() -> tuple[Scripted, SchedulerLoop]:
     effects = Scripted()
     return effects, SchedulerLoop(Scheduler(cast(Effects, effects)))
+
+
+def some_slot() -> LiveSlot:
+    """One of which nothing is asked; a real one, because compiled code takes no other."""
+    catalog = Catalog()
+    catalog.fill(Config.model_validate({"models": {"m": {"cmd": ["true", "${PORT}"], "memory_mib": 1}}}))
+    clock = cast(asyncio.AbstractEventLoop, SimpleNamespace(time=time.monotonic))
+    pool = Pool(EngineAddress("127.0.0.1", 1), loop=clock)
+    return LiveSlot(SlotId("s1"), next(iter(catalog)), cast(Child, None), pool, None)
 
 
 def order(name: str) -> MoveAsked:
@@ -114,7 +130,7 @@ def test_granted_ticket_is_done_when_closed() -> None:
     posts = Posts()
     tickets = Tickets(posts, lambda: 2.0)
     ticket = tickets.arrive(arrival())
-    ticket.grant(object(), 1.5)  # type: ignore[arg-type]
+    ticket.grant(some_slot(), 1.5)
     tickets.close(ticket)
     assert posts.events[1:] == [ServeDone(2.0, RequestId("r"))]
 
@@ -123,7 +139,7 @@ def test_lost_ticket_waits_again() -> None:
     posts = Posts()
     tickets = Tickets(posts, lambda: 2.0)
     ticket = tickets.arrive(arrival())
-    ticket.grant(object(), 1.5)  # type: ignore[arg-type]
+    ticket.grant(some_slot(), 1.5)
     tickets.lost(ticket)
     assert posts.events[1:] == [ServeDone(2.0, RequestId("r"), lost_before_first_byte=True)]
     assert not ticket.is_settled
