@@ -92,7 +92,7 @@ format: setup
 compiled:               ## the hot path as machine code, in $(COMPILED); again only when a source has changed
 	@sum=$$(find src setup.py pyproject.toml -name '*.py' -o -name '*.toml' | sort | xargs cat | cksum | cut -d' ' -f1); \
 	test -e $(COMPILED)/.ready-$$sum && exit; set -e; \
-	echo "building $(COMPILED) (about three minutes; needs a C compiler)"; rm -f $(COMPILED)/.ready-*; \
+	echo "building $(COMPILED) (about five minutes; needs a C compiler)"; rm -f $(COMPILED)/.ready-*; \
 	test -x $(COMPILED)/bin/python || $(PYTHON) -m venv $(COMPILED); \
 	pip="$(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check"; \
 	$$pip 'setuptools>=77' '.[dev]'; rm -rf build; \

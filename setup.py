@@ -1,6 +1,6 @@
 """The one thing that pyproject.toml cannot say: an optional build whose hot path is machine code.
 
-    GREENROOM_COMPILE=1 pip install .        needs a C compiler and takes about two minutes
+    GREENROOM_COMPILE=1 pip install .        needs a C compiler and takes some minutes
 
 Everything else is in pyproject.toml. Why, and what it gives: docs/adr/0005-a-compiled-build.md.
 """
