@@ -33,8 +33,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @dataclass
-class House:
-    """A gateway with engines for every phase, and who else is in it."""
+class JournaledGateway:
+    """A gateway with an engine for each phase, and the other clients it has."""
 
     app: App
     journal: Journal
@@ -64,7 +64,7 @@ class House:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
+async def gate(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[JournaledGateway]:
     folder: Path = tmp_path_factory.mktemp("leaving")
     journal = Journal(folder)
     models = {
@@ -79,13 +79,13 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
     async with gateway(folder, models) as app:
         # Ready before the first test, so that each starts from the same place.
         assert (await chat(app, "one")).text == "one 1 2 3"
-        yield House(app, journal)
+        yield JournaledGateway(app, journal)
 
 
 @pytest.fixture(autouse=True)
-def others_leave(house: House) -> Iterator[None]:
+def others_leave(gate: JournaledGateway) -> Iterator[None]:
     yield
-    house.others_leave()
+    gate.others_leave()
 
 
 # --- the phases: each leaves the client in one ----------------------------------------------------------------------
@@ -93,91 +93,91 @@ def others_leave(house: House) -> Iterator[None]:
 Gone = Callable[[], bool]
 
 
-async def headers_half_sent(house: House, raw: Raw, how: str) -> Gone:
-    before = house.app.edge.connections
+async def headers_half_sent(gate: JournaledGateway, raw: Raw, how: str) -> Gone:
+    before = gate.app.edge.connections
     raw.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: loc")
-    await until(lambda: house.app.edge.connections == before, "connected")
-    return lambda: house.app.edge.connections < before
+    await until(lambda: gate.app.edge.connections == before, "connected")
+    return lambda: gate.app.edge.connections < before
 
 
-async def body_half_sent(house: House, raw: Raw, how: str) -> Gone:
+async def body_half_sent(gate: JournaledGateway, raw: Raw, how: str) -> Gone:
     whole = request_bytes("POST", CHAT, b'{"model": "one", "pad": "' + b"x" * 1000)
     raw.send(whole.replace(b"Content-Length: 1", b"Content-Length: 9"))
-    await until(lambda: house.app.edge.bodies.memory_bytes > 1000, "half of the body is here")
-    return lambda: house.app.edge.bodies.memory_bytes == 0
+    await until(lambda: gate.app.edge.bodies.memory_bytes > 1000, "half of the body is here")
+    return lambda: gate.app.edge.bodies.memory_bytes == 0
 
 
-async def queued(house: House, raw: Raw, how: str) -> Gone:
+async def queued(gate: JournaledGateway, raw: Raw, how: str) -> Gone:
     """The model answers somebody else, and only one at once."""
-    await house.other(**asking("one", stall_after=0))
-    await until(lambda: counters(house.app)["grants"] == 1, "the model is busy")
+    await gate.other(**asking("one", stall_after=0))
+    await until(lambda: counters(gate.app)["grants"] == 1, "the model is busy")
     raw.ask(asking("one"))
-    await until(lambda: house.waiting == 1, "queued")
-    return lambda: house.waiting == 0
+    await until(lambda: gate.waiting == 1, "queued")
+    return lambda: gate.waiting == 0
 
 
-async def joined_to_a_load(house: House, raw: Raw, how: str) -> Gone:
+async def joined_to_a_load(gate: JournaledGateway, raw: Raw, how: str) -> Gone:
     model = f"slow-joined-{how}"
-    await house.other(**asking(model))
-    await until(lambda: is_loading(house.app, model), "loading for somebody else")
+    await gate.other(**asking(model))
+    await until(lambda: is_loading(gate.app, model), "loading for somebody else")
     raw.ask(asking(model))
-    await until(lambda: house.waiting == 2, "joined")
-    return lambda: house.waiting == 1 and is_loading(house.app, model)
+    await until(lambda: gate.waiting == 2, "joined")
+    return lambda: gate.waiting == 1 and is_loading(gate.app, model)
 
 
-async def loading(house: House, raw: Raw, how: str) -> Gone:
+async def loading(gate: JournaledGateway, raw: Raw, how: str) -> Gone:
     model = f"slow-own-{how}"
     raw.ask(asking(model, stream=True))
-    await until(lambda: is_loading(house.app, model) and house.waiting == 1, "loading for this client")
-    return lambda: house.waiting == 0 and is_loading(house.app, model)
+    await until(lambda: is_loading(gate.app, model) and gate.waiting == 1, "loading for this client")
+    return lambda: gate.waiting == 0 and is_loading(gate.app, model)
 
 
-async def back_in_the_queue(house: House, raw: Raw, how: str) -> Gone:
+async def back_in_the_queue(gate: JournaledGateway, raw: Raw, how: str) -> Gone:
     """Its engine was lost before the first byte, and is being loaded again for it."""
     model = f"fragile-{how}"
     raw.ask(asking(model))
-    await until(lambda: house.journal.count("start", name=model) == 2, "loaded a second time")
-    assert house.waiting == 1
-    return lambda: house.waiting == 0 and is_loading(house.app, model)
+    await until(lambda: gate.journal.count("start", name=model) == 2, "loaded a second time")
+    assert gate.waiting == 1
+    return lambda: gate.waiting == 0 and is_loading(gate.app, model)
 
 
-def upstream_is_closed(house: House, since: float) -> Gone:
-    return lambda: any(line["t"] > since for line in house.journal.lines("cancelled"))
+def upstream_is_closed(gate: JournaledGateway, since: float) -> Gone:
+    return lambda: any(line["t"] > since for line in gate.journal.lines("cancelled"))
 
 
-async def granted(house: House, raw: Raw, how: str) -> Gone:
+async def granted(gate: JournaledGateway, raw: Raw, how: str) -> Gone:
     """The engine has the request and has not answered a byte."""
-    since, before = time.monotonic(), house.journal.count("request")
+    since, before = time.monotonic(), gate.journal.count("request")
     raw.ask(asking("one", stall_after=0))
-    await until(lambda: house.journal.count("request") > before, "with the engine")
-    return upstream_is_closed(house, since)
+    await until(lambda: gate.journal.count("request") > before, "with the engine")
+    return upstream_is_closed(gate, since)
 
 
-async def far_ahead(house: House, raw: Raw, how: str) -> Gone:
+async def far_ahead(gate: JournaledGateway, raw: Raw, how: str) -> Gone:
     """It has sent more ahead than is read before the answer."""
-    is_forgotten = await granted(house, raw, how)
+    is_forgotten = await granted(gate, raw, how)
     raw.send(REFUSED * (2 * EdgeLimits().pipelined_bytes_max // len(REFUSED)))
     return is_forgotten
 
 
-async def first_byte(house: House, raw: Raw, how: str) -> Gone:
+async def first_byte(gate: JournaledGateway, raw: Raw, how: str) -> Gone:
     since = time.monotonic()
     raw.ask(asking("one", stream=True, stall_after=1))
     assert (await raw.head())[0] == 200
     assert await raw.chunk()
-    return upstream_is_closed(house, since)
+    return upstream_is_closed(gate, since)
 
 
-async def mid_stream(house: House, raw: Raw, how: str) -> Gone:
+async def mid_stream(gate: JournaledGateway, raw: Raw, how: str) -> Gone:
     since = time.monotonic()
     raw.ask(asking("one", stream=True, tokens=100_000, token_s=0.002))
     assert (await raw.head())[0] == 200
     for _ in range(5):
         assert await raw.chunk()
-    return upstream_is_closed(house, since)
+    return upstream_is_closed(gate, since)
 
 
-async def last_byte(house: House, raw: Raw, how: str) -> Gone:
+async def last_byte(gate: JournaledGateway, raw: Raw, how: str) -> Gone:
     """[DONE] is here, the end of the answer is not."""
     since, seen = time.monotonic(), b""
     raw.ask(asking("endless", stream=True))
@@ -186,17 +186,17 @@ async def last_byte(house: House, raw: Raw, how: str) -> Gone:
         piece = await raw.chunk()
         assert piece, "the answer goes on to [DONE]"
         seen += piece
-    return upstream_is_closed(house, since)
+    return upstream_is_closed(gate, since)
 
 
-async def keep_alive_idle(house: House, raw: Raw, how: str) -> Gone:
+async def keep_alive_idle(gate: JournaledGateway, raw: Raw, how: str) -> Gone:
     raw.ask(asking("one"))
     assert (await raw.answer()).text == "one 1 2 3"
-    before = house.app.edge.connections
-    return lambda: house.app.edge.connections < before
+    before = gate.app.edge.connections
+    return lambda: gate.app.edge.connections < before
 
 
-PHASES: tuple[Callable[[House, Raw, str], Awaitable[Gone]], ...] = (
+PHASES: tuple[Callable[[JournaledGateway, Raw, str], Awaitable[Gone]], ...] = (
     headers_half_sent,
     body_half_sent,
     queued,
@@ -215,41 +215,43 @@ PHASES: tuple[Callable[[House, Raw, str], Awaitable[Gone]], ...] = (
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
 async def test_client_that_leaves_is_forgotten_at_once(
-    house: House, phase: Callable[[House, Raw, str], Awaitable[Gone]], how: str
+    gate: JournaledGateway, phase: Callable[[JournaledGateway, Raw, str], Awaitable[Gone]], how: str
 ) -> None:
-    raw = await Raw.open(house.app)
-    is_forgotten = await phase(house, raw, how)
+    raw = await Raw.open(gate.app)
+    is_forgotten = await phase(gate, raw, how)
     assert not is_forgotten()
-    begun = house.journal.count("request", name="two")
+    begun = gate.journal.count("request", name="two")
     if how == "HALF" and phase not in (headers_half_sent, body_half_sent, keep_alive_idle):
         raw.send(asked("two"))
     raw.leave(how)
     await until(is_forgotten, f"forgotten after {phase.__name__}", AT_ONCE_S)
-    house.others_leave()
-    await at_rest(house.app)
-    assert (await chat(house.app, "one")).text == "one 1 2 3"
-    assert house.journal.count("request", name="two") == begun, "what it had sent ahead was not begun"
+    gate.others_leave()
+    await at_rest(gate.app)
+    assert (await chat(gate.app, "one")).text == "one 1 2 3"
+    assert gate.journal.count("request", name="two") == begun, "what it had sent ahead was not begun"
 
 
 @pytest.mark.parametrize("how", HOWS)
-async def test_load_survives_the_client_that_caused_it(house: House, how: str) -> None:
+async def test_load_survives_the_client_that_caused_it(gate: JournaledGateway, how: str) -> None:
     model = f"slow-alone-{how}"
-    raw = await Raw.open(house.app)
+    raw = await Raw.open(gate.app)
     raw.ask(asking(model))
-    await until(lambda: is_loading(house.app, model), "loading")
+    await until(lambda: is_loading(gate.app, model), "loading")
     raw.leave(how)
-    await at_rest(house.app)
-    await until(lambda: is_ready(house.app, model), "ready although nobody waits")
-    assert (await chat(house.app, model)).text == f"{model} 1 2 3"
-    assert house.journal.count("start", name=model) == 1
+    await at_rest(gate.app)
+    await until(lambda: is_ready(gate.app, model), "ready although nobody waits")
+    assert (await chat(gate.app, model)).text == f"{model} 1 2 3"
+    assert gate.journal.count("start", name=model) == 1
 
 
 @pytest.mark.parametrize("how", HOWS)
-async def test_who_joined_a_load_is_answered_though_the_one_who_caused_it_left(house: House, how: str) -> None:
+async def test_who_joined_a_load_is_answered_though_the_one_who_caused_it_left(
+    gate: JournaledGateway, how: str
+) -> None:
     model = f"slow-joined-{how}"
-    await house.app.operations.move(MoveKind.UNLOAD, ModelId(model))
-    first, second = await house.other(**asking(model)), await house.other(**asking(model))
-    await until(lambda: house.waiting == 2, "both wait")
+    await gate.app.operations.move(MoveKind.UNLOAD, ModelId(model))
+    first, second = await gate.other(**asking(model)), await gate.other(**asking(model))
+    await until(lambda: gate.waiting == 2, "both wait")
     first.leave(how)
     assert (await second.answer()).text == f"{model} 1 2 3"
 
@@ -285,31 +287,31 @@ LAST: dict[str, Callable[[str], bytes]] = {
 }
 
 
-async def places_are_free(house: House, model: str) -> None:
+async def places_are_free(gate: JournaledGateway, model: str) -> None:
     """Nothing is counted any more; the model serves as many at once as it may, and can be unloaded."""
-    await at_rest(house.app, AT_ONCE_S * 10)
-    answers = await asyncio.gather(chat(house.app, model), chat(house.app, model))
+    await at_rest(gate.app, AT_ONCE_S * 10)
+    answers = await asyncio.gather(chat(gate.app, model), chat(gate.app, model))
     assert [answer.text for answer in answers] == [f"{model} 1 2 3"] * 2
-    await at_rest(house.app)
+    await at_rest(gate.app)
     async with asyncio.timeout(AT_ONCE_S * 10):
-        await house.app.operations.move(MoveKind.UNLOAD, ModelId(model))
-    assert not is_ready(house.app, model)
+        await gate.app.operations.move(MoveKind.UNLOAD, ModelId(model))
+    assert not is_ready(gate.app, model)
 
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("is_warm", [True, False], ids=["warm", "cold"])
 @pytest.mark.parametrize("last", LAST)
 async def test_request_taken_up_as_its_client_leaves_holds_no_place(
-    house: House, last: str, is_warm: bool, how: str
+    gate: JournaledGateway, last: str, is_warm: bool, how: str
 ) -> None:
     for ahead in (0, A_TURN):
         if is_warm:
-            assert (await chat(house.app, "two")).text == "two 1 2 3"
+            assert (await chat(gate.app, "two")).text == "two 1 2 3"
         # As many as have places, and one more.
         for _ in range(3):
-            raw = await house.other_that_sends(REFUSED * ahead + LAST[last]("two"))
+            raw = await gate.other_that_sends(REFUSED * ahead + LAST[last]("two"))
             raw.leave(how)
-        await places_are_free(house, "two")
+        await places_are_free(gate, "two")
 
 
 def kill_and_wait(pid: int) -> None:
@@ -326,27 +328,27 @@ def kill_and_wait(pid: int) -> None:
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_client_that_leaves_as_its_engine_is_lost_holds_no_place(house: House, turns: int) -> None:
+async def test_client_that_leaves_as_its_engine_is_lost_holds_no_place(gate: JournaledGateway, turns: int) -> None:
     """However many turns of the gateway's loop lie between the two."""
-    assert (await chat(house.app, "two")).text == "two 1 2 3"
-    raw = await house.other(**asking("two", stream=True, stall_after=1))
+    assert (await chat(gate.app, "two")).text == "two 1 2 3"
+    raw = await gate.other(**asking("two", stream=True, stall_after=1))
     assert (await raw.head())[0] == 200
     assert await raw.chunk()
-    (engine,) = pids(house.app, "two")
+    (engine,) = pids(gate.app, "two")
     kill_and_wait(engine)
     for _ in range(turns):
         await asyncio.sleep(0)
     raw.leave("HALF")
-    await places_are_free(house, "two")
+    await places_are_free(gate, "two")
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_no_moment_of_leaving_holds_a_place(house: House, seed: int) -> None:
+async def test_no_moment_of_leaving_holds_a_place(gate: JournaledGateway, seed: int) -> None:
     """Requests of every kind sent ahead of each other, in pieces, and a client that leaves at some turn of the loop."""
     draw = random.Random(seed)
     for _ in range(12):
-        raw = await Raw.open(house.app)
-        house.others.append(raw)
+        raw = await Raw.open(gate.app)
+        gate.others.append(raw)
         kinds = [REFUSED, *(make(model) for make in LAST.values() for model in ("one", "two"))]
         sent = b"".join(
             REFUSED * draw.choice((0, 0, 1, A_TURN)) + draw.choice(kinds) for _ in range(draw.randint(1, 4))
@@ -357,5 +359,5 @@ async def test_no_moment_of_leaving_holds_a_place(house: House, seed: int) -> No
             for _ in range(draw.choice((0, 1, 2, 5, 20))):
                 await asyncio.sleep(0)
         raw.leave(draw.choice(HOWS))
-    await places_are_free(house, "two")
-    assert (await chat(house.app, "one")).text == "one 1 2 3"
+    await places_are_free(gate, "two")
+    assert (await chat(gate.app, "one")).text == "one 1 2 3"
