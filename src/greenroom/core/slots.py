@@ -296,10 +296,7 @@ class SlotWriter:
             self._effects.abort(slot.move.id, reason)
 
     def go_on_leaving(self, slot: Slot, reason: Reason, now: float) -> None:
-        """Take the next step of a leaving slot if it is idle and nothing holds it back.
-
-        The end of its last answer calls this again, and so does `resume_leaving`.
-        """
+        """Take its next step if it is idle and not held back. Its last answer and `resume_leaving` call this again."""
         assert slot.leaving_to is not None and slot.move is None
         if not slot.is_idle:
             return

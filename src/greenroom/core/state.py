@@ -30,7 +30,7 @@ from greenroom.core.model import (
 )
 from greenroom.core.policy.base import Pacing, Policy
 from greenroom.core.queue.waiter import Accounts
-from greenroom.core.queue.waitlist import Prices, Waiter, Waitlist
+from greenroom.core.queue.waitlist import Prices, Queue, Waiter, Waitlist
 
 # Estimate of a load before one was measured: a start-up time, then a GiB per second.
 GUESS_START_S = 2.0
@@ -234,6 +234,18 @@ class State:
     def still_kept(self) -> list[tuple[ModelId, frozenset[DeviceId]]]:
         """Kept devices by model. A model that moves towards serving no longer needs them, also if only to sleep."""
         return [(model, kept) for model, kept in self.kept.items() if not any(map(_moves_in, self.slots_of(model)))]
+
+    def is_away(self, queue: Queue, now: float) -> bool:
+        """True if its model is neither ready, moving, planned, leaving nor pausing: a round may bring it."""
+        model = queue.model
+        record, slots = self.claimants[model], self.slots_by_model.get(model)
+        if record.pausing is not None and now < record.retry_at:
+            return False
+        for slot in slots or ():
+            is_somewhere = slot.move is not None or slot.planned is not None or slot.is_serving or slot.is_going
+            if is_somewhere and slot.spec.revision == record.spec.revision and not slot.lost:
+                return False
+        return True
 
     def is_coming(self, model: ModelId) -> bool:
         """True if it will be ready without a further decision."""

@@ -6,7 +6,7 @@ are built from the same plan.
 
 from __future__ import annotations
 
-from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Wait, WaitReason, decide, is_away
+from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Wait, WaitReason, decide
 from greenroom.core.decide.placement import Places
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import RequestArrived
@@ -59,10 +59,10 @@ def plan_for(state: State, event: RequestArrived, waiter: Waiter, places: Places
 
 
 def _first_plan(state: State, waiter: Waiter, now: float, places: Places) -> Plan:
-    waitlist, model = state.waitlist, waiter.model
-    can_wait = waitlist.has_many_models and model in waitlist.queues and len(waiter.candidates) == 1
-    if can_wait and is_away(state, model, now) and not state.shutting_down:
-        return Wait(WaitReason.MANY_MODELS, model, now + DECIDED_LATER_S)
+    if state.waitlist.has_many_models and len(waiter.candidates) == 1 and not state.shutting_down:
+        queue = state.waitlist.queues.get(waiter.model)
+        if queue is not None and state.is_away(queue, now):
+            return Wait(WaitReason.MANY_MODELS, waiter.model, now + DECIDED_LATER_S)
     return decide(state, waiter, now, places)
 
 

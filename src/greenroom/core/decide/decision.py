@@ -141,18 +141,6 @@ def _decide_for(
     return _decide_swap(state, waiter, record, asleep, residents or Residents(state, now, places), now)
 
 
-def is_away(state: State, model: ModelId, now: float) -> bool:
-    """True if it is neither ready, moving, planned, leaving nor pausing: a round may bring it."""
-    record, slots = state.claimants[model], state.slots_by_model.get(model)
-    if record.pausing is not None and now < record.retry_at:
-        return False
-    for slot in slots or ():
-        is_somewhere = slot.move is not None or slot.planned is not None or slot.is_serving or slot.is_going
-        if is_somewhere and slot.spec.revision == record.spec.revision and not slot.lost:
-            return False
-    return True
-
-
 def _decide_ready(waiter: Waiter, model: ModelId, serving: list[Slot]) -> Plan:
     # An operator's load only asks that the model be ready.
     if waiter.kind in (WaiterKind.OP, WaiterKind.PRELOAD):

@@ -10,7 +10,7 @@ from math import inf
 
 from greenroom.core import events as ev
 from greenroom.core.apply import Actions
-from greenroom.core.decide.decision import Plan, Swap, Wait, decide, is_away
+from greenroom.core.decide.decision import Plan, Swap, Wait, decide
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.effects import because
@@ -73,7 +73,7 @@ class Rounds:
         for model in ranking:
             # An earlier decision of this round may have emptied the queue or brought the model.
             queue = state.waitlist.queues.get(model)
-            if queue is None or not is_away(state, model, now):
+            if queue is None or not state.is_away(queue, now):
                 continue
             record = state.claimants[model]
             devices, mib = record.spec.devices, record.need.gpu_mib + record.need.host_mib
@@ -92,16 +92,13 @@ class Rounds:
     def _ranked(self, now: float) -> tuple[list[ModelId], float]:
         """Models that are away, in order of rank, and when the next round is due in any case."""
         state = self._state
-        queues = state.waitlist.ranking(state.policy.rank, self._is_away, now)
+        queues = state.waitlist.ranking(state.policy.rank, state.is_away, now)
         models = [queue.model for queue in queues]
         if state.waitlist.has_many_models:
             return models, now + ROUND_WITH_MANY_S
         self._oldest = min((queue.oldest for queue in queues), default=inf)
         deadlines = (queue.deadline_at for queue in queues if queue.deadline_at > now)
         return models, min(deadlines, default=inf) if len(queues) > INSIST_MANY else inf
-
-    def _is_away(self, queue: Queue, now: float) -> bool:
-        return is_away(self._state, queue.model, now)
 
     def _ask_for(self, queue: Queue, residents: Residents, now: float) -> tuple[float, Residents]:
         """Decide on the first of this queue, on the next if that one has left, and on operators that want it asleep.
