@@ -152,7 +152,7 @@ class Engine:
                 self.answering -= 1
                 self.journal.note(outcome, **about)
 
-        # Told before the last bytes go: who has them may stop this program before its next step.
+        # Told before the last bytes go: a client that has them may stop this program before its next step.
         connection.before_last_bytes = lambda: tell("done")
         try:
             await self._route(connection, request)
@@ -368,7 +368,7 @@ def fork_setsid(journal: Journal) -> None:
 
 
 def note_if_doubled(path: str, journal: Journal) -> None:
-    """Hold a lock until the last process of this engine has ended; who finds it held is a second engine of a model."""
+    """Hold a lock until the last process of this engine has ended: if it is held, a second engine of the model runs."""
     lock_fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,7 +20,7 @@ class Gone(Exception):
 
 
 class Reader(asyncio.StreamReader):
-    """A stream reader that says at once when the client has gone, also while nobody reads."""
+    """A stream reader that says at once when the client has gone, also while nothing reads."""
 
     def __init__(self) -> None:
         super().__init__(limit=HEADER_BYTES_MAX)
@@ -123,7 +123,7 @@ class Connection:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._reader.gone.wait(), timeout=seconds)
         else:
-            # The loop must get its turn, or nobody would notice that the client has gone.
+            # The loop must get its turn to notice that the client has gone.
             await asyncio.sleep(0)
         if self._reader.gone.is_set():
             raise Gone

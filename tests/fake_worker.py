@@ -210,7 +210,7 @@ class Worker:
         return int(slot.conduct.get("mib", 0)) * MIB if GPUS else KV_BYTES
 
     def take(self) -> bool:
-        """What all who are awake take together, and what the process takes for itself once it has touched the GPU."""
+        """What awake slots take together, and what the process takes for itself once it has touched the GPU."""
         if not GPUS:
             return True
         awake = sum(self.size(slot) for slot in self.slots.values() if slot.is_awake) // MIB

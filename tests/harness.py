@@ -122,7 +122,7 @@ class GatewayProcess:
         try:
             self.url = self._wait_for_address()
         except BaseException:
-            # Nobody else knows of it yet.
+            # Nothing else knows of it yet.
             self.process.kill()
             self.process.wait()
             raise

@@ -1,4 +1,4 @@
-"""`greenroom lease -- CMD` and `greenroom leases`: a program that runs with memory of its own, and who holds what."""
+"""`greenroom lease -- CMD` and `greenroom leases`: a program that runs with memory of its own, and what each holds."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ async def test_who_kills_the_wrapper_ends_what_a_shell_has_started(tmp_path: Pat
         process.kill()
         await until(lambda: not Path(f"/proc/{grandchild}").exists(), "what the shell started has ended")
         await until(lambda: held(app) == 0, "given back")
-        # Its keeper was the last, and with it goes whoever would still write here.
+        # Its keeper was the last process that could still write here.
         assert await ended(process) == ("heard 15\n", ANY)
 
 

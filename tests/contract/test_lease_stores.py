@@ -1,4 +1,4 @@
-"""What every lease store promises, whoever decides and wherever it is kept."""
+"""What every lease store promises, wherever it is kept and decided."""
 
 from __future__ import annotations
 

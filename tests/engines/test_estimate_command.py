@@ -111,7 +111,7 @@ def test_a_name_is_better_than_nothing() -> None:
     assert estimate_by_name("chat", model, 1) is None
 
 
-# --- who it is ------------------------------------------------------------------------------------------------------
+# --- which engine it is -----------------------------------------------------------------------------------------------
 
 
 def test_another_file_engine_or_program_is_another_identity(tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ async def test_engine_that_cannot_be_reached_is_lost_before_the_first_byte(
     await engine.stop()
     notes = await ask(pools(engine, name="The engine of alpha"))
     assert (notes.told, notes.before_first_byte) == (["lost"], True)
-    # Callers know it by its model: where it was to listen is nobody's business.
+    # Callers know it by its model: where it was to listen is not told.
     assert notes.error is not None and notes.error.message.startswith("The engine of alpha cannot be reached")
     assert str(engine.port) not in notes.error.message
     notes = await ask(Pool(EngineAddress(path=str(tmp_path / "absent.sock"))))

@@ -12,7 +12,7 @@ from tests.waiting import until
 
 
 def counters(app: App) -> dict[str, int]:
-    """Everything that must be zero when nobody asks for anything."""
+    """Everything that must be zero when no request is there."""
     state = app.loop.scheduler.state
     return {
         "grants": len(state.grants),

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @dataclass
-class House:
+class JournaledGateway:
     """A gateway with room for one model. `resident` has it; `other` would have to take it away."""
 
     app: App
@@ -53,12 +53,12 @@ class House:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
+async def gate(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[JournaledGateway]:
     folder: Path = tmp_path_factory.mktemp("browsers")
     journal = Journal(folder)
     models = {name: fake(name, *journal.switches) for name in ("resident", "other")}
     async with gateway(folder, models, budget_mib=100, server={"allowed_origins": [FRIEND]}) as app:
-        yield House(app, journal)
+        yield JournaledGateway(app, journal)
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ FOREIGN = [
 ]
 
 
-async def refused(house: House, sent: Sent) -> None:
-    async with await Raw.open(house.app) as raw:
+async def refused(gate: JournaledGateway, sent: Sent) -> None:
+    async with await Raw.open(gate.app) as raw:
         raw.send(sent.rendered())
         answer = await raw.answer(bodiless=sent.method == "HEAD")
     assert answer.status == 403
@@ -194,13 +194,13 @@ async def refused(house: House, sent: Sent) -> None:
 
 
 @pytest.mark.parametrize("sent", FOREIGN, ids=str)
-async def test_page_of_another_site_reaches_nothing(house: House, sent: Sent) -> None:
-    if not is_ready(house.app, "resident"):
-        assert (await chat(house.app, "resident")).text == "resident 1 2 3"
-    await at_rest(house.app)
-    before = house.facts()
-    await refused(house, sent)
-    assert house.facts() == before
+async def test_page_of_another_site_reaches_nothing(gate: JournaledGateway, sent: Sent) -> None:
+    if not is_ready(gate.app, "resident"):
+        assert (await chat(gate.app, "resident")).text == "resident 1 2 3"
+    await at_rest(gate.app)
+    before = gate.facts()
+    await refused(gate, sent)
+    assert gate.facts() == before
 
 
 # --- what may be read by anyone who gets there ----------------------------------------------------------------------
@@ -209,29 +209,29 @@ STREAMS = ("/api/v1/events", "/api/v1/models/resident/logs/stream")
 NAMES = {"model_id": "resident", "request_id": "r-1", "lease_id": "l-1"}
 
 
-async def readable(house: House) -> list[str]:
+async def readable(gate: JournaledGateway) -> list[str]:
     """Every path of the gateway's own that answers to GET."""
-    async with await Raw.open(house.app) as raw:
+    async with await Raw.open(gate.app) as raw:
         raw.send(request_bytes("GET", "/api/v1/openapi.json", None))
         paths = (await raw.answer()).json()["paths"]
     named = [re.sub(r"{(\w+)(:path)?}", lambda found: NAMES[found[1]], path) for path in paths if "get" in paths[path]]
     return [*named, "/models", "/api/v1/docs", "/api/v1/openapi.json", "/nothing"]
 
 
-async def test_nothing_that_answers_to_get_changes_anything(house: House) -> None:
+async def test_nothing_that_answers_to_get_changes_anything(gate: JournaledGateway) -> None:
     """Neither by an image of another site, which is refused, nor by a link to it, which shows what is asked for."""
-    if not is_ready(house.app, "resident"):
-        assert (await chat(house.app, "resident")).text == "resident 1 2 3"
-    await at_rest(house.app)
-    before, paths = house.facts(), await readable(house)
+    if not is_ready(gate.app, "resident"):
+        assert (await chat(gate.app, "resident")).text == "resident 1 2 3"
+    await at_rest(gate.app)
+    before, paths = gate.facts(), await readable(gate)
     assert {*STREAMS, "/health", "/metrics", "/v1/models", "/api/v1/status", "/api/v1/leases/l-1"} <= set(paths)
     for path in paths:
         for site in ("cross-site", "same-site"):
-            await refused(house, Sent("img", path=path, headers=fetched(site, "no-cors", "image")))
-            async with await Raw.open(house.app) as raw:
+            await refused(gate, Sent("img", path=path, headers=fetched(site, "no-cors", "image")))
+            async with await Raw.open(gate.app) as raw:
                 raw.send(Sent("link", path=path, headers=fetched(site, "navigate", "document")).rendered())
                 assert (await raw.head())[0] in (200, 404), path
-    assert house.facts() == before
+    assert gate.facts() == before
 
 
 # --- who must be served ---------------------------------------------------------------------------------------------
@@ -259,11 +259,11 @@ HONEST = [
 
 
 @pytest.mark.parametrize("sent", HONEST, ids=str)
-async def test_honest_callers_are_served(house: House, sent: Sent) -> None:
-    async with await Raw.open(house.app) as raw:
+async def test_honest_callers_are_served(gate: JournaledGateway, sent: Sent) -> None:
+    async with await Raw.open(gate.app) as raw:
         raw.send(sent.rendered())
         assert (await raw.answer()).status == 200
-    assert is_ready(house.app, "other")
+    assert is_ready(gate.app, "other")
 
 
 @pytest.mark.parametrize(
@@ -271,22 +271,24 @@ async def test_honest_callers_are_served(house: House, sent: Sent) -> None:
     [{"Origin": FRIEND, **UPGRADE}, {**fetched("same-origin", "websocket", "websocket"), **OWN, **UPGRADE}, UPGRADE],
     ids=["allowed page", "own page", "program"],
 )
-async def test_websockets_of_honest_callers_are_joined_to_the_engine(house: House, headers: dict[str, str]) -> None:
-    async with await Raw.open(house.app) as raw:
+async def test_websockets_of_honest_callers_are_joined_to_the_engine(
+    gate: JournaledGateway, headers: dict[str, str]
+) -> None:
+    async with await Raw.open(gate.app) as raw:
         raw.send(Sent("WebSocket", path="/upstream/other/ws", headers=headers).rendered())
         assert (await raw.head())[0] == 101
         raw.send(b"hello")
         assert await raw.reader.readexactly(5) == b"hello"
-    await at_rest(house.app)
+    await at_rest(gate.app)
 
 
 @pytest.mark.parametrize("is_private", [False, True])
-async def test_allowed_page_hears_that_it_may_ask(house: House, is_private: bool) -> None:
+async def test_allowed_page_hears_that_it_may_ask(gate: JournaledGateway, is_private: bool) -> None:
     """Also one of the internet that asks for a private address."""
     asks = {"Origin": FRIEND, "Access-Control-Request-Method": "POST"}
     if is_private:
         asks["Access-Control-Request-Private-Network"] = "true"
-    async with await Raw.open(house.app) as raw:
+    async with await Raw.open(gate.app) as raw:
         raw.send(Sent("preflight", "OPTIONS", CHAT, asks).rendered())
         answer = await raw.answer(bodiless=True)
     assert (answer.status, answer.headers["access-control-allow-origin"]) == (204, FRIEND)

@@ -20,7 +20,7 @@ from tests.integration.raw import Answer, Raw, asking, chat, http
 from tests.models import tiny as tiny_model
 from tests.waiting import until
 
-# Longer than any test: who is still answering then was not ended.
+# Longer than any test: an answer that still goes on then was not ended.
 ENDLESS: dict[str, Any] = {"stream": True, "tokens": 1_000_000, "token_s": 0.01}
 
 

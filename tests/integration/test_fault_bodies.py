@@ -222,7 +222,7 @@ async def test_request_cut_within_its_body_leaves_nothing(tmp_path: Path) -> Non
 
 
 async def test_large_bodies_are_kept_in_the_state_directory_and_have_no_name(tmp_path: Path) -> None:
-    """Temporary folders often lie in memory, which nobody would have counted."""
+    """Temporary folders often lie in memory, which would not have been counted."""
     async with gateway(tmp_path, {"m": fake("m")}) as app:
         reader, writer = await asyncio.open_connection(*app.edge.addresses[0].split(":"))
         body = b'{"model": "m", "prompt": "' + b"x" * 1_000_000

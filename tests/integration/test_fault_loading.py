@@ -30,7 +30,7 @@ from tests.waiting import until, until_now
 
 pytestmark = pytest.mark.slow
 
-# A load timeout nobody here waits for: who is answered much earlier was not answered by it.
+# A load timeout that no test waits for: an answer that comes much earlier was not caused by it.
 NEVER_S = 300
 LONG_BACKOFF = {"scheduler": {"backoff_s": 100}}
 

@@ -209,7 +209,7 @@ async def test_stream_without_done_is_passed_on_without_done(tmp_path: Path) -> 
 
 
 async def test_stream_that_breaks_within_an_event_is_cut(tmp_path: Path) -> None:
-    # Who asks for usage gets every byte as it comes, the half event too.
+    # A client that asks for usage gets every byte as it comes, the half event too.
     models = {"alpha": fake("alpha", "--sse-weird", "broken-event")}
     async with gateway(tmp_path, models) as app:
         answer = await chat(app, "alpha", stream=True, stream_options={"include_usage": True})
@@ -220,7 +220,7 @@ async def test_stream_that_breaks_within_an_event_is_cut(tmp_path: Path) -> None
 
 
 async def test_half_an_event_that_was_held_back_is_replaced_by_an_error_event(tmp_path: Path) -> None:
-    # The usage nobody asked for is filtered out, so an event is passed on when it is complete.
+    # Usage that was not asked for is filtered out, so an event is passed on when it is complete.
     answer = await odd(tmp_path, "broken-event")
     assert_ended_by(answer, "engine_lost", 502)
     assert len(answer.data) == 5 and b'{"del"' not in answer.body.rpartition(b"data: ")[2]

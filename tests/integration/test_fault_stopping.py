@@ -31,7 +31,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
-# A stop timeout nobody here waits for: who is gone much earlier was not killed for being slow.
+# A stop timeout that no test waits for: what is gone much earlier was not killed for being slow.
 PATIENT_S = 100
 
 

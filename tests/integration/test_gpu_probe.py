@@ -46,7 +46,7 @@ async def on(file: Path, models: dict[str, Any], **memory: Any) -> AsyncIterator
 
 @contextlib.contextmanager
 def stranger(file: Path, mib: int) -> Iterator[int]:
-    """A process of nobody's that takes memory of the first GPU."""
+    """A process that is not ours and takes memory of the first GPU."""
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
         assert fake_gpu.take(file, mib, process.pid)
         yield process.pid

@@ -375,7 +375,7 @@ async def test_a_deaf_worker_in_which_nobody_else_is_served_is_ended_soon(tmp_pa
     async with gateway(tmp_path, models, timeouts=worker_timeouts(close_s=0.2), **QUIET) as app:
         waiting = [asyncio.create_task(chat(app, name)) for name in models]
         await until(lambda: all(folder.events() for folder in folders), "both are being opened")
-        # Each is the other's neighbour; nobody waits for one who is going as well.
+        # Each is the other's neighbour; a neighbour that is leaving too is not waited for.
         await asyncio.gather(*(move(app, MoveKind.UNLOAD, name) for name in models))
         assert [(await one).status for one in waiting] == [503, 503]
         await until(lambda: not app.hosted_slots.workers, "the worker was ended")
@@ -399,7 +399,7 @@ async def test_a_wake_that_is_called_off_leaves_the_model_asleep(tmp_path: Path)
 async def test_a_second_call_off_does_not_interrupt_the_clearing_up_after_the_first(
     tmp_path: Path, wakes_in_time: bool
 ) -> None:
-    """Also where it was the deadline of the wake that came first, of which nobody outside knows."""
+    """Also where it was the deadline of the wake that came first, which nothing outside knows of."""
     folder = Folder(tmp_path, "alpha")
     async with gateway(
         tmp_path, {"alpha": folder.model()}, timeouts=worker_timeouts(wake_s=60.0 if wakes_in_time else 0.3), **QUIET

@@ -1,4 +1,4 @@
-"""Hosted models on GPUs that several gateways share: who sleeps holds nothing there."""
+"""Hosted models on GPUs that several gateways share: a model that sleeps holds nothing there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training beside serving, with a real gateway and simulated GPUs: who gets memory, whoever dies or stands still."""
+"""Training beside serving, with a real gateway and simulated GPUs: what gets memory when another dies or stops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.slow
 
 PATH = "/api/v1/leases"
-# Nobody renews what is asked for here by hand, however slow the machine is.
+# Leases asked for here by hand are not renewed, however slow the machine is.
 LONG = {"ttl_s": 3_600}
 
 
@@ -101,7 +101,7 @@ async def test_a_lease_evicts_an_idle_model_and_waits_for_a_busy_one(tmp_path: P
         assert status == 201 and not is_ready(app, "b") and is_ready(app, "a") and not answering.done()
         status, second = await ask(app, "POST", PATH, {**LONG, "mib": 6_000, "wait_s": 60})
         assert status == 201 and second["token"] > first["token"]
-        # It came after the answer, which nobody cut short.
+        # It came after the answer, which was not cut short.
         assert (await answering)[0] == 200 and not is_ready(app, "a")
 
 
@@ -124,7 +124,7 @@ async def test_a_holder_that_stands_still_loses_its_lease_to_another_and_finds_o
             assert status == 201 and other["token"] > int(said[1])
             paused.process.send_signal(signal.SIGCONT)
             assert await paused.says() == ["lost"]
-            # The late one has changed nothing for who holds it now.
+            # The late one has changed nothing for the present holder.
             assert (await ask(app, "POST", f"{PATH}/other/renew", {"token": other["token"]}))[0] == 200
 
 

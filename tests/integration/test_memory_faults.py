@@ -1,6 +1,6 @@
 """Memory that is not what it was thought to be: engines that need more, strangers, memory that comes back late.
 
-GPUs are described by a file, and fake engines take their memory there: who asks for more than there is dies as on a
+GPUs are described by a file, and fake engines take their memory there: one that wants more than there is dies as on a
 real GPU, so that an engine that came up is one that had room.
 """
 
@@ -256,7 +256,7 @@ async def test_who_cannot_wait_for_a_stranger_to_leave_hears_how_much_is_missing
 
 
 async def test_stranger_beside_whom_there_is_room_changes_nothing_else(gpus: Path, journal: Journal) -> None:
-    """Only what really makes room leaves, and only for somebody who comes."""
+    """Only models that really make room leave, and only for a model that comes."""
     fake_gpu.describe(gpus, fake_gpu.gpu(A, 40_000))
     one, two = taking("one", gpus, 8_000), taking("two", gpus, 8_000)
     async with on(gpus, {"one": one, "two": two}) as app:
@@ -273,7 +273,7 @@ async def test_stranger_beside_whom_there_is_room_changes_nothing_else(gpus: Pat
 
 
 def lingering(folder: Path, model: dict[str, Any], file: Path, mib: int) -> dict[str, Any]:
-    """The same model, whose memory stays used by nobody who can be seen when its engine is stopped."""
+    """The same model, whose memory stays used by no visible process when its engine is stopped."""
     program = folder / "lingering.py"
     program.write_text(
         "import os, signal, subprocess, sys\n"

@@ -1,4 +1,4 @@
-"""Where our own files lie is told to nobody who asks a model: no error holds a path of the state directory."""
+"""Callers of models are not told where our own files lie: no error holds a path of the state directory."""
 
 from __future__ import annotations
 

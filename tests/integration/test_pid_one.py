@@ -46,7 +46,7 @@ def test_what_a_killed_keeper_leaves_is_collected_by_a_gateway_that_is_process_1
         assert below
         os.kill(keeper, signal.SIGKILL)
         until_now(lambda: not any(proc.stat(pid) for pid in (keeper, *below)), "all of them are ended and collected")
-        # The gateway goes on: the next keeper's end is told to who waits for it.
+        # The gateway goes on: the next keeper's end is told to its waiter.
         client.post("/api/v1/models/m/load")
         client.post("/api/v1/models/m/unload")
         until_now(lambda: not children(first), "nothing is left")

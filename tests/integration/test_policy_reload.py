@@ -1,4 +1,4 @@
-"""Another policy is a matter of a reload; a name that nobody registered changes nothing."""
+"""Another policy is a matter of a reload; a name that is not registered changes nothing."""
 
 from __future__ import annotations
 

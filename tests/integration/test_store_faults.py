@@ -33,7 +33,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
-# Nobody loses anything for want of being heard of, where only what happens at once is looked for.
+# Leases do not lapse in tests that look for what happens at once.
 LONG_TTL_S = 600.0
 AT_ONCE_S = 20.0
 

@@ -1,4 +1,4 @@
-"""Two gateways, one Redis, one set of GPUs: who gets memory, and that nobody is ever given what another has."""
+"""Two gateways, one Redis, one set of GPUs: which one gets memory, and that none is ever given what another has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers hear while they wait: heartbeats in time and in kind, errors in the right place, who goes first."""
+"""What callers hear while they wait: heartbeats in time and in kind, errors in place, which request is first."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ async def test_wait_ends_at_wait_max_s_with_model_loading_and_the_load_goes_on(t
 
 
 async def test_wait_that_is_known_to_be_too_long_is_refused_at_once(tmp_path: Path) -> None:
-    """The first load taught how long one takes; with a budget below that nobody is kept waiting in vain."""
+    """The first load taught how long one takes; with a budget below that no request waits in vain."""
     models = {"slow": fake("slow", "--load-s", "1.0"), "other": fake("other")}
     async with gateway(tmp_path, models, budget_mib=150) as app:
         assert (await chat(app, "slow")).status == 200
@@ -162,7 +162,7 @@ async def test_wait_that_is_known_to_be_too_long_is_refused_at_once(tmp_path: Pa
         assert (answer.status, answer.error["code"]) == (503, "model_loading")
         assert (app.activity.recent(1)[0].total_s or 0.0) < 0.9, "it was kept waiting in vain"
         assert answer.error["loading"]["eta_s"] >= 1
-        # Nothing was loaded for someone who could not have waited for it.
+        # Nothing was loaded for a request that could not have waited for it.
         assert not is_loading(app, "slow")
 
 

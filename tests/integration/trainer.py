@@ -71,7 +71,7 @@ def main() -> None:
     from tests import fake_gpu
 
     url, _, mib, ttl_s, gpus, priority = sys.argv[1:]
-    # A new store grants nothing for as long as a lease may last; that is the same short time for all who test it.
+    # A new store grants nothing for as long as a lease may last; that is the same short time in all tests.
     client._redis_store = lambda url, host: RedisStore(url, sys.argv[2], ttl_s=float(ttl_s))
     done = threading.Event()
     threading.Thread(target=_hear, args=(done,), daemon=True).start()

@@ -108,7 +108,7 @@ class Chaos:
     def _is_over(self) -> bool:
         return time.monotonic() >= self._ends_at
 
-    # --- who acts ---------------------------------------------------------------------------------------------------
+    # --- actors -----------------------------------------------------------------------------------------------------
 
     async def _call(self, name: str, chance: random.Random) -> None:
         while not self._is_over:

@@ -401,7 +401,7 @@ async def test_an_interrupt_while_it_waits_gives_up(tmp_path: Path) -> None:
 
 async def test_leases_in_redis_are_asked_for_in_the_same_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GREENROOM_HOST", "box")
-    # A store that is new grants nothing for a while; here nobody can have held anything before.
+    # A store that is new grants nothing for a while; here nothing can have been held before.
     without_grace = functools.partial(RedisStore, grace_s=0)
     monkeypatch.setattr("greenroom.leases.shared.redis_store.RedisStore", without_grace)
     with redis_server(tmp_path / "redis") as server:

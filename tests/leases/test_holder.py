@@ -31,7 +31,7 @@ def test_who_has_ended_does_not_live_also_before_its_parent_has_noticed() -> Non
         other = holder_of(process.pid)
         assert other is not None and is_alive(other)
         process.kill()
-        # Its end is known without being collected: nobody has waited for it yet.
+        # Its end is known without being collected: nothing has waited for it yet.
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert not is_alive(other) and holder_of(process.pid) is None
     assert not is_alive(other)

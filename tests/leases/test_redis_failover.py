@@ -69,7 +69,7 @@ async def test_after_a_failover_the_old_primary_grants_nothing_and_holders_go_on
         await after.acquire(LeaseAsk("too-early", "b", 1_000))
     replica.say("REPLICAOF", "NO", "ONE")
 
-    # Whoever still talks to the old primary is refused as soon as it knows that nobody follows it.
+    # The old primary refuses its clients as soon as it knows that no replica follows it.
     async def is_never_so() -> bool:
         await before.renew("a", token)
         return False

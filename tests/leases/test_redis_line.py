@@ -53,7 +53,7 @@ async def test_the_cheapest_gateway_makes_room_and_then_the_next(client: Opener)
 
     await until(are_named, lambda: named, every_s=0.2)
     assert named == ["cheap", "dear"]
-    # Each releases what it can into the waiting lease; nobody else can have that meanwhile.
+    # Each releases what it can into the waiting lease; no other lease can have that meanwhile.
     await store.release("of-cheap", held["cheap"].token, into="trainer", kind="slot")
     with pytest.raises(LeaseDenied):
         await store.hold(slot("thief", 3_000), gateway="cheap")

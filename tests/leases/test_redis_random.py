@@ -1,4 +1,4 @@
-"""Random operations of gateways and programs on one book: after each, its sums are right and nobody has too much."""
+"""Random operations of gateways and programs on one book: after each, its sums are right and no GPU overfull."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ async def test_a_clock_that_jumps_neither_ends_leases_nor_keeps_them_for_ever(tm
         lease = await store.acquire(ask("a", 100))
         server.set_clock(jump_s)
         assert (await store.renew("a", lease.token)).token == lease.token
-        # Nobody renews it any more.
+        # It is not renewed any more.
         await until_claims(store, {})
         assert (await store.acquire(ask("b", 100))).token > lease.token
         await store.close()

@@ -1,4 +1,4 @@
-"""Swaps of several gateways on the same GPUs: entered before a victim is touched, finished by whoever began them."""
+"""Swaps of several gateways on the same GPUs: entered before a victim is touched, finished by their own gateway."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def test_a_swap_gets_what_is_free_and_then_what_its_victims_release(client
     with pytest.raises(LeaseDenied, match="9,000"):
         await store.hold(slot("new", 9_000), gateway="g")
     await store.release("victim", victim.token, kind="slot")
-    # What nobody needs is free again; what was released for the newcomer nobody else can have.
+    # Memory that is not needed is free again; what was released for the newcomer no other can have.
     assert await claims(store) == {"new": ("pending", 9_000)}
     with pytest.raises(LeaseDenied):
         await store.acquire(ask("thief", 1_001))

@@ -23,7 +23,7 @@ Described = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`named` makes a model that says its name and ends; `endless` one that goes on until nobody listens."""
+    """`named` makes a model that says its name and ends; `endless` one that goes on until its client leaves."""
 
     named: Callable[[str], Described]
     endless: Callable[[str], Described]

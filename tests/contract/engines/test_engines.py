@@ -263,7 +263,7 @@ async def test_models_are_listed_with_what_they_can_do(gate: EngineGateway) -> N
 
 
 async def test_request_that_no_engine_can_answer_is_the_callers_fault(gate: EngineGateway) -> None:
-    """Whoever finds it out, the gateway or the engine, and the engine goes on."""
+    """Refused by the gateway or by the engine, and the engine goes on."""
     answer = await http(gate.app, "POST", "/v1/chat/completions", {**asking("alpha"), "stream": "maybe"})
     assert answer.status == 400, answer.body
     await gate.says("alpha")

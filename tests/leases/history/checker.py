@@ -1,7 +1,7 @@
 """What a history must show. Pure: events in, sentences about what is wrong out.
 
 A program believes in a lease from the moment it is told, until it begins to release it, is told that it is lost, or its
-TTL has passed by its own clock since it last began to renew. Whoever goes on after that is fenced off by its token, so
+TTL has passed by its own clock since it last began to renew. One that goes on after that is fenced off by its token, so
 only these beliefs may not add up to more than there is.
 """
 
@@ -81,7 +81,7 @@ def overlaps(held: Iterable[Belief], capacity: Mapping[str, int]) -> Iterator[st
 
 
 def lost_releases(events: Sequence[Event]) -> Iterator[str]:
-    """What was released and answered must not be seen by anybody who looks later."""
+    """A lease that was released and answered must not be seen by a later look."""
     released = {
         (event.lease, event.token): event.at for event in events if (event.op, event.phase) == ("release", "ok")
     }
@@ -108,7 +108,7 @@ def tokens_that_went_back(events: Sequence[Event]) -> Iterator[str]:
 
 
 def full_books(events: Sequence[Event], capacity: Mapping[str, int]) -> Iterator[str]:
-    """Whoever looks at all leases at once never sees more than there is."""
+    """A look at all leases at once never shows more than there is."""
     looks: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for event in _looks(events):
         for device, mib in event.claim.items():

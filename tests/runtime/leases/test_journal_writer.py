@@ -1,4 +1,4 @@
-"""Leases are written down in order, beside the loop; a disk that fails is told to who waits for it."""
+"""Leases are written down in order, beside the loop; a disk that fails is told to the waiting caller."""
 
 from __future__ import annotations
 

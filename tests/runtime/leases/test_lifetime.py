@@ -20,7 +20,7 @@ def kept(ttl_s: float, heard_at: float | None = HEARD_AT) -> Kept:
         (0, 600),  # Nothing was lost of its time.
         (100, 600),  # What is left and the grace are more than a whole TTL.
         (400, 500),
-        (700, 300),  # Its time was over while nobody could be heard: only the grace is left.
+        (700, 300),  # Its time was over while no renewal could be received: only the grace is left.
         (10_000_000, 300),
         (-3_000, 600),  # A clock that was set back gives no more than a TTL.
     ],

@@ -1,4 +1,4 @@
-"""Who waits stands in line, and passing the line costs little however many leases are held."""
+"""Leases that wait stand in line, and passing the line costs little however many leases are held."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ async def test_later_and_smaller_asks_do_not_go_before_who_waits(tmp_path: Path)
         with pytest.raises(LeaseDenied):
             await tasks["brief"]
         assert one.waiting == 1 and not tasks["small"].done()
-        # Who is more urgent goes before, and who wants another GPU is in nobody's way.
+        # A more urgent lease goes first, and one for another GPU is in no one's way.
         await one.leasing.acquire(ask("urgent", 1_000, devices=("gpu0",), priority=0))
         await one.leasing.acquire(ask("elsewhere", 1_000, devices=("gpu1",), priority=2))
         await one.leasing.release("urgent")
@@ -333,7 +333,7 @@ async def test_a_holder_that_is_not_heard_of_has_lost_it(tmp_path: Path) -> None
 async def test_a_gateway_that_stood_still_does_not_blame_holders_for_it(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         lease = await one.leasing.acquire(ask(ttl_s=0.05))
-        # Nobody could be heard meanwhile.
+        # No renewal could be received meanwhile.
         time.sleep(STOOD_STILL_S + 0.1)
         # Its timer is due in the next turn.
         await asyncio.sleep(0)
@@ -421,7 +421,7 @@ async def test_a_restart_keeps_leases_whose_holders_live(tmp_path: Path, other: 
         await asyncio.sleep(0)
         asking.cancel()
         await asyncio.wait((asking,))
-        # Who is elsewhere can still be heard of.
+        # A holder elsewhere can still renew.
         await until(lambda: len(after.claims()) == 1)
         with pytest.raises(LeaseLost):
             await after.leasing.renew("far", far.token)
@@ -450,7 +450,7 @@ async def test_a_holder_that_was_heard_of_keeps_the_time_it_has_over_a_restart(
     async with rig(tmp_path, wall=lambda: wall_s) as after:
         # What it had left, and the grace after a restart.
         assert 470 < (await after.leasing.find("train")).expires_in_s < 501
-        # And whoever is heard of has its whole time again.
+        # And a holder that renews has its whole time again.
         assert (await after.leasing.renew("train", lease.token)).expires_in_s == pytest.approx(600)
 
 

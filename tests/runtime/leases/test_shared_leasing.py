@@ -1,4 +1,4 @@
-"""Leases asked of a gateway that shares its store: handed over when the memory is there, to who hears of it."""
+"""Leases asked of a gateway that shares its store: handed over when the memory is there, if the caller hears of it."""
 
 from __future__ import annotations
 

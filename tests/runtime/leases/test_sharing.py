@@ -49,7 +49,7 @@ class FakeWatch:
 
 
 class NotingStore(BookStore):
-    """Notes what was last offered, also if nobody hears it."""
+    """Notes what was last offered, also if the store does not hear it."""
 
     offered: Mapping[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""Who was given memory, from a scheduler's tables."""
+"""Which slots and leases were given memory, from a scheduler's tables."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ BEFORE = reading(used("GPU-a", {1: 8_000, 2: 1_000}, besides=300))
         (used("GPU-a", {}, besides=300), {}),
         # It is still there.
         (used("GPU-a", {1: 8_000, 2: 1_000}, besides=300), {A: 8_000}),
-        # Nobody can be seen.
+        # No process can be seen.
         (gpu(used_mib=9_300, processes=None), {A: 8_000}),
         (gpu(used_mib=1_300, processes=None), {}),
     ],

@@ -1,4 +1,4 @@
-"""Files of who is waited for are read into the page cache, and only as long as that makes sense."""
+"""Files of models that are waited for are read into the page cache, and only as long as that makes sense."""
 
 from __future__ import annotations
 

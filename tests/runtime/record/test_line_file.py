@@ -175,7 +175,7 @@ async def test_rotation_that_fails_goes_on_in_the_old_file_and_is_tried_again(
     with monkeypatch.context() as patched:
         patched.setattr(f"greenroom.runtime.record.{fails}", refused)
         await file.flush()
-    # Whoever opens a file now must not get what was meant for the recording.
+    # A file that is opened now must not get what was meant for the recording.
     with (tmp_path / "other").open("wb"):
         file.put("two")
         await file.flush()

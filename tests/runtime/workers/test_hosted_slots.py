@@ -1,4 +1,4 @@
-"""Arenas: what a worker that ended has left is given back, and nobody who lags behind writes to what comes next."""
+"""Arenas: what a worker that ended has left is given back, and nothing that lags behind writes to what comes next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which workers there are: never more than are wanted, and none is sent away under somebody who lives in it."""
+"""Which workers there are: never more than are wanted, and none is ended while a slot lives in it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ async def test_a_worker_is_kept_for_those_who_live_in_it_when_another_who_waited
     worker = await stays
     await asyncio.wait((leaves,))
     assert leaves.cancelled() and list(worker.slots) == [FIRST]
-    # It is no spare: who would take that gets another one.
+    # It is no spare: a slot that would take a spare gets another one.
     assert not worker.is_lost
     assert await all_hosts.let_in(ENGINE, replace(KEY, gpus=(DeviceId("GPU-b"),)), SECOND, LogRing()) is not worker
     await all_hosts.close()

@@ -1,4 +1,4 @@
-"""The green room in `/api/v1/status` and in metrics: its size, what is used of it, and who is there."""
+"""The green room in `/api/v1/status` and in metrics: its size, what is used of it, and which models are there."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ async def test_request_ends_with_its_task_whenever_that_is_cancelled(
                     raw.send(asked(kind))
                     for _ in range(turns + 20):
                         await asyncio.sleep(0)
-                    # The place is free again: whoever was not cancelled by now is answered.
+                    # The place is free again: a request that was not cancelled by now is answered.
                     busy.leave()
                     await raw.is_closed()
                 await at_rest(app)

@@ -1,7 +1,7 @@
 """One seed, played to its end: gateways, trainers, callers and faults; then quiet, in which everybody must be served.
 
-What must hold: no engine is ever started where its memory is not free; when the faults have ended everybody who waits
-is served within a bound; nobody is served with the lease of another; and when everybody has gone nothing is left,
+What must hold: no engine is ever started where its memory is not free; when the faults have ended everything that waits
+is served within a bound; nothing is served with the lease of another; and when all have gone nothing is left,
 neither in the store nor on a GPU.
 """
 
@@ -32,7 +32,7 @@ FAULTS_S = 15.0
 # After the last fault everybody is served within this: what was lost lapses (a TTL and a third), a store that forgot
 # grants nothing for as long, and each in the line has its turns.
 BOUND_S = 120.0
-# And then what is written down is what is there: those who died without a word have lapsed.
+# And then what is written down is what is there: leases of holders that died without a word have lapsed.
 REST_TTLS = 3.0
 # An answer of the store that has not come by then does not come.
 ANSWER_MAX_S = 1.0
@@ -143,7 +143,7 @@ class Play:
         self._asking_again[name] -= 1
         self._ask(name, model, priority)
 
-    # --- who acts ---------------------------------------------------------------------------------------------------
+    # --- actors -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> Played:
         loop = asyncio.get_running_loop()

@@ -89,7 +89,7 @@ def test_a_worker_whose_device_is_lost_exits_with_seventy(monkeypatch: pytest.Mo
         said.append("first" if not codes else "too late")
 
     slots.lost(RuntimeError("CUDA error"), say)
-    # Who notices it later has not done it.
+    # A request that notices it later has not caused it.
     slots.lost(RuntimeError("CUDA error"), lambda: said.append("another"))
     assert ended.wait(60)
     assert (codes, said) == ([70], ["first"])

@@ -60,7 +60,7 @@ class FakeDesk:
 
     def lost(self, error: BaseException, say: Callable[[], None]) -> None:
         is_first = self.lost_to is None
-        # Before the answer: who reads it may ask the next thing at once.
+        # Before the answer: its reader may ask the next thing at once.
         self.lost_to = error
         if is_first:
             say()

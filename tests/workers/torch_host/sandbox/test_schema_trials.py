@@ -1,4 +1,4 @@
-"""Who waits for which trial, what is remembered of it, and the processes this happens in."""
+"""Which request waits for which trial, what is remembered of it, and the processes this happens in."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_who_leaves_takes_the_trial_from_nobody_and_the_last_ends_it(trial
     await until(lambda: trials.running == 1)
     alone.cancel()
     await until(lambda: trials.running == 0)
-    # What nobody waited for is not remembered, and tried when somebody asks again.
+    # A trial that no request waited for is not remembered, and tried when it is asked for again.
     trials.go.set()
     assert await status(checker, 1) == 200
     assert trials.began == [order(0), order(1), order(1)]

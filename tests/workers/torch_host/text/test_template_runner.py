@@ -169,7 +169,7 @@ async def test_a_caller_that_leaves_at_any_moment_leaves_nothing_behind(template
         task.cancel()
         await asyncio.wait([task])
         await until(lambda: running() == [])
-    # Nobody is thought to be busy who is gone.
+    # A process that is gone does not count as busy.
     assert await asyncio.gather(*(written(TemplateRunner(templates), order()) for _ in range(8))) == ["hi"] * 8
 
 
@@ -181,7 +181,7 @@ async def test_a_scribe_that_is_killed_fails_its_order_only(templates: SandboxPo
     with pytest.raises(Stopped, match="signal 9"):
         await task
     assert await written(runner, order()) == "hi"
-    # One that is killed while nobody asks is not missed.
+    # One that is killed while it is idle is not missed.
     os.kill(running()[0], signal.SIGKILL)
     await until(lambda: running() == [])
     assert await written(runner, order()) == "hi"
