@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from greenroom.runtime.moves import model_files
 from tests.harness import fake, gateway
 from tests.integration.raw import Raw, asking, chat, http
 from tests.waiting import until
@@ -67,7 +68,15 @@ async def test_the_file_of_a_model_is_read_ahead_while_its_caller_waits_for_room
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one on stage answers slowly; the other, which shall have its place, is read meanwhile and never loaded."""
-    monkeypatch.setattr(model_files, "_is_cached", lambda descriptor, piece: False)
+    plain = os.preadv
+
+    def nothing_cached(descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        """Also where temporary files lie in memory."""
+        if flags & os.RWF_NOWAIT:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return plain(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", nothing_cached)
     (tmp_path / "b.gguf").write_bytes(bytes(3 * MIB))
     models = {
         "a": fake("a", "--token-s", "0.2", "--tokens", "500"),
