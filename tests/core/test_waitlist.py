@@ -59,6 +59,19 @@ def test_every_kind_priority_and_tenant_has_a_flow_of_its_own() -> None:
     assert queue.heads() == [queue.heads()[0], *others]
 
 
+def test_a_served_waiter_that_was_no_head_renews_the_age_of_its_flow() -> None:
+    """With many flows the times of heads are kept, and must follow."""
+    many = [waiter(number, tenant=f"t{number}") for number in range(FLOWS_FEW + 4)]
+    alone, behind = waiter(50, priority=2), waiter(51, priority=2)
+    queue = queue_of(*many, alone, behind)
+    queue.remove(many[0], None)
+    assert queue.lift_at == alone.aged_from + POLICY.priority_class(1).lift_s
+    queue.remove(behind, 100.0)
+    queue.remove(many[1], None)
+    # The others of priority 1 still age from 0.
+    assert (queue.lift_at, alone.aged_from) == (POLICY.priority_class(1).lift_s, 100.0)
+
+
 def test_operators_who_want_it_asleep_stand_apart() -> None:
     op = waiter(1, kind=WaiterKind.OP)
     op.wants = MoveKind.PREPARE

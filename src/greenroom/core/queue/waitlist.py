@@ -151,16 +151,18 @@ class Queue:
         flow = self._flows[key]
         place = 0 if flow[0] is waiter else bisect_left(flow, waiter.sequence, key=_sequence)
         del flow[place]
-        if flow and served_at is not None:
+        head_changed = place == 0
+        if flow and served_at is not None and flow[0].aged_from < served_at:
             # A flow that is served does not starve, however long it is: its next waiter ages from this turn on.
-            flow[0].aged_from = max(flow[0].aged_from, served_at)
+            flow[0].aged_from = served_at
+            head_changed = True
         self._count(waiter, -1)
         if place == 0:
             self._is_stale = True
         if not flow:
             del self._flows[key]
             self._heads.drop(key)
-        elif place == 0:
+        elif head_changed:
             self._heads.put(key, flow[0])
 
     def _count(self, waiter: Waiter, sign: int) -> None:
