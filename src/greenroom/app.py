@@ -198,7 +198,7 @@ class App:
     def _read_file(self) -> Config:
         if self.path is None:
             raise ConfigError("This gateway was started without a configuration file; there is nothing to reload.")
-        return loader.load(self.path).config
+        return loader.load(self.path, to_serve=True).config
 
     def _apply(self, config: Config, changes: Changes, draft: Draft) -> None:
         specs = self.catalog.take(draft)

@@ -120,6 +120,12 @@ def test_a_policy_or_swapper_that_is_not_there_is_told(
     assert json.loads(capsys.readouterr().out) == {"ok": False, "problems": [told]}
 
 
+def test_commands_that_only_look_need_no_policy(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good.write_text(f"{GOOD}\nscheduler: {{policy: of_another_package}}\n")
+    assert main(["engines", "--config", str(good)]) == 0
+    assert "chat" in capsys.readouterr().out
+
+
 def test_the_schema_is_printed_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--schema"]) == 0
     assert "models" in json.loads(capsys.readouterr().out)["properties"]

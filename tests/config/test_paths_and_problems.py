@@ -101,8 +101,12 @@ def test_a_model_on_the_host_is_measured_against_the_host_alone(loads: Loads) ->
           a: {cmd: "sh ${PORT}", pinned: true, memory_mib: 1500, devices: [host]}
           b: {cmd: "sh ${PORT}", pinned: true, memory_mib: 1500, device: cpu}
           c: {cmd: "sh ${PORT}", memory_mib: 1500}
+          d: {path: /dev/null, engine: llamacpp, memory_mib: 1500, n_gpu_layers: 0}
         """)
-    assert problems(config) == ["models.c: memory_mib: 1,500 MiB can never fit into the budget of 1,000 MiB"]
+    assert problems(config) == [
+        "models.d: path: /dev/null is no file",
+        "models.c: memory_mib: 1,500 MiB can never fit into the budget of 1,000 MiB",
+    ]
 
 
 def test_a_path_of_the_wrong_kind_is_told_as_such(tmp_path: Path) -> None:

@@ -36,8 +36,11 @@ class LoadedConfig:
     warnings: tuple[str, ...]
 
 
-def load(path: str | Path, environ: Mapping[str, str] = os.environ) -> LoadedConfig:
-    """Load a file. Raises ConfigError with one line for each problem."""
+def load(path: str | Path, environ: Mapping[str, str] = os.environ, *, to_serve: bool = False) -> LoadedConfig:
+    """Load a file. Raises ConfigError with one line for each problem.
+
+    `to_serve`: the named policy and swapper must exist as well. They may be code of other packages, which is imported.
+    """
     # Messages show the path as typed; the working directory may change later, so the result has the absolute path.
     file = Path(os.path.expanduser(path))
     source = read(file)
@@ -49,7 +52,8 @@ def load(path: str | Path, environ: Mapping[str, str] = os.environ) -> LoadedCon
         raise refusal(str(file), [*source.problems, *not_expanded], source.lines)
     absolute = Path(os.path.abspath(file))
     config = resolved(checked, absolute.parent)
-    if wrong := [*clashing_recordings(config.server, absolute), *plugin_problems(limits_of(config))]:
+    plugins = plugin_problems(limits_of(config)) if to_serve else ()
+    if wrong := [*clashing_recordings(config.server, absolute), *plugins]:
         raise refusal(str(file), wrong, source.lines)
     return LoadedConfig(config, absolute, tuple(problems_of_config(config)))
 

@@ -154,6 +154,11 @@ class Model(Section):
         break_on(_problems(self))
         return self
 
+    @property
+    def is_host_only(self) -> bool:
+        """True if it uses no GPU, wherever it is placed."""
+        return self.device == "cpu" or self.n_gpu_layers == 0
+
 
 # --- which engine a key belongs to; keys in no set belong to every engine -------------------------------------------
 

@@ -97,7 +97,7 @@ def budget_mib(config: Config, model: Model | None = None) -> int | None:
 
 
 def _stays_on_host(model: Model) -> bool:
-    return model.device == "cpu" or set(model.devices) == {"host"}
+    return model.is_host_only or set(model.devices) == {"host"}
 
 
 def _missing(model: Model) -> Iterator[str]:

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from greenroom.config import loader
 
     try:
-        loaded = loader.load(loader.find(args.file or args.config))
+        loaded = loader.load(loader.find(args.file or args.config), to_serve=True)
     except ConfigError as error:
         if not args.json:
             raise

@@ -49,7 +49,7 @@ def _plan(args: argparse.Namespace) -> ServePlan:
     from greenroom.config.problems import open_door, problems
 
     said = Overrides.of(args)
-    loaded = loader.load(loader.find(args.config))
+    loaded = loader.load(loader.find(args.config), to_serve=True)
     config = said.applied(loaded.config)
     # Warnings are about the configuration that will run, with the overrides applied.
     # An address open to others without keys is no warning here: the start refuses it, in the same words.
@@ -60,7 +60,7 @@ def _plan(args: argparse.Namespace) -> ServePlan:
 def _reread(path: Path, said: Overrides) -> Config:
     from greenroom.config import loader
 
-    return said.applied(loader.load(path).config)
+    return said.applied(loader.load(path, to_serve=True).config)
 
 
 def _greet(app: App, took_s: float) -> None:

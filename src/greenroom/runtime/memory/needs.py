@@ -133,7 +133,7 @@ class Needs:
     def estimate_of(self, entry: Described, gpus: int) -> Estimate | None:
         """The engine's estimate for so many GPUs, else a guess from the name. Reads its files."""
         model = entry.config
-        gpus = 0 if is_host_only(model) else gpus
+        gpus = 0 if model.is_host_only else gpus
         return entry.engine.estimate(model, gpus) or estimate_by_name(entry.id, model, gpus)
 
     def measured(self, entry: Described, peak: Claim) -> bool:
@@ -199,7 +199,7 @@ class Needs:
     def _kinds(self, model: Model) -> Iterator[list[str]]:
         """Keys to try, best first."""
         kinds = sorted(set(self.gpus.values()))
-        if is_host_only(model) or not kinds:
+        if model.is_host_only or not kinds:
             yield [""]
             return
         for count in range(1, min(len(self.gpus), SPLIT_MAX) + 1):
@@ -229,10 +229,6 @@ def kind_of(kinds: list[str]) -> str:
     return "".join(kinds) if len(kinds) < 2 else f"{len(kinds)}×{kinds[0]}"
 
 
-def is_host_only(model: Model) -> bool:
-    return model.device == "cpu" or model.n_gpu_layers == 0
-
-
 def warn(message: str, error: str) -> None:
     _log.warning(message, error=error)
 
@@ -240,7 +236,7 @@ def warn(message: str, error: str) -> None:
 def _chosen(model: Model, known: Measured | None, estimate: Estimate | None) -> tuple[Need, str]:
     # 1. Declared by the operator.
     if model.memory_mib is not None:
-        on_host = is_host_only(model)
+        on_host = model.is_host_only
         return Need(0 if on_host else model.memory_mib, model.host_memory_mib + model.memory_mib * on_host), DECLARED
     guess = estimate.need if estimate is not None else Need()
     # 2. Measured; the host's part can be seen on some machines only.
