@@ -186,6 +186,8 @@ async def test_tunnel_waits_for_whoever_reads_slowly(engines: Engines, behind: B
     await until(lambda: tunnel.bytes_from_client == 65_536_000)
     await client.close()
     await asyncio.wait([draining])
+    async with asyncio.timeout(DEADLINE_S):
+        await tunnel.wait()
 
 
 @pytest.mark.parametrize("how", ["fin", "rst", "half-close"])
