@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from greenroom.core import events as ev
-from greenroom.core.effects import OpOutcome, RejectCode
+from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits
-from greenroom.core.model import Device, DeviceId, ModelSpec, MoveKind, Need, Outcome, Tier, cuda_name
+from greenroom.core.model import Device, DeviceId, ModelSpec, MoveKind, Need, Tier, cuda_name
 from greenroom.core.policy.default import ByCost
 from greenroom.core.policy.swapper import Eviction, Resident, Target
 
@@ -473,7 +473,7 @@ def test_an_engine_that_sizes_itself_waits_until_a_leaving_one_has_left() -> Non
     assert world.fate("r") is Fate.SERVED
 
 
-def test_others_start_while_an_engine_that_sizes_itself_leaves() -> None:
+def test_others_may_leave_while_an_engine_sizes_itself() -> None:
     world = World([model("a", 2_000, ttl_s=1.0), model("b", 2_000, sizes_itself=True)])
     ready(world, "b")
     world.ask("o", MoveKind.UNLOAD, "b")
@@ -492,91 +492,6 @@ def test_a_model_that_ends_its_answers_first_says_for_which_model_and_request_it
     reason = world.reasons[left.id]
     assert reason.why == "leaving", "it had to end its answer"
     assert dict(reason.facts) == {"model": "busy", "cause": "evicted", "for_model": "new", "for_request": "urgent"}
-
-
-def measuring(
-    *others: ModelSpec, devices: Sequence[Device] = (gpu(0, 8_000),), cold: Sequence[ModelSpec] = ()
-) -> World:
-    """The others are ready, and an engine that sizes itself has begun to start."""
-    sizer = model("sizer", 2_000, sizes_itself=True, devices=(GPU0,))
-    world = World([*others, *cold, sizer], devices=devices)
-    world.engines["sizer"] = Engine(load_s=30.0)
-    ready(world, *(spec.id for spec in others))
-    world.arrive("r", "sizer", takes_s=0.0)
-    assert world.kinds()[-1] == "load sizer"
-    return world
-
-
-def test_nothing_leaves_a_gpu_while_an_engine_there_sizes_itself() -> None:
-    world = measuring(model("idle", 1_000, ttl_s=12.0), model("asked", 1_000))
-    world.ask("op", MoveKind.UNLOAD, "asked")
-    world.run(20.0)
-    assert world.kinds()[-1] == "load sizer", "memory that is freed meanwhile would spoil its measurement"
-    world.run()
-    assert {"unload idle", "unload asked"} <= set(world.kinds()) and world.ops["op"] is OpOutcome.DONE
-    assert world.fate("r") is Fate.SERVED
-
-
-def test_elsewhere_models_leave_while_an_engine_sizes_itself() -> None:
-    devices = (gpu(0, 8_000), gpu(1, 8_000))
-    world = measuring(model("other", 1_000, devices=(GPU1,), ttl_s=12.0), devices=devices)
-    world.run(20.0)
-    assert world.kinds()[-1] == "unload other" and world.tier("sizer") is Tier.COLD
-
-
-def test_a_sleeper_without_gpu_memory_leaves_while_an_engine_sizes_itself() -> None:
-    devices = (gpu(0, 8_000), host(8_000))
-    world = measuring(model("sleeper", 1_000, asleep=Need(0, 1_000)), devices=devices)
-    world.run(40.0)
-    world.ask("nap", MoveKind.SLEEP, "sleeper")
-    world.run(2.0)
-    world.ask("off", MoveKind.UNLOAD, "sizer")
-    world.run(2.0)
-    world.arrive("again", "sizer", takes_s=0.0)
-    world.ask("away", MoveKind.UNLOAD, "sleeper")
-    assert world.kinds()[-2:] == ["load sizer", "unload sleeper"]
-    world.run()
-
-
-def test_a_departure_that_is_held_back_is_called_off_with_the_plan_it_makes_room_for() -> None:
-    world = measuring(model("victim", 3_000, ttl_s=100.0), cold=[model("large", 5_000)])
-    world.arrive("wants", "large", takes_s=0.0)
-    assert world.scheduler.state.slots[world.slot_of("victim")].is_going and world.kinds()[-1] == "load sizer"
-    world.go("wants")
-    world.run(60.0)
-    assert world.tier("victim") is Tier.READY and world.fate("r") is Fate.SERVED
-    world.run()
-    assert world.reasons[world.moves[-1].id].why == "ttl", "its idle time is watched again"
-
-
-def test_a_departure_goes_on_when_the_start_it_waited_for_fails() -> None:
-    world = measuring(model("idle", 1_000, ttl_s=12.0))
-    world.run(10.0)
-    world.end_move(world.moves[-1].id, Outcome.FAILED)
-    assert world.kinds()[-1] == "unload idle"
-    world.run()
-
-
-def test_shutdown_lets_everything_leave_once_the_start_is_aborted() -> None:
-    world = measuring(model("idle", 1_000))
-    world.shut_down(drain_s=1.0)
-    world.run()
-    assert "unload idle" in world.kinds() and not world.scheduler.state.slots
-
-
-def test_an_engine_that_sizes_itself_with_no_known_need_starts_alone_on_every_gpu_it_may_use() -> None:
-    devices = (gpu(0, 8_000), gpu(1, 8_000))
-    specs = [model("unknown", 0, sizes_itself=True), model("a", 1_000, devices=(GPU0,)), model("b", 1_000, ttl_s=2.0)]
-    world = World([*specs, model("bound", 0, sizes_itself=True, devices=(GPU1,))], devices=devices)
-    world.engines["unknown"] = world.engines["bound"] = Engine(load_s=30.0)
-    world.arrive("r", "unknown", takes_s=0.0)
-    for name in ("a", "bound"):
-        world.arrive(name, name, takes_s=0.0)
-    assert world.kinds() == ["load unknown"]
-    world.run(31.0)
-    assert {"load a", "load bound"} <= set(world.kinds()), "these two do not share a GPU"
-    world.run()
-    assert world.is_at_rest()
 
 
 def test_a_swapper_that_forbids_company_makes_everybody_else_leave() -> None:

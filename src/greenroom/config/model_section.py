@@ -51,8 +51,8 @@ class Model(Section):
     """command: own: only the engine's own process tree may hold the port; any: any process (containers of a daemon)."""
     sizes_itself: bool | None = None
     """command: it takes as much GPU memory as it finds free, so its start waits for other moves on its GPUs,
-    and other starts and unloads there wait for it. When not given, true for vLLM, SGLang, LMDeploy, TensorRT-LLM and
-    TGI, as far as cmd shows them."""
+    and other starts there wait for it. When not given, true for vLLM, SGLang, LMDeploy, TensorRT-LLM and TGI, as far
+    as cmd shows them."""
     env: dict[str, str] = {}
     """Further environment variables of the engine; of the gateway's own it gets only PATH, HOME, CUDA_… and such."""
     cwd: str | None = None

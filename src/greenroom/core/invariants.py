@@ -5,7 +5,7 @@ Raises AssertionError naming the property. Used by tests and by the simulator; c
 
 from __future__ import annotations
 
-from greenroom.core.decide import green_room, starting
+from greenroom.core.decide import green_room
 from greenroom.core.decide.decision import Join, Refuse, Swap, Wait, decide
 from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
@@ -28,7 +28,7 @@ def check(scheduler: Scheduler, now: float | None = None) -> None:
     _waiters_are_not_served(state, waiters)
     _tables_hold_only_what_is_there(state, waiters)
     for slot in state.slots.values():
-        _slot_is_sane(state, slot)
+        _slot_is_sane(slot)
         _idle_slot_is_looked_at(slot)
     assert not green_room.excess(state, 0.0), f"{green_room.excess(state, 0.0)} should have left the green room"
     if now is not None:
@@ -136,7 +136,7 @@ def _idle_slot_is_looked_at(slot: Slot) -> None:
         assert slot.looked_at is not None and slot.looked_at <= due, f"{slot.id} is idle and is not looked at in time"
 
 
-def _slot_is_sane(state: State, slot: Slot) -> None:
+def _slot_is_sane(slot: Slot) -> None:
     if slot.move is not None:
         sources, _ = LEGAL_MOVES[slot.move.kind]
         assert slot.tier in sources, f"{slot.id} is {slot.tier} and moves by {slot.move.kind}"
@@ -151,4 +151,4 @@ def _slot_is_sane(state: State, slot: Slot) -> None:
         assert not slot.in_flight, f"{slot.id} is cold and serves"
         assert slot.move is not None or slot.planned is not None, f"{slot.id} is cold and going nowhere"
     elif slot.is_going and slot.move is None:
-        assert slot.in_flight or starting.must_stay(state, slot), f"{slot.id} should have left by now"
+        assert slot.in_flight, f"{slot.id} should have left by now"

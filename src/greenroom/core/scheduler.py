@@ -78,7 +78,6 @@ class Scheduler:
         of_request = self._of_requests.get(type(event))
         if of_request is None:
             self._handlers[type(event)](event)
-            self._slots.resume_leaving(event.now)
             self._settle(event.now)
             self._slots.trim(event.now)
         else:

@@ -163,18 +163,17 @@ class SlotWriter:
             self.call_off(slot)
 
     def call_off_if_in_time(self, slot: Slot) -> None:
-        """Call the plan off if a victim is still busy or held back. Evictions that have started proceed."""
+        """Call the plan off if a victim is still busy. Evictions that have started proceed."""
         slots = self._state.slots.values()
-        if slot.planned is not None and any(one.leaving_for == slot.id and one.move is None for one in slots):
+        if slot.planned is not None and any(one.leaving_for == slot.id and not one.is_idle for one in slots):
             self.call_off(slot)
 
     def call_off(self, slot: Slot) -> None:
-        """Drop this plan. Victims that are still busy or held back stay; evictions that have started proceed."""
+        """Drop this plan. Victims that are still busy stay; evictions that have started proceed."""
         self.unplan(slot)
         for other in self._state.slots.values():
-            if other.leaving_for == slot.id and other.move is None:
+            if other.leaving_for == slot.id and other.move is None and not other.is_idle:
                 other.leaving_to = other.leaving_for = None
-                self.watch_idle(other)
 
     def unplan(self, slot: Slot) -> None:
         """Take the promise back. A slot that is cold is removed."""
@@ -253,7 +252,7 @@ class SlotWriter:
         if slot.planned is not None:
             self.call_off(slot)
         if left_in is Tier.ASLEEP and slot.can_sleep:
-            # If it was leaving it goes on when its last answer is reported as ended, or when nothing holds it back.
+            # If it was leaving it is busy: it goes on leaving when its last answer is reported as ended.
             slot.tier = Tier.ASLEEP
             self._state.ledger.hold(slot.id, slot.claim_asleep)
         else:
@@ -296,7 +295,7 @@ class SlotWriter:
             self._effects.abort(slot.move.id, reason)
 
     def go_on_leaving(self, slot: Slot, reason: Reason, now: float) -> None:
-        """Take its next step if it is idle and not held back. Its last answer and `resume_leaving` call this again."""
+        """Take the next step of a leaving slot if it is idle. The end of its last answer calls this again."""
         assert slot.leaving_to is not None and slot.move is None
         if not slot.is_idle:
             return
@@ -305,17 +304,10 @@ class SlotWriter:
             slot.leaving_to = slot.leaving_for = None
             self._tell_leaving_ops(slot)
             return
-        if starting.must_stay(self._state, slot):
-            return
         if slot.leaving_to is Tier.ASLEEP and not self._may_sleep(slot, now):
             slot.leaving_to = Tier.COLD
         kind = MoveKind.SLEEP if slot.leaving_to is Tier.ASLEEP else MoveKind.UNLOAD
         self._start(slot, kind, reason, now)
-
-    def resume_leaving(self, now: float) -> None:
-        """Go on with departures that the start of another engine has held back."""
-        for slot in [one for one in self._state.slots.values() if one.is_going and one.is_idle and one.move is None]:
-            self.go_on_leaving(slot, leaving(slot), now)
 
     def _may_sleep(self, slot: Slot, now: float) -> bool:
         fits = slot.can_sleep and self._state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))

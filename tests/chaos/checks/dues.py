@@ -14,7 +14,6 @@ from greenroom.core.effects import Reason, Rejection
 from greenroom.core.model import (
     ARRIVING,
     LEGAL_MOVES,
-    Claim,
     LeaseId,
     ModelId,
     ModelSpec,
@@ -130,7 +129,6 @@ class IdleGo(Check):
         self.judged = 0
         self._said: dict[str, float] = {}
         self._keep_alive: dict[SlotId, float] = {}
-        self._claims: dict[SlotId, Claim] = {}
         self._specs: dict[ModelId, ModelSpec] = {}
         self._moves: dict[MoveId, Move] = {}
         self._ready: dict[SlotId, ModelId] = {}
@@ -187,7 +185,6 @@ class IdleGo(Check):
 
     def _come(self, move: Move, now: float) -> None:
         self._ready[move.slot] = move.model
-        self._claims[move.slot] = move.claim
         self._was_ready.add(move.slot)
         self._idle_since[move.slot] = now
         self._watch(move.slot)
@@ -246,12 +243,4 @@ class IdleGo(Check):
 
     def settled(self, event: ev.Event) -> None:
         if event.now >= self._dues.quiet_until and (late := self._dues.overdue(event.now)) is not None:
-            if not self._is_held_back(SlotId(late)):
-                raise Violation(f"{late} ({self._ready.get(SlotId(late))}) is idle though its ttl is over")
-            self._dues.set(late, event.now)
-
-    def _is_held_back(self, slot: SlotId) -> bool:
-        """True while an engine that sizes itself by free memory starts on one of its GPUs."""
-        starting = [move for move in self._moves.values() if move.kind in ARRIVING]
-        sizing = [move for move in starting if (spec := self._specs.get(move.model)) and spec.sizes_itself]
-        return any(device in self._claims[slot] for move in sizing for device in move.claim if device != "host")
+            raise Violation(f"{late} ({self._ready.get(SlotId(late))}) is idle though its ttl is over")

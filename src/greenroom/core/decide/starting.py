@@ -1,13 +1,10 @@
-"""Whether a planned move or a departure may start now, and whether waiting for memory still makes sense.
+"""Whether a planned move may start now, and whether waiting for its memory still makes sense. Changes nothing.
 
-Owns the rule for engines that size themselves by free memory (`sizes_itself`): while one starts, nothing else starts or
-leaves on its GPUs. It would take too much or too little; vLLM refuses to start if memory is freed while it measures.
-Changes nothing.
+Owns the rule for engines that size themselves by free memory (`sizes_itself`): one starts only while no other move is
+under way on its GPUs, and until it is ready nothing else starts there. Departures are not held back.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from greenroom.core.decide import green_room
 from greenroom.core.model import ARRIVING, DeviceId, DeviceKind, MoveKind, Slot
@@ -30,36 +27,16 @@ def is_room_coming(state: State, slot: Slot, kind: MoveKind) -> bool:
     )
 
 
-def must_stay(state: State, slot: Slot) -> bool:
-    """True while an engine that sizes itself starts on a GPU where this slot holds memory."""
-    measured = [other for other in state.moves.values() if other is not slot and _measures(other)]
-    if not measured:
-        return False
-    held = _gpus_of(state, state.ledger.held_by(slot.id))
-    return any(not held.isdisjoint(_gpus(state, other)) for other in measured)
-
-
 def _must_wait_its_turn(state: State, slot: Slot) -> bool:
     """True while a move shares a GPU with it and one of the two engines sizes itself by free memory."""
     sees = slot.spec.sizes_itself
     for other in state.moves.values():
-        if (sees or _measures(other)) and not _gpus(state, slot).isdisjoint(_gpus(state, other)):
+        sees_it = sees or (other.spec.sizes_itself and other.move is not None and other.move.kind in ARRIVING)
+        if sees_it and not _gpus(state, slot).isdisjoint(_gpus(state, other)):
             return True
     return False
 
 
-def _measures(slot: Slot) -> bool:
-    """True if it is starting and sizes itself by the free memory that it finds."""
-    return slot.spec.sizes_itself and slot.move is not None and slot.move.kind in ARRIVING
-
-
 def _gpus(state: State, slot: Slot) -> set[DeviceId]:
-    """The GPUs that its moves change: those of its claim, or all that it may use if its need is not known."""
-    if slot.spec.sizes_itself and not slot.claim:
-        return _gpus_of(state, slot.spec.devices or state.ledger.devices)
-    return _gpus_of(state, slot.claim)
-
-
-def _gpus_of(state: State, devices: Iterable[DeviceId]) -> set[DeviceId]:
-    known = state.ledger.devices
-    return {device for device in devices if device in known and known[device].kind is DeviceKind.GPU}
+    devices = state.ledger.devices
+    return {device for device in slot.claim if device in devices and devices[device].kind is DeviceKind.GPU}
