@@ -40,7 +40,7 @@ HOT = (
     "tenancy/keys.py",
     "tenancy/tenants.py",
 )
-# Only tests and simulations ask for the invariants, and packages themselves hold no code.
+# Only tests and simulations ask for the invariants; code of packages themselves runs only at the start.
 NOT_HOT = ("core/invariants.py", "*/__init__.py")
 # Nothing outside uses the functions of the one library but Python, by pointers. Without these flags each call between
 # two of them is indirect and none is inlined, which makes a request a tenth dearer.
