@@ -160,6 +160,8 @@ async def test_sums_are_right_and_nobody_has_too_much_whatever_happens(tmp_path:
         # Nothing is left, so all of it can be had at once.
         assert (await book(client))[1] == {}
         await store.acquire(LeaseAsk("all", "all", 100, gpus=2, wait_s=SETTLE_S))
-        assert {"_acquire", "_hold", "_pend", "_release", "refused"} <= set(chance.done), chance.done
+        # At once or after waiting: how many programs wait, and so stand before others, depends on the clock.
+        got_memory = chance.done["_acquire"] + chance.done["waited for"]
+        assert got_memory and {"_hold", "_pend", "_release", "refused"} <= set(chance.done), chance.done
         await store.close()
         await client.aclose()
