@@ -4,7 +4,7 @@ import pytest
 
 from greenroom.core.model import Device, DeviceId, DeviceKind, Need
 from greenroom.errors import ConfigError
-from greenroom.sim.cases import Case, Result, advice, cases, config_for, run_all, seconds
+from greenroom.sim.cases import Case, cases, config_for, run_all
 from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World
 from tests.sim.settings import gpu, host, names, setting, sim_model
@@ -12,10 +12,6 @@ from tests.sim.settings import gpu, host, names, setting, sim_model
 BASE = setting(*(sim_model(name) for name in names(4)), devices=(gpu(2_000), gpu(3_000, 1), host(9_000)))
 SMALL = setting(*(sim_model(name) for name in names(4)), devices=(gpu(1_000), host(9_000)))
 WORKLOAD = Poisson(Mix(zipf(names(4))), 0.2, 600.0)
-
-
-def results(*compared: Case) -> list[Result]:
-    return run_all(compared, SMALL, WORKLOAD, 0, lambda case, share: None)
 
 
 def test_every_policy_meets_every_machine() -> None:
@@ -66,51 +62,3 @@ def test_all_cases_meet_the_same_callers() -> None:
     assert [result.case for result in found] == list(compared)
     assert len({result.stats.requests for result in found}) == 1
     assert {case for case, share in told if share == 1.0} == set(compared)
-
-
-def test_a_second_gpu_is_compared_with_the_first() -> None:
-    (sentence,) = advice(results(Case("fifo", 1), Case("fifo", 2)))
-    assert sentence.startswith("A second GPU would take the p95 wait from ")
-    assert sentence.endswith(": it helps a lot.")
-
-
-def test_steps_of_several_gpus_are_named_as_such() -> None:
-    (sentence,) = advice(results(Case("fifo", 1), Case("fifo", 4)))
-    assert sentence.startswith("4 GPUs instead of 1 would take")
-
-
-def test_a_green_room_is_compared_with_none() -> None:
-    (sentence,) = advice(results(Case("fifo", 1, 0), Case("fifo", 1, 8_000)))
-    assert sentence.startswith("A green room of 8,000 MiB instead of none would take the p95 wait")
-    assert "it helps" in sentence
-
-
-def test_hardware_is_spoken_of_once_and_policies_for_every_machine() -> None:
-    sentences = advice(results(*cases(["default", "fifo"], [1, 2], [None])))
-    assert [sentence.split(" would")[0] for sentence in sentences] == [
-        "A second GPU",
-        "The policy default instead of fifo",
-        "The policy default instead of fifo",
-    ]
-    assert "(1 GPU)" in sentences[1] and "(2 GPUs)" in sentences[2]
-
-
-def test_what_changes_nothing_is_said_to_change_nothing() -> None:
-    sentences = advice(results(Case("fifo", 7), Case("fifo", 8)))
-    assert sentences[0].startswith("An eighth GPU would take the p95 wait from 0.0 s to 0.0 s")
-    assert sentences[0].endswith(": no request waits either way.")
-
-
-def test_one_case_alone_is_summed_up() -> None:
-    (sentence,) = advice(results(Case("fifo", 1)))
-    assert "requests were served; half of them waited at most" in sentence
-
-
-def test_times_are_said_as_people_say_them() -> None:
-    assert [seconds(value) for value in (0.0, 0.44, 12.3, 150.0, 9_000.0)] == [
-        "0.0 s",
-        "0.4 s",
-        "12 s",
-        "2.5 min",
-        "2.5 h",
-    ]

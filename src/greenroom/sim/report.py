@@ -2,7 +2,7 @@
 
 Owns the page and its line plots, which are SVG text. Text and axes take the colour of the page, so that a plot is
 readable on light and on dark; lines differ by colour and by dashes, so that it is readable without colours. The
-sentences come from `cases.py`, the figures from `stats.py`.
+sentences come from `verdict.py`, the figures from `stats.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from html import escape
 from itertools import pairwise
 from math import ceil, floor, log10
 
-from greenroom.sim.cases import Result, advice, seconds
+from greenroom.sim.cases import Result
 from greenroom.sim.stats import Stats, Waits
+from greenroom.sim.verdict import advice, seconds
 
 Point = tuple[float, float]
 

@@ -1,4 +1,4 @@
-"""The figures of a run: waits, swaps, fairness, use of devices. `cases.py` and `report.py` put them into words.
+"""The figures of a run: waits, swaps, fairness, use of devices. `verdict.py` and `report.py` put them into words.
 
 Owns the definitions. A wait is from arrival to the grant that served; a swap is a load or a wake, whether or not
 another model had to leave.
@@ -95,6 +95,15 @@ class Stats:
     tiers: tuple[Tiers, ...]
     swaps_at: tuple[float, ...]
     events: int
+
+    @property
+    def lost(self) -> int:
+        """Requests that were not served: refused, or given up by their callers."""
+        return self.requests - self.served
+
+    @property
+    def lost_share(self) -> float:
+        return self.lost / self.requests if self.requests else 0.0
 
     @property
     def swaps(self) -> int:

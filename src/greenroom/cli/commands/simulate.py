@@ -67,7 +67,8 @@ def _add_timing_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from greenroom.cli.simulation import prepare, sizeless
     from greenroom.config import loader
-    from greenroom.sim.cases import advice, run_all
+    from greenroom.sim.cases import run_all
+    from greenroom.sim.verdict import advice
 
     path = loader.find(args.config)
     config = loader.load(path).config
