@@ -366,6 +366,23 @@ async def test_decisions_are_listed_newest_last_and_may_be_narrowed() -> None:
     assert (await client.get("/api/v1/decisions?since=-1")).error["param"] == "since"
 
 
+@pytest.mark.parametrize("word", ["evict", "Load", "", "leaving"])
+async def test_a_kind_of_decision_that_there_is_not_is_refused(word: str) -> None:
+    answer = await Client(FakeGateway()).get(f"/api/v1/decisions?what={word}")
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_request", "what")
+    assert all(f"'{kind}'" in answer.error["message"] for kind in ("load", "unload", "reject", "cut", "recall"))
+
+
+async def test_every_kind_of_decision_can_be_asked_for() -> None:
+    """Whatever the observer keeps; the API's description lists the same words."""
+    client = Client(FakeGateway())
+    for kind in (*(kind.value for kind in MoveKind), "abort", "reject", "cut", "recall"):
+        assert (await client.get(f"/api/v1/decisions?what={kind}")).status == 200
+    described = (await client.get("/api/v1/openapi.json")).json["paths"]["/api/v1/decisions"]["get"]["parameters"]
+    (what,) = (one for one in described if one["name"] == "what")
+    assert {"load", "abort"} <= set(what["schema"]["anyOf"][0]["enum"])
+
+
 @pytest.mark.parametrize("path", ["requests", "decisions"])
 @pytest.mark.parametrize("limit", ["0", "-1", "x", "1e9", "999999999999999999999", "", "1.5"])
 async def test_a_limit_out_of_bounds_is_refused(path: str, limit: str) -> None:

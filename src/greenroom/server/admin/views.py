@@ -331,6 +331,9 @@ class RequestList(View):
     """Running ones, then ended ones, each with the newest first."""
 
 
+DecisionKind = Literal["load", "wake", "sleep", "prepare", "unload", "abort", "reject", "cut", "recall"]
+
+
 class DecisionList(View):
     decisions: list[dict[str, Any]]
     """Newest last. Each has `seq` (counted in this run), `at` (Unix time), `what` was decided, its subject, `why`."""

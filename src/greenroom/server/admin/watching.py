@@ -303,12 +303,9 @@ class Watching:
         limit: Annotated[int, Query(ge=1, le=DECISIONS_SHOWN_MAX)] = 100,
         model: str | None = None,
         since: Since = 0,
-        what: str | None = None,
+        what: views.DecisionKind | None = None,
     ) -> views.DecisionList:
-        """Recent decisions of the scheduler, and why; for one model also the evictions made for it.
-
-        `what` names one kind: load, wake, sleep, prepare, unload, abort, reject, cut or recall.
-        """
+        """Recent decisions of the scheduler, and why; for one model also the evictions made for it."""
         entry = self._gateway.catalog.find(model) if model is not None else None
         wanted = model if entry is None else entry.id
         newest_first = (
