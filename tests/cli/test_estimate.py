@@ -61,6 +61,15 @@ def test_context_and_gpus_can_be_asked_about(capsys: pytest.CaptureFixture[str])
     assert parts("--gpus", "2")["context"][0] == 2 * parts("--gpus", "1")["context"][0]
 
 
+def test_a_model_placed_on_the_host_takes_no_gpu_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = configured(
+        tmp_path, f"  chat: {{path: {big()}, devices: [host]}}", f"  other: {{path: {big()}, device: cpu}}"
+    )
+    placed, on_cpu = (as_json(capsys, name, "--config", str(path)) for name in ("chat", "other"))
+    assert placed["need"]["gpu_mib"] == placed["estimate"]["gpu_mib"] == 0
+    assert placed["need"] == on_cpu["need"] and placed["need"]["host_mib"] > 289
+
+
 def test_a_folder_is_told_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = as_json(capsys, str(folder(tmp_path / "m")), "--gpus", "1", "--ctx", "4096")
     assert found["estimate"]["source"] == "safetensors" == found["need"]["source"]

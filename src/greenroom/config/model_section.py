@@ -156,8 +156,8 @@ class Model(Section):
 
     @property
     def is_host_only(self) -> bool:
-        """True if it uses no GPU, wherever it is placed."""
-        return self.device == "cpu" or self.n_gpu_layers == 0
+        """True if it uses no GPU: by its options, or because `devices` names the host alone."""
+        return self.device == "cpu" or self.n_gpu_layers == 0 or set(self.devices) == {"host"}
 
 
 # --- which engine a key belongs to; keys in no set belong to every engine -------------------------------------------

@@ -89,15 +89,11 @@ def _no_admin(server: Server) -> Iterator[str]:
 
 def budget_mib(config: Config, model: Model | None = None) -> int | None:
     """Memory for this model, or for all of them together, as far as the file alone tells."""
-    if config.gpus and not (model and _stays_on_host(model)):
+    if config.gpus and not (model and model.is_host_only):
         return sum(max(0, gpu.memory_mib - gpu.margin_mib) for gpu in config.gpus)
     if config.host.memory_mib is not None:
         return max(0, config.host.memory_mib - config.host.margin_mib)
     return None
-
-
-def _stays_on_host(model: Model) -> bool:
-    return model.is_host_only or set(model.devices) == {"host"}
 
 
 def _missing(model: Model) -> Iterator[str]:
@@ -147,7 +143,7 @@ def _outside_roots(config: Config) -> Iterator[str]:
 
 def _too_much_pinned(config: Config) -> list[str]:
     pinned = [
-        name for name, model in config.models.items() if model.pinned and not (config.gpus and _stays_on_host(model))
+        name for name, model in config.models.items() if model.pinned and not (config.gpus and model.is_host_only)
     ]
     needed = sum(config.models[name].memory_mib or 0 for name in pinned)
     budget = budget_mib(config)
