@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from greenroom.cli.main import main
+from greenroom.engines.estimates.gguf import CONTEXT_MIB
 from tests import fake_gpu
 from tests.cli.test_engines import program, python_with
+from tests.models import tiny
 
 GOOD = """
 gpus: [{memory_mib: 8192}]
@@ -20,7 +23,7 @@ models:
 
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
-    (tmp_path / "chat.gguf").write_bytes(b"GGUF" + bytes(10 * 2**20))
+    (tmp_path / "chat.gguf").symlink_to(tiny("chat"))
     file = tmp_path / "greenroom.yaml"
     file.write_text(GOOD)
     return file
@@ -30,10 +33,32 @@ def test_a_right_file_is_summed_up(good: Path, capsys: pytest.CaptureFixture[str
     assert main(["check", str(good)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["MODEL", "ENGINE", "MEMORY_MIB", "NOTE"]
-    assert lines[1].split(maxsplit=3) == ["chat", "llamacpp", "12", "estimated from its file, pinned"]
+    chat = lines[1].split(maxsplit=3)
+    assert (chat[0], chat[1], chat[3]) == ("chat", "llamacpp", "estimated from its file, pinned")
+    assert int(chat[2]) >= CONTEXT_MIB
     assert lines[2].split(maxsplit=3) == ["speech", "command", "2048", "preload"]
     assert lines[3].startswith("budget: gpu0 8,192 MiB")
     assert lines[-1] == f"{good} is right"
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [(b"", "it ends at byte 0"), (b"PK\x03\x04" * 99, "it does not begin with GGUF")]
+)
+def test_a_file_that_is_no_gguf_is_told(
+    good: Path, content: bytes, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (good.parent / "chat.gguf").unlink()
+    (good.parent / "chat.gguf").write_bytes(content)
+    assert main(["check", str(good)]) == 0
+    out = capsys.readouterr().out
+    assert f"warning: models.chat: path: {good.parent}/chat.gguf is not a usable GGUF file: {why}" in out
+    assert out.splitlines()[-1].endswith("but see above")
+
+
+def test_a_file_that_is_missing_is_told_once(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (good.parent / "chat.gguf").unlink()
+    assert main(["check", str(good)]) == 0
+    assert capsys.readouterr().out.count("warning: models.chat") == 1
 
 
 def test_keys_are_told_with_what_they_may_do(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +114,8 @@ def test_a_file_too_large_for_the_budget_is_told(good: Path, capsys: pytest.Capt
     good.write_text(GOOD.replace("8192", "522"))
     assert main(["check", str(good)]) == 0
     told = capsys.readouterr().out
-    assert "warning: models.chat: its file says about 12 MiB, which can never fit into the budget of 10 MiB" in told
+    said = r"warning: models.chat: its file says about \d+ MiB, which can never fit into the budget of 10 MiB"
+    assert re.search(said, told)
 
 
 def test_json_holds_the_same(good: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -72,6 +73,7 @@ def summary(loaded: LoadedConfig) -> dict[str, Any]:
         "warnings": [
             *loaded.warnings,
             *blind,
+            *_unusable_files(loaded.config),
             *_too_large(models, loaded.config),
             *_no_store_client(loaded.config),
             *_no_packages(loaded.config),
@@ -99,6 +101,23 @@ def _look(config: Config) -> tuple[Reading, list[str]]:
         return NoProbe().look(), [f"memory.probe: {config.memory.probe} does not work here. {error.message}"]
     probe.close()
     return seen, []
+
+
+def _unusable_files(config: Config) -> list[str]:
+    """Warnings for files that llama.cpp cannot load. The loader reports those that are missing."""
+    from greenroom.engines.estimates.gguf import check_gguf
+    from greenroom.engines.estimates.gguf_header import BadModelFile
+    from greenroom.engines.estimates.llama_options import of_model
+    from greenroom.engines.registry import engine_for
+
+    found = []
+    for name, model in config.models.items():
+        if engine_for(model).name == "llamacpp" and os.path.isfile(model.path or ""):
+            try:
+                check_gguf(of_model(model))
+            except BadModelFile as error:
+                found.append(f"models.{name}: path: {error.message.rstrip('.')}")
+    return found
 
 
 def _too_large(models: Sequence[Mapping[str, Any]], config: Config) -> list[str]:

@@ -78,6 +78,11 @@ def files_of(options: LlamaOptions) -> list[Path]:
     return [*parts, *map(Path, beside)]
 
 
+def check_gguf(options: LlamaOptions) -> None:
+    """Raises BadModelFile if the model's file, or another that it is split over, is not a complete GGUF file."""
+    _Model.of(Path(options.model or ""))
+
+
 @dataclass(frozen=True, slots=True)
 class _Model:
     """A file's header, with the weights of all files it is split over."""
