@@ -8,7 +8,17 @@ imports nothing of ours.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
+
+# Of a caller's own words in a message.
+SHOWN_CHARS_MAX: Final = 128
+
+
+def shown(text: str) -> str:
+    """A caller's text for a message: bounded, and quoted and escaped if a character of it cannot be printed."""
+    part = text[:SHOWN_CHARS_MAX]
+    part = part if part.isprintable() else repr(part)
+    return part if len(text) <= SHOWN_CHARS_MAX else f"{part}… ({len(text):,} characters)"
 
 
 class GreenroomError(Exception):
@@ -114,6 +124,10 @@ class NotFound(ClientFault):
 
 class ModelNotFound(NotFound):
     code = "model_not_found"
+
+    @classmethod
+    def named(cls, name: str, param: str = "model") -> ModelNotFound:
+        return cls(f"There is no model {shown(name)}. GET /v1/models lists those there are.", param=param)
 
 
 class MethodNotAllowed(ClientFault):

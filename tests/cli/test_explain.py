@@ -32,6 +32,7 @@ def test_the_question_carries_what_was_said(gateway: FakeGateway, capsys: pytest
     assert main(argv) == 0
     said = {"model": "qwen", "priority": "high", "tenant": "lab", "stream": True, "x_budget_s": 2.5}
     assert gateway.asked[-1].json == said
+    assert "its answer would be cut after 2.5s: its budget" in capsys.readouterr().out
 
 
 def test_json_is_the_gateways_answer(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +76,10 @@ def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixt
         (
             explained("swap", move="wake"),
             ["qwen would be woken", "  how long that takes is not known yet"],
+        ),
+        (
+            explained("swap", move="wake", wait_max_s=2.5),
+            ["qwen would be woken", "  how long that takes is not known yet; after 2.5s it would be refused"],
         ),
         (
             explained("wait", why="no_room", behind=["a"], position=7),

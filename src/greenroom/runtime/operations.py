@@ -67,7 +67,7 @@ class Operations:
     def _error(self, kind: MoveKind, model: ModelId, outcome: OpOutcome) -> GreenroomError:
         match outcome:
             case OpOutcome.UNKNOWN_MODEL:
-                return ModelNotFound(f"There is no model {model}.", param="model")
+                return ModelNotFound.named(model)
             case OpOutcome.REFUSED:
                 return Unsupported(
                     f"{model} runs on {self._engine_of(model)}, which keeps no model asleep in host memory. `load` and "

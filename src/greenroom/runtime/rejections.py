@@ -49,7 +49,7 @@ class Rejections:
         model, retry_s = rejection.model, _bounded(rejection.retry_after_s)
         match rejection.code:
             case RejectCode.UNKNOWN_MODEL | RejectCode.REMOVED:
-                return ModelNotFound(f"There is no model {model}. GET /v1/models lists those there are.", param="model")
+                return ModelNotFound.named(model)
             case RejectCode.QUEUE_FULL:
                 return _queue_full(rejection, retry_s)
             case RejectCode.LOAD_FAILED:

@@ -105,6 +105,15 @@ async def test_priority_counts_and_the_models_own_is_the_default() -> None:
     assert (await explain(gateway, model="a", priority=0)).json["action"] == "swap"
 
 
+async def test_it_is_told_how_long_a_request_would_wait_at_most() -> None:
+    gateway = FakeGateway({"a": model()})
+    told = (await explain(gateway, model="a", x_budget_s=0.25)).json
+    assert (told["action"], told["eta_s"], told["wait_max_s"]) == ("swap", None, 0.25)
+    assert (await explain(gateway, model="a")).json["wait_max_s"] == 290.0
+    gateway.add_slot("a", Tier.READY)
+    assert (await explain(gateway, model="a", x_budget_s=0.25)).json["wait_max_s"] is None
+
+
 async def test_full_queue_would_refuse() -> None:
     gateway = FakeGateway({"a": model(concurrency=1)})
     gateway.state.limits = dataclasses.replace(gateway.state.limits, queue_depth_max=1)

@@ -121,6 +121,28 @@ async def test_what_is_no_id_is_not_found(target: str) -> None:
     assert len(answer.body) < 4096
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("a\x00", r"'a\x00'"),
+        ("a\x1b[2Jb", r"'a\x1b[2Jb'"),
+        ("a\u202eb", r"'a\u202eb'"),
+        ("x" * 200, "x" * 128 + "… (200 characters)"),
+        ("\x00" * 200, r"\x00" * 128 + "'… (200 characters)"),
+    ],
+)
+async def test_an_unknown_name_is_shown_escaped_and_bounded(name: str, shown: str) -> None:
+    answer = await Client(_gateway("a")).post("/api/v1/explain", {"model": name})
+    assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+    assert f"{shown}. GET /v1/models" in answer.error["message"]
+
+
+async def test_a_path_is_shown_escaped_and_bounded() -> None:
+    answer = await Client(_gateway("a")).get("/v1/models/a%00")
+    assert answer.status == 404
+    assert r"'/v1/models/a\x00'" in answer.error["message"]
+
+
 async def test_an_unknown_model_is_named_in_the_error() -> None:
     answer = await Client(_gateway("a")).get("/v1/models/org%2Fother")
     assert answer.error["code"] == "model_not_found"

@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         return ExitStatus.OK
     for line in words(explained):
         screen.say(line)
+    if args.budget_s is not None and explained["action"] == "serve":
+        screen.say(f"  its answer would be cut after {screen.seconds(args.budget_s)}: its budget")
     screen.hint("nothing was changed; GET /api/v1/decisions lists what was decided lately")
     return ExitStatus.OK
 
@@ -142,7 +144,9 @@ def _time(explained: Explained) -> list[str]:
     if action == "serve":
         return []
     if eta_s is None:
-        return ["  how long that takes is not known yet"]
+        wait_max_s = explained.get("wait_max_s")
+        refused = "" if wait_max_s is None else f"; after {screen.seconds(wait_max_s)} it would be refused"
+        return [f"  how long that takes is not known yet{refused}"]
     return [f"  its answer would begin in about {screen.seconds(eta_s)}"]
 
 

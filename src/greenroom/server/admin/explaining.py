@@ -12,11 +12,12 @@ from pydantic import Field
 
 from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.config.schema import Heartbeat
+from greenroom.core.events import RequestArrived
 from greenroom.core.explain import Explanation, Join, Plan, Refuse, Serve, Swap, Wait
-from greenroom.core.model import ModelId, RequestId, TenantId
+from greenroom.core.model import RequestId, TenantId
+from greenroom.errors import ModelNotFound
 from greenroom.runtime.catalogue import Entry
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.listing import unknown_model
 from greenroom.server.admin.views import Order, Priority, Tier, View
 from greenroom.server.inference.ask import Settings, arrival
 from greenroom.tenancy.tenants import NAME_CHARS_MAX, parse_priority
@@ -71,6 +72,9 @@ class Explained(View):
     """Its place in the queue; null if it would not wait."""
     eta_s: float | None = None
     """Seconds until its answer would begin; null if no times are known yet."""
+    wait_max_s: float | None = None
+    """Seconds after which it would be refused if it still waited: its budget, or the limit of the gateway; null if it
+    would not wait."""
     retry_after_s: float | None = None
     """When a refused request may be worth another try, if that is known."""
 
@@ -91,7 +95,7 @@ class Explaining:
         """What would happen if this request came now: is it served, what does it wait for, which models leave?"""
         entry = self._gateway.catalog.find(ask.model)
         if entry is None:
-            raise unknown_model(ask.model, "model")
+            raise ModelNotFound.named(ask.model)
         settings = Settings.of(self._gateway.config)
         event = arrival(
             settings,
@@ -103,25 +107,26 @@ class Explaining:
             ask.stream and settings.heartbeat is not Heartbeat.OFF,
             ask.x_budget_s,
         )
-        return _told(entry.id, self._gateway.loop.scheduler.explanation(event))
+        return _told(event, self._gateway.loop.scheduler.explanation(event))
 
 
 def _priority(ask: ExplainAsk, entry: Entry) -> int:
     return entry.spec.priority if ask.priority is None else parse_priority(ask.priority, param="priority")
 
 
-def _told(model: ModelId, said: Explanation) -> Explained:
-    plan = said.plan
+def _told(event: RequestArrived, said: Explanation) -> Explained:
+    plan, waits = said.plan, not isinstance(said.plan, Serve | Refuse)
     evict = [Evicted(model=one.model, slot=one.slot, to=one.leaves_to.value, why=one.why) for one in said.evict]
     told = Explained(
         action=_action(plan),
-        model=model,
+        model=event.candidates[0],
         behind=[str(name) for name in said.behind],
         evict=evict,
         calls_off=[str(name) for name in said.calls_off],
         too_late=said.is_too_late,
         position=said.position or None,
         eta_s=None if said.eta_s is None else round(said.eta_s, 3),
+        wait_max_s=round(event.give_up_at - event.now, 3) if waits and event.give_up_at is not None else None,
     )
     return told.model_copy(update=_particulars(plan))
 

@@ -54,12 +54,8 @@ def addressed(catalog: Catalog, request: Request, prefix: str, model_id: str, or
     found = split_model(raw[len(start) :], catalog.is_known) if raw.startswith(start) else None
     entry = catalog.find(found[0]) if found is not None and found[1] == order.encode() else None
     if entry is None:
-        raise unknown_model(model_id, "model")
+        raise ModelNotFound.named(model_id)
     return entry
-
-
-def unknown_model(name: str, param: str) -> ModelNotFound:
-    return ModelNotFound(f"There is no model {name}. GET /v1/models lists those there are.", param=param)
 
 
 PATH = "/api/v1/models"

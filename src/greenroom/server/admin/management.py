@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Match, Route
 
 import greenroom
-from greenroom.errors import BadRequest, GatewayBug, GreenroomError, MethodNotAllowed, NotFound
+from greenroom.errors import BadRequest, GatewayBug, GreenroomError, MethodNotAllowed, NotFound, shown
 from greenroom.http.request import Head
 from greenroom.server import render
 from greenroom.server.admin.explaining import Explaining
@@ -83,7 +83,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def nothing_at(path: str) -> NotFound:
-    return NotFound(f"There is nothing at {path}. /api/v1/openapi.json describes what there is.")
+    return NotFound(f"There is nothing at {shown(path)}. /api/v1/openapi.json describes what there is.")
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:

@@ -19,13 +19,13 @@ from starlette.responses import Response
 
 from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.core.model import ModelId, MoveKind, Tier
-from greenroom.errors import BadRequest, GreenroomError, NotAllowed, ShuttingDown, Unsupported
+from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, ShuttingDown, Unsupported
 from greenroom.process.logs import LINES_MAX
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.slots import LiveSlot
 from greenroom.server.admin import views
 from greenroom.server.admin.gateway import Gateway
-from greenroom.server.admin.listing import ModelPath, addressed, unknown_model
+from greenroom.server.admin.listing import ModelPath, addressed
 from greenroom.server.admin.snapshot import Snapshot, tier_of
 from greenroom.server.admin.views import Order, View
 from greenroom.server.admin.watching import (
@@ -152,7 +152,7 @@ class Operating:
     def _named(self, name: str) -> ModelId:
         entry = self._gateway.catalog.find(name)
         if entry is None:
-            raise unknown_model(name, "evict")
+            raise ModelNotFound.named(name, "evict")
         return entry.id
 
 
@@ -207,7 +207,7 @@ class Caches:
             return None
         entry = self._gateway.catalog.find(order.modelId)
         if entry is None:
-            raise unknown_model(order.modelId, "modelId")
+            raise ModelNotFound.named(order.modelId, "modelId")
         if not entry.engine.hosted:
             raise Unsupported(
                 f"{entry.id} runs on {entry.engine.name}, whose cache cannot be flushed from here. Unload it instead: "

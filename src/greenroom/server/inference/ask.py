@@ -262,7 +262,7 @@ class AskReader:
         head = exchange.head
         entry = self._catalog.find(name)
         if entry is None:
-            raise ModelNotFound(f"There is no model {name}. GET /v1/models lists those there are.", param="model")
+            raise ModelNotFound.named(name)
         if route.ability is not None:
             _check_ability(entry, route.ability)
         said = {known: value for known, value in head.headers if known in _OURS}
