@@ -83,11 +83,16 @@ def test_a_pipe_gets_one_stable_line_for_each_model(gateway: FakeGateway, capsys
     assert err == ""
     assert out.splitlines() == [
         "MODEL    TIER     PLACE       MEMORY_MIB  IN_FLIGHT  WAITING  IDLE  PID   NOTE",
-        "smollm2  ready    on-stage    300         0          0        42s   4711  pinned",
-        "minilm   loading  at-home     -           0          2        -     -     about 3.2s to go",
+        "smollm2  ready    GPU         300         0          0        42s   4711  pinned",
+        "minilm   loading  disk        -           0          2        -     -     about 3.2s to go",
         "qwen     waking   green-room  8000        0          1        -     4712  -",
-        "broken   cold     at-home     -           0          0        -     -     failed: no; greenroom logs broken",
+        "broken   cold     disk        -           0          0        -     -     failed: no; greenroom logs broken",
     ]
+
+
+def test_a_ready_model_is_where_its_memory_is() -> None:
+    on_host, nowhere = model("m", tier="ready", memory={"host": 9}), model("n", tier="ready")
+    assert [row[2] for row in ps.rows(status(on_host, nowhere))] == ["host", "-"]
 
 
 def test_json_is_the_status_as_the_gateway_gave_it(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,16 +116,16 @@ def test_the_summary_says_who_is_in_each_place_and_what_they_hold() -> None:
     asleep = model("qwen", tier="asleep", memory={"host": 15_320})
     shown = ps.summary(status(READY, asleep, *(model(f"m{number}") for number in range(7))))
     assert shown[:3] == [
-        "on stage: smollm2 (GPU 250 MiB, host 50 MiB)",
-        "in the green room: qwen (host 15,320 MiB)",
-        "at home: m0, m1, m2, m3, m4 and 2 more",
+        "ready: smollm2 (GPU 250 MiB, host 50 MiB)",
+        "asleep in the green room: qwen (host 15,320 MiB)",
+        "cold: m0, m1, m2, m3, m4 and 2 more",
     ]
 
 
 def test_the_summary_says_how_large_the_green_room_is_where_it_has_a_bound() -> None:
     bounded = status(model("qwen", tier="asleep", memory={"host": 15_320}))
     bounded["green_room"] = {"size_mib": 64_000, "used_mib": 15_320, "free_mib": 48_680, "models": ["qwen"]}
-    assert ps.summary(bounded)[0] == "in the green room: qwen (host 15,320 MiB, its size 64,000 MiB)"
+    assert ps.summary(bounded)[0] == "asleep in the green room: qwen (host 15,320 MiB, its size 64,000 MiB)"
 
 
 def test_the_summary_leaves_out_a_host_that_nothing_uses() -> None:

@@ -25,9 +25,10 @@ MOVING: Final = {
     "unload": "unloading",
 }
 
-# The place of each tier: as one word for the table, and for the summary.
-PLACES: Final = {"ready": "on-stage", "asleep": "green-room", "cold": "at-home"}
-SAID: Final = {"ready": "on stage", "asleep": "in the green room", "cold": "at home"}
+# Where the weights of a model are that is not ready.
+PLACES: Final = {"asleep": "green-room", "cold": "disk"}
+# Each tier in the summary.
+SAID: Final = {"ready": "ready", "asleep": "asleep in the green room", "cold": "cold"}
 # Models named in a line of the summary; the table has them all.
 NAMED_MAX: Final = 5
 # Of an error message in the table; the whole is in the model's log.
@@ -67,7 +68,8 @@ COMMAND = Subcommand(
 
 
 def rows(status: Status) -> list[tuple[str, ...]]:
-    return [_row(model) for model in status["models"]]
+    kinds = _kinds(status)
+    return [_row(model, kinds) for model in status["models"]]
 
 
 def tier(model: Status) -> str:
@@ -76,14 +78,26 @@ def tier(model: Status) -> str:
     return MOVING.get(moving["kind"], str(moving["kind"])) if moving else str(model["tier"])
 
 
-def _row(model: Status) -> tuple[str, ...]:
+def _place(model: Status, kinds: Mapping[str, str]) -> str:
+    if model["tier"] != "ready":
+        return PLACES.get(model["tier"], "-")
+    on = {kinds.get(device, "gpu") for device in model.get("memory") or {}}
+    return "GPU" if "gpu" in on else "host" if on else "-"
+
+
+def _kinds(status: Status) -> dict[str, str]:
+    """The kind of each device: gpu or host."""
+    return {device["id"]: device["kind"] for device in status.get("devices", ())}
+
+
+def _row(model: Status, kinds: Mapping[str, str]) -> tuple[str, ...]:
     memory: Mapping[str, int] = model.get("memory") or {}
     busy = model["in_flight"] or model["waiting"]
     pid = model.get("pid")
     return (
         model["id"],
         tier(model),
-        PLACES.get(model["tier"], "-"),
+        _place(model, kinds),
         str(sum(memory.values())) if memory else "-",
         str(model["in_flight"]),
         str(model["waiting"]),
@@ -135,7 +149,7 @@ def summary(status: Status) -> list[str]:
 
 
 def place(status: Status, tier: str) -> str:
-    """The models in one tier and their memory: `on stage: qwen, llama (GPU 32,100 MiB, host 32,000 MiB)`."""
+    """The models in one tier and their memory: `ready: qwen, llama (GPU 32,100 MiB, host 32,000 MiB)`."""
     there = [model for model in status["models"] if model["tier"] == tier]
     names = ", ".join(model["id"] for model in there[:NAMED_MAX])
     names += f" and {len(there) - NAMED_MAX} more" if len(there) > NAMED_MAX else ""
@@ -147,7 +161,7 @@ def place(status: Status, tier: str) -> str:
 
 
 def _held(status: Status, models: Sequence[Status]) -> list[str]:
-    kinds = {device["id"]: device["kind"] for device in status.get("devices", ())}
+    kinds = _kinds(status)
     total = {"gpu": 0, "host": 0}
     for model in models:
         for device, mib in (model.get("memory") or {}).items():
