@@ -58,7 +58,7 @@ def keep_busy(world: World, requests: int) -> None:
 
 
 def first_served(world: World, model: str) -> float:
-    return min(call.granted_at for call in world.ended if call.candidates == (ModelId(model),))
+    return min(call.granted_at for call in world.ended if call.model == model)
 
 
 # --- the policy -------------------------------------------------------------------------------------------------------

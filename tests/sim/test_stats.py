@@ -4,7 +4,7 @@ import pytest
 
 from greenroom.core.model import ModelId, TenantId
 from greenroom.sim.cases import simulate
-from greenroom.sim.stats import jain, quantile, stats_of, waits_of
+from greenroom.sim.stats import CURVE_MAX, jain, quantile, stats_of, waits_of
 from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World
 from tests.sim.settings import gpu, host, names, setting, sim_model, sleeper
@@ -21,8 +21,14 @@ def test_quantiles_are_values_that_occurred() -> None:
 def test_waits_are_summed_up() -> None:
     waits = waits_of([4.0, 1.0, 3.0, 2.0])
     assert (waits.count, waits.mean_s, waits.p50_s, waits.p95_s, waits.max_s) == (4, 2.5, 2.0, 4.0, 4.0)
-    assert waits.sorted_s == (1.0, 2.0, 3.0, 4.0)
+    assert waits.curve == ((1.0, 0.25), (2.0, 0.5), (3.0, 0.75), (4.0, 1.0))
     assert waits_of([]).count == 0 and waits_of([]).max_s == 0.0
+
+
+def test_the_curve_of_many_waits_has_few_points_of_them() -> None:
+    curve = waits_of(float(value) for value in range(10_000, 0, -1)).curve
+    assert len(curve) == CURVE_MAX and curve[0] == (1.0, 0.0001) and curve[-1] == (10_000.0, 1.0)
+    assert all(share == wait / 10_000 for wait, share in curve) and len(set(curve)) == CURVE_MAX
 
 
 def test_fairness_is_one_for_equals_and_small_where_one_has_all() -> None:

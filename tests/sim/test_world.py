@@ -18,6 +18,7 @@ from greenroom.core.model import (
     Outcome,
     RequestId,
     SlotId,
+    TenantId,
     Tier,
 )
 from greenroom.sim.config import POLICIES
@@ -465,3 +466,18 @@ def test_world_and_scheduler_stay_of_one_mind_whatever_happens(seed: int, policy
     held = {slot: place.tier for slot, place in world.truth.places.items()}
     assert held == {slot.id: slot.tier for slot in world.scheduler.state.slots.values()}
     assert world.is_at_rest and world.events_told > 700
+
+
+def test_what_has_ended_is_kept_packed_and_read_as_it_was() -> None:
+    """A run may have millions of requests."""
+    world = World(setting(sim_model("a"), sim_model("b")))
+    served = world.arrive(A, 5, 100, TenantId("x"), priority=-3)
+    refused = world.arrive(ModelId("stranger"), 1, 7, TenantId("y"))
+    lease = world.ask_lease(Need(10))
+    world.run(until=30.0)
+    world.end_lease(lease)
+    first, second, third = world.ended
+    assert (first.fate, first.code, first.tenant, first.model) == (Fate.REJECTED, refused.code, "y", "stranger")
+    assert (second.fate, second.code, second.priority, second.output_len) == (Fate.SERVED, None, -3, 100)
+    assert (second.wait_s, second.ended_at, second.tenant) == (served.wait_s, served.ended_at, "x")
+    assert third.is_lease and not (first.is_lease or second.is_lease or second.was_broken) and len(world.ended) == 3

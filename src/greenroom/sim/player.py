@@ -32,7 +32,7 @@ from greenroom.core.model import (
 )
 from greenroom.sim.config import DEFAULT_TIMINGS, SimConfig, SimModel, Timings, scheduler_for
 from greenroom.sim.hooks import Ending, Faults, MoveFate, NoFaults, ServeFate, Watcher
-from greenroom.sim.records import NO_MODEL, Fate, SimCall, SimPlace, Violation
+from greenroom.sim.records import NO_MODEL, EndedCalls, Fate, SimCall, SimPlace, Violation
 from greenroom.sim.truth import GroundTruth
 
 # The delay between a cut, an abort or a crash and what follows from it.
@@ -50,7 +50,7 @@ class Player:
         self.truth = GroundTruth()
         self.models: dict[ModelId, SimModel] = {}
         self.calls: dict[str, SimCall] = {}  # waiting or served
-        self.ended: list[SimCall] = []
+        self.ended = EndedCalls()
         self.leases: dict[LeaseId, SimCall] = {}
         self.ops: dict[OpId, OpOutcome | None] = {}
         self.events_told = 0
@@ -277,7 +277,7 @@ class Player:
             self.truth.stop_serving(call, self.clock.now)
         call.fate, call.slot, call.ended_at = fate, None, self.clock.now
         del self.calls[call.id]
-        self.ended.append(call)
+        self.ended.add(call)
 
     def _tell_end(self, call: SimCall) -> None:
         if call.on_end is not None:

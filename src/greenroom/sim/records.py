@@ -1,9 +1,13 @@
-"""Requests, leases and slots as the simulated world sees them, independent of the scheduler's own records."""
+"""Requests, leases and slots as the simulated world sees them, independent of the scheduler's own records.
+
+A run may have millions of requests: whatever is kept of each after its end, is kept packed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
+from struct import Struct
 from typing import NamedTuple
 
 from greenroom.core.effects import RejectCode
@@ -100,6 +104,96 @@ class SimCall:
     def wait_s(self) -> float:
         """From arrival to the grant that served it."""
         return self.granted_at - self.arrived
+
+
+class EndedCall(NamedTuple):
+    """What is kept of a request or lease after its end."""
+
+    arrived: float
+    granted_at: float
+    ended_at: float
+    output_len: int
+    priority: int
+    model: ModelId
+    tenant: TenantId
+    fate: Fate
+    code: RejectCode | None
+    was_broken: bool
+    is_lease: bool
+
+    @property
+    def wait_s(self) -> float:
+        """From arrival to the grant that served it."""
+        return self.granted_at - self.arrived
+
+
+class Names:
+    """Numbers for names, in the order in which they first occur."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self.all: list[str] = []
+
+    def number(self, name: str) -> int:
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = len(self.all)
+            self.all.append(name)
+        return number
+
+
+_FATES = tuple(Fate)
+_CODES = (None, *RejectCode)
+_FATE_NUMBERS = {fate: number for number, fate in enumerate(_FATES)}
+_CODE_NUMBERS = {code: number for number, code in enumerate(_CODES)}
+
+
+class EndedCalls:
+    """Calls that have ended, in the order of their ends, packed into some 40 bytes each."""
+
+    # The fields of EndedCall; names and enums are numbers.
+    _LAYOUT = Struct("<dddIhIIBB??")
+
+    def __init__(self) -> None:
+        self._packed = bytearray()
+        self._models = Names()
+        self._tenants = Names()
+
+    def add(self, call: SimCall) -> None:
+        self._packed += self._LAYOUT.pack(
+            call.arrived,
+            call.granted_at,
+            call.ended_at,
+            call.output_len,
+            call.priority,
+            self._models.number(call.model),
+            self._tenants.number(call.tenant),
+            _FATE_NUMBERS[call.fate],
+            _CODE_NUMBERS[call.code],
+            call.was_broken,
+            call.is_lease,
+        )
+
+    def __len__(self) -> int:
+        return len(self._packed) // self._LAYOUT.size
+
+    def __iter__(self) -> Iterator[EndedCall]:
+        models, tenants = self._models.all, self._tenants.all
+        for arrived, granted, ended, output, priority, model, tenant, fate, code, *flags in self._LAYOUT.iter_unpack(
+            self._packed
+        ):
+            yield EndedCall(
+                arrived,
+                granted,
+                ended,
+                output,
+                priority,
+                ModelId(models[model]),
+                TenantId(tenants[tenant]),
+                _FATES[fate],
+                _CODES[code],
+                *flags,
+            )
 
 
 class SimPlace:

@@ -241,13 +241,8 @@ def wait_plots(results: Sequence[Result]) -> list[str]:
 def _wait_plot(name: str, results: Sequence[Result]) -> str:
     found = [(result.case.label, result.stats.by_class[name]) for result in results if name in result.stats.by_class]
     x = logarithmic("wait in seconds", [waits.max_s for _, waits in found], AT_ONCE_S)
-    lines = [Line(label, _shares(waits)) for label, waits in found]
+    lines = [Line(label, waits.curve) for label, waits in found]
     return plot(f"Share of requests of class {name} served within", x, linear("share", [1.0]), lines)
-
-
-def _shares(waits: Waits) -> list[Point]:
-    ordered = waits.sorted_s
-    return [(value, (number + 1) / len(ordered)) for number, value in enumerate(ordered)]
 
 
 def swaps_plot(results: Sequence[Result]) -> str:

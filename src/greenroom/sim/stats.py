@@ -6,18 +6,22 @@ another model had to leave.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import TypeVar
 
 from greenroom.core.model import DeviceKind, MoveKind
-from greenroom.sim.records import Fate, SimCall
+from greenroom.sim.records import EndedCall, Fate
 from greenroom.sim.truth import Tiers
 from greenroom.sim.world import World
 
 CLASS_NAMES = {0: "high", 1: "normal", 2: "low"}
+
+# Points of a curve that are kept.
+CURVE_MAX = 400
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -28,7 +32,7 @@ def class_name(priority: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """How long requests waited, in seconds; sorted values are kept for the plots."""
+    """How long requests waited, in seconds."""
 
     count: int
     mean_s: float
@@ -36,7 +40,8 @@ class Waits:
     p95_s: float
     p99_s: float
     max_s: float
-    sorted_s: tuple[float, ...]
+    # Waits and the share of requests that waited at most so long: some points of the curve, for the plots.
+    curve: tuple[tuple[float, float], ...]
 
 
 NO_WAITS = Waits(0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
@@ -48,7 +53,15 @@ def waits_of(values: Iterable[float]) -> Waits:
         return NO_WAITS
     mean = sum(ordered) / len(ordered)
     p50, p95, p99 = (quantile(ordered, share) for share in (0.50, 0.95, 0.99))
-    return Waits(len(ordered), mean, p50, p95, p99, ordered[-1], tuple(ordered))
+    return Waits(len(ordered), mean, p50, p95, p99, ordered[-1], _curve(ordered))
+
+
+def _curve(ordered: Sequence[float]) -> tuple[tuple[float, float], ...]:
+    """At most `CURVE_MAX` points, evenly spaced over the requests, the first and the last included."""
+    last = len(ordered) - 1
+    stride = max(1.0, last / (CURVE_MAX - 1))
+    ranks = [round(number * stride) for number in range(min(len(ordered), CURVE_MAX))]
+    return tuple((ordered[rank], (rank + 1) / len(ordered)) for rank in ranks)
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -121,52 +134,101 @@ class Stats:
 
 def stats_of(world: World) -> Stats:
     """The figures of a world that has run."""
-    calls = [call for call in world.ended if not call.is_lease]
-    served = [call for call in calls if call.fate is Fate.SERVED]
-    moves, ends_s = world.truth.meters.moves, max((call.ended_at for call in calls), default=0.0)
-    makespan_s = ends_s - min((call.arrived for call in calls), default=0.0)
+    tally = _Tally()
+    for call in world.ended:
+        if not call.is_lease:
+            tally.add(call)
+    moves, makespan_s = world.truth.meters.moves, tally.ends_s - min(tally.begins_s, tally.ends_s)
     per_s = 1.0 / makespan_s if makespan_s > 0 else 0.0
     return Stats(
-        requests=len(calls) + sum(not call.is_lease for call in world.calls.values()),
-        served=len(served),
-        broken=sum(call.was_broken for call in served),
-        gone=sum(call.fate is Fate.GONE for call in calls),
-        rejected=dict(sorted(Counter(call.code.value for call in calls if call.code is not None).items())),
-        waits=waits_of(call.wait_s for call in served),
-        by_class={class_name(priority): waits for priority, waits in _split(served, lambda call: call.priority)},
-        by_tenant=dict(_split(served, lambda call: str(call.tenant))),
-        by_model=dict(_split(served, lambda call: str(call.model))),
-        jain=jain([_swiftness(group) for _, group in _groups(served, lambda call: call.tenant)]),
+        requests=tally.fates.total() + sum(not call.is_lease for call in world.calls.values()),
+        served=tally.fates[Fate.SERVED],
+        broken=tally.broken,
+        gone=tally.fates[Fate.GONE],
+        rejected=dict(sorted(tally.rejected.items())),
+        waits=waits_of(tally.waits),
+        by_class={class_name(priority): waits for priority, waits in _split(tally.by_class)},
+        by_tenant=dict(_split(tally.by_tenant)),
+        by_model=dict(_split(tally.by_model)),
+        jain=jain([shares.swiftness for _, shares in sorted(tally.shares.items())]),
         loads=moves[MoveKind.LOAD],
         wakes=moves[MoveKind.WAKE],
         sleeps=moves[MoveKind.SLEEP],
         unloads=moves[MoveKind.UNLOAD],
-        devices=_devices(world, ends_s),
-        ends_s=ends_s,
+        devices=_devices(world, tally.ends_s),
+        ends_s=tally.ends_s,
         makespan_s=makespan_s,
-        served_per_s=len(served) * per_s,
-        tokens_per_s=sum(call.output_len for call in served) * per_s,
+        served_per_s=tally.fates[Fate.SERVED] * per_s,
+        tokens_per_s=tally.tokens * per_s,
         tiers=tuple(world.truth.meters.tiers),
         swaps_at=tuple(world.truth.meters.swaps_at),
         events=world.events_told,
     )
 
 
-def _groups(calls: Iterable[SimCall], key: Callable[[SimCall], Key]) -> list[tuple[Key, list[SimCall]]]:
-    groups: dict[Key, list[SimCall]] = {}
-    for call in calls:
-        groups.setdefault(key(call), []).append(call)
-    return sorted(groups.items(), key=lambda pair: str(pair[0]))
+class _Tally:
+    """Sums over ended requests; waits are kept as plain numbers, because there may be millions."""
+
+    def __init__(self) -> None:
+        self.fates: Counter[Fate] = Counter()
+        self.rejected: Counter[str] = Counter()
+        self.broken = 0
+        self.tokens = 0
+        self.begins_s = inf
+        self.ends_s = 0.0
+        self.waits = array("d")
+        self.by_class: dict[int, array[float]] = {}
+        self.by_tenant: dict[str, array[float]] = {}
+        self.by_model: dict[str, array[float]] = {}
+        self.shares: dict[str, _Share] = {}
+
+    def add(self, call: EndedCall) -> None:
+        self.fates[call.fate] += 1
+        self.begins_s, self.ends_s = min(self.begins_s, call.arrived), max(self.ends_s, call.ended_at)
+        if call.code is not None:
+            self.rejected[call.code.value] += 1
+        if call.fate is Fate.SERVED:
+            self._add_served(call)
+
+    def _add_served(self, call: EndedCall) -> None:
+        wait_s = call.wait_s
+        self.broken += call.was_broken
+        self.tokens += call.output_len
+        self.waits.append(wait_s)
+        _group(self.by_class, call.priority).append(wait_s)
+        _group(self.by_tenant, str(call.tenant)).append(wait_s)
+        _group(self.by_model, str(call.model)).append(wait_s)
+        share = self.shares.get(call.tenant)
+        if share is None:
+            share = self.shares[call.tenant] = _Share()
+        share.served_s += call.ended_at - call.granted_at
+        share.spent_s += call.ended_at - call.arrived
 
 
-def _split(calls: Iterable[SimCall], key: Callable[[SimCall], Key]) -> list[tuple[Key, Waits]]:
-    return [(name, waits_of(call.wait_s for call in group)) for name, group in _groups(calls, key)]
+class _Share:
+    """How long a tenant's requests were served, of how long they were in the system."""
+
+    __slots__ = ("served_s", "spent_s")
+
+    def __init__(self) -> None:
+        self.served_s = 0.0
+        self.spent_s = 0.0
+
+    @property
+    def swiftness(self) -> float:
+        """Seconds of service per second in the system: 1 if no request waited."""
+        return self.served_s / self.spent_s if self.spent_s > 0 else 1.0
 
 
-def _swiftness(calls: Sequence[SimCall]) -> float:
-    """Seconds of service per second in the system: 1 if no request waited."""
-    spent_s = sum(call.ended_at - call.arrived for call in calls)
-    return sum(call.ended_at - call.granted_at for call in calls) / spent_s if spent_s > 0 else 1.0
+def _group(groups: dict[Key, array[float]], key: Key) -> array[float]:
+    group = groups.get(key)
+    if group is None:
+        group = groups[key] = array("d")
+    return group
+
+
+def _split(groups: Mapping[Key, array[float]]) -> list[tuple[Key, Waits]]:
+    return [(key, waits_of(groups[key])) for key in sorted(groups, key=str)]
 
 
 def _devices(world: World, until: float) -> dict[str, DeviceUse]:
