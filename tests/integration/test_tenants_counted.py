@@ -16,7 +16,14 @@ KEYS = [{"name": "batch", "key": "gr-batch", "tenant": "team"}, {"name": "alice"
 def make_up_names(app: App) -> None:
     for number in range(UNNAMED_SERIES_MAX):
         app.metrics.request_done(
-            model="a", tenant=f"made-up-{number}", route="chat", status=200, seconds=1, wait_s=0, first_byte_s=None
+            model="a",
+            tenant=f"made-up-{number}",
+            route="chat",
+            status=200,
+            seconds=1,
+            wait_s=0,
+            not_there_s=0,
+            first_byte_s=None,
         )
 
 

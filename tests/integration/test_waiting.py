@@ -266,3 +266,25 @@ async def test_priority_that_cannot_be_one_is_refused_before_anything_loads(tmp_
             assert (answer.status, answer.error["param"]) == (400, "x_priority"), said
         assert (await chat(app, "cold", headers={"X-Priority": "urgent"})).status == 400
         assert not app.loop.scheduler.state.slots
+
+
+# --- why requests waited --------------------------------------------------------------------------------------------
+
+
+async def test_metrics_tell_a_model_that_was_not_there_from_one_that_was_full(tmp_path: Path) -> None:
+    """Two callers of a model that loads for 0.5 s, and then answers one request at a time, for 0.6 s each."""
+    models = {"slow": fake("slow", "--load-s", "0.5", "--tokens", "2", "--token-s", "0.3", concurrency=1)}
+    async with gateway(tmp_path, models) as app:
+        await asyncio.gather(chat(app, "slow"), chat(app, "slow"))
+        await at_rest(app)
+        body = (await http(app, "GET", "/metrics")).body.decode()
+    name, label = "greenroom_queue_wait_cause_seconds", 'model="slow"'
+    series = dict(line.rsplit(" ", 1) for line in body.splitlines() if line.startswith(name))
+    not_there, full = (f'cause="{cause}",{label}' for cause in ("not_there", "full"))
+    assert float(series[f"{name}_count{{{not_there}}}"]) == 2
+    assert float(series[f"{name}_sum{{{not_there}}}"]) >= 2 * 0.5
+    # Only the second caller waited for the first. The first waited some milliseconds for its grant.
+    assert 0.6 <= float(series[f"{name}_sum{{{full}}}"]) < 1.2
+    waited = next(line for line in body.splitlines() if line.startswith("greenroom_queue_wait_seconds_sum"))
+    parts = sum(float(series[f"{name}_sum{{{part}}}"]) for part in (not_there, full))
+    assert parts == pytest.approx(float(waited.split()[-1]))

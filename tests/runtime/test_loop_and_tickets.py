@@ -46,7 +46,7 @@ def some_slot() -> LiveSlot:
     catalog.fill(Config.model_validate({"models": {"m": {"cmd": ["true", "${PORT}"], "memory_mib": 1}}}))
     clock = cast(asyncio.AbstractEventLoop, SimpleNamespace(time=time.monotonic))
     pool = Pool(EngineAddress("127.0.0.1", 1), loop=clock)
-    return LiveSlot(SlotId("s1"), next(iter(catalog)), cast(Child, None), pool, None)
+    return LiveSlot(SlotId("s1"), next(iter(catalog)), cast(Child, None), pool, None, 0.0)
 
 
 def order(name: str) -> MoveAsked:
@@ -133,6 +133,15 @@ def test_granted_ticket_is_done_when_closed() -> None:
     ticket.grant(some_slot(), 1.5)
     tickets.close(ticket)
     assert posts.events[1:] == [ServeDone(2.0, RequestId("r"))]
+
+
+@pytest.mark.parametrize(("ready_since", "not_there_s"), [(0.5, 0.0), (1.0, 0.0), (3.0, 2.0)])
+def test_a_ticket_tells_how_long_its_slot_was_not_there(ready_since: float, not_there_s: float) -> None:
+    """It arrives at 1 and is granted at 4."""
+    ticket, slot = Tickets(Posts(), lambda: 2.0).arrive(arrival()), some_slot()
+    slot.ready_since = ready_since
+    ticket.grant(slot, 4.0)
+    assert ticket.not_there_s == not_there_s
 
 
 def test_lost_ticket_waits_again() -> None:

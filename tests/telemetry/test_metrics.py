@@ -36,6 +36,7 @@ def answer(metrics: Metrics, **changed: object) -> None:
         "status": 200,
         "seconds": 1.5,
         "wait_s": 0.2,
+        "not_there_s": 0.0,
         "first_byte_s": 0.4,
     }
     metrics.request_done(**{**said, **changed})  # type: ignore[arg-type]
@@ -70,6 +71,24 @@ def test_answer_without_first_byte_is_not_measured_as_one() -> None:
     answer(metrics, first_byte_s=None)
     assert value(metrics, "greenroom_first_byte_seconds_count", model="qwen") == 0
     assert value(metrics, "greenroom_queue_wait_seconds_count", model="qwen") == 1
+
+
+def test_a_wait_is_split_by_its_causes() -> None:
+    metrics = Metrics()
+    answer(metrics, wait_s=5.0, not_there_s=4.0)
+    answer(metrics, wait_s=3.0, not_there_s=9.0)
+    answer(metrics, wait_s=2.0, not_there_s=0.0)
+    answer(metrics, wait_s=0.0, not_there_s=0.0)
+    name = "greenroom_queue_wait_cause_seconds"
+    parts = {
+        cause: (
+            value(metrics, f"{name}_count", model="qwen", cause=cause),
+            value(metrics, f"{name}_sum", model="qwen", cause=cause),
+        )
+        for cause in ("not_there", "full")
+    }
+    assert parts == {"not_there": (2, 7.0), "full": (2, 3.0)}
+    assert value(metrics, "greenroom_queue_wait_seconds_sum", model="qwen") == 10.0
 
 
 def test_tokens_lookups_moves_evictions_and_refusals_are_counted() -> None:

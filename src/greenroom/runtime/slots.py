@@ -15,14 +15,17 @@ EXIT_FOLLOWS_S = 0.5
 
 
 class LiveSlot:
-    __slots__ = ("child", "entry", "id", "pool", "socket")
+    __slots__ = ("child", "entry", "id", "pool", "ready_since", "socket")
 
-    def __init__(self, slot: SlotId, entry: Entry, child: Child, pool: Pool, socket: str | None) -> None:
+    def __init__(
+        self, slot: SlotId, entry: Entry, child: Child, pool: Pool, socket: str | None, ready_since: float
+    ) -> None:
         self.id = slot
         self.entry = entry
         self.child = child
         self.pool = pool
         self.socket = socket
+        self.ready_since = ready_since
 
     async def settle(self) -> None:
         """Wait a moment after a broken connection, so that the exit of a dead process is reported first."""

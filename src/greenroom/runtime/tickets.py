@@ -18,12 +18,25 @@ Clock = Callable[[], float]
 
 
 class Ticket:
-    __slots__ = ("_future", "_on_cut", "arrived", "cut_error", "granted_at", "id", "is_open", "rejection", "slot")
+    __slots__ = (
+        "_future",
+        "_on_cut",
+        "arrived",
+        "cut_error",
+        "granted_at",
+        "id",
+        "is_open",
+        "not_there_s",
+        "rejection",
+        "slot",
+    )
 
     def __init__(self, request: RequestId, arrived: float) -> None:
         self.id = request
         self.arrived = arrived
         self.granted_at = 0.0
+        # The part of its wait before its slot was ready. For the rest of it, the slot served as many as it can.
+        self.not_there_s = 0.0
         self.slot: LiveSlot | None = None
         self.rejection: GreenroomError | None = None
         self.cut_error: GreenroomError | None = None
@@ -55,6 +68,7 @@ class Ticket:
 
     def grant(self, slot: LiveSlot, now: float) -> None:
         self.slot, self.granted_at = slot, now
+        self.not_there_s = max(0.0, slot.ready_since - self.arrived)
         self._wake()
 
     def reject(self, error: GreenroomError) -> None:

@@ -118,6 +118,7 @@ class Metrics:
         self._is_named = is_named
         self._requests, self._seconds = Counter(table.REQUESTS), Histogram(table.REQUEST_SECONDS)
         self._wait, self._first_byte = Histogram(table.WAIT_SECONDS), Histogram(table.FIRST_BYTE_SECONDS)
+        self._wait_causes = Histogram(table.WAIT_CAUSE_SECONDS)
         self._tenant_requests, self._tokens = Counter(table.TENANT_REQUESTS), Counter(table.TOKENS)
         self._lookups, self._moves, self._move_seconds = (
             Counter(table.LOOKUPS),
@@ -146,17 +147,30 @@ class Metrics:
         status: int,
         seconds: float,
         wait_s: float,
+        not_there_s: float,
         first_byte_s: float | None,
     ) -> None:
-        """One request has ended, however it ended. `route` is one of ours, never the path that was asked for."""
+        """One request has ended, however it ended. `route` is one of ours, never the path that was asked for.
+        `not_there_s` is the part of its wait before its slot was ready.
+        """
         series = self._request_series.get((model, route, status)) or self._request_series_of(model, route, status)
         series.count.value += 1
         series.seconds.add(seconds)
         series.wait.add(wait_s)
+        if wait_s > 0:
+            self._wait_parts(model, wait_s, min(not_there_s, wait_s))
         if first_byte_s is not None:
             series.first_byte.add(first_byte_s)
         count = self._tenant_series.get((model, tenant)) or self._tenant_series_of(model, tenant)
         count.value += 1
+
+    def _wait_parts(self, model: str, wait_s: float, not_there_s: float) -> None:
+        """Only for requests that waited, and only the parts that are there."""
+        label = self._model(model)
+        if not_there_s > 0:
+            self._wait_causes.at(label, "not_there").add(not_there_s)
+        if wait_s > not_there_s:
+            self._wait_causes.at(label, "full").add(wait_s - not_there_s)
 
     def tokens(self, model: str, tenant: str, prompt: int, completion: int, cached: int) -> None:
         """`cached` counts prompt tokens that the engine did not have to compute again."""
@@ -273,7 +287,7 @@ class Metrics:
             yield counted.family()
         for counted in (self._evictions, self._rejections, self._edge_refusals, self._lease_asks):
             yield counted.family()
-        for measured in (self._seconds, self._wait, self._first_byte, self._move_seconds):
+        for measured in (self._seconds, self._wait, self._wait_causes, self._first_byte, self._move_seconds):
             yield measured.family()
         yield from self.green_room.families()
         yield from _gauge_families(gauges)

@@ -141,6 +141,12 @@ _BYTES_PER_S: Final = (1e8, 3e8, 1e9, 3e9, 6e9, 1.2e10, 2e10, 2.5e10, 4e10, 5e10
 REQUESTS = MetricSpec("greenroom_requests_total", "Requests answered.", ("model", "route", "status"))
 REQUEST_SECONDS = MetricSpec("greenroom_request_seconds", "From arrival to last byte.", ("model", "route"), _ANSWER_S)
 WAIT_SECONDS = MetricSpec("greenroom_queue_wait_seconds", "From arrival to a slot's grant.", ("model",), _WAIT_S)
+WAIT_CAUSE_SECONDS = MetricSpec(
+    "greenroom_queue_wait_cause_seconds",
+    "Parts of that wait: not_there (until its slot was ready) and full (that served as many as it can).",
+    ("model", "cause"),
+    _WAIT_S,
+)
 FIRST_BYTE_SECONDS = MetricSpec(
     "greenroom_first_byte_seconds", "Streams: from arrival to the first event.", ("model",), _ANSWER_S
 )
@@ -200,7 +206,8 @@ CONNECTIONS = MetricSpec("greenroom_connections", "Open connections of callers."
 UPTIME = MetricSpec("greenroom_uptime_seconds", "Since the gateway started.")
 
 TABLE: Final = (
-    *(REQUESTS, REQUEST_SECONDS, WAIT_SECONDS, FIRST_BYTE_SECONDS, TENANT_REQUESTS, TOKENS, LOOKUPS),
+    *(REQUESTS, REQUEST_SECONDS, WAIT_SECONDS, WAIT_CAUSE_SECONDS, FIRST_BYTE_SECONDS),
+    *(TENANT_REQUESTS, TOKENS, LOOKUPS),
     *(MOVES, MOVE_SECONDS, EVICTIONS, REJECTIONS, EDGE_REFUSALS),
     *(WAKE_BYTES, WAKE_RATE, PREPARE_BYTES, PREPARE_RATE, WORKER_STARTS, WORKER_LOSSES, FLUSHED_BYTES, PREFETCH_BYTES),
     *(QUEUE_DEPTH, IN_FLIGHT, SLOTS, MODEL_MEMORY, DEVICE_CAPACITY, DEVICE_FREE, DEVICE_FOREIGN),

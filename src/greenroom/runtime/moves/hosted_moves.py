@@ -206,7 +206,7 @@ class HostedMoves:
         assert worker is not None and slot.pool is not None and slot.socket is not None
         began = self._clock()
         answer = await self._wake_in(move, slot, worker)
-        self._slots.live[slot.id] = LiveSlot(slot.id, slot.entry, worker.child, slot.pool, slot.socket)
+        self._slots.live[slot.id] = LiveSlot(slot.id, slot.entry, worker.child, slot.pool, slot.socket, self._clock())
         took_s = self._clock() - began + seconds(answer, "expected_s")
         self._observer.woke(slot.entry.id, count(answer, "bytes"), took_s)
         return answer

@@ -99,7 +99,7 @@ class ProcessMoves:
             self._give_back(move.slot, place.socket)
             raise
         pool = Pool(_address(place), name=f"The engine of {entry.id}")
-        live = LiveSlot(move.slot, entry, child, pool, place.socket)
+        live = LiveSlot(move.slot, entry, child, pool, place.socket, asyncio.get_running_loop().time())
         self._slots.live[move.slot] = live
         child.on_exit(lambda exit: self._on_exit(live, exit))
         return seen

@@ -195,6 +195,7 @@ class Inference:
             status=record.status,
             seconds=total_s,
             wait_s=record.wait_s or 0.0,
+            not_there_s=ticket.not_there_s,
             first_byte_s=record.first_byte_s,
         )
 
