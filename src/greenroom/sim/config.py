@@ -5,6 +5,7 @@ Owns the numbers of one run and nothing that changes during it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 
 from greenroom.core.effects import Effects
@@ -19,6 +20,35 @@ POLICIES = tuple(BUILT_IN)
 
 
 @dataclass(frozen=True, slots=True)
+class SpeedCurve:
+    """How fast one answer is beside others, as a share of its speed alone on the GPU.
+
+    `steps` has batch sizes and how much longer a token takes in them than alone, in order, from (1, 1.0) on. Each
+    other model that is busy on the same GPU makes it longer by `neighbour` times that.
+    """
+
+    steps: tuple[tuple[int, float], ...]
+    neighbour: float
+
+    def speed(self, batch: int, busy_neighbours: int) -> float:
+        """Linear in time between the steps, and further on as between the last two."""
+        steps = self.steps
+        # With a batch of one, the second step is asked too, for its line through the first.
+        after = min(max(1, bisect_left(steps, (batch, 0.0))), len(steps) - 1)
+        (low, low_s), (high, high_s) = steps[after - 1], steps[after]
+        token_s = low_s + (high_s - low_s) * (batch - low) / (high - low)
+        return 1.0 / (token_s * (1.0 + self.neighbour * busy_neighbours))
+
+
+# Measured with a model of 8B parameters on an H200: 197, 1,441, 5,193 and 14,115 tokens/s for 1, 8, 32 and 128 callers
+# (benchmarks/results/2026-11-16-decode-gpu.txt).
+MEASURED_STEPS = ((1, 1.0), (8, 1.096), (32, 1.217), (128, 1.791))
+# Two models with 8 callers each, at the same time: 1,356 tokens/s from two processes, 1,763 from one, 1,441 alone.
+OWN_PROCESSES = SpeedCurve(MEASURED_STEPS, 1.13)
+ONE_PROCESS = SpeedCurve(MEASURED_STEPS, 0.63)
+
+
+@dataclass(frozen=True, slots=True)
 class Timings:
     """How long a model's moves and answers take. The defaults fit a mid-sized model on one recent GPU."""
 
@@ -27,9 +57,11 @@ class Timings:
     sleep_s: float = 0.5
     unload_s: float = 1.0
     prefill_tokens_per_s: float = 2_000.0
-    # Of each request, up to `concurrency` at once: batching slows a request little until then.
+    # Of a request alone on its GPU.
     tokens_per_s: float = 60.0
     concurrency: int = 16
+    # How requests slow each other down; None: not at all.
+    speed: SpeedCurve | None = None
 
     def move_s(self, kind: MoveKind) -> float:
         if kind is MoveKind.LOAD or kind is MoveKind.PREPARE:

@@ -30,6 +30,7 @@ from greenroom.core.model import (
     SlotId,
     Tier,
 )
+from greenroom.sim.compute import Compute
 from greenroom.sim.config import DEFAULT_TIMINGS, SimConfig, SimModel, Timings, scheduler_for
 from greenroom.sim.hooks import Ending, Faults, MoveFate, NoFaults, ServeFate, Watcher
 from greenroom.sim.records import NO_MODEL, EndedCalls, Fate, SimCall, SimPlace, Violation
@@ -63,6 +64,9 @@ class Player:
         self._settle = tuple(watcher.settled for watcher in watchers)
         self._timers: dict[Timer, tuple[float, int]] = {}
         self._numbers = 0
+        # Where speed is constant, the end of an answer is known when it begins.
+        is_constant = all(model.timings.speed is None for model in config.models)
+        self._compute = None if is_constant else Compute(self.clock, self._answered)
         self._disk_free_at = [0.0] * (config.loads_at_once or 0)
         self.scheduler = scheduler_for(self, config.policies, config.swappers)
 
@@ -90,12 +94,15 @@ class Player:
             return
         place = self.truth.serve(call, slot, now)
         call.model = place.model
-        usual_s = self._timings(place.model).service_s(call.prompt_len, call.output_len)
+        timings = self._timings(place.model)
+        usual_s = call.work_s = timings.service_s(call.prompt_len, call.output_len)
         fate = self._faults.on_grant(call, usual_s)
-        if fate is None:
-            self.clock.arrange(usual_s, self._answered, (call, call.grants))
-        else:
+        if fate is not None:
             self.clock.arrange(fate.after_s, self._meet, (call, call.grants, fate))
+        elif self._compute is not None:
+            self._compute.begin(place, call, usual_s, timings.speed, self.truth.devices)
+        else:
+            self.clock.arrange(usual_s, self._answered, (call, call.grants))
 
     def _place_lease(self, call: SimCall, slot: SlotId) -> None:
         # The effect does not carry the claim, which the holder must know: the one look into the scheduler's view.
@@ -248,8 +255,9 @@ class Player:
             self._answered(served)
 
     def _lose_early(self, call: SimCall) -> None:
-        self.truth.stop_serving(call, self.clock.now)
-        call.fate, call.slot = Fate.WAITING, None
+        call.fate = Fate.WAITING
+        self._stop_serving(call)
+        call.slot = None
         self.post(ev.ServeDone(self.clock.told, RequestId(call.id), lost_before_first_byte=True))
 
     def _end_move(self, ending: tuple[Move, MoveFate]) -> None:
@@ -273,11 +281,27 @@ class Player:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _end(self, call: SimCall, fate: Fate) -> None:
-        if call.fate is Fate.GRANTED and not call.is_lease:
-            self.truth.stop_serving(call, self.clock.now)
-        call.fate, call.slot, call.ended_at = fate, None, self.clock.now
+        was, call.fate, call.ended_at = call.fate, fate, self.clock.now
+        if not call.is_lease:
+            self._count(call, was)
+        call.slot = None
         del self.calls[call.id]
         self.ended.add(call)
+
+    def _count(self, call: SimCall, was: Fate) -> None:
+        if was is Fate.GRANTED:
+            self._stop_serving(call)
+        if call.fate is Fate.SERVED:
+            self.truth.meters.delays_of(call.model).add(call)
+        elif was is Fate.WAITING:
+            self.truth.meters.delays_of(call.model).lose(self.truth.tier_of(call.model) is Tier.READY)
+
+    def _stop_serving(self, call: SimCall) -> None:
+        """Its fate is another by now."""
+        assert call.slot is not None
+        batch = self.truth.stop_serving(call, self.clock.now)
+        if self._compute is not None:
+            self._compute.left(call.slot, batch)
 
     def _tell_end(self, call: SimCall) -> None:
         if call.on_end is not None:

@@ -54,6 +54,7 @@ class SimCall:
         "id",
         "is_lease",
         "model",
+        "not_there_s",
         "number",
         "on_end",
         "output_len",
@@ -63,6 +64,7 @@ class SimCall:
         "tenant",
         "was_broken",
         "was_cut",
+        "work_s",
     )
 
     def __init__(
@@ -93,6 +95,10 @@ class SimCall:
         self.grants = 0
         self.granted_at = 0.0
         self.ended_at = 0.0
+        # The part of its wait before its slot was ready.
+        self.not_there_s = 0.0
+        # How long its answer takes alone on the GPU.
+        self.work_s = 0.0
         self.was_cut = False
         # Its engine died in the middle of the answer.
         self.was_broken = False
@@ -209,6 +215,7 @@ class SimPlace:
         "model",
         "move",
         "ready_claim",
+        "ready_since",
         "revision",
         "running",
         "tier",
@@ -224,6 +231,7 @@ class SimPlace:
         self.held: Claim = NO_CLAIM
         self.ready_claim: Claim = NO_CLAIM
         self.asleep_claim: Claim = NO_CLAIM
+        self.ready_since = 0.0
         self.move: Move | None = None
         self.running: dict[str, SimCall] = {}
         self.concurrency = 1

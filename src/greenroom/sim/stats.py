@@ -9,13 +9,13 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import ceil, inf
 from typing import TypeVar
 
 from greenroom.core.model import DeviceKind, MoveKind
 from greenroom.sim.records import EndedCall, Fate
-from greenroom.sim.truth import Tiers
+from greenroom.sim.truth import Delays, Tiers
 from greenroom.sim.world import World
 
 CLASS_NAMES = {0: "high", 1: "normal", 2: "low"}
@@ -94,6 +94,8 @@ class Stats:
     by_class: Mapping[str, Waits]
     by_tenant: Mapping[str, Waits]
     by_model: Mapping[str, Waits]
+    # Why requests took longer than they had to, by model.
+    delays: Mapping[str, Delays]
     # Over tenants: seconds of service per second from arrival to the end of the answer.
     jain: float
     loads: int
@@ -117,6 +119,12 @@ class Stats:
     @property
     def lost_share(self) -> float:
         return self.lost / self.requests if self.requests else 0.0
+
+    @property
+    def all_delays(self) -> Delays:
+        """Summed over models."""
+        sums = [sum(getattr(one, field.name) for one in self.delays.values()) for field in fields(Delays)]
+        return Delays(*sums)
 
     @property
     def swaps(self) -> int:
@@ -150,6 +158,7 @@ def stats_of(world: World) -> Stats:
         by_class={class_name(priority): waits for priority, waits in _split(tally.by_class)},
         by_tenant=dict(_split(tally.by_tenant)),
         by_model=dict(_split(tally.by_model)),
+        delays=dict(sorted(world.truth.meters.delays.items())),
         jain=jain([shares.swiftness for _, shares in sorted(tally.shares.items())]),
         loads=moves[MoveKind.LOAD],
         wakes=moves[MoveKind.WAKE],

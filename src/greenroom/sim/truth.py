@@ -7,6 +7,7 @@ effect that is impossible or forbidden raises Violation.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from greenroom.core.model import (
@@ -122,7 +123,7 @@ class GroundTruth:
         elif move.kind is MoveKind.UNLOAD:
             place.tier = Tier.COLD
         elif is_done:
-            self._arrive(place, move, seen)
+            self._arrive(place, move, seen, now)
         elif place.tier is Tier.ASLEEP:
             self.hold(place, place.asleep_claim)
         if place.tier is Tier.COLD:
@@ -130,10 +131,10 @@ class GroundTruth:
         self.meters.tiers_changed(self.places.values(), now)
         return place
 
-    def _arrive(self, place: SimPlace, move: Move, seen: Claim | None) -> None:
+    def _arrive(self, place: SimPlace, move: Move, seen: Claim | None, now: float) -> None:
         place.tier, claim = LEGAL_MOVES[move.kind][1], move.claim
         if place.tier is Tier.READY:
-            place.ready_claim = claim
+            place.ready_claim, place.ready_since = claim, now
         else:
             # Folded weights take less host memory than planned, until the model is loaded again.
             told = {on: mib for on, mib in (seen or NO_CLAIM).items() if self._is_host(on)}
@@ -155,15 +156,19 @@ class GroundTruth:
         if len(place.running) >= place.concurrency:
             raise Violation(f"{call.id} is granted {slot}, which serves {len(place.running)} already")
         place.running[call.id] = call
+        call.not_there_s = max(0.0, place.ready_since - call.arrived)
         if len(place.running) == 1:
             self.meters.became_busy(place, now)
         return place
 
-    def stop_serving(self, call: SimCall, now: float) -> None:
-        """A request has left its slot, which may be gone by now."""
+    def stop_serving(self, call: SimCall, now: float) -> int:
+        """A request has left its slot, which may be gone by now. Returns how many that slot still serves."""
         place = self.places.get(call.slot) if call.slot is not None else None
-        if place is not None and place.running.pop(call.id, None) is not None and not place.running:
+        if place is None:
+            return 0
+        if place.running.pop(call.id, None) is not None and not place.running:
             self.meters.became_idle(place, now)
+        return len(place.running)
 
     def lose(self, place: SimPlace, asleep_claim: Claim | None, now: float) -> list[SimCall]:
         """A process dies; its host copy may survive. Returns the requests it served."""
@@ -193,6 +198,47 @@ class GroundTruth:
 def _require_idle(place: SimPlace) -> None:
     if place.running:
         raise Violation(f"{place.id} ({place.model}) leaves while it serves {', '.join(place.running)}")
+
+
+@dataclass(slots=True)
+class Delays:
+    """Why requests took longer than alone on a GPU, in seconds over all that were served; and those that were not.
+
+    *Not there*: until its slot was ready. *Full*: the slot was ready, but served as many as it can. *Slow*: beside
+    others, its answer took longer. A request that was not served counts by what it would have waited for then.
+    """
+
+    served: int = 0
+    not_there_s: float = 0.0
+    full_s: float = 0.0
+    slow_s: float = 0.0
+    lost_not_there: int = 0
+    lost_full: int = 0
+
+    def add(self, call: SimCall) -> None:
+        """A served request has ended."""
+        self.served += 1
+        not_there_s = min(call.not_there_s, call.wait_s)
+        self.not_there_s += not_there_s
+        self.full_s += call.wait_s - not_there_s
+        self.slow_s += max(0.0, call.ended_at - call.granted_at - call.work_s)
+
+    def lose(self, is_there: bool) -> None:
+        """A request that waited was refused, or its caller gave up."""
+        self.lost_full += is_there
+        self.lost_not_there += not is_there
+
+    @property
+    def lost(self) -> int:
+        return self.lost_not_there + self.lost_full
+
+    @property
+    def total_s(self) -> float:
+        return self.not_there_s + self.full_s + self.slow_s
+
+    def mean_s(self, seconds: float) -> float:
+        """This sum for each request that was served."""
+        return seconds / self.served if self.served else 0.0
 
 
 # A run with more moves than this is still counted, but times are no longer kept.
@@ -235,11 +281,18 @@ class Meters:
         # When each load and wake began.
         self.swaps_at: list[float] = []
         self.tiers: list[Tiers] = []
+        self.delays: dict[ModelId, Delays] = {}
         self._moving = 0
         self._busy_mib: dict[DeviceId, Level] = {}
         self._moving_mib: dict[DeviceId, Level] = {}
         # The claim that each place was counted with: its claim may change meanwhile.
         self._counted: dict[str, Claim] = {}
+
+    def delays_of(self, model: ModelId) -> Delays:
+        found = self.delays.get(model)
+        if found is None:
+            found = self.delays[model] = Delays()
+        return found
 
     def move_began(self, place: SimPlace, now: float) -> None:
         assert place.move is not None
