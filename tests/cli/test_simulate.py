@@ -5,6 +5,7 @@ import json
 import shlex
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ models:
   small: {cmd: "sh --port ${PORT}", memory_mib: 4000, concurrency: 4, priority: high, aliases: [little]}
   other: {cmd: "sh --port ${PORT}", memory_mib: 4000, concurrency: 4}
 """
+WAITS = ("P50", "P95", "MAX", "NOT_THERE", "FULL", "SLOW")
 SHORT = ("--seconds", "300", "--rate", "0.2")
 
 
@@ -48,15 +50,17 @@ def test_cases_are_compared_in_a_table_and_in_words(config: str, capsys: pytest.
     assert main(["simulate", "-c", config, *SHORT, "--gpus", "1..2", "--policy", "default,fifo"]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert lines[0].split() == ["POLICY", "GPUS", "SERVED", "P50", "P95", "MEAN", "MAX", "SWAPS", "BUSY"]
+    assert lines[0].split() == ["POLICY", "GPUS", "SERVED", *WAITS, "SWAPS", "BUSY"]
     assert [line.split()[:2] for line in lines[1:5]] == [
         ["default", "1"],
         ["default", "2"],
         ["fifo", "1"],
         ["fifo", "2"],
     ]
-    assert lines[5].startswith("A second GPU would take the p95 wait from ")
-    assert any(line.startswith("The policy default instead of fifo would take") for line in lines)
+    assert lines[6].startswith("A second GPU would take the p95 wait from ")
+    assert any(line.startswith("The policy fifo instead of default would take") for line in lines)
+    assert any(line.startswith("The bottleneck: ") for line in lines)
+    assert lines[-1] == "What hardware costs is not known here."
     assert "events in" in err
 
 
@@ -68,7 +72,37 @@ def test_the_table_has_further_columns_where_they_say_something(
     words = ("--green-room-mib", "0", "--load-s", "15", "--patience-s", "5")
     assert main(["simulate", "-c", config, "--trace", str(trace), *words]) == 0
     titles = capsys.readouterr().out.splitlines()[0].split()
-    assert titles == ["POLICY", "ROOM_MIB", "SERVED", "REFUSED", "P50", "P95", "MEAN", "MAX", "SWAPS", "BUSY", "FAIR"]
+    assert titles == ["POLICY", "ROOM_MIB", "SERVED", "LOST", *WAITS, "SWAPS", "BUSY", "FAIR"]
+
+
+def test_one_command_compares_gpus_their_size_green_rooms_and_concurrency(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--gpus", "1..2", "--gpu-mib", "10000..20000", "--green-room-mib", "0,20000", "--concurrency", "1..4")
+    found = figures(capsys, "-c", config, *SHORT, *words)
+    options = [(case["gpus"], case["gpu_mib"], case["green_room_mib"], case["concurrency"]) for case in found]
+    assert options[0] == (1, 10_000, 0, 1) and len(set(options)) == 2 * 2 * 2 * 3
+    assert {one[3] for one in options} == {1, 2, 4} and {one[1] for one in options} == {10_000, 20_000}
+    assert main(["simulate", "-c", config, *SHORT, *words]) == 0
+    titles = capsys.readouterr().out.splitlines()[0].split()
+    assert titles[:6] == ["POLICY", "GPUS", "GPU_MIB", "ROOM_MIB", "AT_ONCE", "SERVED"]
+
+
+def test_figures_say_what_requests_waited_for(config: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (case,) = figures(capsys, "-c", config, "--trace", str(trace), "--concurrency", "1")
+    delays: dict[str, Any] = case["delays"]  # type: ignore[assignment]
+    assert delays["bottleneck"] == "not there" and delays["not_there_s"] > delays["full_s"] > 0
+    mean_s = case["waits"]["mean_s"]  # type: ignore[index]
+    assert delays["not_there_s"] + delays["full_s"] == pytest.approx(mean_s, abs=0.01)
+    assert set(case["delays_by_model"]) == {"big", "small", "other"}  # type: ignore[call-overload]
+
+
+def test_answers_slow_each_other_down_unless_speed_is_constant(
+    config: str, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("-c", config, "--trace", str(trace), "--tokens-per-s", "10")
+    (shared,), (constant,) = figures(capsys, *words), figures(capsys, *words, "--constant-speed")
+    assert shared["delays"]["slow_s"] > 0 == constant["delays"]["slow_s"]  # type: ignore[index]
 
 
 def test_a_trace_is_played_with_other_names_and_priorities(
@@ -166,6 +200,8 @@ def test_what_is_wrong_with_a_trace_is_told(config: str, trace: Path, capsys: py
         ("--jitter", "1"),
         ("--green-room-mib", "-1"),
         ("--concurrency", "0"),
+        ("--concurrency", "8..2"),
+        ("--gpu-mib", "0,1"),
         ("--workload", "storm"),
     ],
 )

@@ -27,6 +27,8 @@ def test_a_case_says_what_it_is() -> None:
     assert Case("fifo").label == "fifo"
     assert Case("default", 1, 0).label == "default, 1 GPU, no green room"
     assert Case("default", 3, 65_536).label == "default, 3 GPUs, green room 65,536 MiB"
+    assert Case("default", 1, gpu_mib=24_576).label == "default, 1 GPU of 24,576 MiB"
+    assert Case("default", gpu_mib=24_576, concurrency=4).label == "default, GPUs of 24,576 MiB, concurrency 4"
 
 
 def test_a_case_without_wishes_leaves_the_configuration_as_it_is() -> None:
@@ -40,6 +42,21 @@ def test_gpus_are_the_configured_ones_and_more_like_the_last() -> None:
 
     assert sizes(1) == {"gpu0": 2_000, "host": 9_000}
     assert sizes(4) == {"gpu0": 2_000, "gpu1": 3_000, "gpu2": 3_000, "gpu3": 3_000, "host": 9_000}
+
+
+def test_gpus_of_another_size_and_another_concurrency() -> None:
+    config = config_for(Case("fifo", 2, gpu_mib=5_000, concurrency=3), BASE)
+    assert {device.id: device.capacity_mib for device in config.devices} == {
+        "gpu0": 5_000,
+        "gpu1": 5_000,
+        "host": 9_000,
+    }
+    assert {model.told.concurrency for model in config.models} == {3}
+
+
+def test_the_first_case_has_the_first_value_of_each_option() -> None:
+    found = cases(["fifo", "default"], [2, 1], [0, 100], [10, 20], [4, 8])
+    assert len(found) == len(set(found)) == 32 and found[0] == Case("fifo", 2, 0, 10, 4)
 
 
 def test_a_green_room_lets_models_sleep_in_the_hosts_memory() -> None:

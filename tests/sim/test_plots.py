@@ -136,7 +136,11 @@ def test_the_report_is_one_well_formed_page_that_fetches_and_runs_nothing(result
     page = html(results, ["Loads take <long>."])
     body = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>"))
     assert len(list(body.iter(f"{SVG}svg"))) == 2 + 1 + len(results)
-    assert "A second GPU would take the p95 wait" in page and "Loads take &lt;long&gt;." in page
+    assert (
+        "A second GPU would take the p95 wait" in page
+        and "The bottleneck: " in page
+        and "Loads take &lt;long&gt;." in page
+    )
     assert not re.search(r"<script|<link|<img|@import|url\(|src=", page)
     assert "&lt;b&gt;&amp;" in page and "<b>&" not in page
     assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from greenroom.sim.cases import Case, Result, cases, run_all, simulate
 from greenroom.sim.config import SimConfig
-from greenroom.sim.verdict import Effect, advice, effect, seconds
+from greenroom.sim.truth import Delays
+from greenroom.sim.verdict import BOTTLENECKS, Cause, Effect, advice, bottleneck, effect, seconds
 from greenroom.sim.workloads import Agents, Mix, Poisson, zipf
 from tests.sim.settings import gpu, host, names, setting, sim_model
 
@@ -19,41 +21,142 @@ def results(*compared: Case, base: SimConfig = SMALL) -> list[Result]:
 
 
 def test_a_second_gpu_is_compared_with_the_first() -> None:
-    (sentence,) = advice(results(Case("fifo", 1), Case("fifo", 2)))
+    (sentence,) = advice(results(Case("fifo", 1), Case("fifo", 2))).changes
     assert sentence.startswith("A second GPU would take the p95 wait from ")
     assert sentence.endswith(": it helps a lot.")
 
 
-def test_steps_of_several_gpus_are_named_as_such() -> None:
-    (sentence,) = advice(results(Case("fifo", 1), Case("fifo", 4)))
-    assert sentence.startswith("4 GPUs instead of 1 would take")
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ({"gpus": 1}, {"gpus": 4}, "4 GPUs instead of 1"),
+        ({"gpus": 7}, {"gpus": 8}, "An eighth GPU"),
+        ({"gpu_mib": 1_000}, {"gpu_mib": 2_000}, "GPUs of 2,000 MiB instead of 1,000"),
+        ({"green_room_mib": 0}, {"green_room_mib": 8_000}, "A green room of 8,000 MiB instead of none"),
+        ({"green_room_mib": 8_000}, {"green_room_mib": 0}, "No green room instead of 8,000 MiB"),
+        ({"concurrency": 4}, {"concurrency": 16}, "A concurrency of 16 instead of 4"),
+        ({"policy": "default"}, {"policy": "fifo"}, "The policy fifo instead of default"),
+    ],
+)
+def test_every_change_has_its_words(old: dict[str, Any], new: dict[str, Any], words: str) -> None:
+    usual = Case("fifo")
+    (sentence,) = advice(results(replace(usual, **old), replace(usual, **new))).changes
+    assert sentence.startswith(f"{words} would take the p95 wait from ")
 
 
-def test_a_green_room_is_compared_with_none() -> None:
-    (sentence,) = advice(results(Case("fifo", 1, 0), Case("fifo", 1, 8_000)))
-    assert sentence.startswith("A green room of 8,000 MiB instead of none would take the p95 wait")
-    assert "it helps" in sentence
-
-
-def test_hardware_is_spoken_of_once_and_policies_for_every_machine() -> None:
-    sentences = advice(results(*cases(["default", "fifo"], [1, 2], [None])))
-    assert [sentence.split(" would")[0] for sentence in sentences] == [
+def test_each_change_is_spoken_of_once_with_the_rest_as_in_the_first_case() -> None:
+    said = advice(results(*cases(["default", "fifo"], [1, 2, 3], [0, 8_000])))
+    assert [sentence.split(" would")[0] for sentence in said.changes] == [
         "A second GPU",
-        "The policy default instead of fifo",
-        "The policy default instead of fifo",
+        "A third GPU",
+        "A green room of 8,000 MiB instead of none",
+        "The policy fifo instead of default",
     ]
-    assert "(1 GPU)" in sentences[1] and "(2 GPUs)" in sentences[2]
 
 
 def test_what_changes_nothing_is_said_to_change_nothing() -> None:
-    sentences = advice(results(Case("fifo", 7), Case("fifo", 8)))
-    assert sentences[0].startswith("An eighth GPU would take the p95 wait from 0.0 s to 0.0 s")
-    assert sentences[0].endswith(": no request waits either way.")
+    said = advice(results(Case("fifo", 7), Case("fifo", 8)))
+    assert said.changes[0].startswith("An eighth GPU would take the p95 wait from 0.0 s to 0.0 s")
+    assert said.changes[0].endswith(": no request waits either way.")
+    assert "None of the changes tried helps noticeably by itself." in said.bottom_line
 
 
 def test_one_case_alone_is_summed_up() -> None:
-    (sentence,) = advice(results(Case("fifo", 1)))
-    assert "requests were served; half of them waited at most" in sentence
+    said = advice(results(Case("fifo", 1)))
+    assert said.changes == [] and len(said.bottom_line) == 2
+    assert "requests are served; half of them wait at most" in said.bottom_line[0]
+
+
+# --- the bottom line --------------------------------------------------------------------------------------------------
+
+
+def made(case: Case, p95_s: float, lost: int = 0, delays: Delays | None = None) -> Result:
+    """A case with these figures; the others are of a real run."""
+    (real,) = results(Case("fifo", 1))
+    stats = replace(
+        real.stats,
+        requests=1_000,
+        served=1_000 - lost,
+        waits=replace(real.stats.waits, p95_s=p95_s),
+        delays={"a": delays or Delays(1_000 - lost)},
+    )
+    return Result(case, stats)
+
+
+def test_the_best_buy_is_the_smallest_change_that_is_good_enough() -> None:
+    said = advice(
+        [
+            made(Case("fifo", 1), 60.0),
+            made(Case("fifo", 2), 20.0),
+            made(Case("fifo", 3), 0.8),
+            made(Case("fifo", 4), 0.0),
+        ]
+    )
+    assert said.bottom_line[2].startswith("The best single change: 3 GPUs instead of 1. It would take the p95 wait")
+    assert said.bottom_line[-1] == "What hardware costs is not known here."
+
+
+def test_the_best_buy_is_the_change_that_no_further_one_improves_on() -> None:
+    said = advice([made(Case("fifo", 1), 60.0), made(Case("fifo", 2), 20.0), made(Case("fifo", 3), 19.5)])
+    assert said.bottom_line[2].startswith("The best single change: a second GPU.")
+
+
+def test_changes_as_good_as_the_best_and_better_combinations_are_named() -> None:
+    said = advice(
+        [
+            made(Case("fifo", 1, 0), 60.0),
+            made(Case("fifo", 2, 0), 20.0),
+            made(Case("fifo", 1, 8_000), 21.0),
+            made(Case("fifo", 2, 8_000), 5.0),
+        ]
+    )
+    assert said.bottom_line[3:] == [
+        "About as good: a green room of 8,000 MiB instead of none.",
+        "Better still, the best of all cases: fifo, 2 GPUs, green room 8,000 MiB. It serves all 1,000 requests with "
+        "a p95 wait of 5.0 s.",
+        "What hardware costs is not known here.",
+    ]
+
+
+def test_a_change_that_serves_more_is_a_better_buy_than_one_with_shorter_waits() -> None:
+    said = advice(
+        [
+            made(Case("fifo", 1, 0), 60.0, lost=500),
+            made(Case("fifo", 2, 0), 60.0, lost=100),
+            made(Case("fifo", 1, 8_000), 10.0, lost=500),
+            made(Case("fifo", 2, 8_000), 60.0, lost=100),
+        ]
+    )
+    assert said.bottom_line[2].startswith(
+        "The best single change: a second GPU. It would take requests served from 500 of 1,000 to 900 of 1,000"
+    )
+
+
+def test_where_nothing_is_bought_cost_is_not_spoken_of() -> None:
+    said = advice([made(Case("fifo", concurrency=4), 60.0), made(Case("fifo", concurrency=16), 20.0)])
+    assert said.bottom_line[-1].startswith("The best single change: a concurrency of 16 instead of 4.")
+
+
+# --- the bottleneck ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("delays", "cause"),
+    [
+        (Delays(100, 500.0, 400.0, 300.0), Cause.NOT_THERE),
+        (Delays(100, 300.0, 500.0, 400.0), Cause.FULL),
+        (Delays(100, 300.0, 400.0, 500.0), Cause.SLOW),
+        (Delays(100, 3.0, 2.0, 2.0), None),
+        (Delays(), None),
+        # Requests that are not served count first.
+        (Delays(100, 500.0, 0.0, 0.0, lost_not_there=10, lost_full=20), Cause.FULL),
+        (Delays(100, 0.0, 500.0, 0.0, lost_not_there=10), Cause.NOT_THERE),
+    ],
+)
+def test_the_bottleneck_is_what_costs_most(delays: Delays, cause: Cause | None) -> None:
+    assert bottleneck(delays) is cause
+    line = advice([made(Case("fifo"), 1.0, delays=delays)]).bottom_line[1]
+    assert line.startswith(f"The bottleneck: {BOTTLENECKS[cause][0]}" if cause else "Hardly any request waits.")
 
 
 def test_times_are_said_as_people_say_them() -> None:
@@ -76,9 +179,13 @@ def test_a_gpu_that_serves_twice_as_many_helps_though_waits_stay_as_long() -> No
     one, two = run_all((Case("fifo", 1), Case("fifo", 2)), base, busy, 0, lambda case, share: None)
     assert two.stats.served > 1.5 * one.stats.served and one.stats.requests == two.stats.requests
     assert two.stats.waits.p95_s == pytest.approx(one.stats.waits.p95_s, rel=0.05)
-    (sentence,) = advice([one, two])
+    said = advice([one, two])
     figures = f"from {one.stats.served:,} of {one.stats.requests:,} to {two.stats.served:,} of {one.stats.requests:,}"
+    (sentence,) = said.changes
     assert f"requests served {figures}, the p95 wait" in sentence and "it helps" in sentence
+    assert said.bottom_line[2].startswith(
+        f"The best single change: a second GPU. It would take requests served {figures}"
+    )
 
 
 def test_short_waits_of_the_few_that_are_served_are_no_gain() -> None:
@@ -101,5 +208,5 @@ def test_where_nothing_is_served_there_is_no_wait_to_speak_of() -> None:
     too_small = replace(SMALL, devices=(gpu(500), host(9_000)))
     none, all_served = results(Case("fifo", 1), base=too_small) + results(Case("fifo", 2))
     assert none.stats.served == 0
-    (sentence,) = advice([none, all_served])
+    (sentence,) = advice([none, all_served]).changes
     assert "the p95 wait from - to" in sentence and "it helps a lot" in sentence

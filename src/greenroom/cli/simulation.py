@@ -7,7 +7,8 @@ estimated from that size, unless an option gives it.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from greenroom.cli.failures import CommandFailed, WrongUsage
@@ -18,7 +19,7 @@ from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpe
 from greenroom.engines.registry import engine_for
 from greenroom.runtime.memory.devices import devices
 from greenroom.runtime.memory.needs import Needs, Subject
-from greenroom.sim.config import SimConfig, SimModel, Timings
+from greenroom.sim.config import ONE_PROCESS, OWN_PROCESSES, SimConfig, SimModel, Timings
 from greenroom.sim.traces import Known, trace_of
 from greenroom.sim.workloads import ARRIVALS_MAX, SPAN_MAX_S, Agents, Bursty, Mix, Poisson, Recorded, zipf
 
@@ -71,13 +72,14 @@ def sizeless(config: Config, base: SimConfig) -> list[str]:
 def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace, needs: Needs) -> SimModel:
     engine = engine_for(model)
     need, _ = needs.need_of(Subject(ModelId(name), model, engine))
-    mib, concurrency = need.gpu_mib + need.host_mib, args.concurrency or engine.concurrency(model)
+    mib, concurrency = need.gpu_mib + need.host_mib, engine.concurrency(model)
     timings = Timings(
         load_s=START_S + mib / READ_MIB_PER_S if args.load_s is None else args.load_s,
         wake_s=WAKE_S + mib / COPY_MIB_PER_S if args.wake_s is None else args.wake_s,
         prefill_tokens_per_s=args.prefill_tokens_per_s,
         tokens_per_s=args.tokens_per_s,
         concurrency=concurrency,
+        speed=None if args.constant_speed else ONE_PROCESS if engine.hosted else OWN_PROCESSES,
     )
     spec = ModelSpec(
         ModelId(name),
@@ -102,9 +104,8 @@ def _priority(model: Model) -> int:
 def _devices(config: Config, args: argparse.Namespace) -> tuple[Device, ...]:
     there = devices(config)
     gpus = [device for device in there if device.kind is DeviceKind.GPU]
-    if args.gpu_mib is not None:
-        like = gpus or [Device(DeviceId("gpu0"), DeviceKind.GPU, args.gpu_mib)]
-        gpus = [replace(gpu, capacity_mib=args.gpu_mib) for gpu in like]
+    if not gpus and args.gpu_mib:
+        gpus = [Device(DeviceId("gpu0"), DeviceKind.GPU, args.gpu_mib[0])]
     elif not gpus and (args.gpus or args.green_room_mib):
         raise WrongUsage("the configuration has no gpus: say how large one is with --gpu-mib")
     return (*gpus, *(device for device in there if device.kind is DeviceKind.HOST))
@@ -158,8 +159,9 @@ def _assumed(base: SimConfig) -> list[str]:
     sentences = [
         f"Loads take {min(load_s):.1f} to {max(load_s):.1f} s, wakes {min(wake_s):.1f} to {max(wake_s):.1f} s, "
         f"give or take {base.jitter:.0%}.",
-        f"Each request reads its prompt at {timings[0].prefill_tokens_per_s:,.0f} and answers at "
+        f"Alone on its GPU, a request reads its prompt at {timings[0].prefill_tokens_per_s:,.0f} and answers at "
         f"{timings[0].tokens_per_s:,.0f} tokens a second, as one of at most {_most(base)} at a time.",
+        _slowed(timings),
         f"The configuration's devices: {', '.join(f'{one.id} {one.capacity_mib:,} MiB' for one in base.devices)}.",
     ]
     if base.patience_s is not None:
@@ -167,6 +169,18 @@ def _assumed(base: SimConfig) -> list[str]:
     if base.loads_at_once is not None:
         sentences.append(f"The disk reads {base.loads_at_once} at a time.")
     return sentences
+
+
+def _slowed(timings: Sequence[Timings]) -> str:
+    curve = next((one.speed for one in timings if one.speed is not None), None)
+    if curve is None:
+        return "Answers do not slow each other down."
+    beside = sorted({1 / one.speed.speed(1, 1) for one in timings if one.speed is not None})
+    return (
+        f"Answers of one model at the same time are slower: {1 - curve.speed(8, 0):.0%} with 8 of them, "
+        f"{1 - curve.speed(32, 0):.0%} with 32. Another busy model on the same GPU makes them take "
+        f"{' or '.join(f'{factor:.1f}' for factor in beside)} times as long (measured with 8B models on an H200)."
+    )
 
 
 def _most(base: SimConfig) -> str:

@@ -1,6 +1,7 @@
 """The cases that `greenroom simulate` compares, and how to run them. `verdict.py` says what the comparison shows.
 
-A case is a policy, a number of GPUs and a green room. Needs and timings of models are given.
+A case is a policy, a number of GPUs of some size, a green room and a concurrency. Needs and timings of models are
+given.
 """
 
 from __future__ import annotations
@@ -26,14 +27,20 @@ class Case:
     policy: str
     gpus: int | None = None
     green_room_mib: int | None = None
+    gpu_mib: int | None = None
+    concurrency: int | None = None
 
     @property
     def label(self) -> str:
         parts = [self.policy]
-        if self.gpus is not None:
-            parts.append(f"{self.gpus} GPU" if self.gpus == 1 else f"{self.gpus} GPUs")
+        if self.gpus is not None or self.gpu_mib is not None:
+            count = "" if self.gpus is None else f"{self.gpus} "
+            size = "" if self.gpu_mib is None else f" of {self.gpu_mib:,} MiB"
+            parts.append(f"{count}GPU{'' if self.gpus == 1 else 's'}{size}")
         if self.green_room_mib is not None:
             parts.append(f"green room {self.green_room_mib:,} MiB" if self.green_room_mib else "no green room")
+        if self.concurrency is not None:
+            parts.append(f"concurrency {self.concurrency}")
         return ", ".join(parts)
 
 
@@ -43,26 +50,52 @@ class Result:
     stats: Stats
 
 
+# One option of a case: its values, the first of which is what the others are compared with. None: as configured.
+Values = Sequence[int | None]
+
+
 def cases(
-    policies: Sequence[str], gpus: Sequence[int | None], green_rooms_mib: Sequence[int | None]
+    policies: Sequence[str],
+    gpus: Values,
+    green_rooms_mib: Values,
+    gpu_mibs: Values = (None,),
+    concurrencies: Values = (None,),
 ) -> tuple[Case, ...]:
+    """All combinations; the first has the first value of each."""
     return tuple(
-        Case(policy, count, green_room_mib)
+        Case(policy, count, green_room_mib, gpu_mib, concurrency)
         for policy in policies
+        for concurrency in concurrencies
         for green_room_mib in green_rooms_mib
+        for gpu_mib in gpu_mibs
         for count in gpus
     )
 
 
 def config_for(case: Case, base: SimConfig) -> SimConfig:
-    """The base configuration with the case's policy, GPUs and green room."""
-    devices = base.devices if case.gpus is None else _with_gpus(base.devices, case.gpus)
+    """The base configuration with the case's policy, GPUs, green room and concurrency."""
+    models, devices = base.models, base.devices
+    if case.gpus is not None:
+        devices = _with_gpus(devices, case.gpus)
+    if case.gpu_mib is not None:
+        devices = tuple(_of_size(device, case.gpu_mib) for device in devices)
+    if case.concurrency is not None:
+        models = tuple(_with_concurrency(model, case.concurrency) for model in models)
     if case.green_room_mib is None:
-        return replace(base, policy=case.policy, devices=devices)
-    models = tuple(_with_sleep(model, case.green_room_mib) for model in base.models)
+        return replace(base, policy=case.policy, models=models, devices=devices)
+    models = tuple(_with_sleep(model, case.green_room_mib) for model in models)
     limits = replace(base.limits, green_room_mib=case.green_room_mib)
     devices = _with_host(devices, models, case.green_room_mib)
     return replace(base, policy=case.policy, models=models, devices=devices, limits=limits)
+
+
+def _of_size(device: Device, gpu_mib: int) -> Device:
+    return replace(device, capacity_mib=gpu_mib) if device.kind is DeviceKind.GPU else device
+
+
+def _with_concurrency(model: SimModel, concurrency: int) -> SimModel:
+    spec, timings = replace(model.spec, concurrency=concurrency), replace(model.timings, concurrency=concurrency)
+    return replace(model, spec=spec, timings=timings)
 
 
 def _with_gpus(devices: Sequence[Device], count: int) -> tuple[Device, ...]:

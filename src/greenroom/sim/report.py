@@ -204,6 +204,7 @@ def row(result: Result) -> tuple[str, ...]:
 
 def html(results: Sequence[Result], assumed: Sequence[str]) -> str:
     """The whole page. `assumed` are sentences about where the numbers come from."""
+    said = advice(results)
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -211,7 +212,7 @@ def html(results: Sequence[Result], assumed: Sequence[str]) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
             f"<style>{_STYLE}</style></head><body>",
             "<h1>What would happen</h1>",
-            *(f'<p class="answer">{escape(sentence)}</p>' for sentence in advice(results)),
+            *(f'<p class="answer">{escape(sentence)}</p>' for sentence in (*said.bottom_line, *said.changes)),
             "<h2>All cases</h2>",
             _table(TITLES, [row(result) for result in results]),
             "<h2>How long requests wait</h2>",

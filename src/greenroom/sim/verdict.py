@@ -1,26 +1,35 @@
-"""What a comparison of cases says, in words: the bottom line, then each change by itself.
+"""What a comparison of cases says, in words: each change by itself, what requests wait for, and the bottom line.
 
 Owns the judgement. Requests that are refused or given up count first, waits second: a machine that turns requests away
-serves the rest quickly. Every sentence names its figures. Nothing here knows what hardware costs.
+serves the rest quickly. The first case is the machine as it is; every other is a change to it. Every sentence names its
+figures. Nothing here knows what hardware costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from enum import IntEnum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, IntEnum
+from functools import reduce
 from itertools import pairwise
+from typing import Any
 
 from greenroom.sim.cases import Case, Result
 from greenroom.sim.stats import Stats, Waits
+from greenroom.sim.truth import Delays
 
 # Waits below this are not noticed; differences below this share do not count.
 FELT_S = 0.1
 SHARE = 0.1
 # A change in the share of requests that are not served counts from here on.
 LOST_SHARE = 0.005
+# With a p95 wait up to this, and all requests served, a machine is good enough: answers take longer than that.
+ENOUGH_S = 1.0
 
 NEXT_GPU = {2: "a second", 3: "a third", 4: "a fourth", 5: "a fifth", 6: "a sixth", 7: "a seventh", 8: "an eighth"}
+
+
+# --- one change -------------------------------------------------------------------------------------------------------
 
 
 class Effect(IntEnum):
@@ -62,71 +71,17 @@ def _on_waits(before: Waits, after: Waits) -> Effect:
     return Effect.MUCH_BETTER if after.p95_s < before.p95_s / 2 else Effect.BETTER
 
 
-def advice(results: Sequence[Result]) -> list[str]:
-    """What matters for planning hardware, most important first."""
-    known = {result.case: result for result in results}
-    # Hardware is compared under the first policy only; policies are compared on every machine.
-    first = [result for result in results if result.case.policy == results[0].case.policy]
-    sentences = [*_gpus(first, known), *_green_rooms(first, known), *_policies(results, known)]
-    return sentences or [_alone(result) for result in results]
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Two cases that differ in one option, and what that would be."""
 
+    what: str
+    old: Result
+    new: Result
 
-def _gpus(results: Sequence[Result], known: dict[Case, Result]) -> Iterable[str]:
-    counts = sorted({result.case.gpus for result in results if result.case.gpus is not None})
-    for fewer, more in pairwise(counts):
-        for case in _cases(results, gpus=more):
-            is_next = more == fewer + 1 and more in NEXT_GPU
-            what = f"{NEXT_GPU[more]} GPU" if is_next else f"{more} GPUs instead of {fewer}"
-            yield _compared(what, known[replace(case, gpus=fewer)], known[case], _beside(case, results, "gpus"))
-
-
-def _green_rooms(results: Sequence[Result], known: dict[Case, Result]) -> Iterable[str]:
-    sizes = sorted({result.case.green_room_mib for result in results if result.case.green_room_mib is not None})
-    for smaller, larger in pairwise(sizes):
-        for case in _cases(results, green_room_mib=larger):
-            before = f"{smaller:,} MiB" if smaller else "none"
-            what = f"a green room of {larger:,} MiB instead of {before}"
-            old = known[replace(case, green_room_mib=smaller)]
-            yield _compared(what, old, known[case], _beside(case, results, "green_room_mib"))
-
-
-def _policies(results: Sequence[Result], known: dict[Case, Result]) -> Iterable[str]:
-    names = list(dict.fromkeys(result.case.policy for result in results))
-    for other in names[1:]:
-        for case in _cases(results, policy=names[0]):
-            what = f"the policy {names[0]} instead of {other}"
-            old = known[replace(case, policy=other)]
-            yield _compared(what, old, known[case], _beside(case, results, "policy"))
-
-
-def _cases(results: Sequence[Result], **fixed: object) -> list[Case]:
-    return [
-        result.case for result in results if all(getattr(result.case, name) == value for name, value in fixed.items())
-    ]
-
-
-def _beside(case: Case, results: Sequence[Result], without: str) -> str:
-    """The case that a sentence is about, in parentheses; empty if there is only one."""
-    parts = []
-    if without != "gpus" and case.gpus is not None and len({result.case.gpus for result in results}) > 1:
-        parts.append(f"{case.gpus} GPU{'s' if case.gpus > 1 else ''}")
-    if without != "green_room_mib" and len({result.case.green_room_mib for result in results}) > 1:
-        parts.append(f"green room {case.green_room_mib:,} MiB" if case.green_room_mib else "no green room")
-    return f" ({', '.join(parts)})" if parts else ""
-
-
-def _compared(what: str, old: Result, new: Result, beside: str) -> str:
-    figures = ", ".join(_figures(old.stats, new.stats))
-    return f"{what[0].upper()}{what[1:]} would take {figures}{beside}: {_verdict(old.stats, new.stats)}."
-
-
-def _figures(old: Stats, new: Stats) -> Iterable[str]:
-    before, after = old.waits, new.waits
-    if old.lost or new.lost or old.served != new.served:
-        yield f"requests served from {served(old)} to {served(new)}"
-    yield f"the p95 wait from {waited(before, before.p95_s)} to {waited(after, after.p95_s)}"
-    yield f"the mean from {waited(before, before.mean_s)} to {waited(after, after.mean_s)}"
-    yield f"swaps from {old.swaps:,} to {new.swaps:,}"
+    def sentence(self) -> str:
+        figures = ", ".join(_figures(self.old.stats, self.new.stats))
+        return f"{_capital(self.what)} would take {figures}: {_verdict(self.old.stats, self.new.stats)}."
 
 
 def _verdict(old: Stats, new: Stats) -> str:
@@ -136,17 +91,184 @@ def _verdict(old: Stats, new: Stats) -> str:
     return WORDS[found]
 
 
-def _alone(result: Result) -> str:
-    stats = result.stats
+def _figures(old: Stats, new: Stats) -> Iterator[str]:
+    before, after = old.waits, new.waits
+    if old.lost or new.lost or old.served != new.served:
+        yield f"requests served from {served(old)} to {served(new)}"
+    yield f"the p95 wait from {waited(before, before.p95_s)} to {waited(after, after.p95_s)}"
+    yield f"the mean from {waited(before, before.mean_s)} to {waited(after, after.mean_s)}"
+    yield f"swaps from {old.swaps:,} to {new.swaps:,}"
+
+
+# --- what requests wait for -------------------------------------------------------------------------------------------
+
+
+class Cause(Enum):
+    NOT_THERE = "not there"
+    FULL = "full"
+    SLOW = "slow"
+
+
+BOTTLENECKS = {
+    Cause.NOT_THERE: ("models are not there, or there is no room for them", "more GPU memory or a larger green room"),
+    Cause.FULL: ("models are there but full", "a higher concurrency"),
+    Cause.SLOW: ("answers share the compute of a GPU and are slow", "another GPU or a faster one"),
+}
+
+
+def bottleneck(delays: Delays) -> Cause | None:
+    """What costs requests most: by those not served where there are some, else by time. None: hardly anything does."""
+    if delays.lost > LOST_SHARE * (delays.served + delays.lost):
+        return Cause.NOT_THERE if delays.lost_not_there >= delays.lost_full else Cause.FULL
+    if delays.mean_s(delays.total_s) < FELT_S:
+        return None
+    by_cause = ((delays.not_there_s, Cause.NOT_THERE), (delays.full_s, Cause.FULL), (delays.slow_s, Cause.SLOW))
+    return max(by_cause, key=lambda pair: pair[0])[1]
+
+
+def _why(delays: Delays) -> str:
+    cause = bottleneck(delays)
+    if cause is None:
+        return "Hardly any request waits."
+    why, what_helps = BOTTLENECKS[cause]
+    parts = (("not there", delays.not_there_s), ("full", delays.full_s), ("slow", delays.slow_s))
+    means = ", ".join(f"{name} {seconds(delays.mean_s(value))}" for name, value in parts)
+    return f"The bottleneck: {why} (on average {means}). What helps: {what_helps}."
+
+
+# --- the whole comparison ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to say at the end, and a sentence for each change that was tried."""
+
+    bottom_line: list[str]
+    changes: list[str]
+
+
+def advice(results: Sequence[Result]) -> Advice:
+    first = results[0]
+    said = [_as_it_is(first), _why(first.stats.all_delays)]
+    if len(results) == 1:
+        return Advice(said, [])
+    known = {result.case: result for result in results}
+    steps = [step for option in OPTIONS for step in _steps(option, first, known)]
+    return Advice([*said, *_best_buy(first, known)], [step.sentence() for step in steps])
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A field of `Case`, and how a change of it is called."""
+
+    name: str
+    words: Callable[[Any, Any], str]
+
+
+def _more_gpus(old: int, new: int) -> str:
+    return f"{NEXT_GPU[new]} GPU" if new == old + 1 and new in NEXT_GPU else f"{new} GPUs instead of {old}"
+
+
+def _green_room(old: int, new: int) -> str:
+    return f"{_room(new)} instead of {f'{old:,} MiB' if old else 'none'}"
+
+
+def _room(mib: int) -> str:
+    return f"a green room of {mib:,} MiB" if mib else "no green room"
+
+
+OPTIONS = (
+    Option("gpus", _more_gpus),
+    Option("gpu_mib", lambda old, new: f"GPUs of {new:,} MiB instead of {old:,}"),
+    Option("green_room_mib", _green_room),
+    Option("concurrency", lambda old, new: f"a concurrency of {new} instead of {old}"),
+    Option("policy", lambda old, new: f"the policy {new} instead of {old}"),
+)
+
+
+def _values(option: Option, known: Mapping[Case, Result]) -> list[Any]:
+    """In the order in which they were given."""
+    return list(dict.fromkeys(getattr(case, option.name) for case in known))
+
+
+def _change(option: Option, first: Result, old: Any, new: Any, known: Mapping[Case, Result]) -> Change:
+    """From one value of this option to another; the rest is as in the first case."""
+    before, after = (known[replace(first.case, **{option.name: value})] for value in (old, new))
+    return Change(option.words(old, new), before, after)
+
+
+def _steps(option: Option, first: Result, known: Mapping[Case, Result]) -> list[Change]:
+    return [_change(option, first, old, new, known) for old, new in pairwise(_values(option, known))]
+
+
+def _best_buy(first: Result, known: Mapping[Case, Result]) -> Iterator[str]:
+    """The best of single changes, others that are as good, and what all options together would give."""
+    single = [change for option in OPTIONS for change in _worthwhile(option, first, known)]
+    if not single:
+        yield "None of the changes tried helps noticeably by itself."
+    else:
+        best = reduce(_better, single)
+        yield f"The best single change: {best.what}. It would take {', '.join(_figures(first.stats, best.new.stats))}."
+        others = [other.what for other in single if other is not best and not effect(best.new.stats, other.new.stats)]
+        if others:
+            yield f"About as good: {', or '.join(others)}."
+    yield from _together(first, single, known)
+    if any(
+        result.case.gpus != first.case.gpus or result.case.gpu_mib != first.case.gpu_mib for result in known.values()
+    ):
+        yield "What hardware costs is not known here."
+
+
+def _worthwhile(option: Option, first: Result, known: Mapping[Case, Result]) -> list[Change]:
+    """The smallest change of this option that is good enough, or that no further one improves on; if it helps."""
+    start = getattr(first.case, option.name)
+    changes = [_change(option, first, start, value, known) for value in _values(option, known)[1:]]
+    found: Change | None = None
+    for change in changes:
+        reached = first if found is None else found.new
+        if not is_enough(reached.stats) and effect(reached.stats, change.new.stats) > 0:
+            found = change
+    return [] if found is None else [found]
+
+
+def is_enough(stats: Stats) -> bool:
+    return stats.lost_share <= LOST_SHARE and stats.waits.p95_s <= ENOUGH_S
+
+
+def _better(one: Change, other: Change) -> Change:
+    return other if effect(one.new.stats, other.new.stats) > 0 else one
+
+
+def _together(first: Result, single: Sequence[Change], known: Mapping[Case, Result]) -> Iterator[str]:
+    """The best case of all, if it is noticeably better than the best single change."""
+    best = reduce(_better, single).new if single else first
+    whole = reduce(lambda one, other: other if effect(one.stats, other.stats) > 0 else one, known.values(), best)
+    if not is_enough(best.stats) and effect(best.stats, whole.stats) > 0:
+        waits = whole.stats.waits
+        yield (
+            f"Better still, the best of all cases: {whole.case.label}. It serves {served(whole.stats)} requests with "
+            f"a p95 wait of {waited(waits, waits.p95_s)}."
+        )
+
+
+def _as_it_is(result: Result) -> str:
+    stats, waits = result.stats, result.stats.waits
     return (
-        f"{stats.served:,} of {stats.requests:,} requests were served; half of them waited at most "
-        f"{seconds(stats.waits.p50_s)}, 95 of 100 at most {seconds(stats.waits.p95_s)}, with {stats.swaps:,} swaps."
+        f"As it is ({result.case.label}), {served(stats)} requests are served; half of them wait at most "
+        f"{waited(waits, waits.p50_s)}, 95 of 100 at most {waited(waits, waits.p95_s)}, with {stats.swaps:,} swaps."
     )
 
 
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def _capital(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}"
+
+
 def served(stats: Stats) -> str:
-    """`6,696 of 9,960`, or the number alone if that is all."""
-    return f"{stats.served:,} of {stats.requests:,}" if stats.lost else f"{stats.served:,}"
+    """`6,696 of 9,960`, or `all 9,960`."""
+    return f"{stats.served:,} of {stats.requests:,}" if stats.lost else f"all {stats.served:,}"
 
 
 def waited(waits: Waits, value: float) -> str:

@@ -1,4 +1,4 @@
-"""`greenroom simulate`: would another GPU or a larger green room help? Runs the gateway's own scheduler."""
+"""`greenroom simulate`: which GPUs, green room and concurrency would help? Runs the gateway's own scheduler."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from greenroom.cli.failures import CommandFailed, ExitStatus, WrongUsage
 if TYPE_CHECKING:
     from greenroom.sim.cases import Case, Result
     from greenroom.sim.stats import Stats, Waits
+    from greenroom.sim.truth import Delays
 
 WORKLOADS = ("poisson", "bursty", "agents")
 
@@ -35,15 +36,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--agents", type=_count, default=8, help="number of loops that alternate models (agents)")
     parser.add_argument("--seconds", type=_above_zero, default=3600.0, help="how long requests arrive")
     parser.add_argument("--policy", metavar="NAMES", help="one, or several such as default,fifo (default: the file's)")
-    parser.add_argument("--gpus", type=_counts, metavar="COUNTS", help="such as 2, 1..4 or 1,2,4 (default: the file's)")
-    parser.add_argument("--gpu-mib", type=_count, metavar="MIB", help="memory of each GPU (default: the file's)")
-    parser.add_argument(
-        "--green-room-mib", type=_sizes, metavar="SIZES", help="host memory where models may sleep, such as 0,65536"
-    )
+    _add_case_options(parser)
     _add_timing_options(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--out", metavar="HTML", help="write a report with plots")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
+
+
+def _add_case_options(parser: argparse.ArgumentParser) -> None:
+    """What is compared: every combination of these. The first value of each is what the others are compared with."""
+    parser.add_argument("--gpus", type=_gpus, metavar="COUNTS", help="such as 2, 1..4 or 1,2,4 (default: the file's)")
+    parser.add_argument(
+        "--gpu-mib",
+        type=_counts,
+        metavar="SIZES",
+        help="memory of each GPU, such as 24576,81920; 24576..98304 doubles (default: the file's)",
+    )
+    parser.add_argument(
+        "--green-room-mib", type=_sizes, metavar="SIZES", help="host memory where models may sleep, such as 0,65536"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=_counts,
+        metavar="COUNTS",
+        help="requests a model answers at once, such as 4,16; 1..16 doubles (default: the file's)",
+    )
 
 
 def _add_timing_options(parser: argparse.ArgumentParser) -> None:
@@ -51,12 +68,14 @@ def _add_timing_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-s", type=_from_zero, help="seconds a load takes (default: by the model's size)")
     parser.add_argument("--wake-s", type=_from_zero, help="seconds a wake takes (default: by the model's size)")
     parser.add_argument(
-        "--tokens-per-s", type=_above_zero, default=60.0, help="decoding speed of one answer (default: 60)"
+        "--tokens-per-s", type=_above_zero, default=60.0, help="decoding speed of an answer alone (default: 60)"
     )
     parser.add_argument(
         "--prefill-tokens-per-s", type=_above_zero, default=2_000.0, help="prefill speed of one prompt (default: 2000)"
     )
-    parser.add_argument("--concurrency", type=_count, help="requests a model answers at once (default: the file's)")
+    parser.add_argument(
+        "--constant-speed", action="store_true", help="answers on the same GPU do not slow each other down"
+    )
     parser.add_argument("--loads-at-once", type=_count, help="loads that read from disk at once (default: all)")
     parser.add_argument("--patience-s", type=_above_zero, help="seconds until callers give up (default: never)")
     parser.add_argument(
@@ -83,12 +102,17 @@ def run(args: argparse.Namespace) -> int:
         results = run_all(compared, prepared.base, prepared.workload, args.seed, tell)
     if args.out:
         _write(args.out, results, prepared.assumed)
+    said = advice(results)
     if args.json:
-        screen.say_json({"assumed": prepared.assumed, "cases": [_figures(result) for result in results]})
+        figures = [_figures(result) for result in results]
+        screen.say_json({"assumed": prepared.assumed, "bottom_line": said.bottom_line, "cases": figures})
         return ExitStatus.OK
     screen.say_table(*_table(results))
-    for sentence in advice(results):
-        screen.say(sentence)
+    for sentences in (said.changes, said.bottom_line):
+        if sentences:
+            screen.say("")
+        for sentence in sentences:
+            screen.say(sentence)
     events = sum(result.stats.events for result in results)
     screen.note(f"{events:,} events in {time.monotonic() - began:.1f} s")
     screen.hint(f"open {args.out}" if args.out else "plots: add --out report.html")
@@ -113,10 +137,12 @@ def _cases(args: argparse.Namespace, usual_policy: str) -> tuple[Case, ...]:
     for policy in policies:
         if policy not in known:
             raise WrongUsage(f"there is no policy {policy!r}: {' or '.join(known)}")
-    compared = cases(policies, args.gpus or [None], args.green_room_mib or [None])
-    if len(compared) > CASES_MAX:
-        raise WrongUsage(f"{len(compared)} cases are more than {CASES_MAX}: name fewer policies, GPUs or green rooms")
-    return compared
+    options = (args.gpus, args.green_room_mib, args.gpu_mib, args.concurrency)
+    values = [[None] if given is None else given for given in options]
+    count = math.prod(map(len, (policies, *values)))
+    if count > CASES_MAX:
+        raise WrongUsage(f"{count} cases are more than {CASES_MAX}: name fewer policies, GPUs, sizes or concurrencies")
+    return cases(policies, *values)
 
 
 @contextlib.contextmanager
@@ -140,19 +166,28 @@ def _progress(count: int) -> Iterator[Callable[[Case, float], None]]:
         yield tell
 
 
+CASE_COLUMNS = (
+    ("policy", "policy"),
+    ("gpus", "gpus"),
+    ("gpu MiB", "gpu_mib"),
+    ("room MiB", "green_room_mib"),
+    ("at once", "concurrency"),
+)
+
+
 def _table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
     """Titles and rows; columns without information are left out."""
-    shown: list[tuple[str, list[str]]] = [("policy", [result.case.policy for result in results])]
-    if results[0].case.gpus is not None:
-        shown.append(("gpus", [str(result.case.gpus) for result in results]))
-    if results[0].case.green_room_mib is not None:
-        shown.append(("room MiB", [str(result.case.green_room_mib) for result in results]))
+    shown: list[tuple[str, list[str]]] = []
+    for title, name in CASE_COLUMNS:
+        if getattr(results[0].case, name) is not None:
+            shown.append((title, [str(getattr(result.case, name)) for result in results]))
     shown.append(("served", [str(result.stats.served) for result in results]))
-    refused = [sum(result.stats.rejected.values()) for result in results]
-    if any(refused):
-        shown.append(("refused", [str(count) for count in refused]))
-    for title, name in (("p50", "p50_s"), ("p95", "p95_s"), ("mean", "mean_s"), ("max", "max_s")):
+    if any(result.stats.lost for result in results):
+        shown.append(("lost", [str(result.stats.lost) for result in results]))
+    for title, name in (("p50", "p50_s"), ("p95", "p95_s"), ("max", "max_s")):
         shown.append((title, [_waited(result.stats.waits, name) for result in results]))
+    for title, name in (("not there", "not_there_s"), ("full", "full_s"), ("slow", "slow_s")):
+        shown.append((title, [_delayed(result.stats.all_delays, name) for result in results]))
     shown.append(("swaps", [str(result.stats.swaps) for result in results]))
     shown.append(("busy", [f"{result.stats.busy:.0%}" for result in results]))
     if any(len(result.stats.by_tenant) > 1 for result in results):
@@ -165,6 +200,11 @@ def _waited(waits: Waits, name: str) -> str:
     return f"{getattr(waits, name):.1f}s" if waits.count else "-"
 
 
+def _delayed(delays: Delays, name: str) -> str:
+    """The mean over requests that were served."""
+    return f"{delays.mean_s(getattr(delays, name)):.1f}s" if delays.served else "-"
+
+
 # --- JSON and HTML ----------------------------------------------------------------------------------------------------
 
 
@@ -173,9 +213,13 @@ def _figures(result: Result) -> dict[str, Any]:
     return {
         "policy": case.policy,
         "gpus": case.gpus,
+        "gpu_mib": case.gpu_mib,
         "green_room_mib": case.green_room_mib,
+        "concurrency": case.concurrency,
         **_counts_of(stats),
         "waits": _waits(stats.waits),
+        "delays": _delays(stats.all_delays),
+        "delays_by_model": {model: _delays(delays) for model, delays in stats.delays.items()},
         **{
             name: {key: _waits(waits) for key, waits in groups.items()}
             for name, groups in (
@@ -188,7 +232,7 @@ def _figures(result: Result) -> dict[str, Any]:
 
 
 def _counts_of(stats: Stats) -> dict[str, Any]:
-    plain = ("requests", "served", "gone", "loads", "wakes", "sleeps", "unloads", "swaps", "events")
+    plain = ("requests", "served", "lost", "gone", "loads", "wakes", "sleeps", "unloads", "swaps", "events")
     rounded = ("swaps_per_request", "jain", "busy", "makespan_s", "served_per_s", "tokens_per_s")
     return {
         **{name: getattr(stats, name) for name in plain},
@@ -203,6 +247,19 @@ def _counts_of(stats: Stats) -> dict[str, Any]:
 def _waits(waits: Waits) -> dict[str, float]:
     names = ("mean_s", "p50_s", "p95_s", "p99_s", "max_s")
     return {"count": waits.count, **{name: round(getattr(waits, name), 3) for name in names}}
+
+
+def _delays(delays: Delays) -> dict[str, Any]:
+    """Seconds are means over requests that were served."""
+    from greenroom.sim.verdict import bottleneck
+
+    cause = bottleneck(delays)
+    return {
+        **{name: round(delays.mean_s(getattr(delays, name)), 3) for name in ("not_there_s", "full_s", "slow_s")},
+        "lost_not_there": delays.lost_not_there,
+        "lost_full": delays.lost_full,
+        "bottleneck": None if cause is None else cause.value,
+    }
 
 
 def _write(path: str, results: Sequence[Result], assumed: Sequence[str]) -> None:
@@ -279,16 +336,37 @@ def _count(text: str) -> int:
     return value
 
 
-def _counts(text: str) -> list[int]:
+def _gpus(text: str) -> list[int]:
     """`2`, `1,2,4` or `1..4`."""
     from greenroom.sim.cases import GPUS_MAX
 
     first, dots, last = text.partition("..")
-    ends = [_count(first), _count(last)] if dots else [_count(word) for word in text.split(",")]
+    ends = [_count(first), _count(last)] if dots else _list(text, _count)
     if max(ends) > GPUS_MAX or (dots and ends[0] > ends[1]):
         raise argparse.ArgumentTypeError(f"{text} is not 1 to {GPUS_MAX} GPUs, such as 2, 1..4 or 1,2,4")
-    return list(range(ends[0], ends[1] + 1)) if dots else sorted(set(ends))
+    return list(range(ends[0], ends[1] + 1)) if dots else ends
+
+
+def _counts(text: str) -> list[int]:
+    """`16`, `4,16`, or `1..16`, which doubles: 1, 2, 4, 8, 16."""
+    first, dots, last = text.partition("..")
+    if not dots:
+        return _list(text, _count)
+    value, end = _count(first), _count(last)
+    if value > end:
+        raise argparse.ArgumentTypeError(f"{text} goes down: write it as a list")
+    found = []
+    while value < end:
+        found.append(value)
+        value *= 2
+    return [*found, end]
 
 
 def _sizes(text: str) -> list[int]:
-    return sorted({_whole(word) for word in text.split(",")})
+    """As `_counts`; a list may hold 0."""
+    return _counts(text) if ".." in text else _list(text, _whole)
+
+
+def _list(text: str, read: Callable[[str], int]) -> list[int]:
+    """In the order given, each value once."""
+    return list(dict.fromkeys(read(word) for word in text.split(",")))
