@@ -222,6 +222,15 @@ class TooLarge(EngineFault):
     public_words = "The model does not fit into the memory that can be made free for it."
 
 
+class Excluded(EngineFault):
+    """The rules of `scheduler.company` do not let the model be ready beside a pinned one."""
+
+    status = 503
+    code = "model_excluded"
+    final = True
+    public_words = "The model may not be ready beside a model that always is."
+
+
 class EngineLost(EngineFault):
     """The engine's process or connection went away while it was answering."""
 

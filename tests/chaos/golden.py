@@ -50,7 +50,7 @@ ASKED_EVERY = 40
 # Words of today and the words under which they are hashed: records by name, fields by record and name.
 RENAMED: Mapping[str, str] = {}
 # Fields that are no longer there, or were not when the hashes were made.
-DROPPED: frozenset[str] = frozenset({"MoveDone.concurrency"})
+DROPPED: frozenset[str] = frozenset({"MoveDone.concurrency", "Rejection.beside"})
 # Facts of a reason that were not told when the hashes were made.
 NEW_FACTS: Mapping[str, frozenset[str]] = {"leaving": frozenset({"cause", "for_model", "for_request"})}
 

@@ -109,6 +109,13 @@ def test_an_unknown_model_fails(gateway: FakeGateway, capsys: pytest.CaptureFixt
                 "  worth another try in about 5.0s",
             ],
         ),
+        (
+            explained("refuse", why="excluded", beside=["a", "b"]),
+            [
+                "qwen would be refused: scheduler.company does not let it be ready beside a pinned model",
+                "  not beside: a and b",
+            ],
+        ),
         (explained("refuse", why="too_large"), ["qwen would be refused: it does not fit on the devices there are"]),
     ],
 )

@@ -119,13 +119,13 @@ def test_rules_about_company_hold_as_everywhere() -> None:
 
 def test_who_may_not_be_asked_yet_blocks_the_rules_about_company() -> None:
     rules = (Group("turns", (ModelId("a"), ModelId("b")), exclusive=False),)
-    world = World(
-        [model("a", 1_000, pinned=True), model("b", 1_000)], limits=Limits(swapper="coordinator", company=rules)
-    )
-    used(world, a=1)
+    world = World([model("a", 1_000), model("b", 1_000)], limits=Limits(swapper="coordinator", company=rules))
+    world.arrive("first", "a", takes_s=0.0)
+    world.run(1.0)
     world.arrive("r", "b", takes_s=0.0)
+    assert world.fate("r") is Fate.WAITING and victims(world) == [], "a is loading"
     world.run(20.0)
-    assert world.fate("r") is Fate.WAITING
+    assert world.fate("r") is Fate.SERVED and victims(world) == ["a"]
 
 
 def test_a_model_is_as_urgent_as_the_most_urgent_who_waits_for_it() -> None:

@@ -317,8 +317,9 @@ class AnythingMayHappen(RuleBasedStateMachine):
 
     def _faults_stop(self) -> None:
         self.world.memory({HOST: 0, DeviceId("gpu0"): 0, DeviceId("gpu1"): 0}, leases=())
-        # Rules about company may keep somebody out for ever beside one who is pinned.
-        self.world.config(devices=DEVICES, limits=LIMITS)
+        # Rules about coresidency stay: a model that they keep out for good is refused.
+        company = self.world.scheduler.view.limits.company
+        self.world.config(devices=DEVICES, limits=replace(LIMITS, company=company))
 
     def _drain(self) -> None:
         """Moves end well, answers end, leases end, time passes: soon nothing is left to do."""

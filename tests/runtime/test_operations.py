@@ -66,6 +66,11 @@ async def test_who_cannot_sleep_is_named_with_its_engine_and_what_works_instead(
         assert word in error.message
 
 
+async def test_a_load_that_rules_exclude_says_where_the_models_are_named() -> None:
+    said = await refusal(MoveKind.LOAD, OpOutcome.EXCLUDED)
+    assert said.code == "model_excluded" and "`greenroom explain qwen`" in said.message
+
+
 async def test_too_large_for_the_green_room_is_another_thing_than_for_the_stage() -> None:
     stage, green_room = [await refusal(kind, OpOutcome.TOO_LARGE) for kind in (MoveKind.LOAD, MoveKind.PREPARE)]
     assert isinstance(stage, TooLarge) and isinstance(green_room, TooLarge)

@@ -49,6 +49,19 @@ def test_full_queue_tells_its_numbers() -> None:
     assert said.beside == {"queueDepth": 16, "avgWaitMs": 1500}
 
 
+def test_excluded_names_the_pinned_models_to_operators_only() -> None:
+    said = rejections().error_for(Rejection(RejectCode.EXCLUDED, M, beside=(ModelId("a"), ModelId("b"))))
+    assert (said.status, said.code, said.final, said.retry_after_s) == (503, "model_excluded", True, None)
+    assert f"does not let {M} be ready beside a, b (pinned)" in said.message
+    assert "a, b" not in said.public
+
+
+def test_a_wait_for_a_rule_is_not_told_as_one_for_memory() -> None:
+    said = rejections().error_for(Rejection(RejectCode.EXPIRED, M, 5.0, beside=(ModelId("a"),)))
+    assert said.code == "model_loading" and "does not let it be ready beside a." in said.message
+    assert said.public == f"{M} waits until other models have left. Ask again." and "memory" not in said.beside
+
+
 def test_too_large_tells_need_and_room() -> None:
     said = error(RejectCode.TOO_LARGE, needs_mib=41_000, free_mib=23_920)
     assert isinstance(said, TooLarge) and said.final

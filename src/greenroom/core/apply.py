@@ -24,6 +24,7 @@ _READY = because("ready")
 _OPS = {
     RejectCode.UNKNOWN_MODEL: OpOutcome.UNKNOWN_MODEL,
     RejectCode.TOO_LARGE: OpOutcome.TOO_LARGE,
+    RejectCode.EXCLUDED: OpOutcome.EXCLUDED,
     RejectCode.SHUTTING_DOWN: OpOutcome.CANCELLED,
     RejectCode.UNLOADED: OpOutcome.CANCELLED,
     RejectCode.REMOVED: OpOutcome.CANCELLED,
@@ -98,7 +99,8 @@ class Actions:
 
     def refuse(self, waiter: Waiter, plan: Refuse) -> None:
         self.forget(waiter.id)
-        why = because(plan.code.value, model=waiter.model)
+        beside = {"beside": ", ".join(plan.beside)} if plan.beside else {}
+        why = because(plan.code.value, model=waiter.model, **beside)
         match waiter.kind:
             case WaiterKind.OP:
                 self._effects.answer(OpId(waiter.id), _OPS.get(plan.code, OpOutcome.FAILED), why)
@@ -122,6 +124,7 @@ class Actions:
             plan.free_mib,
             plan.capacity_mib,
             plan.held_by,
+            plan.beside,
         )
 
     def reject_waiters(self, model: ModelId, refusal: Refuse) -> None:

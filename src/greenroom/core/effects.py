@@ -25,6 +25,7 @@ class RejectCode(Enum):
     QUEUE_FULL = "queue_full"
     LOAD_FAILED = "load_failed"
     TOO_LARGE = "too_large"
+    EXCLUDED = "excluded"
     UNLOADED = "unloaded"
     REMOVED = "removed"
     EXPIRED = "expired"
@@ -47,6 +48,8 @@ class Rejection:
     capacity_mib: int = 0
     # Holders of memory through other gateways.
     held_by: tuple[str, ...] = ()
+    # Models beside which the coresidency rules exclude it.
+    beside: tuple[ModelId, ...] = ()
 
 
 class OpOutcome(Enum):
@@ -57,6 +60,7 @@ class OpOutcome(Enum):
     REFUSED = "refused"
     UNKNOWN_MODEL = "unknown_model"
     TOO_LARGE = "too_large"
+    EXCLUDED = "excluded"
     CANCELLED = "cancelled"
     STORE_DOWN = "store_down"
 

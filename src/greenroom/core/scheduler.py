@@ -15,7 +15,7 @@ from greenroom.core import events as ev
 from greenroom.core.apply import Actions
 from greenroom.core.configuration import Configuration
 from greenroom.core.decide.arrival import called_off, eta_s, plan_for, too_late, waiter_for
-from greenroom.core.decide.decision import Plan, Refuse, Swap, Wait, WaitReason, refusal
+from greenroom.core.decide.decision import Plan, Refuse, Swap, Wait, WaitReason, excluded_beside, refusal
 from greenroom.core.decide.placement import Places
 from greenroom.core.effects import BUDGET_OVER, Effects, RejectCode, because
 from greenroom.core.explain import Explanation, Outlook, explanation, outlook
@@ -260,6 +260,8 @@ class Scheduler:
         record, eta = state.claimants[waiter.model], eta_s(state, waiter, waiter.model, now)
         if any(slot.is_serving or slot.is_arriving for slot in state.slots_of(waiter.model)):
             self._act.refuse(waiter, Refuse(RejectCode.EXPIRED, eta))
+        elif beside := excluded_beside(state, waiter, now, self._places):
+            self._act.refuse(waiter, Refuse(RejectCode.EXPIRED, eta, beside=beside))
         else:
             # It has waited for memory: report how much is missing.
             free = state.ledger.free_mib(frozenset())

@@ -14,6 +14,7 @@ from greenroom.core.events import Event, MoveAsked
 from greenroom.core.model import ModelId, MoveKind, OpId
 from greenroom.core.view import Shortfall
 from greenroom.errors import (
+    Excluded,
     GreenroomError,
     LeaseStoreUnavailable,
     LoadFailed,
@@ -79,6 +80,11 @@ class Operations:
             case OpOutcome.TOO_LARGE:
                 return TooLarge(
                     f"{model} does not fit on the devices there are beside what is pinned; `greenroom ps` shows it."
+                )
+            case OpOutcome.EXCLUDED:
+                return Excluded(
+                    f"scheduler.company does not let {model} be ready beside a model that is pinned; "
+                    f"`greenroom explain {model}` names it."
                 )
             case OpOutcome.CANCELLED:
                 return Unloaded(f"The {kind.value} of {model} was overtaken by an unload, a removal or a shutdown.")

@@ -9,6 +9,7 @@ from greenroom.core.model import ModelId
 from greenroom.errors import (
     BudgetPassed,
     EngineLost,
+    Excluded,
     GreenroomError,
     LeaseStoreUnavailable,
     LoadFailed,
@@ -56,6 +57,8 @@ class Rejections:
                 return self._load_failed(model, retry_s)
             case RejectCode.TOO_LARGE:
                 return _too_large(rejection, self._is_whole(model))
+            case RejectCode.EXCLUDED:
+                return _excluded(rejection)
             case RejectCode.UNLOADED:
                 return Unloaded(f"{model} was unloaded by an operator; ask again to load it.", retry_after_s=1.0)
             case RejectCode.EXPIRED:
@@ -112,6 +115,13 @@ def _too_large(rejection: Rejection, is_whole: bool) -> TooLarge:
     )
 
 
+def _excluded(rejection: Rejection) -> Excluded:
+    return Excluded(
+        f"scheduler.company does not let {rejection.model} be ready beside {', '.join(rejection.beside)} (pinned). "
+        "Unpin or unload what is in the way, or change the rules."
+    )
+
+
 def _held(rejection: Rejection) -> str:
     """Names holders of memory there through other gateways."""
     return f"; {', '.join(rejection.held_by)} hold some" if rejection.held_by else ""
@@ -131,6 +141,12 @@ def _late(rejection: Rejection, retry_s: float | None, is_ready: bool, progress:
             f"{rejection.capacity_mib:,} MiB are free{_held(rejection)}. Ask again, or unload another model."
         )
         public = f"{rejection.model} waits for memory. Ask again."
+    elif not is_ready and rejection.beside:
+        message = (
+            f"{rejection.model} waits: scheduler.company does not let it be ready beside {', '.join(rejection.beside)}."
+            " Ask again, or unload what is in the way."
+        )
+        public = f"{rejection.model} waits until other models have left. Ask again."
     elif not is_ready:
         message = f"{rejection.model} is not ready yet; it goes on loading. Ask again."
     elif eta_s:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from greenroom.core.decide.placement import Places
-from greenroom.core.model import Move, MoveId, MoveKind, RequestId, SlotId, Tier
+from greenroom.core.events import ConfigChanged
+from greenroom.core.model import Group, ModelId, Move, MoveId, MoveKind, RequestId, SlotId, Tier
 from tests.server.admin.management_rig import GPU, NOW, Answer, Client, FakeGateway, model
 
 PATH = "/api/v1/explain"
@@ -94,6 +95,16 @@ async def test_model_that_can_never_fit_would_be_refused() -> None:
     gateway = FakeGateway({"a": model(memory_mib=FULL_MIB + 1)})
     told = (await explain(gateway, model="a")).json
     assert (told["action"], told["why"]) == ("refuse", "too_large")
+
+
+async def test_model_that_rules_exclude_beside_a_pinned_one_would_be_refused() -> None:
+    gateway = FakeGateway({"a": model(pinned=True), "b": model()})
+    rules = (Group("turns", (ModelId("a"), ModelId("b")), exclusive=False),)
+    gateway.loop.scheduler.handle(ConfigChanged(NOW, limits=dataclasses.replace(gateway.state.limits, company=rules)))
+    gateway.effects.asked.clear()
+    gateway.add_slot("a", Tier.READY)
+    told = (await explain(gateway, model="b")).json
+    assert (told["action"], told["why"], told["beside"], told["eta_s"]) == ("refuse", "excluded", ["a"], None)
 
 
 async def test_priority_counts_and_the_models_own_is_the_default() -> None:

@@ -18,6 +18,7 @@ WAITING: Final = {
     "no_room": "the models that would have to leave for it may not do so yet",
     "kept_for_others": "its memory is kept for requests that have waited too long already",
     "crowd": "requests for many models wait already and are handled in turn",
+    "excluded": "scheduler.company does not let it be ready beside models that cannot leave now",
     "green_room": "the green room has no memory left for it",
     "no_lease": "its memory was leased to another program or is not really free yet; it is asked for again soon",
     "store_down": "the lease store does not answer",
@@ -25,6 +26,7 @@ WAITING: Final = {
 REFUSED: Final = {
     "queue_full": "the queue is full",
     "load_failed": "its last load failed or its engine ended again, and it is not tried again yet",
+    "excluded": "scheduler.company does not let it be ready beside a pinned model",
     "too_large": "it does not fit on the devices there are",
     "expired": "its answer would not come in time",
     "shutting_down": "the gateway is shutting down",
@@ -125,6 +127,8 @@ def _place(explained: Explained) -> list[str]:
     lines = []
     if explained["behind"]:
         lines.append(f"  requests for {_list(explained['behind'])} would go first")
+    if beside := explained.get("beside"):
+        lines.append(f"  not beside: {_list(beside)}")
     if called_off := explained.get("calls_off"):
         lines.append(f"  {_list(called_off)} would have to be planned again, being less urgent")
     if explained.get("too_late"):

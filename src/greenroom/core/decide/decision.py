@@ -46,18 +46,23 @@ class WaitReason(Enum):
     KEPT_FOR_OTHERS = "kept_for_others"
     GREEN_ROOM = "green_room"  # no host memory for one more sleeper
     NO_ROOM = "no_room"
+    EXCLUDED = "excluded"  # by the coresidency rules, beside models that cannot leave now
     MANY_MODELS = "crowd"  # many models are waited for, and a round asks for only some of them
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing can be done now. `until` is when asking again may help; `on` are the devices where memory is missing."""
+    """Nothing can be done now. `until` is when asking again may help; `on` are the devices where memory is missing.
+
+    `beside` are the models beside which the coresidency rules exclude it.
+    """
 
     why: WaitReason
     model: ModelId
     until: float = inf
     on: frozenset[DeviceId] = frozenset()
     behind: tuple[ModelId, ...] = ()
+    beside: tuple[ModelId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The only possible answer is an error."""
+    """The only possible answer is an error. `beside` as in `Wait`; for `EXCLUDED` these models are pinned."""
 
     code: RejectCode
     retry_after_s: float | None = None
@@ -81,6 +86,7 @@ class Refuse:
     free_mib: int = 0
     capacity_mib: int = 0
     held_by: tuple[str, ...] = ()
+    beside: tuple[ModelId, ...] = ()
 
 
 Plan = Serve | Join | Wait | Swap | Refuse
@@ -193,7 +199,12 @@ def _decide_swap(
     target = Target(spec.id, tuple(way.wants for way in open_ways), urgency.priority, will_be_ready)
     eviction, until = _eviction(state, queue, urgency, target, asleep, residents, now)
     if eviction is None:
-        return Wait(WaitReason.NO_ROOM, spec.id, until, frozenset().union(*(way.on for way in open_ways)))
+        there = residents.those(may_sleep=False, but=asleep)
+        if pinned := _excluded_by(state, target, [one for one in there if state.slots[one.slot].spec.pinned], most):
+            return Refuse(RejectCode.EXCLUDED, beside=pinned)
+        beside = _excluded_by(state, target, _askable(state, urgency, queue, residents, there, now)[0], most)
+        why = WaitReason.EXCLUDED if beside else WaitReason.NO_ROOM
+        return Wait(why, spec.id, until, frozenset().union(*(way.on for way in open_ways)), beside=beside)
     way = open_ways[target.options.index(eviction.claim)]
     return Swap(spec.id, kind, way.claim, eviction.victims, asleep.id if asleep is not None else None)
 
@@ -277,6 +288,26 @@ def _eviction(
     colder = swapper.eviction_for(target, cold, room)
     use_colder = colder is not None and (found is None or not colder.is_blocked)
     return colder if use_colder else found, min(until, until_cold)
+
+
+def excluded_beside(state: State, waiter: Waiter, now: float, places: Places) -> tuple[ModelId, ...]:
+    """Models beside which the coresidency rules exclude the model that this waiter waits for; none if they do not."""
+    plan = decide(state, waiter, now, places) if state.limits.company is not None else None
+    return plan.beside if isinstance(plan, Wait) else ()
+
+
+def _excluded_by(
+    state: State, target: Target, residents: list[Resident], most: Mapping[DeviceId, int]
+) -> tuple[ModelId, ...]:
+    """A smallest set of these residents' models beside which the coresidency rules exclude the target, memory aside."""
+    swapper, ready = state.policy.swapper, [one for one in residents if one.counts_as_ready]
+    if state.limits.company is None or swapper.eviction_for(target, ready, most) is not None:
+        return ()
+    for one in tuple(ready):
+        others = [other for other in ready if other is not one]
+        if swapper.eviction_for(target, others, most) is None:
+            ready = others
+    return tuple(one.model for one in ready)
 
 
 def _queue(state: State, waiter: Waiter, model: ModelId) -> Queue:

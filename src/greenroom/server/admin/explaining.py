@@ -62,6 +62,8 @@ class Explained(View):
     """What it would wait for, or why it would be refused."""
     behind: list[str] = []
     """Models whose requests go first."""
+    beside: list[str] = []
+    """Models beside which `scheduler.company` does not let it be ready."""
     evict: list[Evicted] = []
     """Models that would leave for it."""
     calls_off: list[str] = []
@@ -155,8 +157,8 @@ def _particulars(plan: Plan) -> dict[str, object]:
         case Swap():
             return {"slot": plan.wakes, "move": plan.kind.value}
         case Wait():
-            return {"why": plan.why.value}
+            return {"why": plan.why.value, "beside": list(plan.beside)}
         case Refuse():
-            return {"why": plan.code.value, "retry_after_s": plan.retry_after_s}
+            return {"why": plan.code.value, "retry_after_s": plan.retry_after_s, "beside": list(plan.beside)}
         case _:
             assert_never(plan)
