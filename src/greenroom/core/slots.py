@@ -7,7 +7,7 @@ is really free.
 
 from __future__ import annotations
 
-from greenroom.core.decide import green_room, starting
+from greenroom.core.decide import green_room
 from greenroom.core.effects import Effects, OpOutcome, Reason, because
 from greenroom.core.events import Timer, TimerKind
 from greenroom.core.model import (
@@ -147,7 +147,7 @@ class SlotWriter:
     def start_if_free(self, slot: Slot, now: float) -> bool:
         """Start a planned move if its memory is free now. A lease has no engine: it is ready at once."""
         kind = slot.planned
-        if kind is None or not starting.may_start(self._state, slot, kind):
+        if kind is None or not self._may_start(slot, kind):
             return False
         slot.planned = None
         if slot.lease is None:
@@ -157,10 +157,25 @@ class SlotWriter:
             self._state.ledger.hold(slot.id, slot.claim)
         return True
 
+    def _may_start(self, slot: Slot, kind: MoveKind) -> bool:
+        """True if the memory for this move is free now, and no other move is in its way."""
+        state = self._state
+        if kind is MoveKind.PREPARE and not green_room.can_take(state, slot.claim_asleep):
+            return False
+        return state.ledger.can_start(slot.id, slot.needs_for(kind)) and not state.must_wait_its_turn(slot)
+
     def give_up_if_hopeless(self, slot: Slot) -> None:
         """Take the promise back if no more memory is about to be freed for it."""
-        if slot.planned is not None and not starting.is_room_coming(self._state, slot, slot.planned):
+        if slot.planned is not None and not self._is_room_coming(slot, slot.planned):
             self.call_off(slot)
+
+    def _is_room_coming(self, slot: Slot, kind: MoveKind) -> bool:
+        """True if the end of another move will free memory for this one, or let it start."""
+        state, wanted = self._state, slot.needs_for(kind)
+        return state.must_wait_its_turn(slot) or any(
+            other.is_going and any(device in wanted for device in state.ledger.held_by(other.id))
+            for other in state.slots.values()
+        )
 
     def call_off_if_in_time(self, slot: Slot) -> None:
         """Call the plan off if a victim is still busy. Evictions that have started proceed."""

@@ -15,6 +15,7 @@ from greenroom.core.model import (
     Claim,
     Device,
     DeviceId,
+    DeviceKind,
     LeaseId,
     ModelId,
     ModelSpec,
@@ -283,6 +284,23 @@ class State:
         siblings.remove(slot)
         if not siblings:
             del self.slots_by_model[slot.model]
+
+    def must_wait_its_turn(self, slot: Slot) -> bool:
+        """True while a move shares a GPU with it and one of the two engines sizes itself by free memory.
+
+        Such an engine starts only while no other move is under way on its GPUs, and until it is ready nothing else
+        starts there. Departures are not held back.
+        """
+        for other in self.moves.values():
+            starts = other.move is not None and other.move.kind in ARRIVING
+            one_sizes_itself = slot.spec.sizes_itself or (other.spec.sizes_itself and starts)
+            if one_sizes_itself and not self._gpus(slot).isdisjoint(self._gpus(other)):
+                return True
+        return False
+
+    def _gpus(self, slot: Slot) -> set[DeviceId]:
+        devices = self.ledger.devices
+        return {device for device in slot.claim if device in devices and devices[device].kind is DeviceKind.GPU}
 
     def asleep_at(self, spec: ModelSpec, claim: Claim) -> Claim:
         """What a slot of this model with that claim holds when asleep; nothing if it cannot sleep."""
