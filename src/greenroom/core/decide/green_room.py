@@ -81,6 +81,8 @@ def excess(state: State, now: float) -> list[Slot]:
         return []
     there = _sleepers(state)
     over_mib = _total_mib(state, there) - limit_mib
+    if over_mib <= 0:
+        return []
     leave: list[Slot] = []
     for slot in sorted(filter(_may_leave, there), key=lambda one: _worth(state, one, now)):
         mib = _host_mib(state, slot.claim_asleep)

@@ -35,7 +35,7 @@ class Residents:
     def after_swap(self) -> Residents:
         """The residents after a swap was ordered at this moment. Those that the swap does not affect are reused."""
         after, slots = Residents(self._state, self._now, self._places), self._state.slots
-        after._cold = {slot: one for slot, one in self._cold.items() if not (one.cannot_leave or slots[slot].can_sleep)}
+        after._cold = {slot: one for slot, one in self._cold.items() if not (one.cannot_leave or _is_tied(slots[slot]))}
         return after
 
     @property
@@ -74,13 +74,22 @@ class Residents:
 
     def those(self, may_sleep: bool, but: Slot | None) -> list[Resident]:
         """All residents except `but`, which is to wake: slots that hold or will hold memory and are not leaving."""
-        if may_sleep and but is not None and self._state.limits.green_room_mib is not None:
-            # The slot that wakes frees its place in the green room, so the answer depends on `but`.
-            return [self._resident(slot, may_sleep, but) for slot in self._stay() if slot is not but]
         if may_sleep not in self._made:
             self._made[may_sleep] = [self._resident(slot, may_sleep, None) for slot in self._stay()]
         made = self._made[may_sleep]
-        return made if but is None else [resident for resident in made if resident.slot != but.id]
+        if but is None:
+            return made
+        others = [resident for resident in made if resident.slot != but.id]
+        if may_sleep and self._state.limits.green_room_mib is not None:
+            return [self._beside(resident, but) for resident in others]
+        return others
+
+    def _beside(self, resident: Resident, wakes: Slot) -> Resident:
+        """This resident when `wakes` frees its place in the green room: one that had no place may have one then."""
+        slot = self._state.slots[resident.slot]
+        if resident.leaves_to is Tier.ASLEEP or resident.cannot_leave or not _could_sleep(slot):
+            return resident
+        return self._resident(slot, True, wakes)
 
     def fixed(self, resident: Resident) -> Resident:
         """The same resident, marked as one that may not be asked to leave."""
@@ -101,12 +110,21 @@ class Residents:
 
     def _resident(self, slot: Slot, may_sleep: bool, wakes: Slot | None) -> Resident:
         known = self._cold.get(slot.id)
-        if known is not None and not (may_sleep and slot.can_sleep):
+        if known is not None and not (may_sleep and _could_sleep(slot)):
             return known
         made = _resident(self._state, slot, self._now, may_sleep, wakes)
         if made.leaves_to is Tier.COLD:
             self._cold[slot.id] = made
         return made
+
+
+def _could_sleep(slot: Slot) -> bool:
+    return slot.can_sleep and slot.tier is Tier.READY
+
+
+def _is_tied(slot: Slot) -> bool:
+    """True if it cannot leave now: its leaving is never priced."""
+    return slot.spec.pinned or slot.move is not None or slot.planned is not None
 
 
 def drain_s(record: Claimant, answers: int) -> float:
@@ -121,14 +139,13 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
     # A lease is recalled; its answers are not waited for.
     is_busy = lease is None and bool(in_flight)
     is_ready = lease is None and (tier is Tier.READY or slot.is_arriving)
-    if spec.pinned or slot.move is not None or slot.planned is not None:
+    if _is_tied(slot):
         # The cost of its leaving is never asked for. With many waiting models most residents are like this.
         return Resident(
             slot.id, model, held, Tier.COLD, slot.last_priority, slot.last_used, is_busy, True, True, is_ready
         )
     # It sleeps only if the memory for the move is free and the green room has a place for it.
-    could_sleep = may_sleep and tier is Tier.READY and slot.can_sleep
-    fits = could_sleep and state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
+    fits = may_sleep and _could_sleep(slot) and state.ledger.can_start(slot.id, slot.needs_for(MoveKind.SLEEP))
     sleeps = fits and green_room.has_place(state, slot, now, wakes)
     # Slots of a removed model are already leaving and are no residents.
     record = state.claimants[model]
