@@ -165,6 +165,29 @@ def test_a_report_that_cannot_be_written_is_told(config: str, capsys: pytest.Cap
     assert "/nowhere/at/all.html cannot be written" in capsys.readouterr().err
 
 
+def test_where_the_report_goes_is_checked_before_anything_is_read(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for out, told in ((tmp_path, "it is a folder"), (tmp_path / "no" / "r.html", f"there is no folder {tmp_path}/no")):
+        assert main(["simulate", "-c", config, "--trace", "/nowhere.csv", "--out", str(out)]) == 1
+        assert f"--out {out} cannot be written: {told}" in capsys.readouterr().err
+
+
+def test_what_was_understood_of_a_trace_is_told(config: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace.write_text("Timestamp,Model,Request tokens,Response tokens,Total tokens\n5,GPT-4,10,20,30\n45,big,10,20,30\n")
+    words = ("simulate", "-c", config, "--trace", str(trace))
+    assert main([*words]) == 1
+    assert f"{trace}:2: there is no model 'GPT-4' in the configuration. Give it as an" in capsys.readouterr().err
+    assert main([*words, "--skip-unknown"]) == 0
+    told = capsys.readouterr().err
+    assert "trace: 1 requests over 0 s" in told and "left out ('GPT-4' 1)" in told
+    assert "prompt_len from Request tokens" in told and "not used: Total tokens" in told
+    assert main([*words, "--spread", "--time-unit", "ms", "--json"]) == 0
+    out, told = capsys.readouterr()
+    assert json.loads(out)["cases"][0]["requests"] == 2
+    assert "2 requests over 0 s" in told and "in milliseconds (as given)" in told and "whatever Model says" in told
+
+
 def test_gpus_can_be_tried_on_a_machine_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "greenroom.yaml"
     file.write_text(CONFIG.replace("gpus:", "#"))
@@ -231,7 +254,8 @@ def test_rows_for_other_models_can_be_left_out(config: str, trace: Path, capsys:
     told = json.loads(capsys.readouterr().out)
     assert told["cases"][0]["requests"] == 2
     assert told["assumed"][0] == (
-        f"2 requests over 2 s from {trace}; 1 for models that are not in the configuration left out; "
+        f"2 requests over 2 s from {trace}; time from t in seconds (by its title); "
+        "1 for models that are not in the configuration left out ('gone' 1); "
         "1 without prompt_len taken as 1 tokens, the mean of the others."
     )
 
@@ -277,10 +301,11 @@ def test_a_trace_over_too_long_a_time_is_refused(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--rate", "1e9"), "about 3.6e+12 requests are more than 2,000,000: give a smaller --rate or --seconds"),
-        (("--rate", "1e308", "--seconds", "1e-305", "--workload", "bursty"), "more than 2,000,000"),
-        (("--workload", "agents", "--agents", "999999999999", "--seconds", "0.1"), "give a smaller --agents"),
-        (("--workload", "agents", "--agents", "5000"), "about 9e+06 requests"),
+        (("--rate", "1e9"), "about 3.6e+12 requests are more than 50,000,000: give a smaller --rate or --seconds"),
+        (("--rate", "1e308", "--seconds", "1e-305", "--workload", "bursty"), "more than 50,000,000"),
+        (("--workload", "agents", "--agents", "999999999999"), "--agents 999999999999 is more than 100,000"),
+        (("--workload", "agents", "--agents", "50000"), "about 9e+07 requests"),
+        (("--workload", "agents", "--agents", "50000"), "give a smaller --agents"),
         (("--rate", "1e-300", "--seconds", "1e300"), "--seconds 1e+300 is more than 1,000,000,000"),
     ],
 )

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from greenroom.core.events import RequestArrived, ServeDone
+from greenroom.core.model import ModelId, RequestId, TenantId
+from greenroom.runtime.record.recording import encode
 from greenroom.sim import traces
 from greenroom.sim.records import SimArrival
 from greenroom.sim.traces import Known, TraceError, read_trace, trace_of
@@ -54,7 +57,7 @@ def test_rows_for_other_models_are_left_out_and_counted_where_that_is_asked(tmp_
     file = written(tmp_path, HEADER, "0,gone,900,1", "5,a,10,1", "6,old,,1", "7,gone,1,1")
     trace = trace_of(file, Known(["a"], {"old": "a"}, skips_others=True))
     assert [(row.at, row.model, row.prompt_len) for row in trace.rows] == [(0.0, "a", 10), (1.0, "a", 10)]
-    assert trace.remarks[0] == "2 for models that are not in the configuration left out"
+    assert trace.remarks[0] == "2 for models that are not in the configuration left out ('gone' 2)"
     with pytest.raises(TraceError, match="no row in it for a model of the configuration"):
         trace_of(file, Known(["b"], skips_others=True))
     with pytest.raises(TraceError, match=r":2: t is 'x'"):
@@ -157,3 +160,143 @@ def test_a_trace_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(TraceError, match="more than 2 rows"):
         rows = ("0,a,1,1", "1,b,1,1", "2,b,1,1")
         trace_of(written(tmp_path, HEADER, *rows), Known(["a"], skips_others=True))
+
+
+# --- public logs ------------------------------------------------------------------------------------------------------
+
+
+def test_dates_are_read_with_and_without_zone_and_fraction(tmp_path: Path) -> None:
+    dates = (
+        "2024-05-01T12:00:00+02:00",
+        "2024-05-01 10:00:01",
+        "2024-05-01T10:00:02.25Z",
+        "2024-05-01 10:00:03.1234567",
+    )
+    trace = trace_of(written(tmp_path, HEADER, *(f"{date},a,1,1" for date in dates)))
+    assert [row.at for row in trace.rows] == pytest.approx([0.0, 1.0, 2.25, 3.123456])
+    assert trace.columns == "time from t (dates)"
+    with pytest.raises(TraceError, match=r":3: t is '5', not a time like"):
+        trace_of(written(tmp_path, HEADER, f"{dates[0]},a,1,1", "5,a,1,1"))
+    with pytest.raises(TraceError, match=r":3: t is '2024-.*', not a number"):
+        trace_of(written(tmp_path, HEADER, "5,a,1,1", f"{dates[1]},a,1,1"))
+    with pytest.raises(TraceError, match=r":2: t is '2024-.*', a date and no number of ms"):
+        trace_of(written(tmp_path, HEADER, f"{dates[1]},a,1,1"), time_unit="ms")
+
+
+def test_a_model_column_beside_public_titles_counts(tmp_path: Path) -> None:
+    file = written(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens,Model", "2023-11-16,3,4,b", "2023-11-17,5,6,a")
+    assert [(row.model, row.prompt_len) for row in read_trace(file, Known(["a", "b"]))] == [("b", 3), ("a", 5)]
+    with pytest.raises(TraceError, match=r":3: there is no model 'a' in the configuration"):
+        read_trace(file, Known(["b"]))
+
+
+BURSTS = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+
+
+def test_a_log_of_services_is_read_in_seconds_and_spread_where_that_is_asked(tmp_path: Path) -> None:
+    rows = (
+        "5,ChatGPT,472,18,490,Conversation log",
+        "45,ChatGPT,1087,230,1317,Conversation log",
+        "118,GPT-4,417,0,417,x",
+    )
+    file = written(tmp_path, BURSTS, *rows)
+    trace = trace_of(file, Known(["mine"], {"ChatGPT": "mine"}, skips_others=True))
+    assert list(trace.rows) == [SimArrival(0.0, "mine", 472, 18), SimArrival(40.0, "mine", 1087, 230)]
+    assert trace.columns == (
+        "time from Timestamp in seconds (guessed: whole numbers, one request every 40 s rather than ms; "
+        "--time-unit says otherwise); model from Model; prompt_len from Request tokens; "
+        "output_len from Response tokens; not used: Total tokens, Log Type"
+    )
+    assert trace.remarks == ("1 for models that are not in the configuration left out ('GPT-4' 1)",)
+    spread = trace_of(file, Known(["a"], spreads=True))
+    assert [row.model for row in spread.rows] == ["a", "a", "a"] and "whatever Model says" in spread.columns
+
+
+def test_lines_of_json_are_read(tmp_path: Path) -> None:
+    rows = (
+        '{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}',
+        "",
+        '{"timestamp": 30535, "input_length": 6472, "output_length": null, "hash_ids": []}',
+    )
+    trace = trace_of(written(tmp_path, *rows), Known(["a"]))
+    assert list(trace.rows) == [SimArrival(0.0, "a", 6955, 52), SimArrival(pytest.approx(3.053), "a", 6472, 52)]
+    assert trace.columns == (
+        "JSON: time from timestamp in milliseconds (guessed: whole numbers, one request every 3,053 ms rather than s; "
+        "--time-unit says otherwise); models drawn from the configuration, the first most often; "
+        "prompt_len from input_length; output_len from output_length; not used: hash_ids"
+    )
+    own = '{"t": 1.5, "model": "b", "prompt_len": 1, "output_len": 2, "tenant": "x", "priority": "low"}'
+    assert read_trace(written(tmp_path, own)) == [SimArrival(0.0, "b", 1, 2, "x", 2)]
+
+
+@pytest.mark.parametrize(
+    ("title", "times", "unit", "why"),
+    [
+        ("t", ("0", "100000"), "seconds", "by its title"),
+        ("timestamp_ms", ("0", "1"), "milliseconds", "by its title"),
+        ("timestamp", ("1700000000", "1700000001"), "seconds", "since 1970"),
+        ("timestamp", ("1700000000123", "1700000000456"), "milliseconds", "since 1970"),
+        ("timestamp", ("1700000000123456789", "1700000000456000000"), "nanoseconds", "since 1970"),
+        ("timestamp", ("0.5", "100000.25"), "seconds", "fractions"),
+        ("timestamp", ("0", "9", "30"), "seconds", "one request every 15 s"),
+        ("timestamp", ("0", "900", "3000"), "milliseconds", "one request every 1,500 ms"),
+    ],
+)
+def test_the_unit_of_times_is_found_and_told(
+    title: str, times: tuple[str, ...], unit: str, why: str, tmp_path: Path
+) -> None:
+    file = written(tmp_path, f"{title},model,prompt_len,output_len", *(f"{time},a,1,1" for time in times))
+    trace = trace_of(file)
+    assert f"time from {title} in {unit} (" in trace.columns and why in trace.columns
+    size_s = {"seconds": 1.0, "milliseconds": 1e-3, "nanoseconds": 1e-9}[unit]
+    assert trace.rows[-1].at == pytest.approx((float(times[-1]) - float(times[0])) * size_s)
+    assert trace_of(file, time_unit="us").rows[-1].at == pytest.approx((float(times[-1]) - float(times[0])) * 1e-6)
+
+
+def test_whole_numbers_in_json_are_seconds_if_there_were_too_many_requests(tmp_path: Path) -> None:
+    rows = [f'{{"timestamp": {at}, "input_length": 1, "output_length": 1}}' for at in range(5)]
+    assert trace_of(written(tmp_path, *rows), Known(["a"])).rows[-1].at == 4.0
+
+
+def test_a_recording_of_events_gives_its_arrivals(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    arrived = RequestArrived(100.0, RequestId("r1"), (ModelId("b"), ModelId("a")), 2, TenantId("x"))
+    later = RequestArrived(101.5, RequestId("r2"), (ModelId("a"),))
+    events = [
+        f'{{"n":{n},"event":{encode(event)}}}' for n, event in enumerate((arrived, ServeDone(101.0, "r1"), later), 1)
+    ]
+    file.write_text("\n".join(['{"greenroom_events":1}', *events, '{"n":3,"end":"whole"}']) + "\n")
+    trace = trace_of(file, Known(["a", "b"]))
+    assert list(trace.rows) == [SimArrival(0.0, "b", 200, 200, "x", 2), SimArrival(1.5, "a", 200, 200, "", 1)]
+    assert trace.columns.startswith("a recording of events: time from t in seconds")
+    assert trace.remarks[0] == "2 without prompt_len taken as 200 tokens, as none is known"
+
+
+def test_recordings_put_together_are_one(tmp_path: Path) -> None:
+    assert len(read_trace(written(tmp_path, HEADER, "1,a,1,1", HEADER, "2,a,1,1"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (('[{"timestamp": 1}]',), ":1: this is one JSON document"),
+        (('{"timestamp": 1',), ":1: this is not JSON"),
+        (('{"timestamp": 1}',), ":1: the header must name .* there is no prompt_len and no output_len"),
+        (('{"t": 1, "prompt_len": 1, "output_len": 1}', "7"), ":2: this is not a JSON object"),
+        (('{"t": 1, "prompt_len": 1, "output_len": 1}', "", '{"prompt_len": 1}'), ":3: t is '', not a number"),
+        (('{"t": 1, "prompt_len": 1.5, "output_len": 1}',), ":1: prompt_len is '1.5', not a number of tokens"),
+        (('{"t": 1, "prompt_len": true, "output_len": 1}',), ":1: prompt_len is 'True', not a number of tokens"),
+    ],
+)
+def test_wrong_lines_of_json_are_told(lines: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=told):
+        read_trace(written(tmp_path, *lines), Known(["a"]))
+
+
+def test_rows_far_out_of_order_are_sorted_and_equals_keep_their_order(tmp_path: Path) -> None:
+    rows = [f"{(number * 7919) % 500},{'ab'[number % 2]},{number},1" for number in range(2_000)]
+    found = read_trace(written(tmp_path, HEADER, *rows))
+    told = [(int(row.split(",")[0]), int(row.split(",")[2])) for row in rows]
+    assert [(row.at, row.prompt_len) for row in found] == sorted(told)
+    packed = trace_of(written(tmp_path, HEADER, *rows)).rows
+    assert packed[5] == found[5] and packed[-1] == found[-1] and packed[3:6] == found[3:6] and len(packed) == 2_000

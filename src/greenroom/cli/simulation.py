@@ -21,7 +21,7 @@ from greenroom.runtime.memory.devices import devices
 from greenroom.runtime.memory.needs import Needs, Subject
 from greenroom.sim.config import ONE_PROCESS, OWN_PROCESSES, SimConfig, SimModel, Timings
 from greenroom.sim.traces import Known, trace_of
-from greenroom.sim.workloads import ARRIVALS_MAX, SPAN_MAX_S, Agents, Bursty, Mix, Poisson, Recorded, zipf
+from greenroom.sim.workloads import AGENTS_MAX, ARRIVALS_MAX, SPAN_MAX_S, Agents, Bursty, Mix, Poisson, Recorded, zipf
 
 if TYPE_CHECKING:
     from greenroom.sim.workloads import Workload
@@ -115,12 +115,12 @@ def _workload(config: Config, args: argparse.Namespace) -> tuple[Workload, str]:
     priorities = {name: _priority(model) for name, model in config.models.items()}
     if args.trace:
         aliases = {alias: name for name, model in config.models.items() for alias in model.aliases}
-        return _recorded(Known(list(config.models), aliases, priorities, args.skip_unknown), args)
+        return _recorded(Known(list(config.models), aliases, priorities, args.skip_unknown, args.spread), args)
     return _drawn(Mix(zipf(list(config.models)), priority_of=priorities), args)
 
 
 def _recorded(known: Known, args: argparse.Namespace) -> tuple[Workload, str]:
-    trace = trace_of(args.trace, known, args.seed)
+    trace = trace_of(args.trace, known, args.seed, args.time_unit)
     recorded = Recorded(trace.rows, args.stretch)
     stretched = f", time stretched by {args.stretch:g}" if args.stretch != 1 else ""
     # A span that is not a finite number arrives here as infinity.
@@ -130,7 +130,7 @@ def _recorded(known: Known, args: argparse.Namespace) -> tuple[Workload, str]:
             f"{SPAN_MAX_S:,.0f} s: look at its times, or give a smaller --stretch"
         )
     source = f"{len(trace.rows):,} requests over {recorded.seconds:,.0f} s from {args.trace}{stretched}"
-    return recorded, "; ".join((source, *trace.remarks)) + "."
+    return recorded, "; ".join((source, trace.columns, *trace.remarks)) + "."
 
 
 def _drawn(mix: Mix, args: argparse.Namespace) -> tuple[Workload, str]:
@@ -138,6 +138,8 @@ def _drawn(mix: Mix, args: argparse.Namespace) -> tuple[Workload, str]:
         raise WrongUsage(f"--seconds {args.seconds:g} is more than {SPAN_MAX_S:,.0f}")
     span = f"over {args.seconds:,.0f} s, models by popularity in the order of the configuration"
     if args.workload == "agents":
+        if args.agents > AGENTS_MAX:
+            raise WrongUsage(f"--agents {args.agents} is more than {AGENTS_MAX:,}")
         agents = Agents(mix, args.agents, args.seconds, seed=args.seed)
         _refuse_too_many(agents.expected, "--agents")
         return agents, f"{args.agents} agents, each alternating between two models, {span}."

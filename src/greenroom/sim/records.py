@@ -1,14 +1,15 @@
 """Requests, leases and slots as the simulated world sees them, independent of the scheduler's own records.
 
-A run may have millions of requests: whatever is kept of each after its end, is kept packed.
+A run may have millions of requests: what is kept of each before it arrives and after it has ended is packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from struct import Struct
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 from greenroom.core.effects import RejectCode
 from greenroom.core.model import NO_CLAIM, NO_TENANT, Claim, ModelId, Move, SlotId, TenantId, Tier
@@ -38,6 +39,102 @@ class SimArrival(NamedTuple):
     output_len: int
     tenant: TenantId = NO_TENANT
     priority: int = 1
+
+
+class Names:
+    """Numbers for names, in the order in which they first occur."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self.all: list[str] = []
+
+    def number(self, name: str) -> int:
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = len(self.all)
+            self.all.append(name)
+        return number
+
+
+class Arrivals(Sequence[SimArrival]):
+    """Arrivals, packed into 26 bytes each: times in any unit, lengths that may be unknown.
+
+    `sort` puts them in order of time. They are read with their times in seconds from the first, and with the given
+    lengths in place of unknown ones.
+    """
+
+    # Time, model, prompt_len, output_len, tenant, priority; names are numbers.
+    _LAYOUT = Struct("<dIiiIh")
+
+    def __init__(self) -> None:
+        self._packed = bytearray()
+        self._models = Names()
+        self._tenants = Names()
+        self.first = self._last = 0.0
+        self._in_order = True
+        # Set when all rows are known.
+        self.unit_s = 1.0
+        self.usual_prompt_len = 0
+        self.usual_output_len = 0
+
+    def add(self, at: float, model: str, prompt_len: int, output_len: int, tenant: str, priority: int) -> None:
+        """`at` is in `unit_s`; a length below 0 is unknown."""
+        if not self._packed:
+            self.first = self._last = at
+        elif at < self._last:
+            self._in_order = False
+            self.first = min(self.first, at)
+        else:
+            self._last = at
+        self._packed += self._LAYOUT.pack(
+            at, self._models.number(model), prompt_len, output_len, self._tenants.number(tenant), priority
+        )
+
+    @property
+    def span(self) -> float:
+        """From the first to the last, in the unit of `add`."""
+        return self._last - self.first
+
+    def sort(self) -> None:
+        """Put rows in order of time; rows of the same time keep their order."""
+        if self._in_order:
+            return
+        size, packed = self._LAYOUT.size, self._packed
+        times = array("d", (row[0] for row in self._LAYOUT.iter_unpack(packed)))
+        ordered = bytearray(len(packed))
+        for place, number in enumerate(sorted(range(len(times)), key=times.__getitem__)):
+            ordered[place * size : (place + 1) * size] = packed[number * size : (number + 1) * size]
+        self._packed, self._in_order = ordered, True
+
+    def __len__(self) -> int:
+        return len(self._packed) // self._LAYOUT.size
+
+    def __iter__(self) -> Iterator[SimArrival]:
+        return map(self._read, self._LAYOUT.iter_unpack(self._packed))
+
+    @overload
+    def __getitem__(self, index: int) -> SimArrival: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[SimArrival]: ...
+
+    def __getitem__(self, index: int | slice) -> SimArrival | list[SimArrival]:
+        rows = range(len(self))[index]
+        return self._at(rows) if isinstance(rows, int) else [self._at(row) for row in rows]
+
+    def _at(self, row: int) -> SimArrival:
+        return self._read(self._LAYOUT.unpack_from(self._packed, row * self._LAYOUT.size))
+
+    def _read(self, fields: tuple[Any, ...]) -> SimArrival:
+        at, model, prompt_len, output_len, tenant, priority = fields
+        return SimArrival(
+            (at - self.first) * self.unit_s,
+            ModelId(self._models.all[model]),
+            self.usual_prompt_len if prompt_len < 0 else prompt_len,
+            self.usual_output_len if output_len < 0 else output_len,
+            TenantId(self._tenants.all[tenant]),
+            priority,
+        )
 
 
 class SimCall:
@@ -131,21 +228,6 @@ class EndedCall(NamedTuple):
     def wait_s(self) -> float:
         """From arrival to the grant that served it."""
         return self.granted_at - self.arrived
-
-
-class Names:
-    """Numbers for names, in the order in which they first occur."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self.all: list[str] = []
-
-    def number(self, name: str) -> int:
-        number = self._numbers.get(name)
-        if number is None:
-            number = self._numbers[name] = len(self.all)
-            self.all.append(name)
-        return number
 
 
 _FATES = tuple(Fate)

@@ -1,31 +1,31 @@
-"""Recorded traces from CSV files: the gateway's own recordings, and public logs of one model spread over several.
+"""Recorded traces: the gateway's own recordings and public logs, as CSV or as lines of JSON.
 
-Owns the two formats, which differ by their header:
-- `t, model, prompt_len, output_len` and optionally `tenant` and `priority`: t in seconds from any moment;
-- `TIMESTAMP, ContextTokens, GeneratedTokens`: models are drawn, the first most often.
-Rows may be in any order; time begins with the earliest. An unknown length is empty, and counts as the mean of the known
-ones. A wrong row is an error with file and line.
+Owns which column is what (`TITLES`), the unit of times, and what happens to models that are not configured. A trace
+says what it took its columns to be and which rows it left out. Rows may be in any order; time begins with the earliest.
+An unknown length is empty, and counts as the mean of the known ones. A wrong row is an error with file and line.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from itertools import chain
 from math import isfinite
 from pathlib import Path
 from random import Random
-from statistics import fmean
+from typing import Any, NamedTuple
 
 from greenroom.config.schema import PRIORITY_NAMES
-from greenroom.core.model import NO_TENANT, ModelId, TenantId
 from greenroom.errors import ConfigError
-from greenroom.sim.records import SimArrival
-from greenroom.sim.workloads import Draw, zipf
+from greenroom.sim.records import Arrivals, SimArrival
+from greenroom.sim.workloads import ARRIVALS_MAX, Draw, zipf
 
-ROWS_MAX = 2_000_000
+ROWS_MAX = ARRIVALS_MAX
 TOKENS_MAX = 100_000_000
 # A number of more digits is wrong in every column, and is never converted.
 DIGITS_MAX = 12
@@ -34,17 +34,48 @@ PRIORITY_MIN, PRIORITY_MAX = -100, 100
 NAME_CHARS_MAX = 256
 # Of a cell in an error message.
 SHOWN_CHARS_MAX = 60
+# Models that are named in a remark on those left out.
+NAMED_MAX = 5
 
 # Marks an unknown length while reading; and the length used if the file has none at all.
 UNKNOWN_LEN = -1
 USUAL_LEN = 200
 
-OWN = ("t", "model", "prompt_len", "output_len")
-OWN_OPTIONAL = ("tenant", "priority")
-PUBLIC = ("timestamp", "contexttokens", "generatedtokens")
+# Titles of columns, or keys of JSON, by what they mean; the gateway's own first. Case, spaces and underscores do not
+# matter.
+TITLES: Mapping[str, tuple[str, ...]] = {
+    "t": ("t", "timestamp", "time", "arrival_time", "timestamp_ms", "time_ms", "arrival_time_ms"),
+    "model": ("model", "model_id", "model_name"),
+    "prompt_len": ("prompt_len", "contexttokens", "request_tokens", "input_length", "prompt_tokens", "input_tokens"),
+    "output_len": (
+        "output_len",
+        "generatedtokens",
+        "response_tokens",
+        "output_length",
+        "completion_tokens",
+        "output_tokens",
+    ),
+    "tenant": ("tenant",),
+    "priority": ("priority",),
+}
+REQUIRED = ("t", "prompt_len", "output_len")
+WANTED = (
+    "t, model, prompt_len, output_len (and tenant, priority), or those of a public log, such as "
+    "TIMESTAMP, ContextTokens, GeneratedTokens"
+)
 
-Row = Mapping[str, str]
-Reader = Callable[[Row], SimArrival]
+UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+UNIT_NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
+# Times since 1970 that are in this range are dates from 2000 to 2100.
+DATES_S = (946_684_800.0, 4_102_444_800.0)
+# Whole numbers without a name for their unit: in JSON they usually are milliseconds, which is believed up to 100
+# requests a second; in CSV seconds, which is believed from one request a minute on.
+MS_GAP_MIN = 10.0
+S_GAP_MAX = 60.0
+
+# The first line of a recording of events, and what marks an arrival in it.
+EVENTS_HEAD = '{"greenroom_events":1}'
+EVENT_MARK = '"_":"RequestArrived"'
 
 
 class TraceError(ConfigError):
@@ -57,10 +88,6 @@ class _Wrong(ValueError):
     """What is wrong with a row."""
 
 
-class _OtherModel(_Wrong):
-    """The row is for a model that is not configured."""
-
-
 @dataclass(frozen=True, slots=True)
 class Known:
     """The configured models and their aliases. A trace that names no models is spread over them."""
@@ -70,173 +97,413 @@ class Known:
     priorities: Mapping[str, int] = field(default_factory=dict)
     # True if rows for other models are left out; otherwise they are an error.
     skips_others: bool = False
+    # True if the models that a trace names do not count: it is spread like one without.
+    spreads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The rows in order of time, and remarks on what differs from the file."""
+    """The rows in order of time, what the columns were taken to be, and remarks on what differs from the file."""
 
-    rows: list[SimArrival]
+    rows: Arrivals
+    columns: str
     remarks: tuple[str, ...] = ()
 
 
 def read_trace(path: str | Path, known: Known | None = None, seed: int = 0) -> list[SimArrival]:
     """The rows in order of time. Without `known` any model is accepted."""
-    return trace_of(path, known, seed).rows
+    return list(trace_of(path, known, seed).rows)
 
 
-def trace_of(path: str | Path, known: Known | None = None, seed: int = 0) -> Trace:
-    """The rows in order of time, with remarks on those left out and those completed."""
-    rows, skipped = _read(path, known, seed)
-    if not rows:
-        raise TraceError(f"{path}: there is no row in it{' for a model of the configuration' if skipped else ''}")
-    prompt_len, of_prompts = _usual("prompt_len", [row.prompt_len for row in rows])
-    output_len, of_outputs = _usual("output_len", [row.output_len for row in rows])
-    first = min(row.at for row in rows)
-    whole = [
-        row._replace(
-            at=row.at - first,
-            prompt_len=prompt_len if row.prompt_len == UNKNOWN_LEN else row.prompt_len,
-            output_len=output_len if row.output_len == UNKNOWN_LEN else row.output_len,
-        )
-        for row in rows
-    ]
-    left_out = f"{skipped:,} for models that are not in the configuration left out" if skipped else ""
-    return Trace(sorted(whole, key=lambda row: row.at), tuple(filter(None, (left_out, of_prompts, of_outputs))))
+def trace_of(path: str | Path, known: Known | None = None, seed: int = 0, time_unit: str | None = None) -> Trace:
+    """The rows in order of time, with what was understood and remarks on rows left out and completed.
 
-
-def _usual(title: str, lengths: Sequence[int]) -> tuple[int, str]:
-    """The length for rows without one, and a remark on it; the remark is empty if all lengths are known."""
-    known = [length for length in lengths if length != UNKNOWN_LEN]
-    if len(known) == len(lengths):
-        return USUAL_LEN, ""
-    usual, why = (round(fmean(known)), "the mean of the others") if known else (USUAL_LEN, "as none is known")
-    return usual, f"{len(lengths) - len(known):,} without {title} taken as {usual:,} tokens, {why}"
-
-
-def _read(path: str | Path, known: Known | None, seed: int) -> tuple[list[SimArrival], int]:
-    """The rows in the order of the file, and how many were left out."""
-    rows: list[SimArrival] = []
-    count = 0
+    `time_unit` is one of `UNITS_S`, for times that are numbers; without it the unit is found from the titles and times.
+    """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            for count, row in enumerate(_rows(file, str(path), known, seed), start=1):
-                if count > ROWS_MAX:
-                    raise TraceError(f"{path}: more than {ROWS_MAX:,} rows; give a part of it")
-                if row is not None:
-                    rows.append(row)
+            return _Reading(str(path), file, known, seed, time_unit).trace()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise TraceError(f"{path}: cannot be read: {reason}") from error
-    return rows, count - len(rows)
 
 
-def _rows(file: Iterator[str], name: str, known: Known | None, seed: int) -> Iterator[SimArrival | None]:
-    """None stands for a row that is left out."""
-    skips = known is not None and known.skips_others
-    table = csv.reader(file, strict=True)
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+class _Cells(NamedTuple):
+    """One row as text, and its line in the file; what the file does not have is empty."""
+
+    line: int
+    t: str
+    model: str
+    prompt_len: str
+    output_len: str
+    tenant: str
+    priority: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """What a file has: for each meaning its title, the rest of its titles, and the rows."""
+
+    titles: Mapping[str, str]
+    unused: tuple[str, ...]
+    rows: Iterator[_Cells]
+    kind: str = ""
+
+
+def _table(name: str, file: Iterator[str]) -> _Table:
+    """Find the format from the first line that is not empty. Raises TraceError."""
+    line, first = next(((line, text) for line, text in enumerate(file, 1) if text.strip()), (1, ""))
+    if first.strip() == EVENTS_HEAD:
+        return _Table({"t": "t", "model": "model"}, (), _events(name, file, line), "a recording of events")
+    if first.lstrip().startswith("["):
+        raise TraceError(f"{name}:{line}: this is one JSON document: give one object a line")
+    if first.lstrip().startswith("{"):
+        keys = list(_object(name, line, first))
+        titles, unused = _titles(keys, f"{name}:{line}")
+        return _Table(titles, unused, _json_lines(name, chain([first], file), line, titles), "JSON")
+    table = csv.reader(chain([first], file), strict=True)
+    header = [title.strip() for title in _next_cells(table, name, line)]
+    titles, unused = _titles(header, f"{name}:{line}")
+    return _Table(titles, unused, _csv_rows(name, table, line - 1, header, titles))
+
+
+def _titles(found: Sequence[str], where: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The title of each meaning, and titles without one. Raises TraceError if a required one is missing."""
+    plain = {_plain(title): title for title in reversed(found)}
+    titles = {
+        meaning: plain[_plain(name)]
+        for meaning, names in TITLES.items()
+        for name in reversed(names)
+        if _plain(name) in plain
+    }
+    if missing := [meaning for meaning in REQUIRED if meaning not in titles]:
+        raise TraceError(f"{where}: the header must name {WANTED}; there is no {' and no '.join(missing)}")
+    return titles, tuple(title for title in found if title not in titles.values())
+
+
+def _plain(title: str) -> str:
+    return title.lower().replace(" ", "").replace("_", "")
+
+
+def _next_cells(table: Any, name: str, line: int) -> list[str]:
     try:
-        header = [title.strip().lower() for title in next(table, [])]
-        read = _reader(header, name, known, seed)
-        for cells in table:
-            if cells:
-                yield _row(read, header, cells, f"{name}:{table.line_num}", skips)
+        return next(table, [])
     except csv.Error as error:
-        raise TraceError(f"{name}:{table.line_num}: this is not CSV: {error}") from error
+        raise TraceError(f"{name}:{line}: this is not CSV: {error}") from error
 
 
-def _row(read: Reader, header: Sequence[str], cells: Sequence[str], where: str, skips: bool) -> SimArrival | None:
-    if len(cells) != len(header):
-        raise TraceError(f"{where}: {len(cells)} values where the header names {len(header)}")
+def _csv_rows(
+    name: str, table: Any, skipped: int, header: Sequence[str], titles: Mapping[str, str]
+) -> Iterator[_Cells]:
+    # A column that is not there is an empty cell behind the last.
+    places = [header.index(titles[meaning]) if meaning in titles else -1 for meaning in TITLES]
     try:
-        return read({title: cell.strip() for title, cell in zip(header, cells, strict=True)})
-    except _Wrong as error:
-        if skips and isinstance(error, _OtherModel):
+        for cells in table:
+            if not cells:
+                continue
+            line = skipped + table.line_num
+            if len(cells) != len(header):
+                raise TraceError(f"{name}:{line}: {len(cells)} values where the header names {len(header)}")
+            cells.append("")
+            yield _Cells(line, *[cells[place].strip() for place in places])
+    except csv.Error as error:
+        raise TraceError(f"{name}:{skipped + table.line_num}: this is not CSV: {error}") from error
+
+
+def _json_lines(name: str, file: Iterator[str], first: int, titles: Mapping[str, str]) -> Iterator[_Cells]:
+    keys = [titles.get(meaning, "") for meaning in TITLES]
+    for line, text in enumerate(file, first):
+        if text.strip():
+            said = _object(name, line, text)
+            yield _Cells(line, *[_text(said.get(key)) for key in keys])
+
+
+def _object(name: str, line: int, text: str) -> dict[str, Any]:
+    try:
+        said = json.loads(text)
+    except ValueError as error:
+        raise TraceError(f"{name}:{line}: this is not JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise TraceError(f"{name}:{line}: this is not a JSON object")
+    return said
+
+
+def _text(value: object) -> str:
+    return "" if value is None else value.strip() if isinstance(value, str) else str(value)
+
+
+def _events(name: str, file: Iterator[str], head: int) -> Iterator[_Cells]:
+    """The arrivals of a recording of events; it has no lengths."""
+    for line, text in enumerate(file, head + 1):
+        if EVENT_MARK in text:
+            said = _object(name, line, text).get("event", {})
+            models = said.get("candidates") or [""]
+            yield _Cells(
+                line, _text(said.get("now")), models[0], "", "", _text(said.get("tenant")), _text(said.get("priority"))
+            )
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class _Reading:
+    """Reads one file to its end."""
+
+    def __init__(self, name: str, file: Iterator[str], known: Known | None, seed: int, time_unit: str | None) -> None:
+        self._name = name
+        self._table = _table(name, file)
+        self._rows = Arrivals()
+        self._times = _Times(self._table.titles["t"], time_unit)
+        self._prompts = _Lengths("prompt_len", self._table.titles)
+        self._outputs = _Lengths("output_len", self._table.titles)
+        spreads = "model" not in self._table.titles or (known is not None and known.spreads)
+        self._models = _Drawn(name, known, seed) if spreads else _Named(known)
+
+    def trace(self) -> Trace:
+        for count, cells in enumerate(self._table.rows, start=1):
+            if count > ROWS_MAX:
+                raise TraceError(f"{self._name}: more than {ROWS_MAX:,} rows; give a part of it")
+            try:
+                self._take(cells)
+            except _Wrong as error:
+                if not self._is_header(cells):
+                    raise TraceError(f"{self._name}:{cells.line}: {error}") from error
+        if not self._rows:
+            skipped = " for a model of the configuration" if self._models.skipped else ""
+            raise TraceError(f"{self._name}: there is no row in it{skipped}")
+        return self._completed()
+
+    def _take(self, cells: _Cells) -> None:
+        found = self._models.of(cells.model)
+        if found is not None:
+            model, usual = found
+            self._rows.add(
+                self._times.read(cells.t),
+                model,
+                self._prompts.read(cells.prompt_len),
+                self._outputs.read(cells.output_len),
+                _tenant(cells.tenant),
+                _priority(cells.priority, usual),
+            )
+
+    def _is_header(self, cells: _Cells) -> bool:
+        """True in the middle of a file that was put together from several."""
+        return all(getattr(cells, meaning) == title for meaning, title in self._table.titles.items())
+
+    def _completed(self) -> Trace:
+        rows = self._rows
+        unit, of_times = self._times.unit(rows, self._table.kind == "JSON")
+        rows.unit_s = UNITS_S[unit]
+        rows.usual_prompt_len, of_prompts = self._prompts.usual()
+        rows.usual_output_len, of_outputs = self._outputs.usual()
+        rows.sort()
+        remarks = (self._models.remark, of_prompts, of_outputs)
+        return Trace(rows, self._columns(of_times), tuple(filter(None, remarks)))
+
+    def _columns(self, of_times: str) -> str:
+        titles = self._table.titles
+        parts = [of_times, *filter(None, [self._models.origin(titles)])]
+        others = [
+            (meaning, titles[meaning]) for meaning in TITLES if meaning in titles and meaning not in ("t", "model")
+        ]
+        parts += [f"{meaning} from {title}" for meaning, title in others if title != meaning]
+        if self._table.unused:
+            parts.append(f"not used: {', '.join(self._table.unused)}")
+        kind = f"{self._table.kind}: " if self._table.kind else ""
+        return kind + "; ".join(parts)
+
+
+class _Named:
+    """The models that the rows name."""
+
+    def __init__(self, known: Known | None) -> None:
+        self._known = known
+        self._configured = frozenset(known.models) if known is not None else frozenset()
+        self._found: dict[str, tuple[str, int] | None] = {}
+        self.skipped: Counter[str] = Counter()
+
+    def of(self, name: str) -> tuple[str, int] | None:
+        """The model and its usual priority; None if the row is left out. Raises _Wrong."""
+        if name not in self._found:
+            self._found[name] = self._look_up(name)
+        found = self._found[name]
+        if found is None:
+            self.skipped[name] += 1
+        return found
+
+    def _look_up(self, name: str) -> tuple[str, int] | None:
+        if not name:
+            raise _Wrong("model is empty")
+        known, usual = self._known, PRIORITY_NAMES["normal"]
+        if known is None:
+            return name, usual
+        model = known.aliases.get(name, name)
+        if model in self._configured:
+            return model, known.priorities.get(model, usual)
+        if known.skips_others:
             return None
-        raise TraceError(f"{where}: {error}") from error
+        near = get_close_matches(model, known.models, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else "."
+        raise _Wrong(
+            f"there is no model {_shown(model)} in the configuration{meant} Give it as an alias, leave such rows out "
+            "(--skip-unknown) or spread all rows over your models (--spread)"
+        )
+
+    def origin(self, titles: Mapping[str, str]) -> str:
+        return "" if titles["model"] == "model" else f"model from {titles['model']}"
+
+    @property
+    def remark(self) -> str:
+        """On rows left out; empty if there are none."""
+        if not self.skipped:
+            return ""
+        named = [f"{_shown(name)} {count:,}" for name, count in self.skipped.most_common(NAMED_MAX)]
+        more = f", and {len(self.skipped) - NAMED_MAX:,} more" if len(self.skipped) > NAMED_MAX else ""
+        total = self.skipped.total()
+        return f"{total:,} for models that are not in the configuration left out ({', '.join(named)}{more})"
 
 
-def _reader(header: Sequence[str], name: str, known: Known | None, seed: int) -> Reader:
-    if set(OWN) <= set(header):
-        models = None if known is None else frozenset(known.models)
-        return lambda row: _own(row, known, models)
-    if set(PUBLIC) <= set(header):
+class _Drawn:
+    """Models drawn from the configuration, the first most often."""
+
+    remark = ""
+
+    def __init__(self, name: str, known: Known | None, seed: int) -> None:
         if known is None or not known.models:
             raise TraceError(f"{name}: it names no models; say over which to spread it")
-        draw, random, priorities = Draw(zipf(known.models)), Random(f"{seed}:models"), known.priorities
-        return lambda row: _public(row, draw.one(random), priorities)
-    wanted = f"{', '.join(OWN)} (and {', '.join(OWN_OPTIONAL)}), or TIMESTAMP, ContextTokens, GeneratedTokens"
-    raise TraceError(f"{name}:1: the header must name {wanted}")
+        self._draw, self._random, self._priorities = (
+            Draw(zipf(known.models)),
+            Random(f"{seed}:models"),
+            known.priorities,
+        )
+        self.skipped: Counter[str] = Counter()
+
+    def of(self, name: str) -> tuple[str, int] | None:
+        model = self._draw.one(self._random)
+        return model, self._priorities.get(model, PRIORITY_NAMES["normal"])
+
+    def origin(self, titles: Mapping[str, str]) -> str:
+        instead = f", whatever {titles['model']} says" if "model" in titles else ""
+        return f"models drawn from the configuration{instead}, the first most often"
 
 
-def _own(row: Row, known: Known | None, models: frozenset[str] | None) -> SimArrival:
-    model = row["model"]
-    if not model:
-        raise _Wrong("model is empty")
-    usual = PRIORITY_NAMES["normal"]
-    if known is not None and models is not None:
-        model = known.aliases.get(model, model)
-        usual = known.priorities.get(model, usual)
-        if model not in models:
-            # Looking for the nearest name is slow, and useless if the row is left out.
-            near = "" if known.skips_others else _nearest(model, known.models)
-            raise _OtherModel(f"there is no model {_shown(model)} in the configuration{near}")
-    return SimArrival(
-        _number(row, "t"),
-        ModelId(model),
-        _tokens(row, "prompt_len"),
-        _tokens(row, "output_len"),
-        _tenant(row.get("tenant", "")),
-        _priority(row.get("priority", ""), usual),
-    )
+class _Times:
+    """Times of one file: all of them dates, or all of them numbers of one unit."""
+
+    def __init__(self, title: str, unit: str | None) -> None:
+        self._title = title
+        self._unit = unit
+        self._are_dates: bool | None = None
+        self._are_whole = True
+
+    def read(self, text: str) -> float:
+        if self._are_dates is None:
+            self._are_dates = self._begin(text)
+        if self._are_dates:
+            return self._date(text)
+        value = self._number(text)
+        if self._are_whole and not value.is_integer():
+            self._are_whole = False
+        return value
+
+    def _begin(self, text: str) -> bool:
+        try:
+            float(text)
+        except ValueError:
+            # A title `t` promises numbers.
+            if _plain(self._title) == "t" and not text[:1].isdigit():
+                self._number(text)
+            if self._unit is not None:
+                raise _Wrong(f"{self._title} is {_shown(text)}, a date and no number of {self._unit}") from None
+            return True
+        return False
+
+    def _date(self, text: str) -> float:
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            raise _Wrong(f"{self._title} is {_shown(text)}, not a time like 2023-11-16 18:15:46.680") from None
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+    def _number(self, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise _Wrong(f"{self._title} is {_shown(text)}, not a number") from None
+        if not isfinite(value):
+            raise _Wrong(f"{self._title} is {_shown(text)}, not a finite number")
+        return value
+
+    def unit(self, rows: Arrivals, is_json: bool) -> tuple[str, str]:
+        """The unit, and a remark that says which it is and why."""
+        if self._are_dates:
+            return "s", f"time from {self._title} (dates)"
+        unit, why = self._found_unit(rows, is_json)
+        doubt = "; --time-unit says otherwise" if why.startswith("guessed") else ""
+        return unit, f"time from {self._title} in {UNIT_NAMES[unit]} ({why}{doubt})"
+
+    def _found_unit(self, rows: Arrivals, is_json: bool) -> tuple[str, str]:
+        if self._unit is not None:
+            return self._unit, "as given"
+        title, named = self._title.lower(), self._title.lower().rpartition("_")[2]
+        if title == "t" or named in UNITS_S:
+            return ("s" if title == "t" else named), "by its title"
+        for unit, size_s in UNITS_S.items():
+            if DATES_S[0] <= rows.first * size_s <= DATES_S[1]:
+                return unit, "since 1970"
+        gap = rows.span / max(1, len(rows) - 1)
+        if not self._are_whole:
+            return "s", "guessed: they have fractions"
+        is_ms = gap >= (MS_GAP_MIN if is_json else S_GAP_MAX)
+        one = f"one request every {gap:,.0f}" if gap >= 10 else f"one request every {gap:.2g}"
+        if is_ms:
+            return "ms", f"guessed: whole numbers, {one} ms rather than s"
+        return "s", f"guessed: whole numbers, {one} s rather than ms"
 
 
-def _nearest(model: str, models: Sequence[str]) -> str:
-    near = get_close_matches(model, models, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+class _Lengths:
+    """Numbers of tokens of one column; the mean is for rows without one."""
 
+    def __init__(self, meaning: str, titles: Mapping[str, str]) -> None:
+        self._title = titles.get(meaning, meaning)
+        self._known = 0
+        self._sum = 0
+        self._unknown = 0
 
-def _public(row: Row, model: str, priorities: Mapping[str, int]) -> SimArrival:
-    return SimArrival(
-        _moment(row["timestamp"]),
-        ModelId(model),
-        _tokens(row, "contexttokens"),
-        _tokens(row, "generatedtokens"),
-        priority=priorities.get(model, PRIORITY_NAMES["normal"]),
-    )
+    def read(self, text: str) -> int:
+        if not text:
+            self._unknown += 1
+            return UNKNOWN_LEN
+        if not (_is_whole(text) and (tokens := int(text)) <= TOKENS_MAX):
+            raise _Wrong(f"{self._title} is {_shown(text)}, not a number of tokens")
+        self._known += 1
+        self._sum += tokens
+        return tokens
 
-
-def _number(row: Row, title: str) -> float:
-    try:
-        value = float(row[title])
-    except ValueError:
-        raise _Wrong(f"{title} is {_shown(row[title])}, not a number") from None
-    if not isfinite(value):
-        raise _Wrong(f"{title} is {_shown(row[title])}, not a finite number")
-    return value
+    def usual(self) -> tuple[int, str]:
+        """The length for rows without one, and a remark on it; the remark is empty if all lengths are known."""
+        if not self._unknown:
+            return USUAL_LEN, ""
+        known = self._known
+        usual, why = (round(self._sum / known), "the mean of the others") if known else (USUAL_LEN, "as none is known")
+        return usual, f"{self._unknown:,} without {self._title} taken as {usual:,} tokens, {why}"
 
 
 def _shown(text: str) -> str:
     return repr(text) if len(text) <= SHOWN_CHARS_MAX else f"{text[:SHOWN_CHARS_MAX]!r} … ({len(text):,} characters)"
 
 
-def _tokens(row: Row, title: str) -> int:
-    text = row[title]
-    if not text:
-        return UNKNOWN_LEN
-    if not (_is_whole(text) and int(text) <= TOKENS_MAX):
-        raise _Wrong(f"{title} is {_shown(text)}, not a number of tokens")
-    return int(text)
-
-
 def _is_whole(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX
 
 
-def _tenant(text: str) -> TenantId:
+def _tenant(text: str) -> str:
     if len(text) > NAME_CHARS_MAX or not text.isprintable():
         raise _Wrong(f"tenant is not a name of at most {NAME_CHARS_MAX} printable characters")
-    return TenantId(text) if text else NO_TENANT
+    return text
 
 
 def _priority(text: str, usual: int) -> int:
@@ -248,11 +515,3 @@ def _priority(text: str, usual: int) -> int:
         words = ", ".join(PRIORITY_NAMES)
         raise _Wrong(f"priority is {_shown(text)}, not {words} or {PRIORITY_MIN} to {PRIORITY_MAX}")
     return int(text)
-
-
-def _moment(text: str) -> float:
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise _Wrong(f"TIMESTAMP is {_shown(text)}, not a time like 2023-11-16 18:15:46.680") from None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

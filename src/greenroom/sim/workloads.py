@@ -21,8 +21,10 @@ from greenroom.sim.world import World
 ZIPF_EXPONENT = 1.0
 
 # Bounds of a run: as many requests as a trace may have, within some thirty years.
-ARRIVALS_MAX = 2_000_000
+ARRIVALS_MAX = 50_000_000
 SPAN_MAX_S = 1e9
+# Loops at once: each has random numbers of its own, some kilobytes.
+AGENTS_MAX = 100_000
 
 
 class Workload(Protocol):

@@ -26,11 +26,7 @@ WORKLOADS = ("poisson", "bursty", "agents")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-c", "--config", metavar="FILE", help="the configuration (default: as for serve)")
-    parser.add_argument("--trace", metavar="CSV", help="requests to play: t, model, prompt_len, output_len …")
-    parser.add_argument("--stretch", type=_above_zero, default=1.0, help="multiply the trace's times by this")
-    parser.add_argument(
-        "--skip-unknown", action="store_true", help="leave out rows for models that are not in the configuration"
-    )
+    _add_trace_options(parser)
     parser.add_argument("--workload", choices=WORKLOADS, default="poisson", help="without a trace: how requests arrive")
     parser.add_argument("--rate", type=_above_zero, default=1.0, help="requests a second (poisson, bursty)")
     parser.add_argument("--agents", type=_count, default=8, help="number of loops that alternate models (agents)")
@@ -41,6 +37,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--out", metavar="HTML", help="write a report with plots")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
+
+
+def _add_trace_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", metavar="FILE", help="requests to play, as CSV or lines of JSON")
+    parser.add_argument("--stretch", type=_above_zero, default=1.0, help="multiply the trace's times by this")
+    parser.add_argument(
+        "--time-unit", choices=("s", "ms", "us", "ns"), help="of the trace's times (default: found from the trace)"
+    )
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument(
+        "--skip-unknown", action="store_true", help="leave out rows for models that are not in the configuration"
+    )
+    others.add_argument(
+        "--spread", action="store_true", help="draw each row's model from the configuration, whatever the trace says"
+    )
 
 
 def _add_case_options(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +105,10 @@ def run(args: argparse.Namespace) -> int:
     compared = _cases(args, config.scheduler.policy)
     if args.out:
         _refuse_to_overwrite(args.out, {"the configuration": path, "the trace": args.trace})
+        _require_writable(args.out)
     prepared = prepare(config, args)
+    if args.trace:
+        screen.note(f"trace: {prepared.assumed[0]}")
     for name in sizeless(config, prepared.base):
         screen.note(f"warning: models.{name}: its size is not known, so it fits everywhere; give memory_mib")
     began = time.monotonic()
@@ -294,6 +308,20 @@ def _refuse_to_overwrite(out: str, inputs: Mapping[str, str | Path | None]) -> N
     for what, file in inputs.items():
         if file is not None and path.exists() and Path(file).exists() and path.samefile(file):
             raise WrongUsage(f"--out {out} is {what}: name another file")
+
+
+def _require_writable(out: str) -> None:
+    """Raises CommandFailed if the report could not be written there, before a simulation that may take long."""
+    path = Path(os.path.expanduser(out))
+    folder = path.resolve().parent
+    if path.is_dir():
+        raise CommandFailed(f"--out {out} cannot be written: it is a folder; name a file in it")
+    if not folder.is_dir():
+        raise CommandFailed(f"--out {out} cannot be written: there is no folder {folder}")
+    # A file is replaced, for which its folder counts; a device or a pipe is written to.
+    target = path if path.exists() and not path.is_file() else folder
+    if not os.access(target, os.W_OK):
+        raise CommandFailed(f"--out {out} cannot be written: no permission to write to {target}")
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
