@@ -4,7 +4,7 @@ import pytest
 
 from greenroom.core.model import Device, DeviceId, DeviceKind, Need
 from greenroom.errors import ConfigError
-from greenroom.sim.cases import Case, cases, config_for, run_all
+from greenroom.sim.cases import Case, cases, config_for, run_all, short_labels
 from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World
 from tests.sim.settings import gpu, host, names, setting, sim_model
@@ -29,6 +29,16 @@ def test_a_case_says_what_it_is() -> None:
     assert Case("default", 3, 65_536).label == "default, 3 GPUs, green room 65,536 MiB"
     assert Case("default", 1, gpu_mib=24_576).label == "default, 1 GPU of 24,576 MiB"
     assert Case("default", gpu_mib=24_576, concurrency=4).label == "default, GPUs of 24,576 MiB, concurrency 4"
+
+
+def test_short_labels_leave_out_what_all_cases_share() -> None:
+    def labels(*compared: Case) -> list[str]:
+        return list(short_labels(compared).values())
+
+    assert labels(Case("fifo", 1, 0), Case("fifo", 2, 0)) == ["1 GPU", "2 GPUs"]
+    assert labels(Case("fifo", 2, 0, 100), Case("fifo", 2, 0, 200)) == ["2 GPUs of 100 MiB", "2 GPUs of 200 MiB"]
+    assert labels(Case("fifo", 2), Case("default", 2)) == ["fifo", "default"]
+    assert labels(Case("fifo", 2)) == ["fifo"]
 
 
 def test_a_case_without_wishes_leaves_the_configuration_as_it_is() -> None:

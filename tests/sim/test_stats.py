@@ -57,7 +57,19 @@ def test_a_run_comes_to_figures() -> None:
     assert use.busy == pytest.approx(4 / 15) and use.moving == pytest.approx(11 / 15) and stats.busy == use.busy
     # x was served for 1 of 6 s, y for 3 of 15.
     assert stats.jain == pytest.approx(jain([1 / 6, 3 / 15]))
-    assert stats.swaps_at == (0.0, pytest.approx(7.0))
+    first, *empty, last = stats.over_time
+    assert (first.served, first.p95_s) == (2, pytest.approx(12.0)) and not any(one.served for one in (*empty, last))
+
+
+def test_waits_are_summed_up_by_the_time_of_arrival() -> None:
+    world = World(setting(sim_model("a", concurrency=1)))
+    for at, output in ((0.0, 100), (59.0, 200), (60.0, 100)):
+        world.after(at, lambda world, output=output: world.arrive(A, 0, output))  # type: ignore[misc]
+    world.run()
+    moments = [moment for moment in stats_of(world).over_time if moment.served]
+    # The last two arrive in the last minute's end: at 59 and 60 s of 60, in stretches of a second.
+    assert [(round(moment.at, 1), moment.served) for moment in moments] == [(0.5, 1), (59.5, 2)]
+    assert [moment.p95_s for moment in moments] == [pytest.approx(5.0), pytest.approx(1.0)]
 
 
 def test_tiers_are_marked_as_they_change() -> None:

@@ -6,8 +6,9 @@ given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from greenroom.core.model import Device, DeviceId, DeviceKind, Need
 from greenroom.sim.config import SimConfig, SimModel
@@ -42,6 +43,24 @@ class Case:
         if self.concurrency is not None:
             parts.append(f"concurrency {self.concurrency}")
         return ", ".join(parts)
+
+
+def short_labels(compared: Iterable[Case]) -> dict[Case, str]:
+    """Labels without what all of these cases have in common."""
+    known = list(compared)
+    same = {field.name: getattr(known[0], field.name) for field in fields(Case)}
+    for case in known:
+        same = {name: value for name, value in same.items() if getattr(case, name) == value}
+    # A number of GPUs and their size are said together.
+    if not {"gpus", "gpu_mib"} <= same.keys():
+        same.pop("gpus", None)
+        same.pop("gpu_mib", None)
+    has_one_policy = same.pop("policy", None) is not None
+    nothing: dict[str, Any] = dict.fromkeys(same)
+    bare = {case: replace(case, **nothing) for case in known}
+    return {
+        case: one.label.removeprefix(f"{one.policy}, ") if has_one_policy else one.label for case, one in bare.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,209 +1,72 @@
-"""The report: one HTML file with the answer in words, the figures, and the plots. Nothing in it is fetched or run.
+"""The report: one HTML file. The bottom line first, then one table of all cases, then plots of the chosen ones.
 
-Owns the page and its line plots, which are SVG text. Text and axes take the colour of the page, so that a plot is
-readable on light and on dark; lines differ by colour and by dashes, so that it is readable without colours. The
-sentences come from `verdict.py`, the figures from `stats.py`.
+Owns the page. Nothing in it is fetched or run. The sentences come from `verdict.py`, the figures from `stats.py`, the
+drawing from `plots.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
-from math import ceil, floor, log10
+from typing import NamedTuple
 
-from greenroom.sim.cases import Result
-from greenroom.sim.stats import Stats, Waits
-from greenroom.sim.verdict import advice, seconds
-
-Point = tuple[float, float]
-
-WIDTH, HEIGHT = 640, 320
-LEFT, RIGHT, TOP, BOTTOM = 60, 16, 34, 44
-LEGEND_LINE = 18
-# Middle tones, readable on white and on black.
-COLOURS = ("#3b82c4", "#d9742b", "#2f9e6e", "#c0504d", "#8a6fc2", "#9a7b2f", "#d45fa0", "#5f8a8b")
-DASHES = ("", "7 3", "2 3", "9 3 2 3")
-TICKS = 5
-POINTS_MAX = 400
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    label: str
-    points: Sequence[Point]
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """The range of values shown. A logarithmic axis begins above zero, and shows smaller values at its start."""
-
-    label: str
-    low: float
-    high: float
-    is_log: bool = False
-
-    def share(self, value: float) -> float:
-        """Where on the axis, from 0 to 1."""
-        value = min(max(value, self.low), self.high)
-        if self.is_log:
-            return (log10(value) - log10(self.low)) / (log10(self.high) - log10(self.low))
-        return (value - self.low) / (self.high - self.low)
-
-    def ticks(self) -> list[float]:
-        if self.is_log:
-            return [10.0**power for power in range(floor(log10(self.low)), ceil(log10(self.high)) + 1)]
-        step = _round_step((self.high - self.low) / TICKS)
-        first, last = ceil(self.low / step), floor(self.high / step + 1e-9)
-        return [number * step for number in range(first, last + 1)]
-
-
-def linear(label: str, values: Sequence[float]) -> Axis:
-    """From zero to a little above the largest."""
-    high = max(values, default=0.0)
-    return Axis(label, 0.0, high if high > 0 else 1.0)
-
-
-def logarithmic(label: str, values: Sequence[float], low: float) -> Axis:
-    """Whole powers of ten from `low` on."""
-    high = max(max(values, default=low), low * 10)
-    return Axis(label, low, 10.0 ** ceil(log10(high)), is_log=True)
-
-
-def plot(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
-    """One plot with its legend below, as an `<svg>` element."""
-    height = HEIGHT + LEGEND_LINE * ceil(len(lines) / 2)
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-            f'aria-label="{escape(title)}" font-family="system-ui, sans-serif" font-size="12" fill="currentColor">',
-            f'<text x="{LEFT}" y="18" font-size="14" font-weight="600">{escape(title)}</text>',
-            *_x_axis(x),
-            *_y_axis(y),
-            *(_line(line, x, y, number) for number, line in enumerate(lines)),
-            *(_legend(line, number) for number, line in enumerate(lines)),
-            "</svg>",
-        ]
-    )
-
-
-def _across(axis: Axis, value: float) -> float:
-    return round(LEFT + axis.share(value) * (WIDTH - LEFT - RIGHT), 1)
-
-
-def _up(axis: Axis, value: float) -> float:
-    return round(HEIGHT - BOTTOM - axis.share(value) * (HEIGHT - TOP - BOTTOM), 1)
-
-
-def _x_axis(axis: Axis) -> list[str]:
-    low, high = TOP, HEIGHT - BOTTOM
-    parts = [f'<path d="M{LEFT} {high}H{WIDTH - RIGHT}" stroke="currentColor" fill="none"/>']
-    for tick in axis.ticks():
-        across = _across(axis, tick)
-        parts.append(f'<path d="M{across} {low}V{high}" stroke="currentColor" stroke-opacity="0.15"/>')
-        parts.append(f'<text x="{across}" y="{high + 16}" text-anchor="middle">{_figure(tick)}</text>')
-    middle = (LEFT + WIDTH - RIGHT) // 2
-    return [*parts, f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(axis.label)}</text>']
-
-
-def _y_axis(axis: Axis) -> list[str]:
-    parts = [f'<path d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}" stroke="currentColor" fill="none"/>']
-    for tick in axis.ticks():
-        up = _up(axis, tick)
-        parts.append(f'<path d="M{LEFT} {up}H{WIDTH - RIGHT}" stroke="currentColor" stroke-opacity="0.15"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{up + 4}" text-anchor="end">{_figure(tick)}</text>')
-    middle = (TOP + HEIGHT - BOTTOM) // 2
-    turned = f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{escape(axis.label)}</text>'
-    return [*parts, turned]
-
-
-def _line(line: Line, x: Axis, y: Axis, number: int) -> str:
-    points = " ".join(f"{_across(x, across)},{_up(y, up)}" for across, up in thinned(line.points))
-    return f'<polyline points="{points}" fill="none" {_stroke(number)}/>'
-
-
-def _legend(line: Line, number: int) -> str:
-    across = LEFT + (number % 2) * (WIDTH - LEFT) // 2
-    up = HEIGHT + LEGEND_LINE * (number // 2) + 4
-    label = f'<text x="{across + 34}" y="{up + 4}">{escape(line.label)}</text>'
-    return f'<path d="M{across} {up}h26" {_stroke(number)}/>{label}'
-
-
-def _stroke(number: int) -> str:
-    dash = DASHES[number // len(COLOURS) % len(DASHES)] if number >= len(COLOURS) else DASHES[number % len(DASHES)]
-    dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'stroke="{COLOURS[number % len(COLOURS)]}" stroke-width="2"{dashes}'
-
-
-def thinned(points: Sequence[Point], most: int = POINTS_MAX) -> list[Point]:
-    """At most this many of the points, evenly spaced, the last one included."""
-    if len(points) <= most:
-        return list(points)
-    stride = (len(points) - 1) / (most - 1)
-    return [points[round(number * stride)] for number in range(most)]
-
-
-def _round_step(step: float) -> float:
-    """1, 2 or 5 times a power of ten, not below the step."""
-    power = 10.0 ** floor(log10(step))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
-
-
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1_000 else f"{value:g}" if value < 1e-9 else f"{round(value, 6):g}"
-
+from greenroom.sim.cases import Case, Result, short_labels
+from greenroom.sim.plots import Bar, Line, bars, linear, logarithmic, plot
+from greenroom.sim.stats import CLASS_NAMES, Stats, Waits
+from greenroom.sim.truth import Delays
+from greenroom.sim.verdict import Advice, advice, bottleneck, seconds
 
 # Where a logarithmic axis shows requests that did not wait.
 AT_ONCE_S = 0.01
-# Enough to see a run, few enough for a page with many plots.
+# Enough to see a run, few enough for a page with several plots.
 BUCKETS = 100
 # Groups in one table of details; the largest are shown.
 GROUPS_MAX = 50
+# Bars of one plot; with more cases only the chosen ones have bars.
+BARS_MAX = 24
 
-TITLES = (
-    "case",
-    "served",
-    "refused",
-    "p50 wait",
-    "p95 wait",
-    "p99 wait",
-    "mean wait",
-    "longest wait",
-    "swaps",
-    "swaps/request",
-    "busy",
-    "fairness",
-)
 _STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; font-size: 0.9rem; margin: 1rem 0; display: block; overflow-x: auto; }
-th, td { padding: 0.25rem 0.75rem; text-align: right; border-bottom: 1px solid #8886; }
-th:first-child, td:first-child { text-align: left; }
-svg { width: 100%; height: auto; margin: 1rem 0; }
-.answer { font-size: 1.1rem; }
+:root { color-scheme: light dark; --ink: #1c2126; --soft: #5d6770; --page: #fff; --card: #f4f6f8; --rule: #d9dee3;
+  --mark: #17795e; --c0: #2f78bd; --c1: #d0691f; --c2: #268a60; --c3: #b8433f; --c4: #7d61b5; --c5: #8a6c22; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e8ec; --soft: #9aa5af; --page: #14181c; --card: #1d2329;
+  --rule: #343c44; --mark: #5cc9a3; --c0: #6cb0ef; --c1: #f0974f; --c2: #56c596; --c3: #ef7f79; --c4: #b39ceb;
+  --c5: #cdb060; } }
+* { box-sizing: border-box; }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 82rem;
+  margin: 0 auto; padding: 2rem 1.25rem 4rem; }
+h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.5rem 0 0.5rem; }
+.source, .note { color: var(--soft); margin: 0.25rem 0 1.25rem; max-width: 46rem; }
+.bottom { background: var(--card); border-left: 4px solid var(--mark); border-radius: 4px; padding: 1rem 1.25rem; }
+.bottom p { margin: 0.4rem 0; max-width: 56rem; } .bottom .best { font-size: 1.2rem; font-weight: 600; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; margin: 0.75rem 0; }
+th, td { padding: 0.3rem 0.55rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th { vertical-align: bottom; font-weight: 600; } th span { display: block; color: var(--soft); font-weight: 400; }
+th[title] { cursor: help; }
+th.name, td.name { text-align: left; } tr.chosen td { font-weight: 600; } tbody tr:hover { background: var(--card); }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1.5rem; }
+figure { margin: 0.5rem 0; } figcaption { font-weight: 600; font-size: 0.95rem; margin-bottom: 0.25rem; }
+svg { width: 100%; height: auto; font: 13px system-ui, sans-serif; fill: var(--ink); }
+.legend { display: flex; flex-wrap: wrap; gap: 0.1rem 1.25rem; list-style: none; margin: 0.25rem 0; padding: 0;
+  font-size: 0.85rem; } .legend svg { width: 26px; margin-right: 0.4rem; vertical-align: middle; }
+.legend i { display: inline-block; width: 0.75rem; height: 0.75rem; border-radius: 2px; margin-right: 0.4rem; }
+.bars { display: grid; grid-template-columns: max-content 1fr; gap: 0.3rem 0.75rem; font-size: 0.9rem; }
+.bars span { text-align: right; } .bars div { display: flex; align-items: center; white-space: nowrap; }
+.bars i { height: 1.1rem; } .bars i:last-of-type { margin-right: 0.5rem; }
+@media (max-width: 40rem) { .bars { grid-template-columns: 1fr; gap: 0; } .bars span { text-align: left; } }
+.axis { stroke: var(--soft); fill: none; } .grid { stroke: var(--rule); fill: none; }
+.line { fill: none; stroke-width: 2; } .mark { fill: transparent; } .mark:hover { fill: var(--ink); fill-opacity: 0.5; }
+details { margin: 0.5rem 0; } summary { cursor: pointer; }
+@media print { body { font-size: 9pt; padding: 0; max-width: none; } table { font-size: 7.5pt; }
+  th, td { padding: 0.1rem 0.35rem; } .plots { grid-template-columns: 1fr 1fr; gap: 0.5rem; }
+  figure, .bottom { break-inside: avoid; } .scroll { overflow: visible; }
+  details { display: none; } }
 """
 
 
-def row(result: Result) -> tuple[str, ...]:
-    """The figures of a case, under `TITLES`."""
-    stats, waits = result.stats, result.stats.waits
-    times = (waits.p50_s, waits.p95_s, waits.p99_s, waits.mean_s, waits.max_s)
-    return (
-        result.case.label,
-        f"{stats.served:,}",
-        f"{sum(stats.rejected.values()):,}",
-        *(seconds(value) for value in times),
-        f"{stats.swaps:,}",
-        f"{stats.swaps_per_request:.2f}",
-        f"{stats.busy:.0%}",
-        f"{stats.jain:.3f}",
-    )
-
-
 def html(results: Sequence[Result], assumed: Sequence[str]) -> str:
-    """The whole page. `assumed` are sentences about where the numbers come from."""
+    """The whole page. `assumed` are sentences about where the numbers come from; the first names the requests."""
     said = advice(results)
     return "\n".join(
         [
@@ -211,18 +74,26 @@ def html(results: Sequence[Result], assumed: Sequence[str]) -> str:
             '<html lang="en"><head><meta charset="utf-8"/><title>Greenroom simulation</title>',
             '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
             f"<style>{_STYLE}</style></head><body>",
-            "<h1>What would happen</h1>",
-            *(f'<p class="answer">{escape(sentence)}</p>' for sentence in (*said.bottom_line, *said.changes)),
+            "<h1>Simulation</h1>",
+            *(f'<p class="source">{escape(sentence)}</p>' for sentence in assumed[:1]),
+            *_bottom_line(said),
             "<h2>All cases</h2>",
-            _table(TITLES, [row(result) for result in results]),
-            "<h2>How long requests wait</h2>",
-            *wait_plots(results),
-            "<h2>Swaps</h2>",
-            swaps_plot(results),
-            "<h2>Who is where</h2>",
-            *(tiers_plot(result) for result in results),
-            "<h2>By class, tenant and model</h2>",
-            *(_details(result) for result in results),
+            comparison(results, said.chosen),
+            *_changes(said),
+            "<h2>What requests wait for</h2>",
+            delay_bars(results if len(results) <= BARS_MAX else said.chosen),
+            "<h2>Waits</h2>",
+            *_which(results, said.chosen),
+            '<div class="plots">',
+            over_time_plot(said.chosen),
+            *wait_plots(said.chosen),
+            "</div>",
+            "<h2>Where models are</h2>",
+            '<div class="plots">',
+            *(tiers_plot(result) for result in said.chosen),
+            "</div>",
+            "<h2>By model, class and tenant</h2>",
+            *(_details(result) for result in said.chosen),
             "<h2>What was assumed</h2><ul>",
             *(f"<li>{escape(sentence)}</li>" for sentence in assumed),
             "</ul></body></html>",
@@ -230,45 +101,236 @@ def html(results: Sequence[Result], assumed: Sequence[str]) -> str:
     )
 
 
+def _bottom_line(said: Advice) -> list[str]:
+    """The best change stands out; it comes first, where there is one."""
+    best = [f'<p class="best">{escape(said.best)}</p>'] if said.best else []
+    others = [f"<p>{escape(sentence)}</p>" for sentence in said.bottom_line if sentence != said.best]
+    return ['<section class="bottom">', *best, *others, "</section>"]
+
+
+def _changes(said: Advice) -> list[str]:
+    if not said.changes:
+        return []
+    sentences = [f"<li>{escape(sentence)}</li>" for sentence in said.changes]
+    return ["<details><summary>Each change by itself, in words</summary><ul>", *sentences, "</ul></details>"]
+
+
+def _which(results: Sequence[Result], chosen: Sequence[Result]) -> list[str]:
+    if len(chosen) == len(results):
+        return []
+    return ['<p class="note">Shown from here on: the case as it is, and the best ones.</p>']
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+class Column(NamedTuple):
+    """One unit per column: the unit is in the head, and cells are plain numbers."""
+
+    title: str
+    unit: str
+    tip: str
+    cell: Callable[[Result], str]
+
+
+def _wait(name: str) -> Callable[[Result], str]:
+    """`-` if no request was served, which is not the same as 0."""
+    return lambda result: f"{getattr(result.stats.waits, name):,.1f}" if result.stats.served else "-"
+
+
+def _mean(name: str) -> Callable[[Result], str]:
+    return lambda result: _mean_of(result.stats.all_delays, name)
+
+
+def _mean_of(delays: Delays, name: str) -> str:
+    return f"{delays.mean_s(getattr(delays, name)):,.1f}" if delays.served else "-"
+
+
+_OPTIONS = (
+    Column("GPUs", "", "Number of GPUs", lambda result: f"{result.case.gpus}"),
+    Column("GPU", "MiB", "Memory of each GPU", lambda result: f"{result.case.gpu_mib:,}"),
+    Column("green room", "MiB", "Host memory where models sleep", lambda result: f"{result.case.green_room_mib:,}"),
+    Column("at once", "", "Requests a model answers at once", lambda result: f"{result.case.concurrency}"),
+)
+_OPTION_NAMES = ("gpus", "gpu_mib", "green_room_mib", "concurrency")
+_FIGURES = (
+    Column("served", "", "Requests that were served", lambda result: f"{result.stats.served:,}"),
+    Column("lost", "", "Requests that were refused or given up", lambda result: f"{result.stats.lost:,}"),
+    Column("p50 wait", "s", "Half of the served requests waited at most so long", _wait("p50_s")),
+    Column("p95 wait", "s", "95 of 100 served requests waited at most so long", _wait("p95_s")),
+    Column("p99 wait", "s", "99 of 100 served requests waited at most so long", _wait("p99_s")),
+    Column("longest", "s", "The longest wait of a served request", _wait("max_s")),
+    Column("not there", "s", "Mean wait until the model was ready: loading, or no room", _mean("not_there_s")),
+    Column("full", "s", "Mean wait for a ready model that served as many as it can", _mean("full_s")),
+    Column("slow", "s", "How much longer the answer took than alone on its GPU, on average", _mean("slow_s")),
+    Column("swaps", "", "Loads and wakes", lambda result: f"{result.stats.swaps:,}"),
+    Column("busy", "%", "Share of GPU memory and time that served", lambda result: f"{100 * result.stats.busy:.0f}"),
+    Column("fairness", "", "Jain's index over tenants: 1 if all fare alike", lambda result: f"{result.stats.jain:.2f}"),
+)
+_POLICY = Column("policy", "", "How the scheduler decides", lambda result: result.case.policy)
+
+
+def columns(results: Sequence[Result]) -> list[Column]:
+    """Those that say something here."""
+    first = results[0].case
+    options = [column for column, name in zip(_OPTIONS, _OPTION_NAMES, strict=True) if getattr(first, name) is not None]
+    one_tenant = all(len(result.stats.by_tenant) <= 1 for result in results)
+    nothing_lost = not any(result.stats.lost for result in results)
+    left_out = {*(("fairness",) if one_tenant else ()), *(("lost",) if nothing_lost else ())}
+    return [_POLICY, *options, *(column for column in _FIGURES if column.title not in left_out)]
+
+
+def comparison(results: Sequence[Result], chosen: Sequence[Result]) -> str:
+    """One row for each case."""
+    shown = columns(results)
+    head = "".join(
+        f'<th{_name(number)} title="{escape(column.tip)}">{escape(column.title)}<span>{column.unit}</span></th>'
+        for number, column in enumerate(shown)
+    )
+    marked = {result.case for result in chosen} if len(chosen) < len(results) else set()
+    return _table_of(head, [_row(result, shown, result.case in marked) for result in results])
+
+
+def _row(result: Result, shown: Sequence[Column], is_marked: bool) -> str:
+    cells = (f"<td{_name(number)}>{escape(column.cell(result))}</td>" for number, column in enumerate(shown))
+    return f"<tr{MARKED if is_marked else ''}>{''.join(cells)}</tr>"
+
+
+MARKED = ' class="chosen"'
+
+
+def _name(number: int) -> str:
+    """The first column has words."""
+    return "" if number else ' class="name"'
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th{_name(number)}>{escape(title)}</th>" for number, title in enumerate(titles))
+    cells = ["".join(f"<td{_name(number)}>{escape(cell)}</td>" for number, cell in enumerate(row)) for row in rows]
+    return _table_of(head, [f"<tr>{row}</tr>" for row in cells])
+
+
+def _table_of(head: str, rows: Sequence[str]) -> str:
+    body = "\n".join(rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
+
+def _details(result: Result) -> str:
+    stats = result.stats
+    groups: Sequence[tuple[str, Mapping[str, Waits]]] = (("class", stats.by_class), ("tenant", stats.by_tenant))
+    tables = "\n".join((_models(stats), *(_group(name, waits) for name, waits in groups)))
+    return f"<details><summary>{escape(result.case.label)}</summary>\n{tables}\n</details>"
+
+
+def _models(stats: Stats) -> str:
+    """By model also what requests wait for."""
+    largest = sorted(stats.delays.items(), key=lambda pair: (-pair[1].served - pair[1].lost, pair[0]))[:GROUPS_MAX]
+    rows = []
+    for model, delays in largest:
+        waits, cause = stats.by_model.get(model), bottleneck(delays)
+        p50, p95 = ("-", "-") if waits is None else (f"{waits.p50_s:,.1f}", f"{waits.p95_s:,.1f}")
+        means = (_mean_of(delays, name) for name in ("not_there_s", "full_s", "slow_s"))
+        rows.append((model, f"{delays.served:,}", f"{delays.lost:,}", p50, p95, *means, cause.value if cause else "-"))
+    titles = (
+        "model",
+        "served",
+        "lost",
+        "p50 wait, s",
+        "p95 wait, s",
+        "not there, s",
+        "full, s",
+        "slow, s",
+        "bottleneck",
+    )
+    return _table(titles, rows)
+
+
+def _group(name: str, groups: Mapping[str, Waits]) -> str:
+    largest = sorted(groups.items(), key=lambda pair: (-pair[1].count, pair[0]))[:GROUPS_MAX]
+    rows = [
+        (
+            key or "-",
+            f"{waits.count:,}",
+            *(f"{value:,.1f}" for value in (waits.p50_s, waits.p95_s, waits.mean_s, waits.max_s)),
+        )
+        for key, waits in largest
+    ]
+    return _table((name, "served", "p50 wait, s", "p95 wait, s", "mean wait, s", "longest, s"), rows)
+
+
 # --- plots ------------------------------------------------------------------------------------------------------------
+
+
+def _labels(results: Sequence[Result]) -> dict[Case, str]:
+    return short_labels(result.case for result in results)
+
+
+def delay_bars(results: Sequence[Result]) -> str:
+    """The mean delay of a request, by cause, one bar a case."""
+    rows, labels = [], _labels(results)
+    for result in results:
+        delays = result.stats.all_delays
+        parts = [delays.mean_s(value) for value in (delays.not_there_s, delays.full_s, delays.slow_s)]
+        lost = f", {result.stats.lost_share:.0%} lost" if result.stats.lost else ""
+        rows.append(Bar(labels[result.case], parts, seconds(sum(parts)) + lost))
+    return bars("Mean delay of a served request, by cause", ("not there", "full", "slow"), rows, seconds)
+
+
+def over_time_plot(results: Sequence[Result]) -> str:
+    """The p95 wait of requests by the time of their arrival, one line a case."""
+    ends_s = max((moment.at for result in results for moment in result.stats.over_time), default=0.0)
+    labels = _labels(results)
+    unit_s, unit = _unit(ends_s)
+    lines = [
+        Line(
+            labels[result.case],
+            [(moment.at / unit_s, moment.p95_s) for moment in result.stats.over_time if moment.served],
+        )
+        for result in results
+    ]
+    x, y = linear(f"arrival, {unit}", [ends_s / unit_s]), linear("p95 wait, s", _heights(lines))
+    return plot("Waits over time", x, y, lines, lambda at, wait: f"at {at:.3g} {unit}, p95 wait {seconds(wait)}")
 
 
 def wait_plots(results: Sequence[Result]) -> list[str]:
     """For each class the share of requests that waited at most so long, one line a case."""
-    names = sorted({name for result in results for name in result.stats.by_class})
-    return [_wait_plot(name, results) for name in names]
+    names = {name for result in results for name in result.stats.by_class}
+    # Classes by their rank, then other priorities.
+    ranked = [name for name in CLASS_NAMES.values() if name in names]
+    return [_wait_plot(name, results) for name in (*ranked, *sorted(names.difference(ranked)))]
 
 
 def _wait_plot(name: str, results: Sequence[Result]) -> str:
-    found = [(result.case.label, result.stats.by_class[name]) for result in results if name in result.stats.by_class]
-    x = logarithmic("wait in seconds", [waits.max_s for _, waits in found], AT_ONCE_S)
-    lines = [Line(label, waits.curve) for label, waits in found]
-    return plot(f"Share of requests of class {name} served within", x, linear("share", [1.0]), lines)
-
-
-def swaps_plot(results: Sequence[Result]) -> str:
-    """How many swaps there have been so far, one line a case."""
-    lines = [Line(result.case.label, _counted(result.stats)) for result in results]
-    x = linear("time in seconds", [at for line in lines for at, _ in line.points])
-    y = linear("swaps so far", [count for line in lines for _, count in line.points])
-    return plot("Swaps over time", x, y, lines)
-
-
-def _counted(stats: Stats) -> list[Point]:
-    counted: list[Point] = [(at, float(number)) for number, at in enumerate(stats.swaps_at, start=1)]
-    return [(0.0, 0.0), *counted, (stats.ends_s, float(len(counted)))]
+    labels = _labels(results)
+    found = [(labels[result.case], result.stats.by_class[name]) for result in results if name in result.stats.by_class]
+    x = logarithmic("wait, s", [waits.max_s for _, waits in found], AT_ONCE_S)
+    lines = [Line(label, [(wait, 100 * share) for wait, share in waits.curve]) for label, waits in found]
+    title = f"Share of requests of class {name} served within"
+    return plot(title, x, linear("%", [100.0]), lines, lambda wait, share: f"{share:.0f} % within {seconds(wait)}")
 
 
 def tiers_plot(result: Result) -> str:
     """How many slots were ready, asleep and moving, as means over short stretches of time."""
     ends_s = max(result.stats.ends_s, 1e-9)
+    unit_s, unit = _unit(ends_s)
     means = _means(result.stats, ends_s)
     lines = [
-        Line(name, [(at, values[number]) for at, values in means])
+        Line(name, [(at / unit_s, values[number]) for at, values in means])
         for number, name in enumerate(("ready", "asleep", "moving"))
     ]
-    y = linear("slots", [count for line in lines for _, count in line.points])
-    return plot(f"Slots by tier: {result.case.label}", linear("time in seconds", [ends_s]), y, lines)
+    x, y = linear(f"time, {unit}", [ends_s / unit_s]), linear("models", _heights(lines))
+    return plot(result.case.label, x, y, lines, lambda at, count: f"{count:.1f} at {at:.3g} {unit}")
+
+
+def _heights(lines: Sequence[Line]) -> list[float]:
+    return [up for line in lines for _, up in line.points]
+
+
+def _unit(span_s: float) -> tuple[float, str]:
+    """The unit for a span of time: its seconds and its name."""
+    if span_s < 300:
+        return 1.0, "s"
+    return (60.0, "min") if span_s < 4 * 3_600 else (3_600.0, "h")
 
 
 def _means(stats: Stats, ends_s: float) -> list[tuple[float, tuple[float, float, float]]]:
@@ -291,36 +353,3 @@ def _spread(sums: list[list[float]], counts: Sequence[int], start: float, end: f
         if lasts_s > 0:
             for tier, count in enumerate(counts):
                 sums[number][tier] += count * lasts_s
-
-
-# --- tables -----------------------------------------------------------------------------------------------------------
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
-
-
-def _details(result: Result) -> str:
-    stats = result.stats
-    groups: Sequence[tuple[str, Mapping[str, Waits]]] = (
-        ("class", stats.by_class),
-        ("tenant", stats.by_tenant),
-        ("model", stats.by_model),
-    )
-    tables = "\n".join(_group(name, waits) for name, waits in groups)
-    return f"<details><summary>{escape(result.case.label)}</summary>\n{tables}\n</details>"
-
-
-def _group(name: str, groups: Mapping[str, Waits]) -> str:
-    largest = sorted(groups.items(), key=lambda pair: (-pair[1].count, pair[0]))[:GROUPS_MAX]
-    rows = [
-        (
-            key or "-",
-            f"{waits.count:,}",
-            *(seconds(value) for value in (waits.p50_s, waits.p95_s, waits.mean_s, waits.max_s)),
-        )
-        for key, waits in largest
-    ]
-    return _table((name, "served", "p50 wait", "p95 wait", "mean wait", "longest wait"), rows)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import ceil, inf
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from greenroom.core.model import DeviceKind, MoveKind
 from greenroom.sim.records import EndedCall, Fate
@@ -20,6 +20,8 @@ from greenroom.sim.world import World
 
 CLASS_NAMES = {0: "high", 1: "normal", 2: "low"}
 
+# Stretches of time for which waits are summed up.
+MOMENTS = 60
 # Points of a curve that are kept.
 CURVE_MAX = 400
 
@@ -83,6 +85,14 @@ class DeviceUse:
     moving: float
 
 
+class Moment(NamedTuple):
+    """Requests that arrived in one stretch of time: its middle, how many were served, their p95 wait."""
+
+    at: float
+    served: int
+    p95_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Stats:
     requests: int
@@ -108,7 +118,7 @@ class Stats:
     served_per_s: float
     tokens_per_s: float
     tiers: tuple[Tiers, ...]
-    swaps_at: tuple[float, ...]
+    over_time: tuple[Moment, ...]
     events: int
 
     @property
@@ -170,7 +180,7 @@ def stats_of(world: World) -> Stats:
         served_per_s=tally.fates[Fate.SERVED] * per_s,
         tokens_per_s=tally.tokens * per_s,
         tiers=tuple(world.truth.meters.tiers),
-        swaps_at=tuple(world.truth.meters.swaps_at),
+        over_time=tally.over_time(),
         events=world.events_told,
     )
 
@@ -185,6 +195,8 @@ class _Tally:
         self.tokens = 0
         self.begins_s = inf
         self.ends_s = 0.0
+        # Of served requests, in the same order.
+        self.arrived = array("d")
         self.waits = array("d")
         self.by_class: dict[int, array[float]] = {}
         self.by_tenant: dict[str, array[float]] = {}
@@ -203,6 +215,7 @@ class _Tally:
         wait_s = call.wait_s
         self.broken += call.was_broken
         self.tokens += call.output_len
+        self.arrived.append(call.arrived)
         self.waits.append(wait_s)
         _group(self.by_class, call.priority).append(wait_s)
         _group(self.by_tenant, str(call.tenant)).append(wait_s)
@@ -212,6 +225,17 @@ class _Tally:
             share = self.shares[call.tenant] = _Share()
         share.served_s += call.ended_at - call.granted_at
         share.spent_s += call.ended_at - call.arrived
+
+    def over_time(self) -> tuple[Moment, ...]:
+        """By the time of arrival, in stretches of equal length."""
+        width = (max(self.arrived, default=0.0) or 1.0) / MOMENTS
+        stretches: list[array[float]] = [array("d") for _ in range(MOMENTS)]
+        for at, wait_s in zip(self.arrived, self.waits, strict=True):
+            stretches[min(MOMENTS - 1, int(at / width))].append(wait_s)
+        return tuple(
+            Moment((number + 0.5) * width, len(waits), quantile(sorted(waits), 0.95) if waits else 0.0)
+            for number, waits in enumerate(stretches)
+        )
 
 
 class _Share:

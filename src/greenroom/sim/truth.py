@@ -278,8 +278,6 @@ class Meters:
 
     def __init__(self) -> None:
         self.moves: dict[MoveKind, int] = dict.fromkeys(MoveKind, 0)
-        # When each load and wake began.
-        self.swaps_at: list[float] = []
         self.tiers: list[Tiers] = []
         self.delays: dict[ModelId, Delays] = {}
         self._moving = 0
@@ -299,8 +297,6 @@ class Meters:
         kind = place.move.kind
         self.moves[kind] += 1
         self._moving += 1
-        if kind in (MoveKind.LOAD, MoveKind.WAKE) and len(self.swaps_at) < MARKS_MAX:
-            self.swaps_at.append(now)
         self._count(self._moving_mib, place, now)
 
     def move_ended(self, place: SimPlace, now: float) -> None:

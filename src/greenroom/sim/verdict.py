@@ -26,6 +26,9 @@ LOST_SHARE = 0.005
 # With a p95 wait up to this, and all requests served, a machine is good enough: answers take longer than that.
 ENOUGH_S = 1.0
 
+# Up to so many cases, all of them are worth a closer look.
+CHOSEN_MAX = 4
+
 NEXT_GPU = {2: "a second", 3: "a third", 4: "a fourth", 5: "a fifth", 6: "a sixth", 7: "a seventh", 8: "an eighth"}
 
 
@@ -141,20 +144,38 @@ def _why(delays: Delays) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to say at the end, and a sentence for each change that was tried."""
+    """What to say at the end, and a sentence for each change that was tried.
+
+    `best` is that sentence of the bottom line which names the best change, if one helps. `chosen` are the cases worth a
+    closer look: the first, that of the best change, the best of all; or all if they are few.
+    """
 
     bottom_line: list[str]
     changes: list[str]
+    best: str | None
+    chosen: list[Result]
 
 
 def advice(results: Sequence[Result]) -> Advice:
     first = results[0]
     said = [_as_it_is(first), _why(first.stats.all_delays)]
     if len(results) == 1:
-        return Advice(said, [])
+        return Advice(said, [], None, [first])
     known = {result.case: result for result in results}
     steps = [step for option in OPTIONS for step in _steps(option, first, known)]
-    return Advice([*said, *_best_buy(first, known)], [step.sentence() for step in steps])
+    single = [change for option in OPTIONS for change in _worthwhile(option, first, known)]
+    best = reduce(_better, single) if single else None
+    whole = _best_of_all(first if best is None else best.new, results)
+    lines = _best_buy(first, best, single, whole)
+    if any((one.case.gpus, one.case.gpu_mib) != (first.case.gpus, first.case.gpu_mib) for one in results):
+        lines.append("What hardware costs is not known here.")
+    chosen = list({one.case: one for one in (first, best.new if best else first, whole)}.values())
+    return Advice(
+        [*said, *lines],
+        [step.sentence() for step in steps],
+        lines[0] if best else None,
+        list(results) if len(results) <= CHOSEN_MAX else chosen,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,22 +222,22 @@ def _steps(option: Option, first: Result, known: Mapping[Case, Result]) -> list[
     return [_change(option, first, old, new, known) for old, new in pairwise(_values(option, known))]
 
 
-def _best_buy(first: Result, known: Mapping[Case, Result]) -> Iterator[str]:
-    """The best of single changes, others that are as good, and what all options together would give."""
-    single = [change for option in OPTIONS for change in _worthwhile(option, first, known)]
-    if not single:
-        yield "None of the changes tried helps noticeably by itself."
+def _best_buy(first: Result, best: Change | None, single: Sequence[Change], whole: Result) -> list[str]:
+    """The best of single changes, others that are as good, and the best of all cases if that is better still."""
+    if best is None:
+        lines = ["None of the changes tried helps noticeably by itself."]
     else:
-        best = reduce(_better, single)
-        yield f"The best single change: {best.what}. It would take {', '.join(_figures(first.stats, best.new.stats))}."
+        figures = ", ".join(_figures(first.stats, best.new.stats))
+        lines = [f"The best single change: {best.what}. It would take {figures}."]
         others = [other.what for other in single if other is not best and not effect(best.new.stats, other.new.stats)]
-        if others:
-            yield f"About as good: {', or '.join(others)}."
-    yield from _together(first, single, known)
-    if any(
-        result.case.gpus != first.case.gpus or result.case.gpu_mib != first.case.gpu_mib for result in known.values()
-    ):
-        yield "What hardware costs is not known here."
+        lines += [f"About as good: {', or '.join(others)}."] if others else []
+    if whole is not (first if best is None else best.new):
+        p95 = waited(whole.stats.waits, whole.stats.waits.p95_s)
+        lines.append(
+            f"Better still, the best of all cases: {whole.case.label}. It serves {served(whole.stats)} requests with "
+            f"a p95 wait of {p95}."
+        )
+    return lines
 
 
 def _worthwhile(option: Option, first: Result, known: Mapping[Case, Result]) -> list[Change]:
@@ -239,16 +260,11 @@ def _better(one: Change, other: Change) -> Change:
     return other if effect(one.new.stats, other.new.stats) > 0 else one
 
 
-def _together(first: Result, single: Sequence[Change], known: Mapping[Case, Result]) -> Iterator[str]:
-    """The best case of all, if it is noticeably better than the best single change."""
-    best = reduce(_better, single).new if single else first
-    whole = reduce(lambda one, other: other if effect(one.stats, other.stats) > 0 else one, known.values(), best)
-    if not is_enough(best.stats) and effect(best.stats, whole.stats) > 0:
-        waits = whole.stats.waits
-        yield (
-            f"Better still, the best of all cases: {whole.case.label}. It serves {served(whole.stats)} requests with "
-            f"a p95 wait of {waited(waits, waits.p95_s)}."
-        )
+def _best_of_all(best: Result, results: Sequence[Result]) -> Result:
+    """This one, unless it is not good enough and another is noticeably better."""
+    if is_enough(best.stats):
+        return best
+    return reduce(lambda one, other: other if effect(one.stats, other.stats) > 0 else one, results, best)
 
 
 def _as_it_is(result: Result) -> str:
