@@ -1,7 +1,8 @@
 """A slice of a trace through the running gateway: real engines, four tiny models, room for two.
 
 What the scheduler was told is written down and told again to a fresh one, which must ask for exactly the same. The
-simulation, given the same requests and the times that were measured, must come to about as many swaps.
+simulation, given the same requests and the times that were measured, must come to about as many swaps, and to about as
+long waits for the same causes as the gateway's own metrics.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from statistics import fmean, median
 from typing import Any, cast
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from greenroom.app import App
 from greenroom.core.effects import Effects
@@ -24,11 +26,12 @@ from greenroom.core.scheduler import Scheduler
 from greenroom.runtime.record.recording import Asked, Recording, WatchedEffects, read
 from greenroom.sim.cases import simulate
 from greenroom.sim.config import SimConfig, SimModel, Timings
+from greenroom.sim.stats import Stats
 from greenroom.sim.traces import read_trace
 from greenroom.sim.workloads import Recorded
 from tests.harness import gateway, tiny
 from tests.integration.facts import at_rest
-from tests.integration.raw import chat
+from tests.integration.raw import chat, http
 from tests.models import tiny as tiny_model
 
 pytestmark = pytest.mark.slow
@@ -118,7 +121,7 @@ def took_s(recording: Recording, kind: MoveKind) -> float:
     return fmean(ended[move] - at for move, at in started.items() if move in ended)
 
 
-def simulated_swaps(recording: Recording, trace: Path, service_s: float) -> int:
+def simulated(recording: Recording, trace: Path, service_s: float) -> Stats:
     """The same requests in a simulated world with the same models, room and times."""
     first = recording.events[0]
     assert isinstance(first, ConfigChanged) and first.devices is not None and first.limits is not None
@@ -133,7 +136,7 @@ def simulated_swaps(recording: Recording, trace: Path, service_s: float) -> int:
     specs = next(event.models for event in recording.events if isinstance(event, ConfigChanged) and event.models)
     models = tuple(SimModel(spec, timings) for spec in specs)
     config = SimConfig(models, first.devices, first.limits, first.limits.policy, knows_times=False)
-    return simulate(config, Recorded(rows)).swaps
+    return simulate(config, Recorded(rows))
 
 
 async def slice_through(folder: Path, seed: int) -> tuple[Recording, Path, float]:
@@ -160,5 +163,55 @@ async def test_slice_is_replayed_exactly_and_simulated_closely(tmp_path: Path) -
         assert len(read_trace(trace)) == REQUESTS
         swaps = swaps_in(recording)
         assert swaps >= len(NAMES), "the slice made models take each other's place"
-        ratios.append(simulated_swaps(recording, trace, service_s) / swaps)
+        ratios.append(simulated(recording, trace, service_s).swaps / swaps)
     assert 0.8 <= median(ratios) <= 1.2, ratios
+
+
+# --- waits by cause -------------------------------------------------------------------------------------------------
+
+# One answer at a time, long enough that requests wait for each other as long as for loads.
+LONG_TOKENS = 300
+LONG_SECONDS = 12.0
+CAUSES = ("not_there", "full")
+
+
+async def long_slice(folder: Path, seed: int) -> tuple[dict[str, float], Stats]:
+    """Play requests for long answers. Their waits by cause, as the gateway measured them; and the same, simulated."""
+    folder.mkdir()
+    files = {"record_events": str(folder / "events"), "record_activity": str(folder / "activity.csv")}
+    models = {name: tiny(tiny_model(name), concurrency=1, ctx_size=2_048) for name in NAMES}
+    dice = random.Random(seed)
+    arrivals = [(dice.uniform(0, LONG_SECONDS), dice.choices(NAMES, (4, 3, 2, 1))[0]) for _ in range(REQUESTS)]
+    async with gateway(folder, models, budget_mib=BUDGET_MIB, server=files) as app:
+        began = app.clock()
+
+        async def send(at: float, model: str) -> None:
+            await asyncio.sleep(max(0.0, began + at - app.clock()))
+            answer = await chat(app, model, max_tokens=LONG_TOKENS, ignore_eos=True)
+            assert answer.status == 200, answer.body
+
+        await asyncio.gather(*(send(at, model) for at, model in arrivals))
+        await at_rest(app)
+        records = app.activity.recent(2 * REQUESTS)
+        metrics = (await http(app, "GET", "/metrics")).body.decode()
+    service_s = fmean((record.total_s or 0.0) - (record.wait_s or 0.0) for record in records)
+    return waits_by_cause(metrics), simulated(read(folder / "events"), folder / "activity.csv", service_s)
+
+
+def waits_by_cause(metrics: str) -> dict[str, float]:
+    """Seconds over all models."""
+    sums = dict.fromkeys(CAUSES, 0.0)
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name == "greenroom_queue_wait_cause_seconds_sum":
+                sums[sample.labels["cause"]] += sample.value
+    return sums
+
+
+async def test_waits_are_simulated_closely_cause_by_cause(tmp_path: Path) -> None:
+    slices = [await long_slice(tmp_path / str(seed), seed) for seed in range(SLICES)]
+    real = {cause: sum(sums[cause] for sums, _ in slices) for cause in CAUSES}
+    told = {cause: sum(getattr(stats.all_delays, f"{cause}_s") for _, stats in slices) for cause in CAUSES}
+    assert min(real.values()) > 0.1 * REQUESTS * SLICES, "requests wait for both causes"
+    ratios = {cause: told[cause] / real[cause] for cause in CAUSES}
+    assert all(0.8 <= ratio <= 1.2 for ratio in ratios.values()), ratios
