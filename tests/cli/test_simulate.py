@@ -3,6 +3,9 @@ from __future__ import annotations
 import errno
 import json
 import shlex
+import signal
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,11 @@ from typing import Any
 import pytest
 
 from greenroom.cli.commands import explain
+from greenroom.cli.failures import ExitStatus
 from greenroom.cli.main import main
 from greenroom.cli.parser import parser
 from tests.cli.test_guides import ROOT, blocks
+from tests.waiting import until_now
 
 CONFIG = """
 gpus: [{memory_mib: 10000, margin_mib: 0}]
@@ -186,6 +191,21 @@ def test_what_was_understood_of_a_trace_is_told(config: str, trace: Path, capsys
     out, told = capsys.readouterr()
     assert json.loads(out)["cases"][0]["requests"] == 2
     assert "2 requests over 0 s" in told and "in milliseconds (as given)" in told and "whatever Model says" in told
+
+
+def test_an_interrupt_ends_every_process(config: str) -> None:
+    words = ("simulate", "-c", config, "--seconds", "1e7", "--gpus", "1,2", "--jobs", "2")
+    program = subprocess.Popen([sys.executable, "-m", "greenroom", *words], stderr=subprocess.DEVNULL)
+    children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
+    try:
+        until_now(lambda: len(children.read_text().split()) == 2, "two processes")
+        pids = children.read_text().split()
+        program.send_signal(signal.SIGINT)
+        assert program.wait(30) == ExitStatus.INTERRUPTED
+    finally:
+        program.kill()
+        program.wait()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_gpus_can_be_tried_on_a_machine_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_case_options(parser)
     _add_timing_options(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
+    parser.add_argument("--jobs", type=_count, metavar="N", help="cases played at once (default: one per core)")
     parser.add_argument("--out", metavar="HTML", help="write a report with plots")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
 
@@ -97,7 +98,7 @@ def _add_timing_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from greenroom.cli.simulation import prepare, sizeless
     from greenroom.config import loader
-    from greenroom.sim.cases import run_all
+    from greenroom.sim.runs import CaseRuns
     from greenroom.sim.verdict import advice
 
     path = loader.find(args.config)
@@ -112,8 +113,9 @@ def run(args: argparse.Namespace) -> int:
     for name in sizeless(config, prepared.base):
         screen.note(f"warning: models.{name}: its size is not known, so it fits everywhere; give memory_mib")
     began = time.monotonic()
-    with _progress(len(compared)) as tell:
-        results = run_all(compared, prepared.base, prepared.workload, args.seed, tell)
+    runs = CaseRuns(compared, prepared.base, prepared.workload, args.seed, args.jobs)
+    with runs, _progress(len(compared)) as tell:
+        results = runs.results(tell)
     if args.out:
         _write(args.out, results, prepared.assumed)
     said = advice(results)
