@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,21 @@ CHAOS_S = 25.0
 GRANTED_WITHIN_S = 45.0
 
 
-def told(app: App) -> set[str]:
-    """The kinds of what has happened at a gateway."""
-    return {event.kind for event in app.hub.past}
+@asynccontextmanager
+async def listening(app: App) -> AsyncIterator[set[str]]:
+    """The kinds of what happens at a gateway from now on."""
+    kinds: set[str] = set()
+
+    async def listen() -> None:
+        with app.hub.subscribe() as events:
+            async for event in events:
+                kinds.add(event.kind)
+
+    task = asyncio.create_task(listen())
+    try:
+        yield kinds
+    finally:
+        task.cancel()
 
 
 async def until_true(look: Callable[[], Awaitable[dict[str, Any]]], is_so: Callable[[Any], bool]) -> dict[str, Any]:
@@ -195,6 +208,8 @@ async def test_a_program_that_holds_through_one_gateway_is_recalled_for_a_model_
     async with (
         sharing("one", gpus, redis.url, urgent, ttl_s=30.0) as one,
         sharing("two", gpus, redis.url, {}, ttl_s=30.0) as two,
+        listening(one) as told_by_one,
+        listening(two) as told_by_two,
     ):
         body = {"mib": 8_000, "id": "job", "name": "tune", "priority": "low", "preemptible": True, "grace_s": 2}
         made = (await http(two, "POST", "/api/v1/leases", body)).json()
@@ -211,8 +226,7 @@ async def test_a_program_that_holds_through_one_gateway_is_recalled_for_a_model_
         assert 0 < shown["recall_in_s"] <= 2 and not shown["overdue"]
         # One that does not heed it is reported by both, and stays.
         await until_true(renewed, lambda lease: lease["overdue"])
-        for app in (one, two):
-            await until(lambda app=app: {"recall", "lease_overdue"} <= told(app), "it is reported")
+        await until(lambda: {"recall", "lease_overdue"} <= told_by_one & told_by_two, "both have reported it")
         assert not asks.done()
         assert (await http(two, "DELETE", f"/api/v1/leases/job?token={made['token']}")).status == 204
         assert (await asks).status == 200

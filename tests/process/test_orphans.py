@@ -41,7 +41,7 @@ async def test_orphans_are_ended_and_strangers_with_the_same_name_stay() -> None
     ours, other = new_identity(), new_identity()
     with process(ours, "fork-setsid", 2) as orphaned, process(other) as (stranger,), process(None) as (nameless,):
         assert pids_found(ours) == set(orphaned)
-        assert await orphans.sweep(ours, spare=frozenset(), term_s=0.3) == 2
+        assert await orphans.sweep(ours, spare=frozenset()) == 2
         assert not any(map(is_alive, orphaned))
         assert is_alive(stranger)
         assert is_alive(nameless)

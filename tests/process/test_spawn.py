@@ -296,7 +296,7 @@ async def test_keeper_killed_takes_everything_with_it(start: Start) -> None:
 async def test_engine_dies_with_its_keeper_before_anything_is_swept(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def no_sweep(identity_prefix: str, *, spare: frozenset[int], term_s: float = 0.0) -> int:
+    async def no_sweep(identity_prefix: str, *, spare: frozenset[int]) -> int:
         return 0
 
     child = await start("deaf")

@@ -146,4 +146,10 @@ def test_publishing_to_nobody_needs_no_loop_and_keeps_a_bounded_past() -> None:
     hub = Hub()
     for _ in range(100_000):
         hub.publish("tick", {})
-    assert len(hub.past) == 200
+    hub.close()
+
+    async def past() -> list[Event]:
+        return [event async for event in hub.subscribe(after=0)]
+
+    missed, *kept = asyncio.run(past())
+    assert (missed.kind, missed.data) == ("dropped", {"count": 99_800}) and len(kept) == 200

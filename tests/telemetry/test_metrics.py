@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import re
 import threading
 
@@ -260,6 +262,26 @@ def test_label_with_line_break_and_quote_stays_one_label() -> None:
     odd = 'a"b\\c\nd{e}'
     answer(metrics, tenant=odd)
     assert value(metrics, "greenroom_tenant_requests_total", model="qwen", tenant=odd) == 1
+
+
+def test_a_series_made_in_the_middle_of_a_scrape_does_not_disturb_it() -> None:
+    """A garbage collection may let the loop run, wherever one happens."""
+    counter = table.Counter(table.TENANT_REQUESTS)
+    for number in range(1_000):
+        counter.at("m", str(number))
+    numbers, before = itertools.count(1_000), gc.get_threshold()
+
+    def loop_runs(*_: object) -> None:
+        counter.at("m", str(next(numbers)))
+
+    gc.callbacks.append(loop_runs)
+    gc.set_threshold(100)
+    try:
+        assert len(counter.family().samples) >= 1_000
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(loop_runs)
+    assert next(numbers) > 1_001
 
 
 def test_rendering_in_a_thread_survives_counting_beside_it() -> None:

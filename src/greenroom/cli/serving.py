@@ -130,10 +130,6 @@ class Signals:
         for number in _REACTIONS:
             signal.signal(number, self._on_signal)
 
-    @property
-    def is_reloading(self) -> bool:
-        return self._reload is not None
-
     def _on_signal(self, number: int, frame: object) -> None:
         self._loop.call_soon_threadsafe(_REACTIONS[signal.Signals(number)], self)
 

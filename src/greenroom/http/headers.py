@@ -71,10 +71,6 @@ class Pattern:
         self._pattern = re.compile(pattern)
         self._sound: set[bytes] = set()
 
-    @property
-    def remembered(self) -> int:
-        return len(self._sound)
-
     def fits(self, value: bytes) -> bool:
         if value in self._sound:
             return True

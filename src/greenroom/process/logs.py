@@ -36,11 +36,6 @@ class LogRing:
         self._returned = False
         self._subscriptions: set[Subscription] = set()
 
-    @property
-    def readers(self) -> int:
-        """Open subscriptions."""
-        return len(self._subscriptions)
-
     def write(self, data: bytes) -> None:
         """Add output of an engine, in pieces of any size."""
         *complete, rest = data.split(b"\n")

@@ -50,7 +50,7 @@ def find(identity_prefix: str) -> list[OwnedProcess]:
     return [one for one in found if one and _matches(one.identity, identity_prefix) and one.pid not in spared]
 
 
-async def sweep(identity_prefix: str, *, spare: frozenset[int], term_s: float = SWEEP_TERM_S) -> int:
+async def sweep(identity_prefix: str, *, spare: frozenset[int]) -> int:
     """End all processes at or below this identity except `spare`; return how many were ended."""
     ended = 0
     for _ in range(SWEEP_ROUNDS_MAX):
@@ -58,7 +58,7 @@ async def sweep(identity_prefix: str, *, spare: frozenset[int], term_s: float = 
         found = [one for one in await asyncio.to_thread(find, identity_prefix) if one.pid not in spare]
         if not found:
             return ended
-        ended += await end(found, term_s)
+        ended += await end(found, SWEEP_TERM_S)
     _log.warning("orphans left identity=%s rounds=%d", identity_prefix, SWEEP_ROUNDS_MAX)
     return ended
 

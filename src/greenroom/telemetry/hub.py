@@ -45,11 +45,6 @@ class Hub:
     def listeners(self) -> int:
         return len(self._subscriptions)
 
-    @property
-    def past(self) -> tuple[Event, ...]:
-        """The last events, oldest first."""
-        return tuple(self._past)
-
     def publish(self, kind: str, data: Mapping[str, Any]) -> None:
         """Send to every listener. `data` is kept, not copied: do not change it afterwards."""
         self._last_id += 1

@@ -89,6 +89,8 @@ class Gauges:
     green_room_size_mib: float | None = None
     green_room_used_mib: float = 0
     connections: int = 0
+    event_listeners: int = 0
+    log_lines_lost: int = 0
     uptime_s: float = 0.0
 
 
@@ -321,6 +323,8 @@ def _gauge_families(now: Gauges) -> Iterator[Metric]:
     yield gauge_family(table.GREEN_ROOM_SIZE, {} if size_mib is None else {(): size_mib})
     yield gauge_family(table.GREEN_ROOM_USED, {(): now.green_room_used_mib})
     yield gauge_family(table.CONNECTIONS, {(): now.connections})
+    yield gauge_family(table.EVENT_LISTENERS, {(): now.event_listeners})
+    yield gauge_family(table.LOG_LINES_LOST, {(): now.log_lines_lost})
     yield gauge_family(table.UPTIME, {(): now.uptime_s})
 
 

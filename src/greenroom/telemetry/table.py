@@ -76,15 +76,16 @@ class Counter:
         """A copy in which all values of this label are summed under `value`."""
         place = self.spec.labels.index(label)
         total = Counter(self.spec)
-        for labels, count in list(self.series.items()):
-            total.at(*labels[:place], value, *labels[place + 1 :]).add(count.value)
+        for labels in list(self.series):
+            total.at(*labels[:place], value, *labels[place + 1 :]).add(self.series[labels].value)
         return total
 
     def family(self) -> CounterMetricFamily:
         family = CounterMetricFamily(self.spec.name, self.spec.help, labels=self.spec.labels)
-        # A copy made in one step, because this may run in a thread while the loop adds series.
-        for labels, count in list(self.series.items()):
-            family.add_metric(labels, count.value)
+        # This may run in a thread while the loop adds series. Copying the keys is one step; copying the items is not,
+        # because each pair that is made may cause a garbage collection, which may let the loop run.
+        for labels in list(self.series):
+            family.add_metric(labels, self.series[labels].value)
         return family
 
 
@@ -107,7 +108,8 @@ class Histogram:
 
     def family(self) -> HistogramMetricFamily:
         family = HistogramMetricFamily(self.spec.name, self.spec.help, labels=self.spec.labels)
-        for labels, spread in list(self.series.items()):
+        for labels in list(self.series):
+            spread = self.series[labels]
             family.add_metric(labels, self._cumulated(spread), spread.sum)
         return family
 
@@ -203,6 +205,10 @@ LEASE_MEMORY = MetricSpec("greenroom_lease_memory_mib", "Memory that such leases
 GREEN_ROOM_SIZE = MetricSpec("greenroom_green_room_size_mib", "Host memory for models asleep; absent if unbounded.")
 GREEN_ROOM_USED = MetricSpec("greenroom_green_room_used_mib", "Host memory that models asleep hold.")
 CONNECTIONS = MetricSpec("greenroom_connections", "Open connections of callers.")
+EVENT_LISTENERS = MetricSpec("greenroom_event_listeners", "Open streams of events.")
+LOG_LINES_LOST = MetricSpec(
+    "greenroom_log_lines_lost", "Log lines that could not be written since the gateway started."
+)
 UPTIME = MetricSpec("greenroom_uptime_seconds", "Since the gateway started.")
 
 TABLE: Final = (
@@ -213,5 +219,5 @@ TABLE: Final = (
     *(QUEUE_DEPTH, IN_FLIGHT, SLOTS, MODEL_MEMORY, DEVICE_CAPACITY, DEVICE_FREE, DEVICE_FOREIGN),
     *(GPU_TOTAL, GPU_USED, GPU_UTILISATION, GPU_TEMPERATURE, STORE_UP, UNLEASED),
     *(LEASES, LEASES_WAITING, LEASE_MEMORY, LEASE_ASKS),
-    *(GREEN_ROOM_SIZE, GREEN_ROOM_USED, CONNECTIONS, UPTIME),
+    *(GREEN_ROOM_SIZE, GREEN_ROOM_USED, CONNECTIONS, EVENT_LISTENERS, LOG_LINES_LOST, UPTIME),
 )

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 
 import pytest
 
 from greenroom.core.model import ModelId
+from greenroom.process.logs import Subscription
 from greenroom.server.admin import watching
 from greenroom.server.admin.watching import event_frame, line_frame, plain_frame, shown_line
 from greenroom.telemetry.hub import Event, Hub
@@ -220,7 +222,9 @@ async def test_log_lines_come_as_events_history_first() -> None:
         await call.until_seen(b"data: four\n\n")
     assert call.answer.headers["content-type"].startswith("text/event-stream")
     assert [event["data"] for event in _events(call.answer.body)] == ["one", "two", "three", "four"]
-    assert ring.readers == 0
+    del call
+    gc.collect()
+    assert not [one for one in gc.get_objects() if isinstance(one, Subscription)], "it is forgotten"
 
 
 @pytest.mark.parametrize("query", ["?no-history", "?no-history=", "?no-history=true", "?no-history=1", "?lines=0"])

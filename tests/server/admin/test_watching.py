@@ -11,6 +11,7 @@ from greenroom.errors import LeaseDenied, LoadFailed
 from greenroom.server.admin.snapshot import WAITING_SHOWN_MAX
 from greenroom.server.admin.views import RequestView
 from greenroom.telemetry.activity import Record
+from greenroom.telemetry.logs import lost_lines
 from tests.server.admin.management_rig import GPU, NOW, Client, FakeGateway, FakeStore, model
 
 A = ModelId("a")
@@ -115,7 +116,8 @@ async def test_metrics_tell_counts_and_the_moment() -> None:
     gateway.add_waiter("b", 2, kind=WaiterKind.PRELOAD)
     gateway.state.ledger.set_foreign({GPU: 192})
     gateway.metrics.looked_up("a", hit=True)
-    answer = await Client(gateway).get("/metrics")
+    with gateway.hub.subscribe():
+        answer = await Client(gateway).get("/metrics")
     assert answer.status == 200
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     lines = answer.body.decode().splitlines()
@@ -131,6 +133,8 @@ async def test_metrics_tell_counts_and_the_moment() -> None:
         f'greenroom_device_free_mib{{device="gpu0"}} {8192.0 - 512 - 200 - 192}',
         'greenroom_device_foreign_mib{device="gpu0"} 192.0',
         "greenroom_connections 3.0",
+        "greenroom_event_listeners 1.0",
+        f"greenroom_log_lines_lost {float(lost_lines())}",
         "greenroom_uptime_seconds 0.0",
     ):
         assert _same_series(line) in {_same_series(other) for other in lines}, line

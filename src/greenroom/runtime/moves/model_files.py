@@ -74,11 +74,6 @@ class Prefetch:
         self._queue: dict[ModelId, Entry] = {}
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is being read ahead."""
-        return self._task is None
-
     def waits(self, entry: Entry) -> None:
         """A request has begun to wait for this model. Hosted engines bypass the page cache and need no help."""
         if entry.engine.hosted or len(self._queue) >= QUEUE_MAX or not self._is_waited_for(entry.id):

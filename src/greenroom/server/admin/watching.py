@@ -31,6 +31,7 @@ from greenroom.server.admin.memory import green_room_used_mib
 from greenroom.server.admin.snapshot import Snapshot
 from greenroom.server.asgi import asked_by_admin
 from greenroom.telemetry.hub import Event, Hub
+from greenroom.telemetry.logs import lost_lines
 from greenroom.telemetry.metrics import DeviceMemory, Gauges, GpuFigures, LeaseFigures, StoreFigures
 from greenroom.tenancy.keys import Caller
 
@@ -339,6 +340,8 @@ def gauges(gateway: Gateway, uptime_s: float) -> Gauges:
         green_room_size_mib=state.limits.green_room_mib,
         green_room_used_mib=green_room_used_mib(state),
         connections=gateway.edge.connections,
+        event_listeners=gateway.hub.listeners,
+        log_lines_lost=lost_lines(),
         uptime_s=uptime_s,
     )
 
