@@ -118,6 +118,20 @@ def test_a_trace_is_played_with_other_names_and_priorities(
     assert set(case["by_model"]) == {"big", "small", "other"} and set(case["by_class"]) == {"high", "normal"}  # type: ignore[call-overload]
 
 
+def test_a_recording_tells_how_fast_models_are(config: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twenty answers of 100 tokens in 5 s each, under an alias; the others are not known."""
+    rows = [f"{number * 30},little,0,100,,1,1.000,6.000" for number in range(20)]
+    head = "t,model,prompt_len,output_len,tenant,priority,wait_s,total_s"
+    trace.write_text("\n".join([head, *rows, "900,big,0,100,,1,0.000,1.000"]))
+
+    def assumed(*words: str) -> str:
+        assert main(["simulate", "-c", config, "--trace", str(trace), "--json", *words]) == 0
+        return "\n".join(json.loads(capsys.readouterr().out)["assumed"])
+
+    assert "Tokens a second as recorded: small 20." in assumed() and "answers at 20 to 60 tokens" in assumed()
+    assert "as recorded" not in assumed("--tokens-per-s", "30") and "as recorded" not in assumed("--spread")
+
+
 def test_stretched_time_makes_the_run_longer(config: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (plain,) = figures(capsys, "-c", config, "--trace", str(trace))
     (stretched,) = figures(capsys, "-c", config, "--trace", str(trace), "--stretch", "10")

@@ -74,8 +74,10 @@ async def test_recordings_hold_requests_and_never_what_they_say(tmp_path: Path) 
         assert (await chat(app, "nobody")).status == 404
         await at_rest(app)
     head, row = (tmp_path / "activity.csv").read_text().splitlines()
-    assert head == "t,model,prompt_len,output_len,tenant,priority"
-    assert row.split(",")[1] == "a" and row.split(",")[3:] == ["4", "lab", "2"]
+    assert head == "t,model,prompt_len,output_len,tenant,priority,wait_s,total_s"
+    assert row.split(",")[1] == "a" and row.split(",")[3:6] == ["4", "lab", "2"]
+    wait_s, total_s = map(float, row.split(",")[6:])
+    assert 0 < wait_s <= total_s
     arrived = [event for event in read_events(tmp_path / "events.jsonl") if isinstance(event, RequestArrived)]
     assert [event.request for event in arrived] == [answer.headers["x-request-id"]]
     assert "hush" not in (tmp_path / "activity.csv").read_text() + (tmp_path / "events.jsonl").read_text()

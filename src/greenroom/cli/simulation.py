@@ -7,8 +7,8 @@ estimated from that size, unless an option gives it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from greenroom.cli.failures import CommandFailed, WrongUsage
@@ -20,6 +20,7 @@ from greenroom.engines.registry import engine_for
 from greenroom.runtime.memory.devices import devices
 from greenroom.runtime.memory.needs import Needs, Subject
 from greenroom.sim.config import ONE_PROCESS, OWN_PROCESSES, SimConfig, SimModel, Timings
+from greenroom.sim.speeds import Answer, recorded_answers, speeds
 from greenroom.sim.traces import Known, trace_of
 from greenroom.sim.workloads import AGENTS_MAX, ARRIVALS_MAX, SPAN_MAX_S, Agents, Bursty, Mix, Poisson, Recorded, zipf
 
@@ -31,6 +32,9 @@ START_S = 3.0
 READ_MIB_PER_S = 1_500.0
 WAKE_S = 0.3
 COPY_MIB_PER_S = 12_000.0
+SPEEDS_SHOWN_MAX = 20
+# Of an answer alone on its GPU, where nothing is known.
+TOKENS_PER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,9 @@ def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
     there = _devices(config, args)
     needs = Needs(gpus={device.id: "simulated" for device in there if device.kind is DeviceKind.GPU})
     models = tuple(_sim_model(name, model, config, args, needs) for name, model in config.models.items())
+    measured = _measured(config, args, models)
     base = SimConfig(
-        models,
+        tuple(_with_speed(model, measured) for model in models),
         there,
         limits_of(config),
         jitter=args.jitter,
@@ -59,7 +64,7 @@ def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
         swappers=limits.SWAPPERS_BY_NAME,
     )
     workload, source = _workload(config, args)
-    return SimulationPlan(base, workload, (source, *_assumed(base)))
+    return SimulationPlan(base, workload, (source, *_assumed(base, measured)))
 
 
 def sizeless(config: Config, base: SimConfig) -> list[str]:
@@ -77,7 +82,7 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
         load_s=START_S + mib / READ_MIB_PER_S if args.load_s is None else args.load_s,
         wake_s=WAKE_S + mib / COPY_MIB_PER_S if args.wake_s is None else args.wake_s,
         prefill_tokens_per_s=args.prefill_tokens_per_s,
-        tokens_per_s=args.tokens_per_s,
+        tokens_per_s=TOKENS_PER_S if args.tokens_per_s is None else args.tokens_per_s,
         concurrency=concurrency,
         speed=None if args.constant_speed else ONE_PROCESS if engine.hosted else OWN_PROCESSES,
     )
@@ -95,6 +100,25 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
         preload=model.preload,
     )
     return SimModel(spec, timings)
+
+
+def _measured(config: Config, args: argparse.Namespace, models: Sequence[SimModel]) -> dict[str, float]:
+    """Tokens a second by model, where the trace is a recording that tells; none if an option says them."""
+    if args.tokens_per_s is not None or args.trace is None or args.spread:
+        return {}
+    aliases = {alias: name for name, model in config.models.items() for alias in model.aliases}
+    curves = {str(model.spec.id): model.timings.speed for model in models}
+    answers: dict[str, list[Answer]] = {}
+    for name, rows in recorded_answers(args.trace).items():
+        answers.setdefault(aliases.get(name, name), []).extend(rows)
+    known = {name: rows for name, rows in answers.items() if name in curves}
+    gpus = sum(device.kind is DeviceKind.GPU for device in devices(config))
+    return speeds(known, curves.__getitem__, args.prefill_tokens_per_s, gpus)
+
+
+def _with_speed(model: SimModel, measured: Mapping[str, float]) -> SimModel:
+    per_s = measured.get(model.spec.id)
+    return model if per_s is None else replace(model, timings=replace(model.timings, tokens_per_s=per_s))
 
 
 def _priority(model: Model) -> int:
@@ -155,14 +179,15 @@ def _refuse_too_many(expected: float, option: str) -> None:
         )
 
 
-def _assumed(base: SimConfig) -> list[str]:
+def _assumed(base: SimConfig, measured: Mapping[str, float]) -> list[str]:
     timings = [model.timings for model in base.models]
     load_s, wake_s = [one.load_s for one in timings], [one.wake_s for one in timings]
     sentences = [
         f"Loads take {min(load_s):.1f} to {max(load_s):.1f} s, wakes {min(wake_s):.1f} to {max(wake_s):.1f} s, "
         f"give or take {base.jitter:.0%}.",
         f"Alone on its GPU, a request reads its prompt at {timings[0].prefill_tokens_per_s:,.0f} and answers at "
-        f"{timings[0].tokens_per_s:,.0f} tokens a second, as one of at most {_most(base)} at a time.",
+        f"{_range([one.tokens_per_s for one in timings])} tokens a second, as one of at most {_most(base)} at a time.",
+        *_recorded_speeds(measured),
         _slowed(timings),
         f"The configuration's devices: {', '.join(f'{one.id} {one.capacity_mib:,} MiB' for one in base.devices)}.",
     ]
@@ -171,6 +196,19 @@ def _assumed(base: SimConfig) -> list[str]:
     if base.loads_at_once is not None:
         sentences.append(f"The disk reads {base.loads_at_once} at a time.")
     return sentences
+
+
+def _recorded_speeds(measured: Mapping[str, float]) -> list[str]:
+    if not measured:
+        return []
+    shown = ", ".join(f"{name} {per_s:,.0f}" for name, per_s in sorted(measured.items())[:SPEEDS_SHOWN_MAX])
+    more = len(measured) - SPEEDS_SHOWN_MAX
+    return [f"Tokens a second as recorded: {shown}{f' and {more} more models' if more > 0 else ''}."]
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):,.0f}", f"{max(values):,.0f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _slowed(timings: Sequence[Timings]) -> str:

@@ -211,7 +211,7 @@ async def test_each_answered_request_is_a_row(tmp_path: Path) -> None:
     path = tmp_path / "activity.csv"
     recorder = ActivityRecorder(path)
     recorder.open()
-    recorder.add(ended(1))
+    recorder.add(ended(1, wait_s=0.25, total_s=1.5))
     recorder.add(ended(2, status=503))
     recorder.add(ended(3, status=499))
     recorder.add(ended(4, tenant='a "b", c', prompt_tokens=None, completion_tokens=None))
@@ -226,5 +226,8 @@ async def test_each_answered_request_is_a_row(tmp_path: Path) -> None:
         "output_len": "34",
         "tenant": "lab",
         "priority": "2",
+        "wait_s": "0.250",
+        "total_s": "1.500",
     }
     assert (last["tenant"], last["prompt_len"], last["output_len"]) == ('a "b", c', "", "")
+    assert (last["wait_s"], last["total_s"]) == ("", "")

@@ -80,7 +80,7 @@ def _add_timing_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-s", type=_from_zero, help="seconds a load takes (default: by the model's size)")
     parser.add_argument("--wake-s", type=_from_zero, help="seconds a wake takes (default: by the model's size)")
     parser.add_argument(
-        "--tokens-per-s", type=_above_zero, default=60.0, help="decoding speed of an answer alone (default: 60)"
+        "--tokens-per-s", type=_above_zero, help="decoding speed of an answer alone (default: as recorded, or 60)"
     )
     parser.add_argument(
         "--prefill-tokens-per-s", type=_above_zero, default=2_000.0, help="prefill speed of one prompt (default: 2000)"

@@ -1,6 +1,6 @@
 """Recordings that can be played again: requests for the simulator, events for the core.
 
-    ActivityRecorder   one CSV row for each answered request: time, model, lengths, tenant. Never a prompt
+    ActivityRecorder   one CSV row for each answered request: time, model, lengths, tenant, how long. Never a prompt
     EventRecorder      every event given to the core and every effect it asked for, as lines of JSON
     read(path)         what an EventRecorder wrote; its events in a fresh Scheduler ask for exactly its effects
 
@@ -31,7 +31,7 @@ from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("recording")
 
-ACTIVITY_COLUMNS = ("t", "model", "prompt_len", "output_len", "tenant", "priority")
+ACTIVITY_COLUMNS = ("t", "model", "prompt_len", "output_len", "tenant", "priority", "wait_s", "total_s")
 # About a million requests; the file before it is kept as PATH.1.
 ACTIVITY_BYTES_MAX = 64 * 1024 * 1024
 # About three million events. Later ones cannot be played without the first, so there is no rotation.
@@ -72,7 +72,8 @@ def _row(record: Record) -> str:
     text = io.StringIO()
     # An unknown length stays empty: 0 would mean an answer that took no time.
     lengths = (record.prompt_tokens, record.completion_tokens)
-    row = (f"{record.arrived_at:.3f}", record.model, *lengths, record.tenant, record.priority)
+    times = ("" if seconds is None else f"{seconds:.3f}" for seconds in (record.wait_s, record.total_s))
+    row = (f"{record.arrived_at:.3f}", record.model, *lengths, record.tenant, record.priority, *times)
     csv.writer(text, lineterminator="").writerow(row)
     return text.getvalue()
 
