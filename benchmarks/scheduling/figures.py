@@ -28,12 +28,12 @@ class Figures:
 
     waits: Waited
     by_class: Mapping[str, Waited]
-    by_tenant: Mapping[str, Waited]
     others: Waited  # all but the flooding tenant
     by_model: Mapping[str, Waited]
     # Answers that ended while requests still arrived, by model: what is served after that proves nothing.
     in_time: Mapping[str, float]
     arrivals_s: float  # for how long requests arrived
+    swaps: float
     swaps_per_request: float
     jain: float
     busy: float  # share of memory and time spent serving
@@ -50,6 +50,11 @@ class Figures:
         return sum(self.in_time.values()) / self.arrivals_s
 
     @property
+    def worst_s(self) -> float:
+        """The p95 wait of the model where it is the longest."""
+        return max(waited.p95_s for waited in self.by_model.values())
+
+    @property
     def occupied(self) -> float:
         return self.busy + self.moving
 
@@ -60,11 +65,11 @@ def figures_of(world: World, arrivals_end: float, took_s: float) -> Figures:
     return Figures(
         waits=_waited(stats.waits),
         by_class={name: _waited(waits) for name, waits in stats.by_class.items()},
-        by_tenant={name: _waited(waits) for name, waits in stats.by_tenant.items()},
         others=_waited(waits_of(call.wait_s for call in world.ended if call.tenant != FLOODER)),
         by_model={name: _waited(waits) for name, waits in stats.by_model.items()},
         in_time=Counter(str(call.model) for call in world.ended if call.ended_at <= arrivals_end),
         arrivals_s=arrivals_end,
+        swaps=stats.swaps,
         swaps_per_request=stats.swaps_per_request,
         jain=stats.jain,
         busy=stats.busy,
@@ -88,7 +93,6 @@ def medians(runs: list[Figures]) -> Figures:
         runs[0],
         waits=_median_of([run.waits for run in runs]),
         by_class=_medians_by(run.by_class for run in runs),
-        by_tenant=_medians_by(run.by_tenant for run in runs),
         others=_median_of([run.others for run in runs]),
         by_model=_medians_by(run.by_model for run in runs),
         in_time={name: median(run.in_time.get(name, 0) for run in runs) for name in runs[0].by_model},

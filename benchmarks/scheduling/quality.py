@@ -1,232 +1,197 @@
-"""How well the scheduler decides: the default policy beside strict first-come, collating FIFO and offline references.
+"""How well the scheduler decides: the default policy beside collating FIFO, simulated, so the machine does not matter.
 
-Simulated, so the machine does not matter: traces given as CSV files and generated workloads, for 1, 2, 4 and 8 slots,
-swaps of 0.4 to 20 s, several stretches of time, equal and unequal models. Figures are medians over seeds. A seed draws
-the workload, the models of a trace that names none, and how much the times of moves vary.
+The grid has one family of cells for each shape of traffic, and one for each trace that is given (CSV). A cell draws
+machine, models, green room, concurrency, tenants and load from its number, so it is the same in every run. The other
+goals: a starved model, priority classes, a flooding tenant, kept cases, and that more of something never hurts.
 
-    python -m benchmarks.scheduling.quality [TRACE.csv …] [--quick] [--goals p95,mean,starved,classes,flood]
-    python -m benchmarks.scheduling.quality TRACE.csv --cell arena27,slots=2,swap=5,stretch=4 [--seeds 3]
-    python -m benchmarks.scheduling.quality --curve starved|batch|classes|mean [--seeds 3]
-    python -m benchmarks.scheduling.quality --cell poisson,slots=1,limits='batch_swaps=3;residency_swaps=1'
+    python -m benchmarks.scheduling.quality [TRACE.csv …] [--quick] [--goals grid,starved,classes,flood,cases,more]
+    python -m benchmarks.scheduling.quality --goals grid --family bursty,users --cells 100
+    python -m benchmarks.scheduling.quality --cell 'steady#3' --cell dominant --cell 'more#12' --policy default,strict
+
+`--policy` names the policies that are judged: built-in, `strict` or `clairvoyant` (references), or `module:class`.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.rig.result import Run, options_of
-from benchmarks.scheduling.cells import Cell, cell_from
-from benchmarks.scheduling.curves import CURVES, curve_of, show_curve
-from benchmarks.scheduling.figures import Figures
-from benchmarks.scheduling.goals import FEW_SLOTS, Goal, class_goal, flood_goal, mean_goal, p95_goal, starved_goals
-from benchmarks.scheduling.references import CLAIRVOYANT, ORACLE, STRICT, swaps_per_request
-from benchmarks.scheduling.runs import Results, over, run_all, stretched
-from benchmarks.scheduling.workloads import GRID, trace_name, trace_rows
+from benchmarks.scheduling.cases import CASES, case_goals, kept_cases
+from benchmarks.scheduling.cells import Cell, stretched
+from benchmarks.scheduling.families import FAMILIES, draw_cell, family_cells
+from benchmarks.scheduling.goals import Goal, calm_of, class_goal, flood_goal, grid_goals, starved_goals
+from benchmarks.scheduling.judge import Verdict
+from benchmarks.scheduling.machines import slots
+from benchmarks.scheduling.more import MORE, PAIRS, draw_pair, draw_pairs, more_goals
+from benchmarks.scheduling.runs import Results, all_stretched, over, run_all
+from benchmarks.scheduling.show import (
+    family_figures,
+    goal_figures,
+    show_cells,
+    show_families,
+    show_goal,
+    show_models,
+)
+from benchmarks.scheduling.traffic import Named, trace_name, trace_rows
+from benchmarks.scheduling.workloads import MODELS
 from greenroom.errors import ConfigError
 
-SLOTS = (1, 2, 4, 8)
-COMPARED = ("default", "fifo")
-EVERY_POLICY = (*COMPARED, STRICT, CLAIRVOYANT, ORACLE)
+FIFO = "fifo"
 STARVING = ("starve-rare", "starve-some", "starve-short")
 # How busy "under load" is, and how many times that load is more than can be served.
 UNDER_LOAD, OVERLOAD = 0.95, 2.0
-GOALS = ("p95", "mean", "starved", "classes", "flood")
-WORST_SHOWN = 10
-# A pipe gets a table as wide as a terminal does.
-_console = Console(width=160, highlight=False)
-_TITLES = ("cell", "policy", "swaps/req", "mean", "p50", "p95", "p99", "max", "Jain", "serving", "swapping")
+GOALS = ("grid", "starved", "classes", "flood", CASES, MORE)
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
     """How much is run."""
 
-    seeds: int
+    cells: int  # of each family
+    pairs: int
+    seeds: int  # of the single goals; cells of the grid differ anyway
     swaps_s: tuple[float, ...]
-    generated: tuple[str, ...]
-    stretches_of_traces: tuple[float, ...]
-    stretches_of_generated: tuple[float, ...]
-    stretches_of_mixed: tuple[float, ...]  # for models of unequal size
-    reference_slots: tuple[int, ...]  # the references run for these too, at the stretch that all workloads have
-    busy: tuple[float, ...]  # cells are stretched until they are this busy, in so many steps
     busy_steps: int
     class_slots: tuple[int, ...]
 
 
-ALL_HAVE = 16.0
-FULL = Extent(
-    seeds=10,
-    swaps_s=(0.4, 1.0, 5.0, 20.0),
-    generated=tuple(GRID),
-    stretches_of_traces=(1.0, 4.0, ALL_HAVE, 64.0),
-    stretches_of_generated=(4.0, ALL_HAVE),
-    stretches_of_mixed=(ALL_HAVE,),
-    reference_slots=SLOTS,
-    busy=(0.75, 0.85),
-    busy_steps=5,
-    class_slots=(1, 2, 4),
-)
-QUICK = Extent(
-    seeds=1,
-    swaps_s=(0.4, 5.0),
-    generated=("poisson",),
-    stretches_of_traces=(ALL_HAVE,),
-    stretches_of_generated=(ALL_HAVE,),
-    stretches_of_mixed=(),
-    reference_slots=(2,),
-    busy=(0.8,),
-    busy_steps=4,
-    class_slots=(1, 4),
-)
+FULL = Extent(60, PAIRS, seeds=10, swaps_s=(0.4, 1.0, 5.0, 20.0), busy_steps=5, class_slots=(1, 2, 4))
+QUICK = Extent(12, 200, seeds=1, swaps_s=(0.4, 5.0), busy_steps=4, class_slots=(1, 4))
 
 
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.extent = QUICK if options.quick else FULL
         self.seeds = options.seeds or self.extent.seeds
+        self.grid_seeds = options.seeds or 1
+        self.cells = options.cells or self.extent.cells
+        self.pairs = options.pairs or self.extent.pairs
+        self.policies: list[str] = options.policy.split(",")
         self.traces = {trace_name(path): path for path in options.traces}
+        self.families: list[str] = options.family.split(",") if options.family else [*FAMILIES, *self.traces]
         self.results = Results()
+        self.figures: dict[str, Any] = {}
 
-    def run(self, cells: Iterable[Cell], what: str, policies: tuple[str, ...] = COMPARED) -> None:
-        run_all(over(cells, policies, self.seeds), self.results, what)
+    def run(self, cells: Iterable[Cell], what: str, seeds: int, beside: tuple[str, ...] = (FIFO,)) -> None:
+        run_all(over(cells, (*self.policies, *beside), seeds), self.results, what)
 
     def goals(self, wanted: Iterable[str]) -> list[Goal]:
-        """The wanted goals; the first two share their cells."""
-        grid = self._grid() if {"p95", "mean"} & set(wanted) else []
-        computed = {
-            "p95": lambda: [p95_goal(self.results, grid)],
-            "mean": lambda: [mean_goal(self.results, grid)],
+        computed: dict[str, Callable[[], list[Goal]]] = {
+            "grid": self._grid,
             "starved": self._starved,
             "classes": self._classes,
             "flood": self._flood,
+            CASES: self._cases,
+            MORE: self._more,
         }
         return [goal for name in GOALS if name in wanted for goal in computed[name]()]
 
-    def _grid(self) -> list[Cell]:
-        extent = self.extent
-        cells = [cell for base in self._bases(SLOTS) for cell in self._variants(base)]
-        few = self._bases(FEW_SLOTS)
-        busy_cells = [cell for busy in extent.busy for cell in stretched(few, busy, extent.busy_steps)]
-        cells += busy_cells
-        self.run(cells, "grid")
-        self.run(busy_cells, "what could be gained", (ORACLE,))
-        at = [cell for cell in cells if cell.stretch == ALL_HAVE and cell.sizes == "equal"]
-        references = [cell for cell in at if cell.slots in extent.reference_slots]
-        self.run(references, "references", (STRICT, CLAIRVOYANT))
+    def single(self, names: Iterable[str]) -> list[Goal]:
+        """All figures of single cells."""
+        cells = [cell for name in names for cell in cells_named(name, self.traces)]
+        self.run(cells, "cells", self.grid_seeds)
+        for cell in cells:
+            show_models(self.results, cell)
         show_cells(self.results, cells)
-        return cells
+        return self._judged(cells, grid_goals)
 
-    def _bases(self, slots: Iterable[int]) -> list[Cell]:
-        """Every workload on every machine."""
-        workloads = self.traces | dict.fromkeys(self.extent.generated, "")
-        grid = product(workloads.items(), slots, self.extent.swaps_s)
-        return [Cell(name, count, swap_s, trace=path) for (name, path), count, swap_s in grid]
+    def _grid(self) -> list[Goal]:
+        cells = [cell for family in self.families for cell in family_cells(family, self.cells, self.traces)]
+        self.run(cells, "grid", self.grid_seeds)
+        return self._judged(cells, grid_goals)
 
-    def _variants(self, base: Cell) -> list[Cell]:
-        """Several stretches of time, and unequal models."""
-        extent = self.extent
-        stretches = extent.stretches_of_traces if base.trace else extent.stretches_of_generated
-        equal = [replace(base, stretch=stretch) for stretch in stretches]
-        return equal + [replace(base, stretch=stretch, sizes="mixed") for stretch in extent.stretches_of_mixed]
+    def _cases(self) -> list[Goal]:
+        cells = list(kept_cases().values())
+        self.run(cells, CASES, self.grid_seeds)
+        show_cells(self.results, cells)
+        return self._judged(cells, case_goals)
+
+    def _judged(self, cells: list[Cell], goals_of: Callable[[list[Verdict]], list[Goal]]) -> list[Goal]:
+        """Each policy beside FIFO, family by family."""
+        goals: list[Goal] = []
+        for policy in self.policies:
+            verdicts = [self._verdict(cell, policy) for cell in cells]
+            show_families(verdicts, policy)
+            self.figures.setdefault(policy, {}).update(family_figures(verdicts))
+            goals += self._named(goals_of(verdicts), policy)
+        return goals
+
+    def _verdict(self, cell: Cell, policy: str) -> Verdict:
+        return Verdict(cell, self.results.median(cell, policy), self.results.median(cell, FIFO))
+
+    def _named(self, goals: list[Goal], policy: str) -> list[Goal]:
+        """Where several policies are judged, a goal tells which."""
+        several = len(self.policies) > 1
+        return [Goal(f"{policy} {goal.name}", goal.wanted, goal.cases) if several else goal for goal in goals]
 
     def _starved(self) -> list[Goal]:
-        cells = [Cell(name, 1, swap) for name, swap in product(STARVING, self.extent.swaps_s)]
-        self.run(cells, "starvation")
-        return starved_goals(self.results, cells)
+        cells = [goal_cell(name, 1, swap_s) for name, swap_s in product(STARVING, self.extent.swaps_s)]
+        self.run(cells, "starvation", self.seeds)
+        return self._each_policy(lambda policy: starved_goals(self.results, cells, policy))
 
     def _classes(self) -> list[Goal]:
         extent = self.extent
-        cells = [Cell("classes", slots, swap_s) for slots, swap_s in product(extent.class_slots, extent.swaps_s)]
-        loaded = stretched(cells, UNDER_LOAD, extent.busy_steps)
-        cells = loaded + [replace(cell, stretch=cell.stretch / OVERLOAD) for cell in loaded]
-        self.run(cells, "classes")
+        bases = [goal_cell("classes", count, swap_s) for count, swap_s in product(extent.class_slots, extent.swaps_s)]
+        loaded = all_stretched(bases, UNDER_LOAD, extent.busy_steps)
+        cells = loaded + [overloaded(cell) for cell in loaded]
+        self.run(cells, "classes", self.seeds)
         show_cells(self.results, cells)
-        return [class_goal(self.results, cells)]
+        return self._each_policy(lambda policy: [class_goal(self.results, cells, policy)])
 
     def _flood(self) -> list[Goal]:
-        cells = {kind: self._flood_cells(kind) for kind in ("calm", "flood")}
-        self.run([*cells["calm"], *cells["flood"]], "flood")
-        return [flood_goal(self.results, cells["flood"])]
+        swaps_s = self.extent.swaps_s
+        cells = [goal_cell(name, 1, swap_s) for name, swap_s in product(("flood-ready", "flood-cold"), swaps_s)]
+        self.run([*map(calm_of, cells), *cells], "flood", self.seeds)
+        return self._each_policy(lambda policy: [flood_goal(self.results, cells, policy)])
 
-    def _flood_cells(self, kind: str) -> list[Cell]:
-        return [Cell(f"{kind}-{state}", 1, swap_s) for state in ("ready", "cold") for swap_s in self.extent.swaps_s]
+    def _more(self) -> list[Goal]:
+        pairs = draw_pairs(self.pairs)
+        self.run([cell for pair in pairs for cell in (pair.less, pair.more)], MORE, self.grid_seeds, beside=())
+        return self._each_policy(lambda policy: more_goals(self.results, pairs, policy))
 
-
-def run_single(bench: Bench, cells: list[Cell]) -> list[Goal]:
-    bench.run(cells, "cells", EVERY_POLICY)
-    show_cells(bench.results, cells)
-    return [p95_goal(bench.results, cells), mean_goal(bench.results, cells)]
-
-
-# --- what is printed ----------------------------------------------------------------------------------------------
+    def _each_policy(self, goals_of: Callable[[str], list[Goal]]) -> list[Goal]:
+        return [goal for policy in self.policies for goal in self._named(goals_of(policy), policy)]
 
 
-def show_cells(results: Results, cells: Iterable[Cell]) -> None:
-    table = Table(*_TITLES, title="waits in seconds, medians over seeds", box=None)
-    for cell in cells:
-        for policy in results.policies_at(cell):
-            figures = results.median(cell, policy)
-            table.add_row(cell.place, policy, *_row(figures))
-            for name, waits in figures.by_class.items():
-                if len(figures.by_class) > 1:
-                    seconds = (waits.mean_s, waits.p50_s, waits.p95_s, waits.p99_s, waits.max_s)
-                    table.add_row("", f"  {name}", "", *(f"{value:.2f}" for value in seconds))
-    _console.print(table)
+def goal_cell(workload: str, count: int, swap_s: float) -> Cell:
+    """A cell of a single goal: equal slots, and a workload by its name."""
+    return Cell("goal", workload, slots(count, swap_s, MODELS), Named(workload))
 
 
-def _row(figures: Figures) -> list[str]:
-    waits = figures.waits
-    seconds = [f"{value:.2f}" for value in (waits.mean_s, waits.p50_s, waits.p95_s, waits.p99_s, waits.max_s)]
-    shares = [f"{figures.jain:.3f}", f"{figures.busy:.0%}", f"{figures.moving:.0%}"]
-    return [f"{figures.swaps_per_request:.3f}", *seconds, *shares]
+def overloaded(cell: Cell) -> Cell:
+    assert isinstance(cell.traffic, Named)
+    return stretched(cell, cell.traffic.stretch / OVERLOAD)
 
 
-def show_offline(traces: dict[str, str], slots: Sequence[int]) -> dict[str, dict[int, dict[str, float]]]:
-    """Swaps per request if service took no time."""
-    table = Table("trace", "slots", "LRU", "Belady", "regrouped 10 s", "regrouped 30 s", title="offline", box=None)
-    found: dict[str, dict[int, dict[str, float]]] = {}
-    for name, path in traces.items():
-        asked = [(row.at, str(row.model)) for row in trace_rows(path, 0)]
-        found[name] = {count: swaps_per_request(asked, count) for count in slots}
-        for count, swaps in found[name].items():
-            table.add_row(name, str(count), *(f"{value:.3f}" for value in swaps.values()))
-    _console.print(table)
-    return found
-
-
-def show_goal(goal: Goal) -> None:
-    verdict = "PASS" if goal.is_met else "FAIL"
-    _console.print(f"\n{verdict} {goal.name}: {goal.wanted} ({len(goal.cases)} cases, {goal.misses} missed)")
-    for case in goal.worst(WORST_SHOWN):
-        _console.print(f"  {case.excess:+7.1%} {case.place}: {case.found}", soft_wrap=True)
-
-
-def goal_figures(goal: Goal) -> dict[str, Any]:
-    worst = goal.worst(1)
-    return {
-        "met": goal.is_met,
-        "cases": len(goal.cases),
-        "missed": goal.misses,
-        "worst": f"{worst[0].place}: {worst[0].found}" if worst else "",
-    }
+def cells_named(name: str, traces: dict[str, str]) -> list[Cell]:
+    """One kept case, both cells of a pair (`more#12`), or a cell of a family (`steady#3`)."""
+    family, _, number = name.partition("#")
+    if name in kept_cases():
+        return [kept_cases()[name]]
+    if not number.isdigit() or family not in (*FAMILIES, *traces, MORE):
+        raise SystemExit(f"there is no cell {name}: {', '.join(kept_cases())}, or FAMILY#NUMBER")
+    if family == MORE:
+        pair = draw_pair(int(number))
+        return [pair.less, pair.more]
+    return [draw_cell(family, int(number), traces)]
 
 
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("traces", nargs="*")
-    parser.add_argument("--quick", action="store_true", help="one seed and a small grid")
-    parser.add_argument("--cell", action="append", default=[], help="only this cell; may be given several times")
+    parser.add_argument("--quick", action="store_true", help="few cells and one seed")
     parser.add_argument("--goals", default=",".join(GOALS), help="only these goals")
-    parser.add_argument("--curve", choices=CURVES, help="what is traded for what as one limit changes")
+    parser.add_argument("--family", help=f"only these families: {', '.join(FAMILIES)}, or the name of a trace")
+    parser.add_argument("--cells", type=int, default=0, help="cells of each family")
+    parser.add_argument("--pairs", type=int, default=0, help="pairs of the goal `more`")
     parser.add_argument("--seeds", type=int, default=0)
+    parser.add_argument("--cell", action="append", default=[], help="only this cell; may be given several times")
+    parser.add_argument("--policy", default="default", help="the policies that are judged")
     options = parser.parse_args()
     if unknown := set(options.goals.split(",")) - set(GOALS):
         parser.error(f"there is no goal {', '.join(sorted(unknown))}: {', '.join(GOALS)}")
@@ -235,21 +200,16 @@ def main() -> None:
             trace_rows(path, 0)
     except ConfigError as error:
         parser.error(str(error))
-    run, began, bench = Run("scheduling", options), time.perf_counter(), Bench(options)
-    figures: dict[str, Any] = {"seeds": bench.seeds}
-    if options.curve:
-        curve = show_curve(options.curve, bench.results, curve_of(options.curve, bench.results, bench.seeds))
-        return run.report(figures | {options.curve: curve}, {}, met=True)
-    if options.cell:
-        goals = run_single(bench, [cell_from(text, options.traces) for text in options.cell])
-    else:
-        goals = bench.goals(options.goals.split(","))
-        if bench.traces:
-            figures["offline"] = show_offline(bench.traces, SLOTS)
+    bench = Bench(options)
+    if unknown := set(bench.families) - {*FAMILIES, *bench.traces}:
+        parser.error(f"there is no family {', '.join(sorted(unknown))}: {', '.join((*FAMILIES, *bench.traces))}")
+    run, began = Run("scheduling", options), time.perf_counter()
+    goals = bench.single(options.cell) if options.cell else bench.goals(options.goals.split(","))
     for goal in goals:
         show_goal(goal)
-    figures |= {"took_s": round(time.perf_counter() - began, 1)} | {goal.name: goal_figures(goal) for goal in goals}
-    return run.report(figures, {goal.name: goal.wanted for goal in goals}, all(goal.is_met for goal in goals))
+    figures = {"seeds": bench.seeds, "took_s": round(time.perf_counter() - began, 1), **bench.figures}
+    figures |= {goal.name: goal_figures(goal) for goal in goals}
+    run.report(figures, {goal.name: goal.wanted for goal in goals}, all(goal.is_met for goal in goals))
 
 
 if __name__ == "__main__":

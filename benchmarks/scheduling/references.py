@@ -1,29 +1,24 @@
-"""What the default policy is compared with: policies that only serve as references, and swaps counted offline.
+"""Policies that only serve as references, and policies named by their module.
 
-No policy here is of use in a gateway: strict first-come thrashes, the others need tomorrow's arrivals or the length of
-answers that have not begun. They show what such knowledge would gain; none of them is a bound. `PolicyWorld` plays any
-of them. The offline figures are counts only: service takes no time, nothing waits.
+Neither reference is of use in a gateway: strict first-come thrashes, and the clairvoyant needs tomorrow's arrivals.
+They show what such rules would gain; neither is a bound.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 
 from greenroom.core.events import Limits
-from greenroom.core.model import ModelId
 from greenroom.core.policy import BUILT_IN
 from greenroom.core.policy.base import Policies, Turn
 from greenroom.core.policy.fifo import FirstCome
 from greenroom.core.policy.swapper import Resident, Swapper
 from greenroom.core.queue.waitlist import Queue
-from greenroom.core.scheduler import Scheduler
-from greenroom.sim.config import SimConfig
-from greenroom.sim.world import World
+from greenroom.sim.workloads import Recorded, Workload
 
-STRICT, CLAIRVOYANT, ORACLE = "strict", "clairvoyant", "oracle"
+STRICT, CLAIRVOYANT = "strict", "clairvoyant"
 
 # A model that is never requested again counts as requested after this many seconds.
 NEVER_S = 1e9
@@ -75,104 +70,20 @@ class Clairvoyant(Reference):
         return 1.0 / max(until_s, 1e-6)
 
 
-class Oracle(Reference):
-    """Collating FIFO that knows how long answers will be: first the queue with the least time per waiting request."""
-
-    def __init__(self, limits: Limits, swapper: Swapper, service_s: Callable[[str], float]) -> None:
-        super().__init__(limits, swapper)
-        self._service_s = service_s
-
-    def rank(self, queue: Queue, now: float) -> Turn:
-        services_s = [self._service_s(waiter.id) for waiter in queue]
-        return ((queue.swap_s + max(services_s)) / len(services_s), queue.lift_at)
-
-
-class PolicyWorld(World):
-    """The simulated world under the built-in policies and those of this file; `future` is for the clairvoyant."""
-
-    def __init__(self, config: SimConfig, seed: int, future: Future) -> None:
-        self._policies: Policies = {
-            **BUILT_IN,
-            STRICT: StrictFirstCome,
-            CLAIRVOYANT: lambda limits, swapper: Clairvoyant(limits, swapper, future),
-            ORACLE: lambda limits, swapper: Oracle(limits, swapper, self._service_s),
-        }
-        super().__init__(config, seed)
-
-    def _service_s(self, request: str) -> float:
-        call = self.calls[request]
-        return self.models[call.model].timings.service_s(call.prompt_len, call.output_len)
-
-    def _configure(self) -> None:
-        config = self.config
-        self.scheduler = Scheduler(self, self._policies)
-        limits = replace(config.limits, policy=config.policy)
-        self.change_config(config.models, devices=config.devices, limits=limits, learned=config.learned())
+def policies_for(name: str, workload: Workload) -> Policies:
+    """The built-in policies, the references and, if the name is `module:class`, that policy."""
+    known: dict[str, type] = {}
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        known[name] = getattr(import_module(module), attribute)
+    future = _future(workload) if name == CLAIRVOYANT else {}
+    clairvoyant = {CLAIRVOYANT: lambda limits, swapper: Clairvoyant(limits, swapper, future)}
+    return {**BUILT_IN, STRICT: StrictFirstCome, **clairvoyant, **known}
 
 
-def future_of(arrivals: Sequence[tuple[float, ModelId]]) -> dict[str, list[float]]:
-    """When each model is requested."""
+def _future(workload: Workload) -> dict[str, list[float]]:
+    """When each model is requested. When agents ask depends on when they are answered: their future is unknown."""
     future: dict[str, list[float]] = {}
-    for at, model in arrivals:
-        future.setdefault(model, []).append(at)
+    for arrival in workload.arrivals() if isinstance(workload, Recorded) else ():
+        future.setdefault(arrival.model, []).append(arrival.at)
     return future
-
-
-# --- offline --------------------------------------------------------------------------------------------------------
-
-Asked = Sequence[tuple[float, str]]
-
-
-def lru(models: Sequence[str], slots: int) -> int:
-    """Loads when the least recently used model is evicted. The last key of a dict is the newest."""
-    ready: dict[str, None] = {}
-    loads = 0
-    for model in models:
-        loads += model not in ready
-        ready.pop(model, None)
-        ready[model] = None
-        if len(ready) > slots:
-            del ready[next(iter(ready))]
-    return loads
-
-
-def belady(models: Sequence[str], slots: int) -> int:
-    """Loads when the model whose next request is furthest away is evicted: the fewest without reordering requests."""
-    again = _asked_again(models)
-    ready: dict[str, int] = {}
-    loads = 0
-    for place, model in enumerate(models):
-        if model not in ready:
-            loads += 1
-            if len(ready) >= slots:
-                del ready[max(ready, key=lambda one: ready[one])]
-        ready[model] = again[place]
-    return loads
-
-
-def _asked_again(models: Sequence[str]) -> list[int]:
-    """For each request, the index of the next one for the same model."""
-    following: dict[str, int] = {}
-    again = [0] * len(models)
-    for place in range(len(models) - 1, -1, -1):
-        again[place] = following.get(models[place], len(models))
-        following[models[place]] = place
-    return again
-
-
-def regrouped(asked: Asked, window_s: float) -> list[str]:
-    """The requests with those of each window grouped by model, the most recently used model first."""
-    ordered: list[str] = []
-    used: dict[str, int] = {}
-    for _, window in groupby(asked, key=lambda one: int(one[0] // window_s)):
-        ordered += sorted((model for _, model in window), key=lambda model: (-used.get(model, -1), model))
-        used |= {model: place for place, model in enumerate(ordered)}
-    return ordered
-
-
-def swaps_per_request(asked: Asked, slots: int) -> dict[str, float]:
-    models = [model for _, model in asked]
-    counts = {"lru": lru(models, slots), "belady": belady(models, slots)}
-    for window_s in (10.0, 30.0):
-        counts[f"regroup {window_s:g} s"] = lru(regrouped(asked, window_s), slots)
-    return {name: count / len(models) for name, count in counts.items()}

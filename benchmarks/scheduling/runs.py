@@ -24,6 +24,8 @@ _COLUMNS = (
     TimeElapsedColumn(),
     TimeRemainingColumn(),
 )
+# With a green room a decision has more to choose from, and costs so many times as much.
+GREEN_ROOM_TIMES = 3
 
 Task = TypeVar("Task")
 Found = TypeVar("Found")
@@ -57,12 +59,19 @@ def over(cells: Iterable[Cell], policies: Sequence[str], seeds: int) -> list[Cel
 
 def run_all(cells: Iterable[Cell], results: Results, what: str) -> None:
     """Run the cells that were not run yet. The slowest go first, so that no core idles at the end."""
-    todo = sorted(results.lacks(cells), key=lambda cell: (cell.slots, cell.stretch))
+    todo = sorted(results.lacks(cells), key=_cost, reverse=True)
     for cell, figures in zip(todo, each(run_cell, todo, what), strict=True):
         results.add(cell, figures)
 
 
-def stretched(cells: Sequence[Cell], occupied: float, steps: int) -> list[Cell]:
+def _cost(cell: Cell) -> float:
+    """About how long a cell takes to run, in a unit of its own."""
+    machine = cell.machine
+    times = GREEN_ROOM_TIMES if machine.green_room_mib else 1
+    return cell.traffic.expected * len(machine.models_mib) * times
+
+
+def all_stretched(cells: Sequence[Cell], occupied: float, steps: int) -> list[Cell]:
     """Each of these cells at the stretch that makes it that busy under collating FIFO."""
     return each(stretch_for, cells, f"looking for {occupied:.0%} busy", occupied, steps)
 

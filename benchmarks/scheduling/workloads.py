@@ -1,4 +1,4 @@
-"""Workloads of the grid and of the single goals, by name; and recorded traces.
+"""Workloads of machines with equal slots and of the single goals, by name.
 
 All are drawn from the cell's seed, so that every policy gets the same requests. Stretching makes the time between
 arrivals longer and leaves the answers as they are.
@@ -7,17 +7,11 @@ arrivals longer and leaves the answers as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from heapq import merge
-from pathlib import Path
 
 from greenroom.sim.records import SimArrival
-from greenroom.sim.traces import Known, read_trace
 from greenroom.sim.workloads import Agents, Bursty, Mix, Poisson, Recorded, Workload, zipf
 
-# Of a trace that names no models: how many rows are taken, and over how many models they are spread.
-SPREAD_ROWS, SPREAD_MODELS = 1_500, 16
-# Generated workloads are as busy as the traces before time is stretched.
 RATE, SECONDS, MODELS = 2.5, 240.0, 12
 BURST_S, SILENCE_S = 10.0, 30.0
 AGENTS, THINK_S = 12, 2.0
@@ -42,7 +36,7 @@ def _names(count: int) -> tuple[str, ...]:
     return tuple(f"m{number}" for number in range(count))
 
 
-# --- the grid -----------------------------------------------------------------------------------------------------
+# --- equal slots --------------------------------------------------------------------------------------------------
 
 
 def _poisson(stretch: float, seed: int) -> Workload:
@@ -143,36 +137,3 @@ def generated(name: str, stretch: float, seed: int) -> tuple[Workload, tuple[str
     """A workload and the models that its requests name."""
     models = _names(MODELS) if name in GRID or name == "classes" else (BUSY_MODEL, COLD_MODEL)
     return GENERATED[name](stretch, seed), models
-
-
-# --- traces -------------------------------------------------------------------------------------------------------
-
-
-def trace_name(path: str) -> str:
-    return Path(path).stem.removesuffix("_trace")
-
-
-def recorded(path: str, stretch: float, seed: int) -> tuple[Workload, tuple[str, ...]]:
-    rows = trace_rows(path, seed)
-    return Recorded(rows, stretch), tuple(sorted({row.model for row in rows}))
-
-
-@lru_cache(maxsize=16)
-def trace_rows(path: str, seed: int) -> tuple[SimArrival, ...]:
-    """A trace. One that names no models is cut short and spread over some, differently with each seed."""
-    if _names_models(path):
-        return tuple(read_trace(path))
-    return tuple(read_trace(path, Known(_names(SPREAD_MODELS)), seed)[:SPREAD_ROWS])
-
-
-def _names_models(path: str) -> bool:
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            return "model" in _titles(file.readline())
-    except (OSError, UnicodeDecodeError):
-        # read_trace tells what is wrong with it.
-        return True
-
-
-def _titles(line: str) -> Iterable[str]:
-    return [title.strip().lower() for title in line.split(",")]

@@ -1,0 +1,125 @@
+"""The scheduling benchmark: how cells are drawn and judged; slow ones hold the default policy to kept cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.scheduling.cases import kept_cases
+from benchmarks.scheduling.cells import Cell, run_cell
+from benchmarks.scheduling.families import FAMILIES, SLOTS, family_cells
+from benchmarks.scheduling.figures import Figures, Waited
+from benchmarks.scheduling.goals import grid_goals
+from benchmarks.scheduling.judge import FAR_SHARE, Verdict, allowed_s, by_family, is_starving
+from benchmarks.scheduling.machines import slots
+from benchmarks.scheduling.more import draw_pairs, more_goals
+from benchmarks.scheduling.runs import Results
+from benchmarks.scheduling.traffic import Named
+
+SWAP_S = 10.0
+CELL = Cell("steady", "steady#0", slots(1, SWAP_S, 2), Named("poisson"))
+# A few pairs of the goal `more` that are run by every slow test run.
+FEW_PAIRS = 40
+
+
+def figures(p95_s: float, p99_s: float, worst_s: float) -> Figures:
+    waits = Waited(100, p95_s / 2, p95_s / 4, p95_s, p99_s, p99_s)
+    by_model = {"m0": waits, "m1": replace(waits, p95_s=worst_s)}
+    empty = Waited(0, 0, 0, 0, 0, 0)
+    return Figures(waits, {}, empty, by_model, {}, 1.0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0)
+
+
+FIFO = figures(100, 200, 300)
+
+
+def test_allowed_is_a_swap_or_five_percent_more_whichever_is_larger() -> None:
+    assert allowed_s(100, SWAP_S) == 110
+    assert allowed_s(1_000, SWAP_S) == 1_050
+    assert allowed_s(0, SWAP_S) == SWAP_S
+
+
+@pytest.mark.parametrize(
+    ("own", "worse"),
+    [
+        (FIFO, False),
+        (figures(110, 210, 315), False),
+        (figures(111, 200, 300), True),
+        (figures(100, 211, 300), True),
+        (figures(100, 200, 316), True),
+    ],
+)
+def test_each_of_three_figures_makes_a_cell_worse(own: Figures, worse: bool) -> None:
+    assert (Verdict(CELL, own, FIFO).excess > 0) is worse
+
+
+def test_where_fifo_starves_a_model_only_the_worst_model_counts() -> None:
+    starving = figures(100, 2_000, 2_000)
+    assert is_starving(starving) and not is_starving(FIFO)
+    # Not starved: all models wait that long; or not so long as to call it that.
+    assert not is_starving(figures(1_000, 2_000, 2_000)) and not is_starving(figures(10, 400, 400))
+    assert Verdict(CELL, figures(500, 3_000, 600), starving).excess < 0
+    assert Verdict(CELL, figures(50, 3_000, 2_500), starving).excess > 0
+
+
+def test_ratio_is_finite_without_waits() -> None:
+    assert Verdict(CELL, figures(10, 10, 10), figures(0, 0, 0)).p95_ratio == 2.0
+
+
+def test_families_are_judged_apart() -> None:
+    good, bad = Verdict(CELL, FIFO, FIFO), Verdict(replace(CELL, family="bursty"), figures(200, 200, 300), FIFO)
+    families = {family.family: family for family in by_family([good, good, bad])}
+    assert families["steady"].worse == 0 and families["steady"].p95_ratio == 1.0
+    assert families["bursty"].worse_share == 1.0 and families["bursty"].far == 1 and families["bursty"].worst is bad
+    rare, far, mean = grid_goals([good, good, bad])
+    assert (rare.misses, far.misses, mean.misses) == (1, 1, 1)
+    assert all(goal.is_met for goal in grid_goals([good]))
+
+
+def test_little_beyond_what_is_allowed_is_worse_but_not_far() -> None:
+    own = figures(allowed_s(100, SWAP_S) * (1 + FAR_SHARE / 2), 200, 300)
+    (family,) = by_family([Verdict(CELL, own, FIFO)])
+    assert (family.worse, family.far) == (1, 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cells_are_the_same_however_many_are_drawn_and_differ_from_each_other(family: str) -> None:
+    cells = family_cells(family, 6, {})
+    assert family_cells(family, 3, {}) == cells[:3]
+    assert len({(cell.machine, cell.traffic) for cell in cells}) == len(cells)
+    for cell in cells:
+        machine = cell.machine
+        assert all(mib <= machine.gpu_mib for mib in machine.models_mib)
+        assert family == SLOTS or sum(machine.models_mib) > machine.gpus * machine.gpu_mib
+
+
+def test_same_seed_brings_the_same_requests() -> None:
+    traffic = kept_cases()["users"].traffic
+    first, again, other = (list(traffic.workload(seed).arrivals()) for seed in (0, 0, 1))  # type: ignore[attr-defined]
+    assert first == again != other
+    assert [one.at for one in first] == sorted(one.at for one in first)
+
+
+def test_pairs_differ_only_in_having_more() -> None:
+    for pair in draw_pairs(60):
+        less, more = pair.less.machine, pair.more.machine
+        assert pair.less.traffic == pair.more.traffic
+        assert less.models_mib == more.models_mib
+        grown = (more.gpus > less.gpus, more.gpu_mib > less.gpu_mib, more.green_room_mib > less.green_room_mib)
+        assert sum(grown) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["share-no-green-room", "dominant"])
+def test_default_policy_is_not_worse_than_first_come_in_kept_cases(name: str) -> None:
+    cell = kept_cases()[name]
+    assert Verdict(cell, run_cell(cell), run_cell(replace(cell, policy="fifo"))).excess <= 0
+
+
+@pytest.mark.slow
+def test_more_of_something_never_hurts_the_default_policy() -> None:
+    pairs, results = draw_pairs(FEW_PAIRS), Results()
+    for cell in (cell for pair in pairs for cell in (pair.less, pair.more)):
+        results.add(cell, run_cell(cell))
+    for goal in more_goals(results, pairs, "default"):
+        assert goal.is_met, goal.worst(3)
