@@ -109,11 +109,11 @@ def starved_goals(results: Results, cells: Iterable[Cell], policy: str) -> list[
         if fifo.in_time.get(COLD_MODEL, 0):
             raise SystemExit(f"{cell.place}: collating FIFO does not starve {COLD_MODEL}; the workload must be heavier")
         bound, longest = bound_s(cell, own.service_max_s), own.by_model[COLD_MODEL].max_s
-        in_time.add(cell.place, _starved(own, fifo, bound), longest / bound - 1)
+        in_time.add(cell.name, _starved(own, fifo, bound), longest / bound - 1)
         lost = 1 - own.served_per_s / fifo.served_per_s
         allowed = max(THROUGHPUT_COST, 2 * cell.swap_s / bound)
         found = f"{own.served_per_s:.2f} a second, fifo {fifo.served_per_s:.2f}: {lost:.1%} less, allowed {allowed:.1%}"
-        cost.add(cell.place, found, lost / allowed - 1)
+        cost.add(cell.name, found, lost / allowed - 1)
     return [in_time, cost]
 
 
@@ -134,7 +134,7 @@ def class_goal(results: Results, cells: Iterable[Cell], policy: str) -> Goal:
         high, normal = own.by_class["high"].p95_s, own.by_class["normal"].p95_s
         before = f"fifo {fifo.by_class['high'].p95_s:.1f} and {fifo.by_class['normal'].p95_s:.1f} s"
         found = f"high {high:.1f} s, normal {normal:.1f} s ({high / normal:.2f}); {before}; {own.occupied:.0%} busy"
-        goal.add(cell.place, found, high / normal / HIGH_SHARE_OF_NORMAL - 1)
+        goal.add(cell.name, found, high / normal / HIGH_SHARE_OF_NORMAL - 1)
     return goal
 
 
@@ -148,12 +148,13 @@ def flood_goal(results: Results, cells: Iterable[Cell], policy: str) -> Goal:
         flooded = results.median(cell, policy)
         calm = results.median(calm_of(cell), policy).others.p95_s
         added = flooded.others.p95_s - calm
-        batch_s = BATCH_SWAPS * cell.swap_s if cell.name == "flood-cold" else 0.0
+        assert isinstance(cell.traffic, Named)
+        batch_s = BATCH_SWAPS * cell.swap_s if cell.traffic.name == "flood-cold" else 0.0
         allowed = flooded.service_p95_s + cell.swap_s + batch_s
         fifo = results.median(cell, "fifo").others.p95_s
         service = f"service mean {flooded.service_mean_s:.1f}, p95 {flooded.service_p95_s:.1f}"
         goal.add(
-            cell.place,
+            cell.name,
             f"adds {added:.2f} s to {calm:.2f} s, allowed {allowed:.2f} s ({service}); fifo {fifo:.0f} s",
             added / allowed - 1,
         )
@@ -162,5 +163,6 @@ def flood_goal(results: Results, cells: Iterable[Cell], policy: str) -> Goal:
 
 def calm_of(flooded: Cell) -> Cell:
     """The same cell without the flood."""
-    name = flooded.name.replace("flood", "calm")
-    return replace(flooded, name=name, traffic=Named(name))
+    assert isinstance(flooded.traffic, Named)
+    workload = flooded.traffic.name.replace("flood", "calm")
+    return replace(flooded, name=flooded.name.replace("flood", "calm"), traffic=Named(workload))

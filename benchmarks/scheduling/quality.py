@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -160,12 +160,12 @@ class Bench:
 
 def goal_cell(workload: str, count: int, swap_s: float) -> Cell:
     """A cell of a single goal: equal slots, and a workload by its name."""
-    return Cell("goal", workload, slots(count, swap_s, MODELS), Named(workload))
+    return Cell("goal", f"{workload}, {count} slots, swap {swap_s:g} s", slots(count, swap_s, MODELS), Named(workload))
 
 
 def overloaded(cell: Cell) -> Cell:
     assert isinstance(cell.traffic, Named)
-    return stretched(cell, cell.traffic.stretch / OVERLOAD)
+    return replace(stretched(cell, cell.traffic.stretch / OVERLOAD), name=f"{cell.name}, overloaded")
 
 
 def cells_named(name: str, traces: dict[str, str]) -> list[Cell]:
