@@ -184,7 +184,8 @@ async def test_nothing_is_started_where_a_stranger_took_the_memory_since_the_las
     memory = {**sections(gpus, "")["memory"], "look_every_s": 5}
     model = taking("a", gpus, 6_000, *journal.switches)
     async with gateway(tmp_path, {"a": model}, gpus=[], memory=memory) as app:
-        await asyncio.sleep(0.5)
+        # Looks are taken in turn: after this one, that of the start is over, and the next is seconds away.
+        await app.memory_watch.look_now()
         assert fake_gpu.take(gpus, 8_000)
         assert not app.loop.scheduler.state.ledger.foreign.get(DeviceId(A)), "nobody has looked"
         asks = asyncio.ensure_future(chat(app, "a"))

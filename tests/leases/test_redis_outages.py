@@ -43,8 +43,15 @@ async def test_a_redis_that_stands_still_is_given_up_soon(client: Opener, server
 async def test_a_wait_goes_on_while_redis_is_away(client: Opener, server: RedisServer) -> None:
     store = client()
     server.kill()
-    waiter = asyncio.create_task(store.acquire(ask("a", 1, wait_s=PATIENCE_S)))
-    await asyncio.sleep(0.5)
+    turned_away = asyncio.Event()
+
+    def turn_away(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        turned_away.set()
+
+    async with await asyncio.start_server(turn_away, "127.0.0.1", server.port):
+        waiter = asyncio.create_task(store.acquire(ask("a", 1, wait_s=PATIENCE_S)))
+        await asyncio.wait_for(turned_away.wait(), PATIENCE_S)
     server.start()
     assert (await asyncio.wait_for(waiter, PATIENCE_S)).state == "held"
 
