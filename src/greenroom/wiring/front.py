@@ -20,7 +20,7 @@ from greenroom.server.admin.management import make_management
 from greenroom.server.asgi import AsgiBridge
 from greenroom.server.front import FrontDoor, HostRule
 from greenroom.server.inference.ask import AskReader, Settings
-from greenroom.server.inference.requests import Inference
+from greenroom.server.inference.requests import Inference, RequestLog
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Keys
 from greenroom.tenancy.tenants import Tenants
@@ -58,11 +58,9 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
         AskReader(common.catalog, Tenants()),
         common.loop,
         tickets,
-        common.activity,
-        common.metrics,
+        RequestLog(common.activity, common.metrics, None if activity_file is None else activity_file.add),
         Settings.of(gateway.config),
         common.clock,
-        None if activity_file is None else activity_file.add,
         prefetch.waits,
     )
     application = make_management(gateway)

@@ -42,29 +42,24 @@ class Inference:
         reader: AskReader,
         loop: SchedulerLoop,
         tickets: Tickets,
-        activity: Activity,
-        metrics: Metrics,
+        log: RequestLog,
         settings: Settings,
         clock: Callable[[], float],
-        write_down: Callable[[Record], None] | None = None,
         waits: Callable[[Entry], None] | None = None,
     ) -> None:
-        """`write_down` is called for every request that has ended, `waits` for every one that must wait for a model."""
+        """`waits` is called for every request that must wait for a model."""
         self._reader = reader
         self._loop = loop
-        self._activity = activity
-        self._metrics = metrics
+        self._log = log
         self.settings = settings
         self._clock = clock
-        self._wall: Callable[[], float] = time.time
-        self._write_down = write_down
         self._waits = waits
         self._tickets = tickets
         self._tasks: set[asyncio.Task[None]] = set()
         # The prefix keeps ids of different runs apart; within a run they are counted.
         self._prefix, self._number = f"r-{secrets.token_hex(4)}-", 0
         self.sweep = RequestSweep(self._sweep_s, clock)
-        self._shared = RequestServices(tickets, self.sweep, clock, self._outlook, self._spawn, self._ended)
+        self._shared = RequestServices(tickets, self.sweep, clock, self._outlook, self._spawn, log.ended)
 
     def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None:
         """Answer this request. Returns at once."""
@@ -103,28 +98,16 @@ class Inference:
     def _begin(self, exchange: Exchange, ask: Ask, request_id: str) -> None:
         if exchange.gone:
             return
-        record = Record(
-            id=request_id,
-            model=ask.entry.id,
-            asked_as=ask.asked_as,
-            tenant=ask.tenant,
-            client=ask.client,
-            route=ask.route.name,
-            stream=ask.stream,
-            priority=ask.priority,
-            arrived_at=self._wall(),
-        )
-        self._activity.begin(record)
-        running = Running(exchange, ask, request_id, record, self.settings, self._shared)
+        running = Running(exchange, ask, request_id, self._log.begin(ask, request_id), self.settings, self._shared)
         running.begin()
         is_hit = running.ticket.granted_at == running.ticket.arrived
-        self._metrics.looked_up(ask.entry.id, is_hit)
+        self._log.looked_up(ask, is_hit)
         if not is_hit and self._waits is not None:
             self._waits(ask.entry)
 
     def refused(self, error: GreenroomError) -> None:
         """Count a request that never came to the scheduler."""
-        self._metrics.edge_refused(error.code)
+        self._log.refused(error)
 
     def _refuse(self, exchange: Exchange, error: Exception, request_id: str, caller: Caller) -> None:
         if isinstance(error, GreenroomError):
@@ -169,9 +152,43 @@ class Inference:
         outlook = self._loop.scheduler.outlook(RequestId(request_id), self._clock())
         return (None, None) if outlook is None else (outlook.position, outlook.eta_s)
 
-    # --- written down ---------------------------------------------------------------------------------------------
 
-    def _ended(self, running: Running, error: GreenroomError | None) -> None:
+class RequestLog:
+    """Writes each request down: in the recent activity, in the metrics and, if configured, in a file."""
+
+    def __init__(
+        self, activity: Activity, metrics: Metrics, write_down: Callable[[Record], None] | None = None
+    ) -> None:
+        """`write_down` is called for every request that has ended."""
+        self._activity = activity
+        self._metrics = metrics
+        self._write_down = write_down
+        self._wall: Callable[[], float] = time.time
+
+    def begin(self, ask: Ask, request_id: str) -> Record:
+        """The record of a request that begins now. `ended` completes it."""
+        record = Record(
+            id=request_id,
+            model=ask.entry.id,
+            asked_as=ask.asked_as,
+            tenant=ask.tenant,
+            client=ask.client,
+            route=ask.route.name,
+            stream=ask.stream,
+            priority=ask.priority,
+            arrived_at=self._wall(),
+        )
+        self._activity.begin(record)
+        return record
+
+    def looked_up(self, ask: Ask, is_hit: bool) -> None:
+        """A hit found its model ready and with room."""
+        self._metrics.looked_up(ask.entry.id, is_hit)
+
+    def refused(self, error: GreenroomError) -> None:
+        self._metrics.edge_refused(error.code)
+
+    def ended(self, running: Running, error: GreenroomError | None) -> None:
         ask, record, ticket, relay = running.ask, running.record, running.ticket, running.relay
         record.total_s = total_s = max(0.0, self._wall() - record.arrived_at)
         record.status = _status(running.exchange, relay, error)
