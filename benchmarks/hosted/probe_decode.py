@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.rig.result import Run, options_of
 from greenroom.workers.torch_host.engine import runner as runner_module
-from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
+from greenroom.workers.torch_host.engine.engine_loop import EngineLoop, EngineSizes
 from greenroom.workers.torch_host.engine.model_shape import BLOCK_TOKENS, blocks_for
 from greenroom.workers.torch_host.engine.requests import End, GenerationRequest, Sampling, Token
 from greenroom.workers.torch_host.engine.runner import DecodeRow, ModelRunner, PrefillChunk
@@ -374,7 +374,7 @@ def main() -> None:
             kernels(whole, device, count, args.prompt, args.vocabulary)
     del whole
     with section("through the model's thread"):
-        batching = EngineLoop(model, cache_tokens=cache_tokens, batch_max=batch_max, context=context, on_fatal=print)
+        batching = EngineLoop(model, EngineSizes(cache_tokens, batch_max, context), on_fatal=print)
         batching.on_wake()
         for title, sampling in SAMPLINGS.items():
             figures.setdefault("thread_per_s", {})[title] = threaded(batching, args, title, sampling)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
+from greenroom.workers.torch_host.engine.batch_scheduler import PREFILL, PrefillLimits
+from greenroom.workers.torch_host.engine.engine_loop import EngineLoop, EngineSizes
 from greenroom.workers.torch_host.engine.model_shape import kv_bytes
 from greenroom.workers.torch_host.engine.requests import Constraint, End, GenerationRequest, Sampling, Token
 from greenroom.workers.torch_host.failures import OnFatal
@@ -96,6 +97,7 @@ def running(
     cache_tokens: int = 4096,
     batch_max: int = 8,
     context: int = CONTEXT,
+    prefill: PrefillLimits = PREFILL,
     on_fatal: OnFatal | None = None,
     sentence: SentenceConfig | None = None,
     kv: Flat | None = None,
@@ -104,9 +106,7 @@ def running(
     """An engine that is awake, until the end of the block."""
     engine = EngineLoop(
         device_model_of(model, cache_tokens, sentence, kv),
-        cache_tokens=cache_tokens,
-        batch_max=batch_max,
-        context=context,
+        EngineSizes(cache_tokens, batch_max, context, prefill),
         on_fatal=on_fatal or (lambda error, say: say()),
         sentence=sentence,
         **options,

@@ -14,7 +14,7 @@ import torch
 
 from greenroom.workers.torch_host.control.preparing import DeviceContext, PreparedModel, prepare
 from greenroom.workers.torch_host.control.slot_options import SlotOptions
-from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
+from greenroom.workers.torch_host.engine.engine_loop import EngineLoop, EngineSizes
 from greenroom.workers.torch_host.engine.model_check import ModelCheck
 from greenroom.workers.torch_host.engine.model_shape import kv_bytes
 from greenroom.workers.torch_host.failures import BadModel, OutOfMemory
@@ -93,9 +93,7 @@ def awake(model: Any, dtype: torch.dtype) -> Iterator[EngineLoop]:
     on_device = FakeDeviceModel(model, model.config, Flat(kv), dtype=dtype)
     made = EngineLoop(
         on_device,
-        cache_tokens=CONTEXT,
-        batch_max=1,
-        context=CONTEXT,
+        EngineSizes(CONTEXT, batch_max=1, context=CONTEXT),
         on_fatal=lambda error, say: say(),
         check=ModelCheck(None),
     )
@@ -138,9 +136,7 @@ def test_a_model_that_was_refused_can_be_woken_again_and_is_refused_again() -> N
     model.set_attn_implementation(IMPLEMENTATION)
     made = EngineLoop(
         FakeDeviceModel(model, model.config, Flat(torch.zeros(kv_size, dtype=torch.uint8))),
-        cache_tokens=CONTEXT,
-        batch_max=2,
-        context=CONTEXT,
+        EngineSizes(CONTEXT, batch_max=2, context=CONTEXT),
         on_fatal=lambda error, say: pytest.fail(f"the thread has ended: {error}"),
         check=ModelCheck(None),
     )

@@ -14,7 +14,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
+from greenroom.workers.torch_host.engine.engine_loop import EngineLoop, EngineSizes
 from greenroom.workers.torch_host.engine.model_shape import LayerShape, kv_bytes
 from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.engine.steps import DecodeStep
@@ -146,7 +146,7 @@ def test_captured_steps_turn_each_sequence_by_its_own_length(name: str) -> None:
     plain, kv = copy.deepcopy(model), torch.empty(kv_bytes(model.config, "float32", TOKENS), dtype=torch.uint8)
     on_device = replace(device_model_of(model, 0), device=torch.device("cuda", 0), kv=Flat(kv.cuda()))
     on_device.module = model.to(on_device.device)
-    engine = EngineLoop(on_device, cache_tokens=TOKENS, batch_max=8, context=LONGEST, on_fatal=lambda error, say: say())
+    engine = EngineLoop(on_device, EngineSizes(TOKENS, 8, LONGEST), on_fatal=lambda error, say: say())
     engine.on_wake()
     prompts = [prompt(20), prompt(100), prompt(ORIGINAL - 5), prompt(ORIGINAL - 2, 1), prompt(68)]
     for _ in range(2):
@@ -164,6 +164,6 @@ def _graphs_of(engine: EngineLoop) -> Any:
 
 
 def _awake(on_device: FakeDeviceModel) -> EngineLoop:
-    engine = EngineLoop(on_device, cache_tokens=TOKENS, batch_max=4, context=512, on_fatal=lambda error, say: say())
+    engine = EngineLoop(on_device, EngineSizes(TOKENS, 4, 512), on_fatal=lambda error, say: say())
     engine.on_wake()
     return engine

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from ..engine.engine_loop import EngineLoop
+from ..engine.engine_loop import EngineLoop, EngineSizes
 from ..engine.model_check import ModelCheck, fingerprint
 from ..engine.model_shape import kv_bytes, text_config
 from ..failures import OnFatal
@@ -183,9 +183,7 @@ def _weights_and_engine(
     try:
         return weights, EngineLoop(
             weights,
-            cache_tokens=cache_tokens,
-            batch_max=order.batch_max,
-            context=context,
+            EngineSizes(cache_tokens, order.batch_max, context),
             on_fatal=device_context.on_fatal,
             sentence=sentence,
             name=order.model,

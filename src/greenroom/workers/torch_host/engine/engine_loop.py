@@ -56,21 +56,28 @@ class EngineStats:
     available_blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """Tokens that fit into the KV memory, sequences in one step, tokens of one sequence, and limits of a prefill."""
+
+    cache_tokens: int
+    batch_max: int
+    context: int
+    prefill: PrefillLimits = PREFILL
+
+
 class EngineLoop:
     """Implements `requests.InferenceEngine`. Built asleep; `on_wake` and `on_sleep` follow the device weights."""
 
     def __init__(
         self,
         model: DeviceModel,
+        sizes: EngineSizes,
         *,
-        cache_tokens: int,
-        batch_max: int,
-        context: int,
         on_fatal: OnFatal,
         sentence: SentenceConfig | None = None,
         check: ModelCheck | None = None,
         name: str = "model",
-        prefill: PrefillLimits = PREFILL,
         switch_timeout_s: float = SWITCH_TIMEOUT_S,
     ) -> None:
         """Raises BadModel for a model that cannot be decoded from paged KV memory.
@@ -84,17 +91,18 @@ class EngineLoop:
         self._runner: ModelRunner | None = None
         self._scheduler: BatchScheduler | None = None
         self.limits = token_limits(model.module)
-        self.context = context if self.limits.positions is None else min(context, self.limits.positions)
+        positions = self.limits.positions
+        self.context = sizes.context if positions is None else min(sizes.context, positions)
         self._embedder = Embedder(model, sentence) if sentence is not None else None
         self._block_manager = BlockManager(0, 0)
         if sentence is None:
-            self._runner = ModelRunner(model, cache_tokens, batch_max, self.context)
+            self._runner = ModelRunner(model, sizes.cache_tokens, sizes.batch_max, self.context)
             self.context = self._runner.context
             numbers = sum(shape.numbers for shape in self._runner.shapes)
             block_bytes = numbers * item_bytes(model.dtype) * BLOCK_TOKENS
-            self._block_manager = BlockManager(cache_tokens, block_bytes, self._runner.rope_switches)
+            self._block_manager = BlockManager(sizes.cache_tokens, block_bytes, self._runner.rope_switches)
             self._scheduler = BatchScheduler(
-                self._runner, self._block_manager, batch_max, self._on_sequence_end, on_fatal, prefill
+                self._runner, self._block_manager, sizes.batch_max, self._on_sequence_end, on_fatal, sizes.prefill
             )
         self._condition = threading.Condition()
         self._inbox: deque[GenerationRequest] = deque()
