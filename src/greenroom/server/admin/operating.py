@@ -46,8 +46,47 @@ MODELS = "/api/v1/models"
 _ONE = MODELS + "/{model_id:path}"
 _STREAM_KINDS: dict[int | str, dict[str, Any]] = {200: {"content": {SSE: {}, PLAIN: {}}}}
 
+# An order names few models; more is a mistake.
+EVICT_MAX = 100
+GRACE_MAX_S = 3_600
+
 Lines = Annotated[int, Query(ge=0, le=LINES_MAX, description="The last so many lines.")]
 NoHistory = Annotated[str | None, Query(alias="no-history", description="Only lines from now on.")]
+
+
+class LoadOrder(Order):
+    evict: Annotated[tuple[Annotated[str, Field(max_length=ID_CHARS_MAX)], ...], Field(max_length=EVICT_MAX)] = ()
+    """Models that must leave first."""
+
+
+class UnloadOrder(Order):
+    grace_s: Annotated[float, Field(ge=0, le=GRACE_MAX_S, allow_inf_nan=False)] | None = None
+    """How long running answers may go on; the model's own `grace_s` when not given."""
+
+
+class SleepOrder(Order):
+    grace_s: Annotated[float, Field(ge=0, le=GRACE_MAX_S, allow_inf_nan=False)] | None = None
+    """How long running answers may go on; the model's own `grace_s` when not given."""
+
+
+class Moved(View):
+    model: str
+    tier: views.Tier
+    took_s: float
+    memory: dict[str, int]
+    """MiB by device it holds now."""
+
+
+class Reloaded(View):
+    added: list[str]
+    changed: list[str]
+    """These get a new slot; the old one drains."""
+    relabelled: list[str]
+    """Only their descriptions changed; their engines keep running."""
+    removed: list[str]
+    at_once: list[str]
+    """Keys outside models that were applied."""
+    took_s: float
 
 
 class Operating:
@@ -65,20 +104,18 @@ class Operating:
         app.get(f"{_ONE}/logs/stream", response_class=Response, responses=_STREAM_KINDS)(self.stream_logs)
         app.post("/api/v1/reload")(self.reload)
 
-    async def load(self, request: Request, model_id: ModelPath, order: views.LoadOrder | None = None) -> views.Moved:
+    async def load(self, request: Request, model_id: ModelPath, order: LoadOrder | None = None) -> Moved:
         """Make a model ready. A failure carries the engine's last lines in `details`."""
         entry = self._entry(request, model_id, "/load")
         evict = tuple(self._named(name) for name in order.evict) if order is not None else ()
         return await self._move(MoveKind.LOAD, entry, evict, None)
 
-    async def unload(
-        self, request: Request, model_id: ModelPath, order: views.UnloadOrder | None = None
-    ) -> views.Moved:
+    async def unload(self, request: Request, model_id: ModelPath, order: UnloadOrder | None = None) -> Moved:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
         entry = self._entry(request, model_id, "/unload")
         return await self._move(MoveKind.UNLOAD, entry, (), order.grace_s if order is not None else None)
 
-    async def sleep(self, request: Request, model_id: ModelPath, order: views.SleepOrder | None = None) -> views.Moved:
+    async def sleep(self, request: Request, model_id: ModelPath, order: SleepOrder | None = None) -> Moved:
         """Send a model that is ready to the green room: its GPU memory is freed, its weights stay in host memory.
 
         Waiting requests are rejected, running answers may go on for `grace_s`, then are cut. A model that is not ready
@@ -87,7 +124,7 @@ class Operating:
         entry = self._entry(request, model_id, "/sleep")
         return await self._move(MoveKind.SLEEP, entry, (), order.grace_s if order is not None else None)
 
-    async def prepare(self, request: Request, model_id: ModelPath, order: views.LoadOrder | None = None) -> views.Moved:
+    async def prepare(self, request: Request, model_id: ModelPath, order: LoadOrder | None = None) -> Moved:
         """Load a cold model into the green room while others are served, so that it can wake quickly.
 
         422 if its engine cannot sleep.
@@ -115,12 +152,12 @@ class Operating:
         ring = self._gateway.slots.log(entry.id)
         return self._streams.answer(lambda: LogFeed(ring, history, frame), PLAIN if is_plain else SSE)
 
-    async def reload(self) -> views.Reloaded:
+    async def reload(self) -> Reloaded:
         """Read the configuration file again and apply what changed. A file that cannot be used changes nothing."""
         self._refuse_while_draining()
         began = self._gateway.clock()
         changes = await self._gateway.reload()
-        return views.Reloaded(
+        return Reloaded(
             added=list(changes.added),
             changed=list(changes.changed),
             relabelled=list(changes.relabelled),
@@ -129,13 +166,11 @@ class Operating:
             took_s=round(self._gateway.clock() - began, 3),
         )
 
-    async def _move(
-        self, kind: MoveKind, entry: Entry, evict: tuple[ModelId, ...], grace_s: float | None
-    ) -> views.Moved:
+    async def _move(self, kind: MoveKind, entry: Entry, evict: tuple[ModelId, ...], grace_s: float | None) -> Moved:
         self._refuse_while_draining()
         began = self._gateway.clock()
         await self._gateway.operations.move(kind, entry.id, evict=evict, grace_s=grace_s)
-        return views.Moved(
+        return Moved(
             model=entry.id,
             tier=tier_of(self._gateway.loop.scheduler.view.slots_of(entry.id)).value,
             took_s=round(self._gateway.clock() - began, 3),

@@ -8,16 +8,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.tenancy.tenants import parse_priority
 
 Tier = Literal["ready", "asleep", "cold"]
-
-# An order names few models; more is a mistake.
-EVICT_MAX = 100
-GRACE_MAX_S = 3_600
 
 
 def _read_priority(said: object) -> int:
@@ -350,41 +345,6 @@ class LogLines(View):
 
 class Order(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class LoadOrder(Order):
-    evict: Annotated[list[Annotated[str, Field(max_length=ID_CHARS_MAX)]], Field(max_length=EVICT_MAX)] = []
-    """Models that must leave first."""
-
-
-class UnloadOrder(Order):
-    grace_s: Annotated[float, Field(ge=0, le=GRACE_MAX_S, allow_inf_nan=False)] | None = None
-    """How long running answers may go on; the model's own `grace_s` when not given."""
-
-
-class SleepOrder(Order):
-    grace_s: Annotated[float, Field(ge=0, le=GRACE_MAX_S, allow_inf_nan=False)] | None = None
-    """How long running answers may go on; the model's own `grace_s` when not given."""
-
-
-class Moved(View):
-    model: str
-    tier: Tier
-    took_s: float
-    memory: dict[str, int]
-    """MiB by device it holds now."""
-
-
-class Reloaded(View):
-    added: list[str]
-    changed: list[str]
-    """These get a new slot; the old one drains."""
-    relabelled: list[str]
-    """Only their descriptions changed; their engines keep running."""
-    removed: list[str]
-    at_once: list[str]
-    """Keys outside models that were applied."""
-    took_s: float
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
