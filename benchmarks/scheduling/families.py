@@ -12,7 +12,7 @@ from math import ceil, exp, log
 from random import Random
 
 from benchmarks.scheduling.cells import Cell
-from benchmarks.scheduling.machines import GIB, Machine, gib, slots
+from benchmarks.scheduling.machines import DISK_MIB_PER_S, GIB, START_S, Machine, gib, slots
 from benchmarks.scheduling.traffic import (
     PROMPT_LEN,
     AgentLoops,
@@ -29,6 +29,8 @@ from greenroom.sim.config import DEFAULT_TIMINGS
 # What models weigh on GPUs of each size, in GiB.
 SIZES_GIB = {24: (5, 7, 9, 12, 16, 20), 80: (5, 9, 16, 20, 28, 40, 60), 141: (9, 16, 28, 40, 60, 100)}
 MODELS_MIN, MODELS_MAX = 3, 48
+# Seconds to start an engine and MiB a second of weights: from a usual disk, and from a fast one or the page cache.
+SLOW_LOAD, FAST_LOAD = (START_S, DISK_MIB_PER_S), (1.0, 6_000.0)
 LOAD_MIN, LOAD_MAX = 0.05, 1.1
 # A run is long enough that a starved model shows, where that is affordable.
 SPAN_S, COUNT_MIN, COUNT_MAX = 1_500.0, 600, 2_500
@@ -47,6 +49,7 @@ class Shape:
     output_len: tuple[float, ...] = (100.0, 200.0, 400.0)
     variation: tuple[float, ...] = (1.0, 1.0, 2.0)
     waves: int = 0
+    loads: tuple[tuple[float, float], ...] = (SLOW_LOAD, SLOW_LOAD, FAST_LOAD)
 
 
 SHAPES = {
@@ -130,6 +133,7 @@ def draw_machine(random: Random, shape: Shape, models: int | None = None) -> Mac
         gib(*(random.choice(sizes) for _ in range(count))),
         random.choice((0, 0, 64, 256)) * GIB,
         random.choice(shape.concurrency),
+        *random.choice(shape.loads),
     )
 
 

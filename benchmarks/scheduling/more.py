@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from random import Random
+from typing import NamedTuple
 
 from benchmarks.scheduling.cells import Cell
-from benchmarks.scheduling.families import Shape, draw_machine, draw_rate
+from benchmarks.scheduling.families import FAST_LOAD, SLOW_LOAD, Shape, draw_machine, draw_rate
 from benchmarks.scheduling.goals import Goal
 from benchmarks.scheduling.judge import allowed_s
 from benchmarks.scheduling.machines import GIB, Machine
@@ -19,18 +20,43 @@ from benchmarks.scheduling.traffic import Requests, shares
 
 MORE = "more"
 PAIRS = 2_000
+RISEN_SHOWN = 10
+CACHED_LOAD = (0.5, 20_000.0)
 RISES_SHARE, RISES_FAR = 0.01, 0.25
-SHAPE = Shape(gpus=(1, 1, 2, 3), tenants=(1, 1, 50), variation=(1.0, 1.0, 2.0, 4.0))
+# Loads are fast, because a rise of less than a swap does not count.
+SHAPE = Shape(
+    gpus=(1, 1, 2, 3), tenants=(1, 1, 50), variation=(1.0, 1.0, 2.0, 4.0), loads=(SLOW_LOAD, FAST_LOAD, CACHED_LOAD)
+)
 MODELS_MAX, COUNT_MIN, COUNT_MAX = 16, 150, 300
 # How much larger the GPUs of the second cell are.
 GPU_TIMES = 1.5
 GREEN_ROOM_STEP_MIB = 64 * GIB
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     less: Cell
     more: Cell
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The p95 of both cells of a pair."""
+
+    pair: Pair
+    less_s: float
+    more_s: float
+
+    def __str__(self) -> str:
+        return f"{self.pair.more.name} {self.less_s:.1f} -> {self.more_s:.1f} s"
+
+    @property
+    def swap_s(self) -> float:
+        return self.pair.less.swap_s
+
+    @property
+    def rise(self) -> float:
+        """How far beyond what is allowed, as a share of it: above 0 is a rise."""
+        return self.more_s / allowed_s(self.less_s, self.swap_s) - 1
 
 
 def draw_pairs(count: int) -> list[Pair]:
@@ -71,17 +97,14 @@ def far_s(less_s: float, swap_s: float) -> float:
 
 
 def more_goals(results: Results, pairs: Iterable[Pair], policy: str) -> list[Goal]:
-    rare = Goal("more_rarely_worse", "with more of something p95 rises by 5 % or a swap in at most 1 % of pairs")
-    far = Goal("more_never_far_worse", "and by 25 % in none")
-    found = [(pair, results.median(pair.less, policy), results.median(pair.more, policy)) for pair in pairs]
-    risen = sum(more.waits.p95_s > allowed_s(less.waits.p95_s, pair.less.swap_s) for pair, less, more in found)
-    rare.add("all pairs", f"{risen} of {len(found)} rise", risen / len(found) / RISES_SHARE - 1)
-    for pair, less, more in found:
-        before_s, after_s = less.waits.p95_s, more.waits.p95_s
-        what = f"{pair.more.name}: {pair.less.machine}; {pair.less.traffic}"
-        far.add(
-            what,
-            f"p95 {before_s:.1f} -> {after_s:.1f} s, swap {pair.less.swap_s:.1f} s",
-            after_s / far_s(before_s, pair.less.swap_s) - 1,
-        )
+    found = [Outcome(pair, *(results.median(cell, policy).waits.p95_s for cell in pair)) for pair in pairs]
+    rare = Goal("more_rarely_worse", "with more of something p95 rises by 5 % and a swap in at most 1 % of pairs")
+    risen = sorted((one for one in found if one.rise > 0), key=lambda one: -one.rise)
+    names = "".join(f"; {one}" for one in risen[:RISEN_SHOWN])
+    share = len(risen) / len(found)
+    rare.add("all pairs", f"{len(risen)} of {len(found)} rise{names}", share / RISES_SHARE - 1)
+    far = Goal("more_never_far_worse", "and by 25 % and a swap in none")
+    for one in found:
+        what = f"{one.pair.less.machine}; {one.pair.less.traffic}"
+        far.add(what, f"{one}, swap {one.swap_s:.1f} s", one.more_s / far_s(one.less_s, one.swap_s) - 1)
     return [rare, far]

@@ -151,7 +151,7 @@ class Bench:
 
     def _more(self) -> list[Goal]:
         pairs = draw_pairs(self.pairs)
-        self.run([cell for pair in pairs for cell in (pair.less, pair.more)], MORE, self.grid_seeds, beside=())
+        self.run([cell for pair in pairs for cell in pair], MORE, self.grid_seeds, beside=())
         return self._each_policy(lambda policy: more_goals(self.results, pairs, policy))
 
     def _each_policy(self, goals_of: Callable[[str], list[Goal]]) -> list[Goal]:
@@ -176,8 +176,7 @@ def cells_named(name: str, traces: dict[str, str]) -> list[Cell]:
     if not number.isdigit() or family not in (*FAMILIES, *traces, MORE):
         raise SystemExit(f"there is no cell {name}: {', '.join(kept_cases())}, or FAMILY#NUMBER")
     if family == MORE:
-        pair = draw_pair(int(number))
-        return [pair.less, pair.more]
+        return [*draw_pair(int(number))]
     return [draw_cell(family, int(number), traces)]
 
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scheduling.cases import kept_cases
+from benchmarks.scheduling.cases import DOMINANT_P50_S, kept_cases
 from benchmarks.scheduling.cells import Cell, run_cell
 from benchmarks.scheduling.families import FAMILIES, SLOTS, family_cells
 from benchmarks.scheduling.figures import Figures, Waited
 from benchmarks.scheduling.goals import grid_goals
 from benchmarks.scheduling.judge import FAR_SHARE, Verdict, allowed_s, by_family, is_starving
 from benchmarks.scheduling.machines import slots
-from benchmarks.scheduling.more import draw_pairs, more_goals
+from benchmarks.scheduling.more import Pair, draw_pair, draw_pairs, more_goals
 from benchmarks.scheduling.runs import Results
 from benchmarks.scheduling.traffic import Named
 
@@ -21,6 +21,10 @@ SWAP_S = 10.0
 CELL = Cell("steady", "steady#0", slots(1, SWAP_S, 2), Named("poisson"))
 # A few pairs of the goal `more` that are run by every slow test run.
 FEW_PAIRS = 40
+# Pairs in which a policy once rose by more than 25 % and a swap.
+KEPT_PAIRS = (242, 261, 264)
+# To be removed with the policy that passes.
+WORSE_TODAY = pytest.mark.xfail(reason="the default policy is not there yet", strict=True)
 
 
 def figures(p95_s: float, p99_s: float, worst_s: float) -> Figures:
@@ -110,16 +114,32 @@ def test_pairs_differ_only_in_having_more() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["share-no-green-room", "dominant"])
+@pytest.mark.parametrize("name", ["share-no-green-room", "dominant", pytest.param("share", marks=WORSE_TODAY)])
 def test_default_policy_is_not_worse_than_first_come_in_kept_cases(name: str) -> None:
     cell = kept_cases()[name]
     assert Verdict(cell, run_cell(cell), run_cell(replace(cell, policy="fifo"))).excess <= 0
 
 
 @pytest.mark.slow
+@WORSE_TODAY
+def test_dominant_model_pays_little_for_the_other_one() -> None:
+    assert run_cell(kept_cases()["dominant"]).waits.p50_s <= DOMINANT_P50_S
+
+
+@pytest.mark.slow
 def test_more_of_something_never_hurts_the_default_policy() -> None:
-    pairs, results = draw_pairs(FEW_PAIRS), Results()
-    for cell in (cell for pair in pairs for cell in (pair.less, pair.more)):
+    assert_more_never_hurts(draw_pairs(FEW_PAIRS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [pytest.param(number, marks=WORSE_TODAY) for number in KEPT_PAIRS])
+def test_pairs_that_once_got_far_worse_do_not(number: int) -> None:
+    assert_more_never_hurts([draw_pair(number)])
+
+
+def assert_more_never_hurts(pairs: list[Pair]) -> None:
+    results = Results()
+    for cell in (cell for pair in pairs for cell in pair):
         results.add(cell, run_cell(cell))
     for goal in more_goals(results, pairs, "default"):
         assert goal.is_met, goal.worst(3)
