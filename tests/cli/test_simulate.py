@@ -128,6 +128,7 @@ def test_a_recording_tells_how_fast_models_are(config: str, trace: Path, capsys:
         assert main(["simulate", "-c", config, "--trace", str(trace), "--json", *words]) == 0
         return "\n".join(json.loads(capsys.readouterr().out)["assumed"])
 
+    assert "not used" not in assumed()
     assert "Tokens a second as recorded: small 20." in assumed() and "answers at 20 to 60 tokens" in assumed()
     assert "as recorded" not in assumed("--tokens-per-s", "30") and "as recorded" not in assumed("--spread")
 

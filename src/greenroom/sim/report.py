@@ -95,7 +95,7 @@ def html(results: Sequence[Result], assumed: Sequence[str]) -> str:
             "<h2>By model, class and tenant</h2>",
             *(_details(result) for result in said.chosen),
             "<h2>What was assumed</h2><ul>",
-            *(f"<li>{escape(sentence)}</li>" for sentence in assumed),
+            *(f"<li>{escape(sentence)}</li>" for sentence in assumed[1:]),
             "</ul></body></html>",
         ]
     )

@@ -37,6 +37,9 @@ SHOWN_CHARS_MAX = 60
 # Models that are named in a remark on those left out.
 NAMED_MAX = 5
 
+# Columns of the gateway's own recordings that tell speeds (`speeds.py`).
+SPEED_TITLES = ("wait_s", "total_s")
+
 # Marks an unknown length while reading; and the length used if the file has none at all.
 UNKNOWN_LEN = -1
 USUAL_LEN = 200
@@ -310,8 +313,9 @@ class _Reading:
             (meaning, titles[meaning]) for meaning in TITLES if meaning in titles and meaning not in ("t", "model")
         ]
         parts += [f"{meaning} from {title}" for meaning, title in others if title != meaning]
-        if self._table.unused:
-            parts.append(f"not used: {', '.join(self._table.unused)}")
+        unused = [title for title in self._table.unused if title not in SPEED_TITLES]
+        if unused:
+            parts.append(f"not used: {', '.join(unused)}")
         kind = f"{self._table.kind}: " if self._table.kind else ""
         return kind + "; ".join(parts)
 
