@@ -33,7 +33,7 @@ MODELS_MIN, MODELS_MAX = 3, 48
 SLOW_LOAD, FAST_LOAD = (START_S, DISK_MIB_PER_S), (1.0, 6_000.0)
 LOAD_MIN, LOAD_MAX = 0.05, 1.1
 # A run is long enough that a starved model shows, where that is affordable.
-SPAN_S, COUNT_MIN, COUNT_MAX = 1_500.0, 600, 2_500
+SPAN_S, COUNT_MIN, COUNT_MAX = 1_500.0, 600, 5_000
 THINK_S, AGENTS_MAX = 5.0, 30
 STRETCH_MIN, STRETCH_MAX = 2.0, 32.0
 

@@ -67,10 +67,18 @@ def grid_goals(verdicts: Sequence[Verdict]) -> list[Goal]:
     far = Goal("grid_far", "no cell beyond that by more than a further 25 %")
     for one in verdicts:
         far.add(one.cell.place, beside_fifo(one), one.excess - FAR_SHARE)
-    mean = fmean(one.p95_ratio for one in verdicts)
-    average = Goal("grid_mean", "p95 on average at most FIFO's, over all cells")
-    average.add("all cells", f"{mean:.3f} times FIFO's", mean - 1)
+    mean, of_all = fmean(one.judged_ratio for one in verdicts), fmean(one.p95_ratio for one in verdicts)
+    average = Goal("grid_mean", "p95 on average at most FIFO's; where FIFO starves a model, the worst model's p95")
+    average.add("all cells", f"{mean:.3f} times FIFO's ({of_all:.3f} if starving is ignored)", mean - 1)
     return [rare, far, average]
+
+
+def not_worse_goal(name: str, verdicts: Iterable[Verdict]) -> Goal:
+    """For cells that are looked at one by one."""
+    goal = Goal(name, "no cell worse than FIFO by more than 5 % or a swap")
+    for one in verdicts:
+        goal.add(one.cell.place, beside_fifo(one), one.excess)
+    return goal
 
 
 def beside_fifo(one: Verdict) -> str:

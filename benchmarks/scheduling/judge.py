@@ -55,6 +55,11 @@ class Verdict:
         return self._ratio(self.own.waits.p95_s, self.fifo.waits.p95_s)
 
     @property
+    def judged_ratio(self) -> float:
+        """Of p95; where FIFO starves a model, of the worst model's p95."""
+        return self._ratio(self.own.worst_s, self.fifo.worst_s) if self.starved else self.p95_ratio
+
+    @property
     def mean_ratio(self) -> float:
         return self._ratio(self.own.waits.mean_s, self.fifo.waits.mean_s)
 

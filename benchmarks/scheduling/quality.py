@@ -24,10 +24,11 @@ from benchmarks.rig.result import Run, options_of
 from benchmarks.scheduling.cases import CASES, case_goals, kept_cases
 from benchmarks.scheduling.cells import Cell, stretched
 from benchmarks.scheduling.families import FAMILIES, draw_cell, family_cells
-from benchmarks.scheduling.goals import Goal, calm_of, class_goal, flood_goal, grid_goals, starved_goals
+from benchmarks.scheduling.goals import Goal, calm_of, class_goal, flood_goal, grid_goals, not_worse_goal, starved_goals
 from benchmarks.scheduling.judge import Verdict
 from benchmarks.scheduling.machines import slots
 from benchmarks.scheduling.more import MORE, PAIRS, draw_pair, draw_pairs, more_goals
+from benchmarks.scheduling.references import KNOWN
 from benchmarks.scheduling.runs import Results, all_stretched, over, run_all
 from benchmarks.scheduling.show import (
     family_figures,
@@ -60,7 +61,7 @@ class Extent:
     class_slots: tuple[int, ...]
 
 
-FULL = Extent(60, PAIRS, seeds=10, swaps_s=(0.4, 1.0, 5.0, 20.0), busy_steps=5, class_slots=(1, 2, 4))
+FULL = Extent(100, PAIRS, seeds=10, swaps_s=(0.4, 1.0, 5.0, 20.0), busy_steps=5, class_slots=(1, 2, 4))
 QUICK = Extent(12, 200, seeds=1, swaps_s=(0.4, 5.0), busy_steps=4, class_slots=(1, 4))
 
 
@@ -98,7 +99,9 @@ class Bench:
         for cell in cells:
             show_models(self.results, cell)
         show_cells(self.results, cells)
-        return self._judged(cells, grid_goals)
+        return self._each_policy(
+            lambda policy: [not_worse_goal("cells_not_worse", [self._verdict(cell, policy) for cell in cells])]
+        )
 
     def _grid(self) -> list[Goal]:
         cells = [cell for family in self.families for cell in family_cells(family, self.cells, self.traces)]
@@ -200,6 +203,8 @@ def main() -> None:
     except ConfigError as error:
         parser.error(str(error))
     bench = Bench(options)
+    if unknown := {name for name in bench.policies if ":" not in name} - KNOWN:
+        parser.error(f"there is no policy {', '.join(sorted(unknown))}: {', '.join(sorted(KNOWN))}, or module:class")
     if unknown := set(bench.families) - {*FAMILIES, *bench.traces}:
         parser.error(f"there is no family {', '.join(sorted(unknown))}: {', '.join((*FAMILIES, *bench.traces))}")
     run, began = Run("scheduling", options), time.perf_counter()

@@ -19,6 +19,7 @@ from greenroom.core.queue.waitlist import Queue
 from greenroom.sim.workloads import Recorded, Workload
 
 STRICT, CLAIRVOYANT = "strict", "clairvoyant"
+KNOWN = {*BUILT_IN, STRICT, CLAIRVOYANT}
 
 # A model that is never requested again counts as requested after this many seconds.
 NEVER_S = 1e9

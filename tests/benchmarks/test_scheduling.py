@@ -64,6 +64,7 @@ def test_where_fifo_starves_a_model_only_the_worst_model_counts() -> None:
     assert not is_starving(figures(1_000, 2_000, 2_000)) and not is_starving(figures(10, 400, 400))
     assert Verdict(CELL, figures(500, 3_000, 600), starving).excess < 0
     assert Verdict(CELL, figures(50, 3_000, 2_500), starving).excess > 0
+    assert Verdict(CELL, figures(500, 3_000, 995), starving).judged_ratio == 0.5
 
 
 def test_ratio_is_finite_without_waits() -> None:
