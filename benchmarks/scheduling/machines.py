@@ -14,7 +14,7 @@ from greenroom.sim.config import SimModel, Timings
 GIB = 1_024
 # A load starts an engine and reads weights from disk; a wake copies them from host memory.
 START_S, DISK_MIB_PER_S = 3.0, 1_500.0
-WAKE_S, HOST_MIB_PER_S = 0.3, 12_000.0
+WAKE_S, HOST_MIB_PER_S = 0.3, 20_000.0
 UNLOAD_S = 0.5
 # One slot's worth of memory on a machine of equal slots; equal models take exactly one.
 SLOT_MIB = 1_000
