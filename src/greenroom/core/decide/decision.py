@@ -199,12 +199,14 @@ def _decide_swap(
     target = Target(spec.id, tuple(way.wants for way in open_ways), urgency.priority, will_be_ready)
     eviction, until = _eviction(state, queue, urgency, target, asleep, residents, now)
     if eviction is None:
+        on = frozenset[DeviceId]().union(*(way.on for way in open_ways))
+        if state.limits.company is None:
+            return Wait(WaitReason.NO_ROOM, spec.id, until, on)
         there = residents.those(may_sleep=False, but=asleep)
         if pinned := _excluded_by(state, target, [one for one in there if state.slots[one.slot].spec.pinned], most):
             return Refuse(RejectCode.EXCLUDED, beside=pinned)
-        beside = _excluded_by(state, target, _askable(state, urgency, queue, residents, there, now)[0], most)
-        why = WaitReason.EXCLUDED if beside else WaitReason.NO_ROOM
-        return Wait(why, spec.id, until, frozenset().union(*(way.on for way in open_ways)), beside=beside)
+        beside = _excluded_by(state, target, _askable(state, urgency, queue, residents, there, now, {})[0], most)
+        return Wait(WaitReason.EXCLUDED if beside else WaitReason.NO_ROOM, spec.id, until, on, beside=beside)
     way = open_ways[target.options.index(eviction.claim)]
     return Swap(spec.id, kind, way.claim, eviction.victims, asleep.id if asleep is not None else None)
 
@@ -279,12 +281,12 @@ def _eviction(
     state: State, queue: Queue, urgency: Urgency, target: Target, but: Slot | None, residents: Residents, now: float
 ) -> tuple[Eviction | None, float]:
     """Evict residents to sleep if that frees enough, else to cold; and when more of them may be asked to leave."""
-    swapper, room = state.policy.swapper, residents.room_mib
-    asleep, until = _askable(state, urgency, queue, residents, residents.those(may_sleep=True, but=but), now)
+    swapper, room, asked = state.policy.swapper, residents.room_mib, dict[Resident, float]()
+    asleep, until = _askable(state, urgency, queue, residents, residents.those(may_sleep=True, but=but), now, asked)
     found = swapper.eviction_for(target, asleep, room)
     if (found is not None and not found.is_blocked) or not residents.may_fall_asleep:
         return found, until
-    cold, until_cold = _askable(state, urgency, queue, residents, residents.those(may_sleep=False, but=but), now)
+    cold, until_cold = _askable(state, urgency, queue, residents, residents.those(may_sleep=False, but=but), now, asked)
     colder = swapper.eviction_for(target, cold, room)
     use_colder = colder is not None and (found is None or not colder.is_blocked)
     return colder if use_colder else found, min(until, until_cold)
@@ -301,7 +303,7 @@ def _excluded_by(
 ) -> tuple[ModelId, ...]:
     """A smallest set of these residents' models beside which the coresidency rules exclude the target, memory aside."""
     swapper, ready = state.policy.swapper, [one for one in residents if one.counts_as_ready]
-    if state.limits.company is None or swapper.eviction_for(target, ready, most) is not None:
+    if swapper.eviction_for(target, ready, most) is not None:
         return ()
     for one in tuple(ready):
         others = [other for other in ready if other is not one]
@@ -319,18 +321,30 @@ def _queue(state: State, waiter: Waiter, model: ModelId) -> Queue:
 
 
 def _askable(
-    state: State, urgency: Urgency, queue: Queue, residents: Residents, there: list[Resident], now: float
+    state: State,
+    urgency: Urgency,
+    queue: Queue,
+    residents: Residents,
+    there: list[Resident],
+    now: float,
+    asked: dict[Resident, float],
 ) -> tuple[list[Resident], float]:
-    """These residents, fixed where they may not leave for this queue yet; and when the next of them may."""
+    """These residents, fixed where they may not leave for this queue yet; and when the next of them may.
+
+    `asked` has when each may leave that was asked before for this queue: sleepers are the same in both questions.
+    """
     until, takes_at, found = inf, state.policy.takes_at, there
     by_policy = urgency.kind is WaiterKind.REQUEST
     for place, resident in enumerate(there):
         if resident.cannot_leave:
             continue
-        if by_policy and resident.counts_as_ready:
-            at = takes_at(queue, resident, now)
-        else:
-            at = _askable_at(state, urgency, queue, resident, now)
+        at = asked.get(resident)
+        if at is None:
+            if by_policy and resident.counts_as_ready:
+                at = takes_at(queue, resident, now)
+            else:
+                at = _askable_at(state, urgency, queue, resident, now)
+            asked[resident] = at
         if at > now:
             if found is there:
                 found = list(there)

@@ -180,11 +180,24 @@ def _victims(
     # Where memory is missing, or will be once a resident falls asleep there.
     short = [device for device, mib in lacking.items() if mib > 0 or device in sleeper_devices]
     useful = [one for one in willing if any(one.gives_mib.get(device, 0) > 0 for device in short)]
+    if not _can_free(useful, lacking):
+        return None
     for level in sorted({_level(resident, target) for resident in useful}):
         allowed = [resident for resident in useful if _level(resident, target) <= level]
         if (chosen := _cheapest(allowed, lacking)) is not None:
             return (*must, *sorted(chosen, key=lambda one: (_level(one, target), one.loss, one.last_used, one.slot)))
     return None
+
+
+def _can_free(useful: Sequence[Resident], lacking: Mapping[DeviceId, int]) -> bool:
+    """False if even all of them free too little. Most questions end here: nothing may leave yet."""
+    for device, mib in lacking.items():
+        if mib > 0:
+            for resident in useful:
+                mib -= max(0, resident.gives_mib.get(device, 0))
+            if mib > 0:
+                return False
+    return True
 
 
 def _give(lacking: dict[DeviceId, int], resident: Resident) -> None:
