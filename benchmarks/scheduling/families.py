@@ -1,8 +1,8 @@
 """Families of cells: machines and traffic drawn by a seeded generator, one shape of traffic in each family.
 
 Every cell of a family has its number and is drawn from that alone, so a cell is the same however many others are drawn.
-Machines, sizes, green rooms, concurrency, tenants and load vary in all families; what a family is named after, is fixed
-or drawn from its own range.
+Machines, sizes, disks, green rooms, concurrency, tenants and load vary in all families. What a family is named after is
+fixed or drawn from a range of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STRETCH_MIN, STRETCH_MAX = 2.0, 32.0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The ranges a family draws from. An empty range means that it does not vary."""
+    """The ranges a family draws from."""
 
     gpus: tuple[int, ...] = (1, 1, 2, 4, 8)
     concurrency: tuple[int, ...] = (1, 4, 16)
