@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from greenroom.cli.commands import explain
 from greenroom.cli.failures import ExitStatus
 from greenroom.cli.main import main
 from greenroom.cli.parser import parser
+from greenroom.sim.runs import CaseFailed, CaseRuns
 from tests.cli.test_guides import ROOT, blocks
 from tests.waiting import until_now
 
@@ -49,6 +51,25 @@ def figures(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, o
     assert main(["simulate", *words, "--json"]) == 0
     cases: list[dict[str, object]] = json.loads(capsys.readouterr().out)["cases"]
     return cases
+
+
+def test_a_trace_may_come_through_a_pipe(config: str, trace: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cp", trace, pipe]):
+        assert main(["simulate", "-c", config, "--trace", str(pipe)]) == 0
+
+
+def test_a_case_whose_process_is_gone_is_told_in_words(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise CaseFailed("fifo: its process was ended by signal 9")
+
+    monkeypatch.setattr(CaseRuns, "results", fail)
+    assert main(["simulate", "-c", config, *SHORT]) == ExitStatus.FAILED
+    said = capsys.readouterr().err
+    assert "the case fifo could not be played" in said and "signal 9" in said and "Traceback" not in said
 
 
 def test_cases_are_compared_in_a_table_and_in_words(config: str, capsys: pytest.CaptureFixture[str]) -> None:

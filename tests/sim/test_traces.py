@@ -234,6 +234,8 @@ def test_lines_of_json_are_read(tmp_path: Path) -> None:
     [
         ("t", ("0", "100000"), "seconds", "by its title"),
         ("timestamp_ms", ("0", "1"), "milliseconds", "by its title"),
+        ("Timestamp MS", ("0", "50"), "milliseconds", "by its title"),
+        ("TimestampMs", ("0", "50"), "milliseconds", "by its title"),
         ("timestamp", ("1700000000", "1700000001"), "seconds", "since 1970"),
         ("timestamp", ("1700000000123", "1700000000456"), "milliseconds", "since 1970"),
         ("timestamp", ("1700000000123456789", "1700000000456000000"), "nanoseconds", "since 1970"),
@@ -251,6 +253,18 @@ def test_the_unit_of_times_is_found_and_told(
     size_s = {"seconds": 1.0, "milliseconds": 1e-3, "nanoseconds": 1e-9}[unit]
     assert trace.rows[-1].at == pytest.approx((float(times[-1]) - float(times[0])) * size_s)
     assert trace_of(file, time_unit="us").rows[-1].at == pytest.approx((float(times[-1]) - float(times[0])) * 1e-6)
+
+
+@pytest.mark.parametrize("event", ['"a"', '{"candidates":7,"now":1}', '{"candidates":[],"now":1}', '{"now":1}'])
+def test_an_arrival_that_names_no_models_is_told_with_its_line(event: str, tmp_path: Path) -> None:
+    file = written(tmp_path, '{"greenroom_events":1}', f'{{"n":1,"x":{{"_":"RequestArrived"}},"event":{event}}}')
+    with pytest.raises(TraceError, match=r":2: this is not the arrival of a request"):
+        read_trace(file)
+
+
+def test_json_that_is_nested_too_deeply_is_told_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r":2: this is not JSON"):
+        read_trace(written(tmp_path, '{"t": 1, "model": "a", "prompt_len": 1, "output_len": 1}', "[" * 100_000))
 
 
 def test_whole_numbers_in_json_are_seconds_if_there_were_too_many_requests(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from greenroom.cli.failures import CommandFailed, WrongUsage
@@ -104,7 +105,8 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
 
 def _measured(config: Config, args: argparse.Namespace, models: Sequence[SimModel]) -> dict[str, float]:
     """Tokens a second by model, where the trace is a recording that tells; none if an option says them."""
-    if args.tokens_per_s is not None or args.trace is None or args.spread:
+    # A pipe can be read once only, and that is for the requests.
+    if args.tokens_per_s is not None or args.trace is None or args.spread or not Path(args.trace).is_file():
         return {}
     aliases = {alias: name for name, model in config.models.items() for alias in model.aliases}
     curves = {str(model.spec.id): model.timings.speed for model in models}

@@ -117,7 +117,7 @@ class Server(Section):
     docs: bool = True
     """Serve the reference of the management API at /api/v1/docs."""
     record_activity: str | None = None
-    """CSV file with a row per answered request (time, model, tokens, tenant, priority); greenroom simulate reads it."""
+    """CSV file with a row per answered request (time, model, tokens, tenant, seconds); for greenroom simulate."""
     record_events: str | None = None
     """File for every event and effect of the scheduler, to replay its decisions elsewhere."""
 

@@ -17,6 +17,7 @@ from statistics import median
 from typing import NamedTuple
 
 from greenroom.sim.config import SpeedCurve
+from greenroom.sim.traces import TOKENS_MAX
 
 COLUMNS = ("t", "model", "prompt_len", "output_len", "wait_s", "total_s")
 # Enough for a median; a file may be much longer.
@@ -53,7 +54,8 @@ def _answers(rows: Iterable[Mapping[str, str]]) -> dict[str, list[Answer]]:
             answer = Answer(at + wait_s, at + total_s, int(row["prompt_len"]), int(row["output_len"]))
         except (TypeError, ValueError):
             continue
-        if isfinite(answer.began) and isfinite(answer.ended) and answer.ended > answer.began:
+        is_sane = max(answer.prompt_len, answer.output_len) <= TOKENS_MAX
+        if is_sane and isfinite(answer.began) and isfinite(answer.ended) and answer.ended > answer.began:
             found.setdefault(row["model"], []).append(answer)
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -227,7 +228,7 @@ def _json_lines(name: str, file: Iterator[str], first: int, titles: Mapping[str,
 def _object(name: str, line: int, text: str) -> dict[str, Any]:
     try:
         said = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{name}:{line}: this is not JSON: {error}") from error
     if not isinstance(said, dict):
         raise TraceError(f"{name}:{line}: this is not a JSON object")
@@ -242,11 +243,12 @@ def _events(name: str, file: Iterator[str], head: int) -> Iterator[_Cells]:
     """The arrivals of a recording of events; it has no lengths."""
     for line, text in enumerate(file, head + 1):
         if EVENT_MARK in text:
-            said = _object(name, line, text).get("event", {})
-            models = said.get("candidates") or [""]
-            yield _Cells(
-                line, _text(said.get("now")), models[0], "", "", _text(said.get("tenant")), _text(said.get("priority"))
-            )
+            said = _object(name, line, text).get("event")
+            models = said.get("candidates") if isinstance(said, dict) else None
+            if not isinstance(said, dict) or not isinstance(models, list) or not models:
+                raise TraceError(f"{name}:{line}: this is not the arrival of a request, which names its models")
+            model, tenant, priority = _text(models[0]), _text(said.get("tenant")), _text(said.get("priority"))
+            yield _Cells(line, _text(said.get("now")), model, "", "", tenant, priority)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -452,7 +454,7 @@ class _Times:
     def _found_unit(self, rows: Arrivals, is_json: bool) -> tuple[str, str]:
         if self._unit is not None:
             return self._unit, "as given"
-        title, named = self._title.lower(), self._title.lower().rpartition("_")[2]
+        title, named = self._title.lower(), _last_word(self._title)
         if title == "t" or named in UNITS_S:
             return ("s" if title == "t" else named), "by its title"
         for unit, size_s in UNITS_S.items():
@@ -466,6 +468,12 @@ class _Times:
         if is_ms:
             return "ms", f"guessed: whole numbers, {one} ms rather than s"
         return "s", f"guessed: whole numbers, {one} s rather than ms"
+
+
+def _last_word(title: str) -> str:
+    """`ms` of `timestamp_ms`, `Timestamp ms` and `TimestampMs`."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", title)
+    return words[-1].lower() if words else ""
 
 
 class _Lengths:

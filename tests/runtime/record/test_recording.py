@@ -207,6 +207,41 @@ def ended(number: int, **changed: Any) -> Record:
     return record
 
 
+OLDER = "t,model,prompt_len,output_len,tenant,priority\n"
+
+
+async def test_a_file_of_an_earlier_version_is_set_aside(tmp_path: Path) -> None:
+    path, kept = tmp_path / "activity.csv", tmp_path / "activity.csv.1"
+    path.write_text(f"{OLDER}1,a,1,1,,1\n")
+    recorder = ActivityRecorder(path)
+    recorder.open()
+    recorder.add(ended(1))
+    await recorder.close()
+    assert kept.read_text() == f"{OLDER}1,a,1,1,,1\n"
+    assert path.read_text().startswith("t,model,prompt_len,output_len,tenant,priority,wait_s,total_s\n17")
+
+
+async def test_a_kept_file_of_an_earlier_version_is_replaced_when_the_new_one_is_full(tmp_path: Path) -> None:
+    path, kept = tmp_path / "activity.csv", tmp_path / "activity.csv.1"
+    kept.write_text(OLDER)
+    recorder = ActivityRecorder(path, bytes_max=100)
+    recorder.open()
+    for number in range(3):
+        recorder.add(ended(number))
+    await recorder.close()
+    assert kept.read_text().count("\n") == 4, "the head and all rows"
+
+
+async def test_an_empty_file_does_not_replace_the_one_kept(tmp_path: Path) -> None:
+    path, kept = tmp_path / "activity.csv", tmp_path / "activity.csv.1"
+    kept.write_text("keep me")
+    path.touch()
+    recorder = ActivityRecorder(path)
+    recorder.open()
+    await recorder.close()
+    assert kept.read_text() == "keep me"
+
+
 async def test_each_answered_request_is_a_row(tmp_path: Path) -> None:
     path = tmp_path / "activity.csv"
     recorder = ActivityRecorder(path)

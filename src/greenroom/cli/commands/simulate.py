@@ -98,7 +98,7 @@ def _add_timing_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from greenroom.cli.simulation import prepare, sizeless
     from greenroom.config import loader
-    from greenroom.sim.runs import CaseRuns
+    from greenroom.sim.runs import CaseFailed, CaseRuns
     from greenroom.sim.verdict import advice
 
     path = loader.find(args.config)
@@ -114,8 +114,12 @@ def run(args: argparse.Namespace) -> int:
         screen.note(f"warning: models.{name}: its size is not known, so it fits everywhere; give memory_mib")
     began = time.monotonic()
     runs = CaseRuns(compared, prepared.base, prepared.workload, args.seed, args.jobs)
-    with runs, _progress(len(compared)) as tell:
-        results = runs.results(tell)
+    try:
+        with runs, _progress(len(compared)) as tell:
+            results = runs.results(tell)
+    except CaseFailed as error:
+        case, _, why = str(error).partition(":")
+        raise CommandFailed(f"the case {case} could not be played", why.strip()) from error
     if args.out:
         _write(args.out, results, prepared.assumed)
     said = advice(results)

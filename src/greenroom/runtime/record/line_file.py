@@ -29,6 +29,7 @@ WAITING_MAX = 50_000
 CLOSE_MAX_S = 10.0
 # A file that cannot be rotated grows to this many times its size; then it takes no more.
 OVERGROWN = 2
+NOT_OURS = "holds something else; move it away or record to another file"
 
 Line = TypeVar("Line")
 
@@ -36,8 +37,8 @@ Line = TypeVar("Line")
 class LineFile(Generic[Line]):
     """`encode` makes the text of a line, without its end, in the thread. Every file begins with `head`.
 
-    A file that has reached `bytes_max` replaces `PATH.1`; one that may not rotate takes no more lines. Nothing is
-    touched before `open`; lines put earlier wait for it.
+    A file that has reached `bytes_max` replaces `PATH.1`, and so does one that begins with an `older` head; one that
+    may not rotate takes no more lines. Nothing is touched before `open`; lines put earlier wait for it.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class LineFile(Generic[Line]):
         head: str,
         bytes_max: int,
         rotates: bool,
+        older: tuple[str, ...] = (),
         waiting_max: int = WAITING_MAX,
         close_max_s: float = CLOSE_MAX_S,
     ) -> None:
         self._path = path
         self._encode = encode
         self._head = head
+        self._older = older
         self._bytes_max = bytes_max
         self._rotates = rotates
         self._waiting_max = waiting_max
@@ -70,6 +73,9 @@ class LineFile(Generic[Line]):
 
     def open(self) -> None:
         """Continue the file or begin it. Raises OSError if it cannot be written or is not ours."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.lstat(self._path).st_size and _begins_with(self._path, self._older):
+                set_aside(self._path, self._head, *self._older)
         self._file = Appended(self._path, self._head)
         self._write_soon()
 
@@ -146,7 +152,7 @@ class LineFile(Generic[Line]):
     def _rotated(self, file: Appended) -> Appended:
         """A new file, or the same one if rotation fails. The old one is closed last."""
         try:
-            set_aside(self._path, self._head)
+            set_aside(self._path, self._head, *self._older)
             new = Appended(self._path, self._head)
         except OSError as error:
             self._warn_once(error)
@@ -158,7 +164,8 @@ class LineFile(Generic[Line]):
     def _warn_once(self, error: OSError) -> None:
         if not self._failed:
             self._failed = True
-            _log.warning("cannot be written", file=str(self._path), error=error.strerror or str(error))
+            file = error.filename or str(self._path)
+            _log.warning("cannot be written", file=str(file), error=error.strerror or str(error))
 
 
 # Never wait for the other end of a pipe, never follow a link to a foreign file.
@@ -206,14 +213,24 @@ class Appended:
             os.close(fd)
 
 
-def set_aside(path: Path, head: str) -> None:
+def set_aside(path: Path, *heads: str) -> None:
     """Rename this file to PATH.1, replacing that; nothing if there is none. Raises OSError unless both are ours."""
     kept = Path(f"{path}.1")
     for file in (path, kept):
         with contextlib.suppress(FileNotFoundError):
-            first_bytes(file, head, 0)
+            if not _begins_with(file, heads):
+                raise OSError(errno.EEXIST, NOT_OURS, str(file))
     with contextlib.suppress(FileNotFoundError):
         os.replace(path, kept)
+
+
+def _begins_with(path: Path, heads: tuple[str, ...]) -> bool:
+    """True if the file is empty or begins with one of these heads. Raises OSError if it is no file or not there."""
+    fd = _opened(path, os.O_RDONLY)
+    try:
+        return any(_is_head(fd, head) for head in heads)
+    finally:
+        os.close(fd)
 
 
 def first_bytes(path: Path, head: str, count: int) -> bytes:
@@ -245,10 +262,15 @@ def _refuse_unless_regular(found: os.stat_result, path: Path) -> None:
 
 
 def _refuse_unless_ours(fd: int, path: Path, head: str) -> None:
+    if not _is_head(fd, head):
+        raise OSError(errno.EEXIST, NOT_OURS, str(path))
+
+
+def _is_head(fd: int, head: str) -> bool:
+    """True if the file is empty or begins with this line."""
     expected = head.encode()
     begins = os.pread(fd, len(expected) + 1, 0)
-    if begins and begins not in (expected, expected + b"\n"):
-        raise OSError(errno.EEXIST, "holds something else; move it away or record to another file", str(path))
+    return begins in (b"", expected, expected + b"\n")
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -32,6 +32,8 @@ from greenroom.telemetry.logs import get_logger
 _log = get_logger("recording")
 
 ACTIVITY_COLUMNS = ("t", "model", "prompt_len", "output_len", "tenant", "priority", "wait_s", "total_s")
+# Files of earlier versions have only the first of them. Such a file is kept as PATH.1.
+ACTIVITY_ONCE = 6
 # About a million requests; the file before it is kept as PATH.1.
 ACTIVITY_BYTES_MAX = 64 * 1024 * 1024
 # About three million events. Later ones cannot be played without the first, so there is no rotation.
@@ -53,7 +55,10 @@ WHOLE = "whole"
 class ActivityRecorder:
     def __init__(self, path: Path, *, bytes_max: int = ACTIVITY_BYTES_MAX) -> None:
         head = ",".join(ACTIVITY_COLUMNS)
-        self._file: LineFile[Record] = LineFile(path, _row, head=head, bytes_max=bytes_max, rotates=True)
+        older = ",".join(ACTIVITY_COLUMNS[:ACTIVITY_ONCE])
+        self._file: LineFile[Record] = LineFile(
+            path, _row, head=head, bytes_max=bytes_max, rotates=True, older=(older,)
+        )
 
     def open(self) -> None:
         """Open the file; rows are added to an existing one. Raises OSError if it cannot be written."""
