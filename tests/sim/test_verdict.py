@@ -210,3 +210,20 @@ def test_where_nothing_is_served_there_is_no_wait_to_speak_of() -> None:
     assert none.stats.served == 0
     (sentence,) = advice([none, all_served]).changes
     assert "the p95 wait from - to" in sentence and "it helps a lot" in sentence
+
+
+def test_a_change_that_only_makes_answers_faster_helps() -> None:
+    slow, fast = (
+        made(Case("fifo", gpus), 0.0, delays=Delays(1_000, slow_s=s)) for gpus, s in ((1, 3_900.0), (2, 100.0))
+    )
+    assert effect(slow.stats, fast.stats) is Effect.MUCH_BETTER and effect(fast.stats, slow.stats) is Effect.WORSE
+    (sentence,) = advice([slow, fast]).changes
+    assert "what sharing a GPU adds to an answer from 3.9 s to 0.1 s" in sentence and sentence.endswith(
+        "it helps a lot."
+    )
+
+
+def test_two_cases_that_serve_nothing_are_not_said_to_let_none_wait() -> None:
+    too_small = replace(SMALL, devices=(gpu(500), host(9_000)))
+    (sentence,) = advice(results(Case("fifo", 1), Case("fifo", 2), base=too_small)).changes
+    assert sentence.endswith(": hardly a difference.")

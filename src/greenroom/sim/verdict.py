@@ -51,8 +51,9 @@ WORDS = {
 
 
 def effect(old: Stats, new: Stats) -> Effect:
-    """How much better the new case is. Waits decide only if about as many requests are served."""
-    return _on_served(old, new) or _on_waits(old.waits, new.waits)
+    """How much better the new case is. Waits decide only if about as many are served, speed only if they wait alike."""
+    slow = [stats.all_delays.mean_s(stats.all_delays.slow_s) for stats in (old, new)]
+    return _on_served(old, new) or _on_seconds(old.waits.p95_s, new.waits.p95_s) or _on_seconds(*slow)
 
 
 def _on_served(old: Stats, new: Stats) -> Effect:
@@ -66,12 +67,12 @@ def _on_served(old: Stats, new: Stats) -> Effect:
     return Effect.WORSE if new.served < old.served * (1 - SHARE) else Effect.NONE
 
 
-def _on_waits(before: Waits, after: Waits) -> Effect:
-    if abs(before.p95_s - after.p95_s) <= max(SHARE * before.p95_s, FELT_S):
+def _on_seconds(before_s: float, after_s: float) -> Effect:
+    if abs(before_s - after_s) <= max(SHARE * before_s, FELT_S):
         return Effect.NONE
-    if after.p95_s > before.p95_s:
+    if after_s > before_s:
         return Effect.WORSE
-    return Effect.MUCH_BETTER if after.p95_s < before.p95_s / 2 else Effect.BETTER
+    return Effect.MUCH_BETTER if after_s < before_s / 2 else Effect.BETTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Change:
 
 def _verdict(old: Stats, new: Stats) -> str:
     found = effect(old, new)
-    if not found and max(old.waits.p95_s, new.waits.p95_s) < FELT_S:
+    if not found and old.served and max(old.waits.p95_s, new.waits.p95_s) < FELT_S:
         return "no request waits either way"
     return WORDS[found]
 
@@ -100,6 +101,9 @@ def _figures(old: Stats, new: Stats) -> Iterator[str]:
         yield f"requests served from {served(old)} to {served(new)}"
     yield f"the p95 wait from {waited(before, before.p95_s)} to {waited(after, after.p95_s)}"
     yield f"the mean from {waited(before, before.mean_s)} to {waited(after, after.mean_s)}"
+    slow_s, then_s = (stats.all_delays.mean_s(stats.all_delays.slow_s) for stats in (old, new))
+    if _on_seconds(slow_s, then_s):
+        yield f"what sharing a GPU adds to an answer from {seconds(slow_s)} to {seconds(then_s)}"
     yield f"swaps from {old.swaps:,} to {new.swaps:,}"
 
 
@@ -136,7 +140,7 @@ def _why(delays: Delays) -> str:
     why, what_helps = BOTTLENECKS[cause]
     parts = (("not there", delays.not_there_s), ("full", delays.full_s), ("slow", delays.slow_s))
     means = ", ".join(f"{name} {seconds(delays.mean_s(value))}" for name, value in parts)
-    return f"The bottleneck: {why} (on average {means}). What helps: {what_helps}."
+    return f"The bottleneck: {why} (on average {means}). What may help: {what_helps}."
 
 
 # --- the whole comparison ---------------------------------------------------------------------------------------------
