@@ -24,6 +24,7 @@ DEVICES = {"gpu0": 100, "gpu1": 100, "host": 100}
 GPUS = ("gpu0", "gpu1")
 GATEWAYS = ("g", "h")
 STEPS = 250
+SEEDS = 6
 SETTLE_S = 30.0
 
 
@@ -145,23 +146,30 @@ def claims_of(records: list[bytes]) -> dict[str, int]:
     return dict(total)
 
 
-@pytest.mark.parametrize("seed", range(6))
-async def test_sums_are_right_and_nobody_has_too_much_whatever_happens(tmp_path: Path, seed: int) -> None:
-    with redis_server(tmp_path / "redis") as server:
+async def test_sums_are_right_and_nobody_has_too_much_whatever_happens(tmp_path: Path) -> None:
+    done: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        done += await play(tmp_path / str(seed), seed)
+    # Of all seeds together: what one of them brings about depends on the clock, because leases end by it.
+    assert {"_acquire", "waited for", "_hold", "_pend", "_release", "refused"} <= set(done), done
+
+
+async def play(folder: Path, seed: int) -> Counter[str]:
+    folder.mkdir()
+    with redis_server(folder / "redis") as server:
         store, client = RedisStore(server.url, "box", grace_s=0), aioredis.from_url(server.url)
         await store.publish("g", DEVICES, {})
         chance = Chance(store, seed)
         for number in range(STEPS):
             await chance.step(number)
             taken, summed = await book(client)
-            assert {device: mib for device, mib in taken.items() if mib} == summed, f"after step {number}"
-            assert all(mib <= DEVICES[device] for device, mib in summed.items()), f"after step {number}: {summed}"
+            place = f"seed {seed}, after step {number}"
+            assert {device: mib for device, mib in taken.items() if mib} == summed, place
+            assert all(mib <= DEVICES[device] for device, mib in summed.items()), f"{place}: {summed}"
         await chance.finish()
         # Nothing is left, so all of it can be had at once.
-        assert (await book(client))[1] == {}
+        assert (await book(client))[1] == {}, f"seed {seed}"
         await store.acquire(LeaseAsk("all", "all", 100, gpus=2, wait_s=SETTLE_S))
-        # At once or after waiting: how many programs wait, and so stand before others, depends on the clock.
-        got_memory = chance.done["_acquire"] + chance.done["waited for"]
-        assert got_memory and {"_hold", "_pend", "_release", "refused"} <= set(chance.done), chance.done
         await store.close()
         await client.aclose()
+    return chance.done
