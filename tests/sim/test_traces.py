@@ -10,7 +10,8 @@ from greenroom.core.model import ModelId, RequestId, TenantId
 from greenroom.runtime.record.recording import encode
 from greenroom.sim import traces
 from greenroom.sim.records import SimArrival
-from greenroom.sim.traces import Known, TraceError, read_trace, trace_of
+from greenroom.sim.trace_columns import TraceError
+from greenroom.sim.traces import Known, read_trace, trace_of
 
 HEADER = "t,model,prompt_len,output_len"
 

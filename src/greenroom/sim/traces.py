@@ -1,29 +1,26 @@
 """Recorded traces: the gateway's own recordings and public logs, as CSV or as lines of JSON.
 
-Owns which column is what (`TITLES`), the unit of times, and what happens to models that are not configured. A trace
-says what it took its columns to be and which rows it left out. Rows may be in any order; time begins with the earliest.
-An unknown length is empty, and counts as the mean of the known ones. A wrong row is an error with file and line.
+Owns the meaning of cells: the unit of times, and what happens to models that are not configured. `trace_columns.py`
+finds the columns. A trace says what it took its columns to be and which rows it left out. Rows may be in any order;
+time begins with the earliest. An unknown length is empty, and counts as the mean of the known ones. A wrong row is an
+error with file and line.
 """
 
 from __future__ import annotations
 
-import csv
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from difflib import get_close_matches
-from itertools import chain
 from math import isfinite
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
 
 from greenroom.config.schema import PRIORITY_NAMES
-from greenroom.errors import ConfigError
 from greenroom.sim.records import Arrivals, SimArrival
+from greenroom.sim.trace_columns import TITLES, TraceCells, TraceError, plain, table_of
 from greenroom.sim.workloads import ARRIVALS_MAX, Draw, zipf
 
 ROWS_MAX = ARRIVALS_MAX
@@ -45,29 +42,6 @@ SPEED_TITLES = ("wait_s", "total_s")
 UNKNOWN_LEN = -1
 USUAL_LEN = 200
 
-# Titles of columns, or keys of JSON, by what they mean; the gateway's own first. Case, spaces and underscores do not
-# matter.
-TITLES: Mapping[str, tuple[str, ...]] = {
-    "t": ("t", "timestamp", "time", "arrival_time", "timestamp_ms", "time_ms", "arrival_time_ms"),
-    "model": ("model", "model_id", "model_name"),
-    "prompt_len": ("prompt_len", "contexttokens", "request_tokens", "input_length", "prompt_tokens", "input_tokens"),
-    "output_len": (
-        "output_len",
-        "generatedtokens",
-        "response_tokens",
-        "output_length",
-        "completion_tokens",
-        "output_tokens",
-    ),
-    "tenant": ("tenant",),
-    "priority": ("priority",),
-}
-REQUIRED = ("t", "prompt_len", "output_len")
-WANTED = (
-    "t, model, prompt_len, output_len (and tenant, priority), or those of a public log, such as "
-    "TIMESTAMP, ContextTokens, GeneratedTokens"
-)
-
 UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 UNIT_NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 # Times since 1970 that are in this range are dates from 2000 to 2100.
@@ -76,16 +50,6 @@ DATES_S = (946_684_800.0, 4_102_444_800.0)
 # requests a second; in CSV seconds, which is believed from one request a minute on.
 MS_GAP_MIN = 10.0
 S_GAP_MAX = 60.0
-
-# The first line of a recording of events, and what marks an arrival in it.
-EVENTS_HEAD = '{"greenroom_events":1}'
-EVENT_MARK = '"_":"RequestArrived"'
-
-
-class TraceError(ConfigError):
-    """A trace cannot be read. The message names the file, the line and what was expected there."""
-
-    code = "invalid_trace"
 
 
 class _Wrong(ValueError):
@@ -132,134 +96,12 @@ def trace_of(path: str | Path, known: Known | None = None, seed: int = 0, time_u
         raise TraceError(f"{path}: cannot be read: {reason}") from error
 
 
-# --- formats ----------------------------------------------------------------------------------------------------------
-
-
-class _Cells(NamedTuple):
-    """One row as text, and its line in the file; what the file does not have is empty."""
-
-    line: int
-    t: str
-    model: str
-    prompt_len: str
-    output_len: str
-    tenant: str
-    priority: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """What a file has: for each meaning its title, the rest of its titles, and the rows."""
-
-    titles: Mapping[str, str]
-    unused: tuple[str, ...]
-    rows: Iterator[_Cells]
-    kind: str = ""
-
-
-def _table(name: str, file: Iterator[str]) -> _Table:
-    """Find the format from the first line that is not empty. Raises TraceError."""
-    line, first = next(((line, text) for line, text in enumerate(file, 1) if text.strip()), (1, ""))
-    if first.strip() == EVENTS_HEAD:
-        return _Table({"t": "t", "model": "model"}, (), _events(name, file, line), "a recording of events")
-    if first.lstrip().startswith("["):
-        raise TraceError(f"{name}:{line}: this is one JSON document: give one object a line")
-    if first.lstrip().startswith("{"):
-        keys = list(_object(name, line, first))
-        titles, unused = _titles(keys, f"{name}:{line}")
-        return _Table(titles, unused, _json_lines(name, chain([first], file), line, titles), "JSON")
-    table = csv.reader(chain([first], file), strict=True)
-    header = [title.strip() for title in _next_cells(table, name, line)]
-    titles, unused = _titles(header, f"{name}:{line}")
-    return _Table(titles, unused, _csv_rows(name, table, line - 1, header, titles))
-
-
-def _titles(found: Sequence[str], where: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The title of each meaning, and titles without one. Raises TraceError if a required one is missing."""
-    plain = {_plain(title): title for title in reversed(found)}
-    titles = {
-        meaning: plain[_plain(name)]
-        for meaning, names in TITLES.items()
-        for name in reversed(names)
-        if _plain(name) in plain
-    }
-    if missing := [meaning for meaning in REQUIRED if meaning not in titles]:
-        raise TraceError(f"{where}: the header must name {WANTED}; there is no {' and no '.join(missing)}")
-    return titles, tuple(title for title in found if title not in titles.values())
-
-
-def _plain(title: str) -> str:
-    return title.lower().replace(" ", "").replace("_", "")
-
-
-def _next_cells(table: Any, name: str, line: int) -> list[str]:
-    try:
-        return next(table, [])
-    except csv.Error as error:
-        raise TraceError(f"{name}:{line}: this is not CSV: {error}") from error
-
-
-def _csv_rows(
-    name: str, table: Any, skipped: int, header: Sequence[str], titles: Mapping[str, str]
-) -> Iterator[_Cells]:
-    # A column that is not there is an empty cell behind the last.
-    places = [header.index(titles[meaning]) if meaning in titles else -1 for meaning in TITLES]
-    try:
-        for cells in table:
-            if not cells:
-                continue
-            line = skipped + table.line_num
-            if len(cells) != len(header):
-                raise TraceError(f"{name}:{line}: {len(cells)} values where the header names {len(header)}")
-            cells.append("")
-            yield _Cells(line, *[cells[place].strip() for place in places])
-    except csv.Error as error:
-        raise TraceError(f"{name}:{skipped + table.line_num}: this is not CSV: {error}") from error
-
-
-def _json_lines(name: str, file: Iterator[str], first: int, titles: Mapping[str, str]) -> Iterator[_Cells]:
-    keys = [titles.get(meaning, "") for meaning in TITLES]
-    for line, text in enumerate(file, first):
-        if text.strip():
-            said = _object(name, line, text)
-            yield _Cells(line, *[_text(said.get(key)) for key in keys])
-
-
-def _object(name: str, line: int, text: str) -> dict[str, Any]:
-    try:
-        said = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{name}:{line}: this is not JSON: {error}") from error
-    if not isinstance(said, dict):
-        raise TraceError(f"{name}:{line}: this is not a JSON object")
-    return said
-
-
-def _text(value: object) -> str:
-    return "" if value is None else value.strip() if isinstance(value, str) else str(value)
-
-
-def _events(name: str, file: Iterator[str], head: int) -> Iterator[_Cells]:
-    """The arrivals of a recording of events; it has no lengths."""
-    for line, text in enumerate(file, head + 1):
-        if EVENT_MARK in text:
-            said = _object(name, line, text).get("event")
-            models = said.get("candidates") if isinstance(said, dict) else None
-            if not isinstance(said, dict) or not isinstance(models, list) or not models:
-                raise TraceError(f"{name}:{line}: this is not the arrival of a request, which names its models")
-            model, tenant, priority = _text(models[0]), _text(said.get("tenant")), _text(said.get("priority"))
-            yield _Cells(line, _text(said.get("now")), model, "", "", tenant, priority)
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 class _Reading:
     """Reads one file to its end."""
 
     def __init__(self, name: str, file: Iterator[str], known: Known | None, seed: int, time_unit: str | None) -> None:
         self._name = name
-        self._table = _table(name, file)
+        self._table = table_of(name, file)
         self._rows = Arrivals()
         self._times = _Times(self._table.titles["t"], time_unit)
         self._prompts = _Lengths("prompt_len", self._table.titles)
@@ -281,7 +123,7 @@ class _Reading:
             raise TraceError(f"{self._name}: there is no row in it{skipped}")
         return self._completed()
 
-    def _take(self, cells: _Cells) -> None:
+    def _take(self, cells: TraceCells) -> None:
         found = self._models.of(cells.model)
         if found is not None:
             model, usual = found
@@ -294,7 +136,7 @@ class _Reading:
                 _priority(cells.priority, usual),
             )
 
-    def _is_header(self, cells: _Cells) -> bool:
+    def _is_header(self, cells: TraceCells) -> bool:
         """True in the middle of a file that was put together from several."""
         return all(getattr(cells, meaning) == title for meaning, title in self._table.titles.items())
 
@@ -420,7 +262,7 @@ class _Times:
             float(text)
         except ValueError:
             # A title `t` promises numbers.
-            if _plain(self._title) == "t" and not text[:1].isdigit():
+            if plain(self._title) == "t" and not text[:1].isdigit():
                 self._number(text)
             if self._unit is not None:
                 raise _Wrong(f"{self._title} is {_shown(text)}, a date and no number of {self._unit}") from None

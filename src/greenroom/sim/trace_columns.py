@@ -1,0 +1,165 @@
+"""What a trace file has: its format, which column is what, and its rows as text.
+
+Owns the titles of columns (`TITLES`) and the formats: CSV, lines of JSON, a recording of events. A row is not
+interpreted here; `traces.py` reads it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+from greenroom.errors import ConfigError
+
+# Titles of columns, or keys of JSON, by what they mean; the gateway's own first. Case, spaces and underscores do not
+# matter.
+TITLES: Mapping[str, tuple[str, ...]] = {
+    "t": ("t", "timestamp", "time", "arrival_time", "timestamp_ms", "time_ms", "arrival_time_ms"),
+    "model": ("model", "model_id", "model_name"),
+    "prompt_len": ("prompt_len", "contexttokens", "request_tokens", "input_length", "prompt_tokens", "input_tokens"),
+    "output_len": (
+        "output_len",
+        "generatedtokens",
+        "response_tokens",
+        "output_length",
+        "completion_tokens",
+        "output_tokens",
+    ),
+    "tenant": ("tenant",),
+    "priority": ("priority",),
+}
+REQUIRED = ("t", "prompt_len", "output_len")
+WANTED = (
+    "t, model, prompt_len, output_len (and tenant, priority), or those of a public log, such as "
+    "TIMESTAMP, ContextTokens, GeneratedTokens"
+)
+
+# The first line of a recording of events, and what marks an arrival in it.
+EVENTS_HEAD = '{"greenroom_events":1}'
+EVENT_MARK = '"_":"RequestArrived"'
+
+
+class TraceError(ConfigError):
+    """A trace cannot be read. The message names the file, the line and what was expected there."""
+
+    code = "invalid_trace"
+
+
+class TraceCells(NamedTuple):
+    """One row as text, and its line in the file; what the file does not have is empty."""
+
+    line: int
+    t: str
+    model: str
+    prompt_len: str
+    output_len: str
+    tenant: str
+    priority: str
+
+
+@dataclass(frozen=True, slots=True)
+class TraceTable:
+    """What a file has: for each meaning its title, the rest of its titles, and the rows."""
+
+    titles: Mapping[str, str]
+    unused: tuple[str, ...]
+    rows: Iterator[TraceCells]
+    kind: str = ""
+
+
+def table_of(name: str, file: Iterator[str]) -> TraceTable:
+    """Find the format from the first line that is not empty. Raises TraceError."""
+    line, first = next(((line, text) for line, text in enumerate(file, 1) if text.strip()), (1, ""))
+    if first.strip() == EVENTS_HEAD:
+        return TraceTable({"t": "t", "model": "model"}, (), _events(name, file, line), "a recording of events")
+    if first.lstrip().startswith("["):
+        raise TraceError(f"{name}:{line}: this is one JSON document: give one object a line")
+    if first.lstrip().startswith("{"):
+        keys = list(_object(name, line, first))
+        titles, unused = _titles(keys, f"{name}:{line}")
+        return TraceTable(titles, unused, _json_lines(name, chain([first], file), line, titles), "JSON")
+    table = csv.reader(chain([first], file), strict=True)
+    header = [title.strip() for title in _next_cells(table, name, line)]
+    titles, unused = _titles(header, f"{name}:{line}")
+    return TraceTable(titles, unused, _csv_rows(name, table, line - 1, header, titles))
+
+
+def _titles(found: Sequence[str], where: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The title of each meaning, and titles without one. Raises TraceError if a required one is missing."""
+    by_name = {plain(title): title for title in reversed(found)}
+    titles = {
+        meaning: by_name[plain(name)]
+        for meaning, names in TITLES.items()
+        for name in reversed(names)
+        if plain(name) in by_name
+    }
+    if missing := [meaning for meaning in REQUIRED if meaning not in titles]:
+        raise TraceError(f"{where}: the header must name {WANTED}; there is no {' and no '.join(missing)}")
+    return titles, tuple(title for title in found if title not in titles.values())
+
+
+def plain(title: str) -> str:
+    return title.lower().replace(" ", "").replace("_", "")
+
+
+def _next_cells(table: Any, name: str, line: int) -> list[str]:
+    try:
+        return next(table, [])
+    except csv.Error as error:
+        raise TraceError(f"{name}:{line}: this is not CSV: {error}") from error
+
+
+def _csv_rows(
+    name: str, table: Any, skipped: int, header: Sequence[str], titles: Mapping[str, str]
+) -> Iterator[TraceCells]:
+    # A column that is not there is an empty cell behind the last.
+    places = [header.index(titles[meaning]) if meaning in titles else -1 for meaning in TITLES]
+    try:
+        for cells in table:
+            if not cells:
+                continue
+            line = skipped + table.line_num
+            if len(cells) != len(header):
+                raise TraceError(f"{name}:{line}: {len(cells)} values where the header names {len(header)}")
+            cells.append("")
+            yield TraceCells(line, *[cells[place].strip() for place in places])
+    except csv.Error as error:
+        raise TraceError(f"{name}:{skipped + table.line_num}: this is not CSV: {error}") from error
+
+
+def _json_lines(name: str, file: Iterator[str], first: int, titles: Mapping[str, str]) -> Iterator[TraceCells]:
+    keys = [titles.get(meaning, "") for meaning in TITLES]
+    for line, text in enumerate(file, first):
+        if text.strip():
+            said = _object(name, line, text)
+            yield TraceCells(line, *[_text(said.get(key)) for key in keys])
+
+
+def _object(name: str, line: int, text: str) -> dict[str, Any]:
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{name}:{line}: this is not JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise TraceError(f"{name}:{line}: this is not a JSON object")
+    return said
+
+
+def _text(value: object) -> str:
+    return "" if value is None else value.strip() if isinstance(value, str) else str(value)
+
+
+def _events(name: str, file: Iterator[str], head: int) -> Iterator[TraceCells]:
+    """The arrivals of a recording of events; it has no lengths."""
+    for line, text in enumerate(file, head + 1):
+        if EVENT_MARK in text:
+            said = _object(name, line, text).get("event")
+            models = said.get("candidates") if isinstance(said, dict) else None
+            if not isinstance(said, dict) or not isinstance(models, list) or not models:
+                raise TraceError(f"{name}:{line}: this is not the arrival of a request, which names its models")
+            model, tenant, priority = _text(models[0]), _text(said.get("tenant")), _text(said.get("priority"))
+            yield TraceCells(line, _text(said.get("now")), model, "", "", tenant, priority)
