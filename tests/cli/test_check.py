@@ -9,6 +9,7 @@ import pytest
 
 from greenroom.cli.main import main
 from greenroom.engines.estimates.gguf import CONTEXT_MIB
+from greenroom.runtime.record.recording import ACTIVITY_COLUMNS
 from tests import fake_gpu
 from tests.cli.test_engines import program, python_with
 from tests.models import tiny
@@ -206,3 +207,39 @@ def test_a_python_without_what_hosted_models_need_is_warned_of_once(
         "'llguidance>=1.0'",
         f"models.d: python: {mute} does not answer like a Python",
     ]
+
+
+OLDER_ACTIVITY = "t,model,prompt_len,output_len,tenant,priority\n1,a,1,1,,1\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "kept", "told"),
+    [
+        (None, None, None),
+        ("", "anything", None),
+        (f"{','.join(ACTIVITY_COLUMNS)}\n", "anything", None),
+        (OLDER_ACTIVITY, None, "{path} is of an earlier version; the start renames it to {path}.1"),
+        (
+            OLDER_ACTIVITY,
+            OLDER_ACTIVITY,
+            "{path} is of an earlier version; the start renames it to {path}.1, which replaces the one there",
+        ),
+        (OLDER_ACTIVITY, "my notes", "{path}.1: holds something else; move it away or record to another file; "),
+        ("my notes", None, "{path}: holds something else; move it away or record to another file; "),
+    ],
+)
+def test_what_the_start_would_do_with_an_earlier_recording_is_told(
+    content: str | None, kept: str | None, told: str | None, good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = good.parent / "activity.csv"
+    there = {Path(f"{path}{end}"): text for end, text in (("", content), (".1", kept)) if text is not None}
+    for file, text in there.items():
+        file.write_text(text)
+    good.write_text(f"{GOOD}server: {{record_activity: activity.csv}}\n")
+    assert main(["check", str(good), "--json"]) == 0
+    warnings = [text for text in json.loads(capsys.readouterr().out)["warnings"] if "record_activity" in text]
+    if told is None:
+        assert warnings == []
+    else:
+        assert [text.startswith(f"server.record_activity: {told.format(path=path)}") for text in warnings] == [True]
+    assert {file: file.read_text() for file in good.parent.glob("activity*")} == there, "nothing is changed"

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from greenroom.cli import screen
@@ -74,6 +75,7 @@ def summary(loaded: LoadedConfig) -> dict[str, Any]:
             *loaded.warnings,
             *blind,
             *_unusable_files(loaded.config),
+            *_earlier_activity(loaded.config),
             *_too_large(models, loaded.config),
             *_no_store_client(loaded.config),
             *_no_packages(loaded.config),
@@ -118,6 +120,24 @@ def _unusable_files(config: Config) -> list[str]:
             except BadModelFile as error:
                 found.append(f"models.{name}: path: {error.message.rstrip('.')}")
     return found
+
+
+def _earlier_activity(config: Config) -> list[str]:
+    """A warning if the start would rename the file of `record_activity`, or fail at it."""
+    from greenroom.runtime.record.recording import ActivityRecorder
+
+    path = config.server.record_activity
+    if path is None or not os.path.isfile(path):
+        return []
+    try:
+        if not ActivityRecorder(Path(path)).will_set_aside():
+            return []
+    except OSError as error:
+        where = error.filename or path
+        return [f"server.record_activity: {where}: {error.strerror}; the gateway does not start with it"]
+    kept = f"{path}.1"
+    instead = ", which replaces the one there" if os.path.exists(kept) else ""
+    return [f"server.record_activity: {path} is of an earlier version; the start renames it to {kept}{instead}"]
 
 
 def _too_large(models: Sequence[Mapping[str, Any]], config: Config) -> list[str]:

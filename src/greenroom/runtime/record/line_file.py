@@ -73,11 +73,21 @@ class LineFile(Generic[Line]):
 
     def open(self) -> None:
         """Continue the file or begin it. Raises OSError if it cannot be written or is not ours."""
-        with contextlib.suppress(FileNotFoundError):
-            if os.lstat(self._path).st_size and _begins_with(self._path, self._older):
-                set_aside(self._path, self._head, *self._older)
+        if self.will_set_aside():
+            set_aside(self._path, self._head, *self._older)
         self._file = Appended(self._path, self._head)
         self._write_soon()
+
+    def will_set_aside(self) -> bool:
+        """True if `open` would rename an existing file to PATH.1. Changes nothing. Raises OSError as `open` would."""
+        try:
+            if _begins_with(self._path, (self._head,)):
+                return False
+        except FileNotFoundError:
+            return False
+        # The file itself is not of the current format; the one kept before it may be.
+        _refuse_to_set_aside(self._path, (self._head, *self._older))
+        return True
 
     def put(self, line: Line, *, must: bool = False) -> bool:
         """Write this line soon. False if it is lost. A line that `must` be written may exceed the limits."""
@@ -215,13 +225,17 @@ class Appended:
 
 def set_aside(path: Path, *heads: str) -> None:
     """Rename this file to PATH.1, replacing that; nothing if there is none. Raises OSError unless both are ours."""
-    kept = Path(f"{path}.1")
-    for file in (path, kept):
+    _refuse_to_set_aside(path, heads)
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(path, f"{path}.1")
+
+
+def _refuse_to_set_aside(path: Path, heads: tuple[str, ...]) -> None:
+    """Raises OSError unless this file and PATH.1 are ours or not there."""
+    for file in (path, Path(f"{path}.1")):
         with contextlib.suppress(FileNotFoundError):
             if not _begins_with(file, heads):
                 raise OSError(errno.EEXIST, NOT_OURS, str(file))
-    with contextlib.suppress(FileNotFoundError):
-        os.replace(path, kept)
 
 
 def _begins_with(path: Path, heads: tuple[str, ...]) -> bool:

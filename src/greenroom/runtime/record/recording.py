@@ -64,6 +64,10 @@ class ActivityRecorder:
         """Open the file; rows are added to an existing one. Raises OSError if it cannot be written."""
         self._file.open()
 
+    def will_set_aside(self) -> bool:
+        """True if `open` would keep a file of an earlier version as PATH.1. Raises OSError as `open` would."""
+        return self._file.will_set_aside()
+
     def add(self, record: Record) -> None:
         """Record a request that has ended. Requests without an answer are left out."""
         if record.status is not None and 200 <= record.status < 300:
