@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
 from collections import Counter
 from pathlib import Path
 
@@ -142,10 +145,6 @@ def test_a_file_that_is_no_trace_is_told(tmp_path: Path) -> None:
         read_trace(tmp_path)
     with pytest.raises(TraceError, match="header must name t, model"):
         read_trace(written(tmp_path, "time,name", "1,a"))
-    with pytest.raises(TraceError, match="header must name t, model"):
-        read_trace(written(tmp_path, ""))
-    with pytest.raises(TraceError, match="there is no row"):
-        read_trace(written(tmp_path, HEADER))
     with pytest.raises(TraceError, match="names no models"):
         read_trace(written(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16,1,1"))
     binary = tmp_path / "binary.csv"
@@ -315,3 +314,37 @@ def test_rows_far_out_of_order_are_sorted_and_equals_keep_their_order(tmp_path: 
     assert [(row.at, row.prompt_len) for row in found] == sorted(told)
     packed = trace_of(written(tmp_path, HEADER, *rows)).rows
     assert packed[5] == found[5] and packed[-1] == found[-1] and packed[3:6] == found[3:6] and len(packed) == 2_000
+
+
+def test_an_empty_file_says_what_a_trace_has(tmp_path: Path) -> None:
+    for content in ("", "\n \n"):
+        file = tmp_path / "trace.csv"
+        file.write_text(content)
+        with pytest.raises(
+            TraceError,
+            match=r"trace.csv: it is empty; a trace has a row for each request and a header that names t, model",
+        ):
+            trace_of(file)
+    with pytest.raises(TraceError, match=r"no row in it, only a header; a gateway with server.record_activity adds"):
+        trace_of(written(tmp_path, HEADER))
+    with pytest.raises(TraceError, match="no row in it: no request arrived while it was recorded"):
+        trace_of(written(tmp_path, '{"greenroom_events":1}'))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (gzip.compress(b"t,model"), r"it is compressed \(gzip\): unpack it first.*--trace <\(gzip -dc '.*a trace'\)"),
+        (bz2.compress(b"t,model"), r"compressed \(bzip2\).*<\(bzip2 -dc "),
+        (lzma.compress(b"t,model"), r"compressed \(xz\).*<\(xz -dc "),
+        (b"\x28\xb5\x2f\xfd\x04\x00", r"compressed \(Zstandard\).*<\(zstd -dc "),
+        (b"PK\x03\x04\x14\x00", r"compressed \(zip\).*<\(unzip -p "),
+        (b"PAR1\x15\x04", "it is a Parquet file: write it as CSV"),
+    ],
+    ids=["gzip", "bzip2", "xz", "zstd", "zip", "parquet"],
+)
+def test_a_file_that_is_no_text_says_how_to_make_it_one(tmp_path: Path, content: bytes, told: str) -> None:
+    file = tmp_path / "a trace"
+    file.write_bytes(content)
+    with pytest.raises(TraceError, match=told):
+        trace_of(file)

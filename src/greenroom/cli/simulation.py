@@ -23,7 +23,8 @@ from greenroom.runtime.memory.needs import Needs, Subject
 from greenroom.sim.config import ONE_PROCESS, OWN_PROCESSES, SimConfig, SimModel, Timings
 from greenroom.sim.speeds import Answer, recorded_answers, speeds
 from greenroom.sim.traces import Known, trace_of
-from greenroom.sim.workloads import AGENTS_MAX, ARRIVALS_MAX, SPAN_MAX_S, Agents, Bursty, Mix, Poisson, Recorded, zipf
+from greenroom.sim.verdict import counted
+from greenroom.sim.workloads import ARRIVALS_MAX, SPAN_MAX_S, Agents, Bursty, Mix, Poisson, Recorded, zipf
 
 if TYPE_CHECKING:
     from greenroom.sim.workloads import Workload
@@ -34,6 +35,8 @@ READ_MIB_PER_S = 1_500.0
 WAKE_S = 0.3
 COPY_MIB_PER_S = 12_000.0
 SPEEDS_SHOWN_MAX = 20
+# A larger number of requests is not spelled out.
+TOLD_MAX = 1_000_000_000_000
 # Of an answer alone on its GPU, where nothing is known.
 TOKENS_PER_S = 60.0
 
@@ -45,6 +48,8 @@ class SimulationPlan:
     base: SimConfig
     workload: Workload
     assumed: tuple[str, ...]
+    # A guess about the trace that the caller should confirm; empty if there is none.
+    doubt: str = ""
 
 
 def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
@@ -64,8 +69,8 @@ def prepare(config: Config, args: argparse.Namespace) -> SimulationPlan:
         policies=limits.POLICIES,
         swappers=limits.SWAPPERS_BY_NAME,
     )
-    workload, source = _workload(config, args)
-    return SimulationPlan(base, workload, (source, *_assumed(base, measured)))
+    workload, source, doubt = _workload(config, args)
+    return SimulationPlan(base, workload, (source, *_assumed(base, measured)), doubt)
 
 
 def sizeless(config: Config, base: SimConfig) -> list[str]:
@@ -137,15 +142,16 @@ def _devices(config: Config, args: argparse.Namespace) -> tuple[Device, ...]:
     return (*gpus, *(device for device in there if device.kind is DeviceKind.HOST))
 
 
-def _workload(config: Config, args: argparse.Namespace) -> tuple[Workload, str]:
+def _workload(config: Config, args: argparse.Namespace) -> tuple[Workload, str, str]:
+    """The requests, where they come from, and a doubt about that, which may be empty."""
     priorities = {name: _priority(model) for name, model in config.models.items()}
     if args.trace:
         aliases = {alias: name for name, model in config.models.items() for alias in model.aliases}
         return _recorded(Known(list(config.models), aliases, priorities, args.skip_unknown, args.spread), args)
-    return _drawn(Mix(zipf(list(config.models)), priority_of=priorities), args)
+    return *_drawn(Mix(zipf(list(config.models)), priority_of=priorities), args), ""
 
 
-def _recorded(known: Known, args: argparse.Namespace) -> tuple[Workload, str]:
+def _recorded(known: Known, args: argparse.Namespace) -> tuple[Workload, str, str]:
     trace = trace_of(args.trace, known, args.seed, args.time_unit)
     recorded = Recorded(trace.rows, args.stretch)
     stretched = f", time stretched by {args.stretch:g}" if args.stretch != 1 else ""
@@ -155,8 +161,8 @@ def _recorded(known: Known, args: argparse.Namespace) -> tuple[Workload, str]:
             f"{args.trace}: {recorded.seconds:.3g} s from the first request to the last{stretched} are more than "
             f"{SPAN_MAX_S:,.0f} s: look at its times, or give a smaller --stretch"
         )
-    source = f"{len(trace.rows):,} requests over {recorded.seconds:,.0f} s from {args.trace}{stretched}"
-    return recorded, "; ".join((source, trace.columns, *trace.remarks)) + "."
+    source = f"{counted(len(trace.rows), 'request')} over {recorded.seconds:,.0f} s from {args.trace}{stretched}"
+    return recorded, "; ".join((source, trace.columns, *trace.remarks)) + ".", trace.doubt
 
 
 def _drawn(mix: Mix, args: argparse.Namespace) -> tuple[Workload, str]:
@@ -164,11 +170,9 @@ def _drawn(mix: Mix, args: argparse.Namespace) -> tuple[Workload, str]:
         raise WrongUsage(f"--seconds {args.seconds:g} is more than {SPAN_MAX_S:,.0f}")
     span = f"over {args.seconds:,.0f} s, models by popularity in the order of the configuration"
     if args.workload == "agents":
-        if args.agents > AGENTS_MAX:
-            raise WrongUsage(f"--agents {args.agents} is more than {AGENTS_MAX:,}")
         agents = Agents(mix, args.agents, args.seconds, seed=args.seed)
         _refuse_too_many(agents.expected, "--agents")
-        return agents, f"{args.agents} agents, each alternating between two models, {span}."
+        return agents, f"{counted(args.agents, 'agent')}, each alternating between two models, {span}."
     drawn = (Bursty if args.workload == "bursty" else Poisson)(mix, args.rate, args.seconds, args.seed)
     _refuse_too_many(drawn.expected, "--rate")
     return drawn, f"{args.workload} arrivals, {args.rate:g} a second on average, {span}."
@@ -176,9 +180,8 @@ def _drawn(mix: Mix, args: argparse.Namespace) -> tuple[Workload, str]:
 
 def _refuse_too_many(expected: float, option: str) -> None:
     if expected > ARRIVALS_MAX:
-        raise WrongUsage(
-            f"about {expected:.3g} requests are more than {ARRIVALS_MAX:,}: give a smaller {option} or --seconds"
-        )
+        about = f"about {expected:,.0f}" if expected < TOLD_MAX else f"far more than {TOLD_MAX:,}"
+        raise WrongUsage(f"{about} requests are more than {ARRIVALS_MAX:,}: give a smaller {option} or --seconds")
 
 
 def _assumed(base: SimConfig, measured: Mapping[str, float]) -> list[str]:
@@ -188,7 +191,7 @@ def _assumed(base: SimConfig, measured: Mapping[str, float]) -> list[str]:
         f"Loads take {min(load_s):.1f} to {max(load_s):.1f} s, wakes {min(wake_s):.1f} to {max(wake_s):.1f} s, "
         f"give or take {base.jitter:.0%}.",
         f"Alone on its GPU, a request reads its prompt at {timings[0].prefill_tokens_per_s:,.0f} and answers at "
-        f"{_range([one.tokens_per_s for one in timings])} tokens a second, as one of at most {_most(base)} at a time.",
+        f"{_range([one.tokens_per_s for one in timings])} tokens a second, {_most(base)} at a time.",
         *_recorded_speeds(measured),
         _slowed(timings),
         f"The configuration's devices: {', '.join(f'{one.id} {one.capacity_mib:,} MiB' for one in base.devices)}.",
@@ -205,7 +208,8 @@ def _recorded_speeds(measured: Mapping[str, float]) -> list[str]:
         return []
     shown = ", ".join(f"{name} {per_s:,.0f}" for name, per_s in sorted(measured.items())[:SPEEDS_SHOWN_MAX])
     more = len(measured) - SPEEDS_SHOWN_MAX
-    return [f"Tokens a second as recorded: {shown}{f' and {more} more models' if more > 0 else ''}."]
+    others = f" and {counted(more, 'more model')}" if more > 0 else ""
+    return [f"Tokens a second as recorded: {shown}{others}."]
 
 
 def _range(values: Sequence[float]) -> str:
@@ -227,4 +231,6 @@ def _slowed(timings: Sequence[Timings]) -> str:
 
 def _most(base: SimConfig) -> str:
     counts = sorted({model.timings.concurrency for model in base.models})
-    return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} (by model)"
+    if counts == [1]:
+        return "one"
+    return "as one of at most " + (f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} (by model)")

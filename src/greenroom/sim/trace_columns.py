@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -43,6 +44,18 @@ EVENTS_HEAD = '{"greenroom_events":1}'
 EVENT_MARK = '"_":"RequestArrived"'
 
 
+# How files begin that hold no text: what they are, and the program that writes their text to standard output.
+MARK_BYTES = 6
+PACKED = {
+    b"\x1f\x8b": ("gzip", "gzip -dc"),
+    b"BZh": ("bzip2", "bzip2 -dc"),
+    b"\xfd7zXZ\x00": ("xz", "xz -dc"),
+    b"\x28\xb5\x2f\xfd": ("Zstandard", "zstd -dc"),
+    b"PK\x03\x04": ("zip", "unzip -p"),
+}
+PARQUET = b"PAR1"
+
+
 class TraceError(ConfigError):
     """A trace cannot be read. The message names the file, the line and what was expected there."""
 
@@ -71,9 +84,23 @@ class TraceTable:
     kind: str = ""
 
 
+def refuse_packed(name: str, begins: bytes) -> None:
+    """Raises TraceError if a file that begins so is compressed or Parquet, with what to do about it."""
+    for mark, (kind, unpack) in PACKED.items():
+        if begins.startswith(mark):
+            raise TraceError(
+                f"{name}: it is compressed ({kind}): unpack it first, or let a pipe do it: "
+                f"--trace <({unpack} {shlex.quote(name)})"
+            )
+    if begins.startswith(PARQUET):
+        raise TraceError(f"{name}: it is a Parquet file: write it as CSV with a header, or as one JSON object a line")
+
+
 def table_of(name: str, file: Iterator[str]) -> TraceTable:
     """Find the format from the first line that is not empty. Raises TraceError."""
-    line, first = next(((line, text) for line, text in enumerate(file, 1) if text.strip()), (1, ""))
+    line, first = next(((line, text) for line, text in enumerate(file, 1) if text.strip()), (0, ""))
+    if not line:
+        raise TraceError(f"{name}: it is empty; a trace has a row for each request and a header that names {WANTED}")
     if first.strip() == EVENTS_HEAD:
         return TraceTable({"t": "t", "model": "model"}, (), _events(name, file, line), "a recording of events")
     if first.lstrip().startswith("["):
@@ -124,7 +151,8 @@ def _csv_rows(
                 continue
             line = skipped + table.line_num
             if len(cells) != len(header):
-                raise TraceError(f"{name}:{line}: {len(cells)} values where the header names {len(header)}")
+                values = "1 value" if len(cells) == 1 else f"{len(cells)} values"
+                raise TraceError(f"{name}:{line}: {values} where the header names {len(header)}")
             cells.append("")
             yield TraceCells(line, *[cells[place].strip() for place in places])
     except csv.Error as error:

@@ -14,13 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from io import TextIOWrapper
 from math import isfinite
 from pathlib import Path
 from random import Random
 
 from greenroom.config.schema import PRIORITY_NAMES
 from greenroom.sim.records import Arrivals, SimArrival
-from greenroom.sim.trace_columns import TITLES, TraceCells, TraceError, plain, table_of
+from greenroom.sim.trace_columns import MARK_BYTES, TITLES, TraceCells, TraceError, plain, refuse_packed, table_of
 from greenroom.sim.workloads import ARRIVALS_MAX, Draw, zipf
 
 ROWS_MAX = ARRIVALS_MAX
@@ -50,6 +51,8 @@ DATES_S = (946_684_800.0, 4_102_444_800.0)
 # requests a second; in CSV seconds, which is believed from one request a minute on.
 MS_GAP_MIN = 10.0
 S_GAP_MAX = 60.0
+# Begins the reason for a unit that neither a title nor an option says.
+GUESSED = "guessed: "
 
 
 class _Wrong(ValueError):
@@ -76,6 +79,8 @@ class Trace:
     rows: Arrivals
     columns: str
     remarks: tuple[str, ...] = ()
+    # A guess that the caller should confirm; empty if there is none.
+    doubt: str = ""
 
 
 def read_trace(path: str | Path, known: Known | None = None, seed: int = 0) -> list[SimArrival]:
@@ -89,7 +94,9 @@ def trace_of(path: str | Path, known: Known | None = None, seed: int = 0, time_u
     `time_unit` is one of `UNITS_S`, for times that are numbers; without it the unit is found from the titles and times.
     """
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
+        with open(path, "rb") as raw:
+            refuse_packed(str(path), raw.peek(MARK_BYTES))
+            file = TextIOWrapper(raw, newline="", encoding="utf-8-sig")
             return _Reading(str(path), file, known, seed, time_unit).trace()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
@@ -119,9 +126,15 @@ class _Reading:
                 if not self._is_header(cells):
                     raise TraceError(f"{self._name}:{cells.line}: {error}") from error
         if not self._rows:
-            skipped = " for a model of the configuration" if self._models.skipped else ""
-            raise TraceError(f"{self._name}: there is no row in it{skipped}")
+            raise TraceError(f"{self._name}: there is no row in it{self._why_none()}")
         return self._completed()
+
+    def _why_none(self) -> str:
+        if self._models.skipped:
+            return " for a model of the configuration"
+        if self._table.kind:
+            return ": no request arrived while it was recorded"
+        return ", only a header; a gateway with server.record_activity adds a row for each answered request"
 
     def _take(self, cells: TraceCells) -> None:
         found = self._models.of(cells.model)
@@ -142,13 +155,14 @@ class _Reading:
 
     def _completed(self) -> Trace:
         rows = self._rows
-        unit, of_times = self._times.unit(rows, self._table.kind == "JSON")
+        unit, why = self._times.unit(rows, self._table.kind == "JSON")
         rows.unit_s = UNITS_S[unit]
         rows.usual_prompt_len, of_prompts = self._prompts.usual()
         rows.usual_output_len, of_outputs = self._outputs.usual()
         rows.sort()
         remarks = (self._models.remark, of_prompts, of_outputs)
-        return Trace(rows, self._columns(of_times), tuple(filter(None, remarks)))
+        of_times, doubt = self._times.origin(unit, why), self._times.doubt(unit, why)
+        return Trace(rows, self._columns(of_times), tuple(filter(None, remarks)), doubt)
 
     def _columns(self, of_times: str) -> str:
         titles = self._table.titles
@@ -285,15 +299,24 @@ class _Times:
             raise _Wrong(f"{self._title} is {_shown(text)}, not a finite number")
         return value
 
-    def unit(self, rows: Arrivals, is_json: bool) -> tuple[str, str]:
-        """The unit, and a remark that says which it is and why."""
+    def origin(self, unit: str, why: str) -> str:
         if self._are_dates:
-            return "s", f"time from {self._title} (dates)"
-        unit, why = self._found_unit(rows, is_json)
-        doubt = "; --time-unit says otherwise" if why.startswith("guessed") else ""
-        return unit, f"time from {self._title} in {UNIT_NAMES[unit]} ({why}{doubt})"
+            return f"time from {self._title} ({why})"
+        otherwise = "; --time-unit says otherwise" if why.startswith(GUESSED) else ""
+        return f"time from {self._title} in {UNIT_NAMES[unit]} ({why}{otherwise})"
 
-    def _found_unit(self, rows: Arrivals, is_json: bool) -> tuple[str, str]:
+    def doubt(self, unit: str, why: str) -> str:
+        """Empty unless the unit of whole numbers was guessed."""
+        if not (why.startswith(GUESSED) and self._are_whole):
+            return ""
+        other = "s" if unit == "ms" else "ms"
+        meant = f"--time-unit {unit} confirms it, --time-unit {other} means {UNIT_NAMES[other]}"
+        return f"{self._title} is taken to be in {UNIT_NAMES[unit]} ({why}); {meant}"
+
+    def unit(self, rows: Arrivals, is_json: bool) -> tuple[str, str]:
+        """The unit, and why it is that one."""
+        if self._are_dates:
+            return "s", "dates"
         if self._unit is not None:
             return self._unit, "as given"
         title, named = self._title.lower(), _last_word(self._title)
@@ -304,12 +327,12 @@ class _Times:
                 return unit, "since 1970"
         gap = rows.span / max(1, len(rows) - 1)
         if not self._are_whole:
-            return "s", "guessed: they have fractions"
+            return "s", f"{GUESSED}they have fractions"
         is_ms = gap >= (MS_GAP_MIN if is_json else S_GAP_MAX)
         one = f"one request every {gap:,.0f}" if gap >= 10 else f"one request every {gap:.2g}"
         if is_ms:
-            return "ms", f"guessed: whole numbers, {one} ms rather than s"
-        return "s", f"guessed: whole numbers, {one} s rather than ms"
+            return "ms", f"{GUESSED}whole numbers, {one} ms rather than s"
+        return "s", f"{GUESSED}whole numbers, {one} s rather than ms"
 
 
 def _last_word(title: str) -> str:

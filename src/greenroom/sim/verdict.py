@@ -98,7 +98,7 @@ def _verdict(old: Stats, new: Stats) -> str:
 def _figures(old: Stats, new: Stats) -> Iterator[str]:
     before, after = old.waits, new.waits
     if old.lost or new.lost or old.served != new.served:
-        yield f"requests served from {served(old)} to {served(new)}"
+        yield f"requests served from {_of_all(old)} to {_of_all(new)}"
     yield f"the p95 wait from {waited(before, before.p95_s)} to {waited(after, after.p95_s)}"
     yield f"the mean from {waited(before, before.mean_s)} to {waited(after, after.mean_s)}"
     slow_s, then_s = (stats.all_delays.mean_s(stats.all_delays.slow_s) for stats in (old, new))
@@ -191,7 +191,7 @@ class Option:
 
 
 def _more_gpus(old: int, new: int) -> str:
-    return f"{NEXT_GPU[new]} GPU" if new == old + 1 and new in NEXT_GPU else f"{new} GPUs instead of {old}"
+    return f"{NEXT_GPU[new]} GPU" if new == old + 1 and new in NEXT_GPU else f"{counted(new, 'GPU')} instead of {old}"
 
 
 def _green_room(old: int, new: int) -> str:
@@ -238,8 +238,8 @@ def _best_buy(first: Result, best: Change | None, single: Sequence[Change], whol
     if whole is not (first if best is None else best.new):
         p95 = waited(whole.stats.waits, whole.stats.waits.p95_s)
         lines.append(
-            f"Better still, the best of all cases: {whole.case.label}. It serves {served(whole.stats)} requests with "
-            f"a p95 wait of {p95}."
+            f"Better still, the best of all cases: {whole.case.label}. It serves {served(whole.stats)} with a p95 "
+            f"wait of {p95}."
         )
     return lines
 
@@ -272,11 +272,19 @@ def _best_of_all(best: Result, results: Sequence[Result]) -> Result:
 
 
 def _as_it_is(result: Result) -> str:
-    stats, waits = result.stats, result.stats.waits
-    return (
-        f"As it is ({result.case.label}), {served(stats)} requests are served; half of them wait at most "
-        f"{waited(waits, waits.p50_s)}, 95 of 100 at most {waited(waits, waits.p95_s)}, with {stats.swaps:,} swaps."
-    )
+    stats = result.stats
+    if not stats.requests:
+        return f"As it is ({result.case.label}), no request arrives."
+    verb = "is" if 1 in (stats.served, stats.requests) else "are"
+    with_swaps = f"with {counted(stats.swaps, 'swap')}"
+    return f"As it is ({result.case.label}), {served(stats)} {verb} served{_how_long(stats.waits)}, {with_swaps}."
+
+
+def _how_long(waits: Waits) -> str:
+    """Empty if no request was served."""
+    if waits.count <= 1:
+        return f"; it waits {seconds(waits.max_s)}" if waits.count else ""
+    return f"; half of them wait at most {seconds(waits.p50_s)}, 95 of 100 at most {seconds(waits.p95_s)}"
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -286,8 +294,19 @@ def _capital(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 swap`, `1,802 swaps`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def served(stats: Stats) -> str:
-    """`6,696 of 9,960`, or `all 9,960`."""
+    """`6,696 of 9,960 requests`, `all 9,960 requests` or `the only request`."""
+    if stats.requests == 1 and not stats.lost:
+        return "the only request"
+    return f"{_of_all(stats)} request{'' if stats.requests == 1 else 's'}"
+
+
+def _of_all(stats: Stats) -> str:
     return f"{stats.served:,} of {stats.requests:,}" if stats.lost else f"all {stats.served:,}"
 
 

@@ -15,91 +15,19 @@ from typing import TYPE_CHECKING, Any
 from greenroom.cli import screen
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import CommandFailed, ExitStatus, WrongUsage
+from greenroom.cli.simulation_options import add_options
 
 if TYPE_CHECKING:
     from greenroom.sim.cases import Case, Result
     from greenroom.sim.stats import Stats, Waits
     from greenroom.sim.truth import Delays
 
-WORKLOADS = ("poisson", "bursty", "agents")
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-c", "--config", metavar="FILE", help="the configuration (default: as for serve)")
-    _add_trace_options(parser)
-    parser.add_argument("--workload", choices=WORKLOADS, default="poisson", help="without a trace: how requests arrive")
-    parser.add_argument("--rate", type=_above_zero, default=1.0, help="requests a second (poisson, bursty)")
-    parser.add_argument("--agents", type=_count, default=8, help="number of loops that alternate models (agents)")
-    parser.add_argument("--seconds", type=_above_zero, default=3600.0, help="how long requests arrive")
-    parser.add_argument("--policy", metavar="NAMES", help="one, or several such as default,fifo (default: the file's)")
-    _add_case_options(parser)
-    _add_timing_options(parser)
-    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
-    parser.add_argument("--jobs", type=_count, metavar="N", help="cases played at once (default: one per core)")
-    parser.add_argument("--out", metavar="HTML", help="write a report with plots")
-    parser.add_argument("--json", action="store_true", help="print every figure as JSON")
-
-
-def _add_trace_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trace", metavar="FILE", help="requests to play, as CSV or lines of JSON")
-    parser.add_argument("--stretch", type=_above_zero, default=1.0, help="multiply the trace's times by this")
-    parser.add_argument(
-        "--time-unit", choices=("s", "ms", "us", "ns"), help="of the trace's times (default: found from the trace)"
-    )
-    others = parser.add_mutually_exclusive_group()
-    others.add_argument(
-        "--skip-unknown", action="store_true", help="leave out rows for models that are not in the configuration"
-    )
-    others.add_argument(
-        "--spread", action="store_true", help="draw each row's model from the configuration, whatever the trace says"
-    )
-
-
-def _add_case_options(parser: argparse.ArgumentParser) -> None:
-    """What is compared: every combination of these. The first value of each is what the others are compared with."""
-    parser.add_argument("--gpus", type=_gpus, metavar="COUNTS", help="such as 2, 1..4 or 1,2,4 (default: the file's)")
-    parser.add_argument(
-        "--gpu-mib",
-        type=_counts,
-        metavar="SIZES",
-        help="memory of each GPU, such as 24576,81920; 24576..98304 doubles (default: the file's)",
-    )
-    parser.add_argument(
-        "--green-room-mib", type=_sizes, metavar="SIZES", help="host memory where models may sleep, such as 0,65536"
-    )
-    parser.add_argument(
-        "--concurrency",
-        type=_counts,
-        metavar="COUNTS",
-        help="requests a model answers at once, such as 4,16; 1..16 doubles (default: the file's)",
-    )
-
-
-def _add_timing_options(parser: argparse.ArgumentParser) -> None:
-    """Options for how long things take, where the estimate from a model's size is not good enough."""
-    parser.add_argument("--load-s", type=_from_zero, help="seconds a load takes (default: by the model's size)")
-    parser.add_argument("--wake-s", type=_from_zero, help="seconds a wake takes (default: by the model's size)")
-    parser.add_argument(
-        "--tokens-per-s", type=_above_zero, help="decoding speed of an answer alone (default: as recorded, or 60)"
-    )
-    parser.add_argument(
-        "--prefill-tokens-per-s", type=_above_zero, default=2_000.0, help="prefill speed of one prompt (default: 2000)"
-    )
-    parser.add_argument(
-        "--constant-speed", action="store_true", help="answers on the same GPU do not slow each other down"
-    )
-    parser.add_argument("--loads-at-once", type=_count, help="loads that read from disk at once (default: all)")
-    parser.add_argument("--patience-s", type=_above_zero, help="seconds until callers give up (default: never)")
-    parser.add_argument(
-        "--jitter", type=_share, default=0.1, help="how much move times vary, as a share (default: 0.1)"
-    )
-
 
 def run(args: argparse.Namespace) -> int:
     from greenroom.cli.simulation import prepare, sizeless
     from greenroom.config import loader
     from greenroom.sim.runs import CaseFailed, CaseRuns
-    from greenroom.sim.verdict import advice
+    from greenroom.sim.verdict import advice, counted
 
     path = loader.find(args.config)
     config = loader.load(path).config
@@ -110,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     prepared = prepare(config, args)
     if args.trace:
         screen.note(f"trace: {prepared.assumed[0]}")
+    if prepared.doubt:
+        screen.note(f"warning: {args.trace}: {prepared.doubt}")
     for name in sizeless(config, prepared.base):
         screen.note(f"warning: models.{name}: its size is not known, so it fits everywhere; give memory_mib")
     began = time.monotonic()
@@ -134,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         for sentence in sentences:
             screen.say(sentence)
     events = sum(result.stats.events for result in results)
-    screen.note(f"{events:,} events in {time.monotonic() - began:.1f} s")
+    screen.note(f"{counted(events, 'event')} in {time.monotonic() - began:.1f} s")
     screen.hint(f"open {args.out}" if args.out else "plots: add --out report.html")
     return ExitStatus.OK
 
@@ -152,8 +82,10 @@ def _cases(args: argparse.Namespace, usual_policy: str) -> tuple[Case, ...]:
     from greenroom.sim.cases import CASES_MAX, cases
 
     known = tuple(POLICIES)
-    named = [usual_policy] if args.policy is None else args.policy.split(",")
-    policies = list(dict.fromkeys(word.strip() for word in named))
+    named = [usual_policy] if args.policy is None else [word.strip() for word in args.policy.split(",")]
+    policies = list(dict.fromkeys(named))
+    if "" in policies:
+        raise WrongUsage(f"--policy {args.policy!r} lacks a name: write one, or several such as default,fifo")
     for policy in policies:
         if policy not in known:
             raise WrongUsage(f"there is no policy {policy!r}: {' or '.join(known)}")
@@ -328,79 +260,3 @@ def _require_writable(out: str) -> None:
     target = path if path.exists() and not path.is_file() else folder
     if not os.access(target, os.W_OK):
         raise CommandFailed(f"--out {out} cannot be written: no permission to write to {target}")
-
-
-# --- options ----------------------------------------------------------------------------------------------------------
-
-
-def _from_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
-    return value
-
-
-def _above_zero(text: str) -> float:
-    value = _from_zero(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError("0 is too little")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _from_zero(text)
-    if value >= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share below 1")
-    return value
-
-
-def _whole(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 12):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    value = _whole(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError("0 is too few")
-    return value
-
-
-def _gpus(text: str) -> list[int]:
-    """`2`, `1,2,4` or `1..4`."""
-    from greenroom.sim.cases import GPUS_MAX
-
-    first, dots, last = text.partition("..")
-    ends = [_count(first), _count(last)] if dots else _list(text, _count)
-    if max(ends) > GPUS_MAX or (dots and ends[0] > ends[1]):
-        raise argparse.ArgumentTypeError(f"{text} is not 1 to {GPUS_MAX} GPUs, such as 2, 1..4 or 1,2,4")
-    return list(range(ends[0], ends[1] + 1)) if dots else ends
-
-
-def _counts(text: str) -> list[int]:
-    """`16`, `4,16`, or `1..16`, which doubles: 1, 2, 4, 8, 16."""
-    first, dots, last = text.partition("..")
-    if not dots:
-        return _list(text, _count)
-    value, end = _count(first), _count(last)
-    if value > end:
-        raise argparse.ArgumentTypeError(f"{text} goes down: write it as a list")
-    found = []
-    while value < end:
-        found.append(value)
-        value *= 2
-    return [*found, end]
-
-
-def _sizes(text: str) -> list[int]:
-    """As `_counts`; a list may hold 0."""
-    return _counts(text) if ".." in text else _list(text, _whole)
-
-
-def _list(text: str, read: Callable[[str], int]) -> list[int]:
-    """In the order given, each value once."""
-    return list(dict.fromkeys(read(word) for word in text.split(",")))

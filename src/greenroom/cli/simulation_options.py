@@ -1,0 +1,225 @@
+"""The options of `greenroom simulate` and how their values are written.
+
+Owns the bounds of each value: what no machine has is refused here, before anything is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+WORKLOADS = ("poisson", "bursty", "agents")
+
+# More than this nobody has: refused rather than played, since its figures fill the screen and say nothing.
+COUNT_MAX = 1_000_000
+MIB_MAX = 1_000_000_000
+SECONDS_MAX = 31_536_000
+# Digits of a whole number.
+DIGITS_MAX = 12
+TOKENS_PER_S_MIN, TOKENS_PER_S_MAX = 0.001, 1_000_000_000
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-c", "--config", metavar="FILE", help="the configuration (default: as for serve)")
+    _add_trace_options(parser)
+    parser.add_argument("--workload", choices=WORKLOADS, default="poisson", help="without a trace: how requests arrive")
+    parser.add_argument("--rate", type=_above_zero, default=1.0, help="requests a second (poisson, bursty)")
+    parser.add_argument("--agents", type=_agents, default=8, help="number of loops that alternate models (agents)")
+    parser.add_argument("--seconds", type=_above_zero, default=3600.0, help="how long requests arrive")
+    parser.add_argument("--policy", metavar="NAMES", help="one, or several such as default,fifo (default: the file's)")
+    _add_case_options(parser)
+    _add_timing_options(parser)
+    parser.add_argument("--seed", type=_seed, default=0, help="seed of all random numbers")
+    parser.add_argument("--jobs", type=_one_count, metavar="N", help="cases played at once (default: one per core)")
+    parser.add_argument("--out", type=_path, metavar="HTML", help="write a report with plots")
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON")
+
+
+def _add_trace_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", type=_path, metavar="FILE", help="requests to play, as CSV or lines of JSON")
+    parser.add_argument("--stretch", type=_above_zero, default=1.0, help="multiply the trace's times by this")
+    parser.add_argument(
+        "--time-unit", choices=("s", "ms", "us", "ns"), help="of the trace's times (default: found from the trace)"
+    )
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument(
+        "--skip-unknown", action="store_true", help="leave out rows for models that are not in the configuration"
+    )
+    others.add_argument(
+        "--spread", action="store_true", help="draw each row's model from the configuration, whatever the trace says"
+    )
+
+
+def _add_case_options(parser: argparse.ArgumentParser) -> None:
+    """What is compared: every combination of these. The first value of each is what the others are compared with."""
+    parser.add_argument("--gpus", type=_gpus, metavar="COUNTS", help="such as 2, 1..4 or 1,2,4 (default: the file's)")
+    parser.add_argument(
+        "--gpu-mib",
+        type=_mibs,
+        metavar="SIZES",
+        help="memory of each GPU, such as 24576,81920; 24576..98304 doubles (default: the file's)",
+    )
+    parser.add_argument(
+        "--green-room-mib",
+        type=_mibs_from_zero,
+        metavar="SIZES",
+        help="host memory where models may sleep, such as 0,65536",
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=_counts,
+        metavar="COUNTS",
+        help="requests a model answers at once, such as 4,16; 1..16 doubles (default: the file's)",
+    )
+
+
+def _add_timing_options(parser: argparse.ArgumentParser) -> None:
+    """Options for how long things take, where the estimate from a model's size is not good enough."""
+    parser.add_argument("--load-s", type=_duration, help="seconds a load takes (default: by the model's size)")
+    parser.add_argument("--wake-s", type=_duration, help="seconds a wake takes (default: by the model's size)")
+    parser.add_argument(
+        "--tokens-per-s", type=_speed, help="decoding speed of an answer alone (default: as recorded, or 60)"
+    )
+    parser.add_argument(
+        "--prefill-tokens-per-s", type=_speed, default=2_000.0, help="prefill speed of one prompt (default: 2000)"
+    )
+    parser.add_argument(
+        "--constant-speed", action="store_true", help="answers on the same GPU do not slow each other down"
+    )
+    parser.add_argument("--loads-at-once", type=_one_count, help="loads that read from disk at once (default: all)")
+    parser.add_argument("--patience-s", type=_patience, help="seconds until callers give up (default: never)")
+    parser.add_argument(
+        "--jitter", type=_share, default=0.1, help="how much move times vary, as a share (default: 0.1)"
+    )
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def _path(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: give the name of a file, or leave the option out")
+    return text
+
+
+def _from_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return value
+
+
+def _above_zero(text: str) -> float:
+    value = _from_zero(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("0 is too little")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _from_zero(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share below 1")
+    return value
+
+
+def _duration(text: str) -> float:
+    value = _from_zero(text)
+    if value > SECONDS_MAX:
+        raise argparse.ArgumentTypeError(f"{text} s is more than a year ({SECONDS_MAX:,} s)")
+    return value
+
+
+def _patience(text: str) -> float:
+    _above_zero(text)
+    return _duration(text)
+
+
+def _speed(text: str) -> float:
+    value = _above_zero(text)
+    if not TOKENS_PER_S_MIN <= value <= TOKENS_PER_S_MAX:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not between {TOKENS_PER_S_MIN} and {TOKENS_PER_S_MAX:,} tokens a second"
+        )
+    return value
+
+
+def _whole(text: str, low: int, high: int) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    # Digits are counted first: converting very many of them takes long.
+    if len(text) > DIGITS_MAX or int(text) > high:
+        raise argparse.ArgumentTypeError(f"{_shortened(text)} is more than {high:,}")
+    if int(text) < low:
+        raise argparse.ArgumentTypeError(f"{text} is too few: {low} at least")
+    return int(text)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= DIGITS_MAX else f"{text[:DIGITS_MAX]}…"
+
+
+def _one_count(text: str) -> int:
+    return _whole(text, 1, COUNT_MAX)
+
+
+def _agents(text: str) -> int:
+    from greenroom.sim.workloads import AGENTS_MAX
+
+    return _whole(text, 1, AGENTS_MAX)
+
+
+def _seed(text: str) -> int:
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= DIGITS_MAX):
+        raise argparse.ArgumentTypeError(f"{_shortened(text)!r} is not a whole number of at most {DIGITS_MAX} digits")
+    return int(text)
+
+
+def _gpus(text: str) -> list[int]:
+    """`2`, `1,2,4` or `1..4`."""
+    from greenroom.sim.cases import GPUS_MAX
+
+    ends = _items(text, 1, GPUS_MAX)
+    return list(range(ends[0], ends[1] + 1)) if ".." in text else ends
+
+
+def _counts(text: str) -> list[int]:
+    """`16`, `4,16`, or `1..16`, which doubles: 1, 2, 4, 8, 16."""
+    return _doubled(text, 1, COUNT_MAX)
+
+
+def _mibs(text: str) -> list[int]:
+    return _doubled(text, 1, MIB_MAX)
+
+
+def _mibs_from_zero(text: str) -> list[int]:
+    """As `_mibs`; a list may hold 0."""
+    return _doubled(text, 1 if ".." in text else 0, MIB_MAX)
+
+
+def _doubled(text: str, low: int, high: int) -> list[int]:
+    items = _items(text, low, high)
+    if ".." not in text:
+        return items
+    value, end = items
+    found = []
+    while value < end:
+        found.append(value)
+        value *= 2
+    return [*found, end]
+
+
+def _items(text: str, low: int, high: int) -> list[int]:
+    """The values of a list in the order given, each once; or the two ends of a range, which does not go down."""
+    is_range = ".." in text
+    words = text.split("..", 1) if is_range else text.split(",")
+    if not all(word.strip() for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} lacks a number: write one, a list (1,2,4) or a range (1..4)")
+    values = [_whole(word.strip(), low, high) for word in words]
+    if is_range and values[0] > values[1]:
+        raise argparse.ArgumentTypeError(f"{text} goes down: write it as a list")
+    return values if is_range else list(dict.fromkeys(values))
