@@ -19,6 +19,7 @@ from greenroom.cli.main import main
 from greenroom.cli.parser import parser
 from greenroom.sim.runs import CaseFailed, CaseRuns
 from tests.cli.test_guides import ROOT, blocks
+from tests.process.trees import is_alive
 from tests.waiting import until_now
 
 CONFIG = """
@@ -221,7 +222,7 @@ def test_what_was_understood_of_a_trace_is_told(config: str, trace: Path, capsys
     assert f"{trace}:2: there is no model 'GPT-4' in the configuration. Give it as an" in capsys.readouterr().err
     assert main([*words, "--skip-unknown"]) == 0
     told = capsys.readouterr().err
-    assert "trace: 1 requests over 0 s" in told and "left out ('GPT-4' 1)" in told
+    assert "trace: 1 request over 0 s" in told and "left out ('GPT-4' 1)" in told
     assert "prompt_len from Request tokens" in told and "not used: Total tokens" in told
     assert main([*words, "--spread", "--time-unit", "ms", "--json"]) == 0
     out, told = capsys.readouterr()
@@ -229,19 +230,72 @@ def test_what_was_understood_of_a_trace_is_told(config: str, trace: Path, capsys
     assert "2 requests over 0 s" in told and "in milliseconds (as given)" in told and "whatever Model says" in told
 
 
-def test_an_interrupt_ends_every_process(config: str) -> None:
+@pytest.mark.parametrize(("step", "unit", "other"), [(90_000, "ms", "s"), (30, "s", "ms")])
+def test_a_guessed_unit_of_times_is_a_warning_until_it_is_confirmed(
+    step: int, unit: str, other: str, config: str, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace.write_text("timestamp,model,prompt_len,output_len\n" + "".join(f"{n * step},big,1,1\n" for n in range(9)))
+    assert main(["simulate", "-c", config, "--trace", str(trace)]) == 0
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
+    assert warning.startswith(f"warning: {trace}: timestamp is taken to be in ")
+    assert f"--time-unit {unit} confirms it, --time-unit {other} means" in warning
+    assert main(["simulate", "-c", config, "--trace", str(trace), "--time-unit", unit]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--seconds", "0.001"), "no request arrives.\n"),
+        (("--trace", "one.csv"), "the only request is served; it waits 8.0 s, with 1 swap.\n"),
+        (("--trace", "one.csv", "--patience-s", "1"), "0 of 1 request is served, with 1 swap.\n"),
+        (("--trace", "two.csv"), "all 2 requests are served; half of them wait at most"),
+        (("--trace", "two.csv", "--patience-s", "7.95"), "1 of 2 requests is served; it waits 7.9 s, with 1 swap.\n"),
+    ],
+)
+def test_one_is_not_told_as_many(
+    words: tuple[str, ...],
+    told: str,
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = ["t,model,prompt_len,output_len", "0,big,1,1", "0.1,big,1,1"]
+    Path("one.csv").write_text("\n".join(rows[:2]))
+    Path("two.csv").write_text("\n".join(rows))
+    assert main(["simulate", "-c", config, "--load-s", "8", "--jitter", "0", *words]) == 0
+    assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        (signal.SIGINT, ExitStatus.INTERRUPTED),
+        (signal.SIGTERM, -signal.SIGTERM),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
+)
+def test_no_process_outlives_the_command(number: signal.Signals, status: int, config: str) -> None:
     words = ("simulate", "-c", config, "--seconds", "1e7", "--gpus", "1,2", "--jobs", "2")
     program = subprocess.Popen([sys.executable, "-m", "greenroom", *words], stderr=subprocess.DEVNULL)
     children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
     try:
         until_now(lambda: len(children.read_text().split()) == 2, "two processes")
         pids = children.read_text().split()
-        program.send_signal(signal.SIGINT)
-        assert program.wait(30) == ExitStatus.INTERRUPTED
+        # Both have begun to play.
+        until_now(lambda: all(cpu_ticks(pid) > 20 for pid in pids), "processes that play")
+        program.send_signal(number)
+        assert program.wait(30) == status
     finally:
         program.kill()
         program.wait()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    until_now(lambda: not any(is_alive(int(pid)) for pid in pids), "both processes to end", within_s=2.0)
+
+
+def cpu_ticks(pid: str) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
 
 
 def test_gpus_can_be_tried_on_a_machine_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,32 +321,55 @@ def test_what_is_wrong_with_a_trace_is_told(config: str, trace: Path, capsys: py
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("option", "value", "told"),
     [
-        ("--gpus", "0"),
-        ("--gpus", "4..1"),
-        ("--gpus", "1..100"),
-        ("--gpus", "1..999999999999"),
-        ("--gpus", "many"),
-        ("--rate", "0"),
-        ("--stretch", "nan"),
-        ("--jitter", "1"),
-        ("--green-room-mib", "-1"),
-        ("--concurrency", "0"),
-        ("--concurrency", "8..2"),
-        ("--gpu-mib", "0,1"),
-        ("--workload", "storm"),
+        ("--gpus", "0", "0 is too few: 1 at least"),
+        ("--gpus", "4..1", "4..1 goes down: write it as a list"),
+        ("--gpus", "1..100", "100 is more than 64"),
+        ("--gpus", "1..1000000", "1000000 is more than 64"),
+        ("--gpus", "1,,2", "'1,,2' lacks a number: write one, a list (1,2,4) or a range (1..4)"),
+        ("--gpus", "1..", "'1..' lacks a number"),
+        ("--gpus", "", "'' lacks a number"),
+        ("--gpus", "many", "'many' is not a whole number"),
+        ("--gpus", "1" * 5_000, "111111111111… is more than 64"),
+        ("--rate", "0", "0 is too little"),
+        ("--stretch", "nan", "'nan' is not a number from 0 on"),
+        ("--jitter", "1", "1 is not a share below 1"),
+        ("--green-room-mib", "-1", "'-1' is not a whole number"),
+        ("--green-room-mib", "0,9999999999", "9999999999 is more than 1,000,000,000"),
+        ("--concurrency", "0", "0 is too few: 1 at least"),
+        ("--concurrency", "8..2", "8..2 goes down"),
+        ("--concurrency", "1..999999999999", "999999999999 is more than 1,000,000"),
+        ("--gpu-mib", "0,1", "0 is too few: 1 at least"),
+        ("--gpu-mib", "9999999999", "9999999999 is more than 1,000,000,000"),
+        ("--loads-at-once", "999999999999", "999999999999 is more than 1,000,000"),
+        ("--agents", "999999999999", "999999999999 is more than 100,000"),
+        ("--load-s", "1e300", "1e300 s is more than a year"),
+        ("--wake-s", "1e9", "1e9 s is more than a year"),
+        ("--patience-s", "0", "0 is too little"),
+        ("--patience-s", "1e300", "1e300 s is more than a year"),
+        ("--tokens-per-s", "1e-300", "1e-300 is not between 0.001 and 1,000,000,000 tokens a second"),
+        ("--prefill-tokens-per-s", "1e300", "1e300 is not between"),
+        ("--seed", "1e5", "'1e5' is not a whole number of at most 12 digits"),
+        ("--out", "", "it is empty: give the name of a file, or leave the option out"),
+        ("--trace", "", "it is empty: give the name of a file"),
+        ("--workload", "storm", "invalid choice: 'storm'"),
     ],
 )
-def test_wrong_options_are_refused(words: tuple[str, str], config: str) -> None:
+def test_wrong_options_are_refused(
+    option: str, value: str, told: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as left:
-        main(["simulate", "-c", config, *words])
+        main(["simulate", "-c", config, option, value])
     assert left.value.code == 2
+    assert f"argument {option}: {told}" in capsys.readouterr().err
 
 
 def test_an_unknown_policy_and_too_many_cases_are_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "-c", config, "--policy", "default,lifo"]) == 2
     assert "there is no policy 'lifo': default or fifo" in capsys.readouterr().err
+    assert main(["simulate", "-c", config, "--policy", "default,,fifo"]) == 2
+    assert "--policy 'default,,fifo' lacks a name" in capsys.readouterr().err
     assert main(["simulate", "-c", config, "--gpus", "1..60", "--policy", "default,fifo"]) == 2
     assert "120 cases are more than 100" in capsys.readouterr().err
 
@@ -357,10 +434,10 @@ def test_a_trace_over_too_long_a_time_is_refused(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--rate", "1e9"), "about 3.6e+12 requests are more than 50,000,000: give a smaller --rate or --seconds"),
+        (("--rate", "1e5"), "about 360,000,000 requests are more than 50,000,000: give a smaller --rate or --seconds"),
+        (("--rate", "1e300"), "far more than 1,000,000,000,000 requests are more than 50,000,000: give a smaller"),
         (("--rate", "1e308", "--seconds", "1e-305", "--workload", "bursty"), "more than 50,000,000"),
-        (("--workload", "agents", "--agents", "999999999999"), "--agents 999999999999 is more than 100,000"),
-        (("--workload", "agents", "--agents", "50000"), "about 9e+07 requests"),
+        (("--workload", "agents", "--agents", "50000"), "about 90,000,000 requests"),
         (("--workload", "agents", "--agents", "50000"), "give a smaller --agents"),
         (("--rate", "1e-300", "--seconds", "1e300"), "--seconds 1e+300 is more than 1,000,000,000"),
     ],

@@ -28,17 +28,24 @@ class CaseRuns:
     """Plays cases with the same callers, at most `jobs` at once.
 
     Its processes begin when it is entered, so that they are forked before the caller starts threads. They are gone when
-    it is left, whatever happened.
+    it is left, whatever happened. Each calls `on_fork` first, for what a process must do that may outlive its parent.
     """
 
     def __init__(
-        self, compared: Sequence[Case], base: SimConfig, workload: Workload, seed: int, jobs: int | None = None
+        self,
+        compared: Sequence[Case],
+        base: SimConfig,
+        workload: Workload,
+        seed: int,
+        jobs: int | None = None,
+        on_fork: Callable[[], None] = lambda: None,
     ) -> None:
         self._compared = compared
         self._base = base
         self._workload = workload
         self._seed = seed
         self._jobs = min(jobs or len(os.sched_getaffinity(0)), len(compared))
+        self._on_fork = on_fork
         self._workers: dict[Connection, BaseProcess] = {}
 
     def __enter__(self) -> CaseRuns:
@@ -117,6 +124,7 @@ class CaseRuns:
         self._workers[ours] = process
 
     def _work(self, pipe: Connection, inherited: Sequence[Connection]) -> None:
+        self._on_fork()
         # Ctrl-C reaches the whole group: the parent ends its children.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # Otherwise a sibling would keep this pipe open when the parent dies.

@@ -6,9 +6,11 @@ import argparse
 import contextlib
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     for name in sizeless(config, prepared.base):
         screen.note(f"warning: models.{name}: its size is not known, so it fits everywhere; give memory_mib")
     began = time.monotonic()
-    runs = CaseRuns(compared, prepared.base, prepared.workload, args.seed, args.jobs)
+    ends = partial(_end_with, os.getpid())
+    runs = CaseRuns(compared, prepared.base, prepared.workload, args.seed, args.jobs, ends)
     try:
         with runs, _progress(len(compared)) as tell:
             results = runs.results(tell)
@@ -95,6 +98,16 @@ def _cases(args: argparse.Namespace, usual_policy: str) -> tuple[Case, ...]:
     if count > CASES_MAX:
         raise WrongUsage(f"{count} cases are more than {CASES_MAX}: name fewer policies, GPUs, sizes or concurrencies")
     return cases(policies, *values)
+
+
+def _end_with(parent: int) -> None:
+    """Let this process end with its parent, however that ends. A case alone would notice much later."""
+    from greenroom.process import keeper
+
+    keeper.set_for_this_process(keeper.PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It may have ended before that.
+    if os.getppid() != parent:
+        os._exit(ExitStatus.FAILED)
 
 
 @contextlib.contextmanager
