@@ -199,6 +199,15 @@ def test_every_metric_shown_is_in_the_table_and_the_other_way_round() -> None:
     assert all(name.startswith("greenroom_") for name in shown)
 
 
+def test_counters_and_nothing_else_end_in_total() -> None:
+    body, _ = Metrics().render(Gauges(log_lines_lost=3))
+    kinds = dict(line.split()[2:] for line in body.decode().splitlines() if line.startswith("# TYPE"))
+    assert {name for name, kind in kinds.items() if kind == "counter"} == {
+        name for name in kinds if name.endswith("_total")
+    }
+    assert b"greenroom_log_lines_lost_total 3.0" in body.splitlines()
+
+
 def test_fifty_thousand_made_up_ids_do_not_grow_the_series() -> None:
     metrics = Metrics(is_known=lambda name: name == "qwen")
     for number in range(50_000):

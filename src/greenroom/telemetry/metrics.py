@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from greenroom.telemetry import table
-from greenroom.telemetry.table import Count, Counter, Histogram, Spread, gauge_family
+from greenroom.telemetry.table import Count, Counter, Histogram, Spread, counter_family, gauge_family
 
 # A series costs memory here and in every Prometheus that scrapes us. Callers choose tenants, and may ask for any model.
 MODELS_MAX: Final = 1_000
@@ -324,7 +324,7 @@ def _gauge_families(now: Gauges) -> Iterator[Metric]:
     yield gauge_family(table.GREEN_ROOM_USED, {(): now.green_room_used_mib})
     yield gauge_family(table.CONNECTIONS, {(): now.connections})
     yield gauge_family(table.EVENT_LISTENERS, {(): now.event_listeners})
-    yield gauge_family(table.LOG_LINES_LOST, {(): now.log_lines_lost})
+    yield counter_family(table.LOG_LINES_LOST, now.log_lines_lost)
     yield gauge_family(table.UPTIME, {(): now.uptime_s})
 
 

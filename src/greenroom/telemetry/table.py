@@ -123,6 +123,13 @@ class Histogram:
         return buckets
 
 
+def counter_family(spec: MetricSpec, value: int) -> CounterMetricFamily:
+    """A counter without labels that is kept elsewhere."""
+    counter = Counter(spec)
+    counter.at().add(value)
+    return counter.family()
+
+
 def gauge_family(spec: MetricSpec, values: Mapping[_LabelsOrPair, float]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(spec.name, spec.help, labels=spec.labels)
     for labels, value in values.items():
@@ -207,7 +214,7 @@ GREEN_ROOM_USED = MetricSpec("greenroom_green_room_used_mib", "Host memory that 
 CONNECTIONS = MetricSpec("greenroom_connections", "Open connections of callers.")
 EVENT_LISTENERS = MetricSpec("greenroom_event_listeners", "Open streams of events.")
 LOG_LINES_LOST = MetricSpec(
-    "greenroom_log_lines_lost", "Log lines that could not be written since the gateway started."
+    "greenroom_log_lines_lost_total", "Log lines that could not be written since the gateway started."
 )
 UPTIME = MetricSpec("greenroom_uptime_seconds", "Since the gateway started.")
 

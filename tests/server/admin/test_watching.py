@@ -134,7 +134,8 @@ async def test_metrics_tell_counts_and_the_moment() -> None:
         'greenroom_device_foreign_mib{device="gpu0"} 192.0',
         "greenroom_connections 3.0",
         "greenroom_event_listeners 1.0",
-        f"greenroom_log_lines_lost {float(lost_lines())}",
+        "# TYPE greenroom_log_lines_lost_total counter",
+        f"greenroom_log_lines_lost_total {float(lost_lines())}",
         "greenroom_uptime_seconds 0.0",
     ):
         assert _same_series(line) in {_same_series(other) for other in lines}, line
