@@ -3,8 +3,8 @@
     python -I -S fake_engine.py --port 9000 --name alpha --load-s 0.2 --tokens 8 --token-s 0.01 --journal FILE
 
 Answers `GET /health`, `POST /v1/chat/completions` and `/v1/completions` (JSON, and SSE with `"stream": true`),
-`/v1/embeddings`, `/v1/rerank`, `/v1/audio/transcriptions` (multipart), anything under `/echo/`, and an upgrade on `/ws`
-that sends every byte back. `tokens`, `token_s`, `stall_after` and `crash_at` in a request override the switches of that
+`/v1/embeddings`, `/v1/rerank`, `/v1/images/…` and `/v1/audio/…`, anything under `/echo/`, and an upgrade on `/ws` that
+sends every byte back. `tokens`, `token_s`, `stall_after` and `crash_at` in a request override the switches of that
 name. Every answer contains `--name`.
 
 The journal gets one JSON line per event (start, ready, request, done, cancelled, term, forked, doubled), so that a test
@@ -34,6 +34,8 @@ from tests import fake_gpu
 from tests.fake_http import Connection, Gone, Reader, Request, multipart
 
 HUGE_LINE_BYTES = 2 * 1024 * 1024
+# Any bytes will do for a picture.
+PIXEL = "iVBORw0KGgo="
 SSE_WEIRD = ("no-done", "no-end", "broken-event", "huge-line", "non-sse-200", "error-500")
 
 
@@ -211,7 +213,13 @@ class Engine:
                 connection.send_json(200, self._embeddings(body))
             case "/v1/rerank":
                 connection.send_json(200, self._rerank(body))
-            case "/v1/audio/transcriptions":
+            case "/v1/images/generations":
+                connection.send_json(200, {"created": 1, "data": [{"b64_json": PIXEL}] * body.get("n", 1)})
+            case "/v1/audio/speech":
+                connection.send_bytes("audio/wav", f"RIFF {self.switches.name}: {body.get('input')}".encode())
+            case "/v1/images/edits" | "/v1/images/variations":
+                connection.send_json(200, {"created": 1, "data": [{"b64_json": PIXEL}], **self._transcription(request)})
+            case "/v1/audio/transcriptions" | "/v1/audio/translations":
                 connection.send_json(200, self._transcription(request))
             case _:
                 connection.send_json(404, error(f"no such route: {request.path}", "not_found_error"))

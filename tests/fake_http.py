@@ -91,6 +91,11 @@ class Connection:
         self.before_last_bytes()
         self._writer.write(head.encode() + b"\r\n\r\n" + (b"" if head_only else body))
 
+    def send_bytes(self, kind: str, body: bytes) -> None:
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        self.before_last_bytes()
+        self._writer.write(head.encode() + body)
+
     def send_half_json(self, value: object) -> None:
         """The head with its promised length, and the first half of the body."""
         body = json.dumps(value).encode()

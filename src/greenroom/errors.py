@@ -146,6 +146,12 @@ class Unsupported(ClientFault):
     code = "unsupported"
 
 
+class NoAbility(Unsupported):
+    """The model cannot be asked for this: the route is for models of another kind."""
+
+    status = 400
+
+
 # --- too much at once -----------------------------------------------------------------------------------------------
 
 

@@ -54,7 +54,25 @@ def test_engine_is_inferred(loads: Loads, keys: str, engine: str) -> None:
         ),
         ("engine: llamacpp", "2: models.q: engine llamacpp needs path"),
         ("engine: command", "2: models.q: engine command needs cmd"),
-        ("engine: vllm", '3: models.q.engine: one of llamacpp, transformers, command is wanted, not "vllm"'),
+        ("engine: nope", "3: models.q.engine: there is no engine 'nope'; there are command, llamacpp, transformers"),
+        (
+            "path: a\n    category: diffusion",
+            "4: models.q.category: category diffusion needs engine diffusers, which is not installed; there are "
+            "command, llamacpp, transformers. Give cmd to use a program of your own",
+        ),
+        (
+            "path: a.gguf\n    options: {a: 1}",
+            "4: models.q.options: is for engines of other packages; llamacpp has keys of its own",
+        ),
+        (
+            "path: a.gguf\n    abilities: []",
+            "4: models.q.abilities: may not be empty; without the key it is asked for anything",
+        ),
+        (
+            "path: a.gguf\n    abilities: [sing]",
+            "4: models.q.abilities[0]: one of chat, completions, embeddings, rerank, images, image_edits, "
+            'transcription, translation, speech, vision, audio, tools is wanted, not "sing"',
+        ),
         (
             "cmd: a ${PORT}\n    ctx_size: 5",
             "4: models.q.ctx_size: ctx_size is for engine llamacpp or transformers; command takes its arguments in cmd",

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from greenroom.config.schema import Model
+from greenroom.config.schema import Ability, Model
 from greenroom.core.model import DeviceId
-from greenroom.engines.base import Ability, LaunchPlace, environment
+from greenroom.engines.base import LaunchPlace, Split, environment
 from greenroom.engines.command import takes_free_memory
 from greenroom.engines.llamacpp import WORKER, LlamaCppEngine
-from greenroom.engines.registry import engine_for
+from greenroom.engines.registry import engine_for, facts_of
 from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command
 
@@ -94,9 +94,9 @@ def test_model_keys_become_arguments_and_extra_ones_come_last(tmp_path: Path) ->
 
 def test_abilities_follow_the_mode(tmp_path: Path) -> None:
     engine, path = LlamaCppEngine(), str(gguf(tmp_path))
-    assert engine.abilities(Model(path=path)) == {Ability.CHAT, Ability.COMPLETIONS}
-    assert engine.abilities(Model(path=path, embedding=True)) == {Ability.EMBEDDINGS}
-    assert engine.abilities(Model(path=path, reranking=True)) == {Ability.RERANK}
+    assert engine.facts(Model(path=path)).abilities == {Ability.CHAT, Ability.COMPLETIONS}
+    assert engine.facts(Model(path=path, embedding=True)).abilities == {Ability.EMBEDDINGS}
+    assert engine.facts(Model(path=path, reranking=True)).abilities == {Ability.RERANK}
 
 
 def test_command_gets_its_port_after_it_was_split() -> None:
@@ -226,7 +226,7 @@ def test_command_told_of_no_gpu_hears_zero() -> None:
 )
 def test_command_can_be_split_only_if_it_asks_for_its_gpus(keys: dict[str, Any], can: bool) -> None:
     model = Model(**keys)
-    assert engine_for(model).can_split(model) is can
+    assert engine_for(model).facts(model).can_split is (Split.PROPORTIONAL if can else None)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_command_can_be_split_only_if_it_asks_for_its_gpus(keys: dict[str, Any],
 )
 def test_programs_that_take_all_free_memory_are_recognised(command: str) -> None:
     assert takes_free_memory(command.split())
-    assert engine_for(Model(cmd=f"{command} ${{PORT}}")).sizes_itself(Model(cmd=f"{command} ${{PORT}}"))
+    assert facts_of(Model(cmd=f"{command} ${{PORT}}")).sizes_itself
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,6 @@ def test_other_programs_are_not_taken_for_them(command: str) -> None:
 
 def test_operator_has_the_last_word_on_whether_an_engine_sizes_itself(tmp_path: Path) -> None:
     known, unknown = Model(cmd="vllm serve x ${PORT}", sizes_itself=False), Model(cmd="x ${PORT}", sizes_itself=True)
-    assert not engine_for(known).sizes_itself(known)
-    assert engine_for(unknown).sizes_itself(unknown)
-    of_a_file = Model(path=str(gguf(tmp_path)))
-    assert not engine_for(of_a_file).sizes_itself(of_a_file)
+    assert not facts_of(known).sizes_itself
+    assert facts_of(unknown).sizes_itself
+    assert not facts_of(Model(path=str(gguf(tmp_path)))).sizes_itself

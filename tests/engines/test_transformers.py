@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from greenroom.config.schema import Model
+from greenroom.config.schema import Ability, Model
 from greenroom.core.model import DeviceId
-from greenroom.engines.base import Ability, HostKey
+from greenroom.engines.base import Facts, HostKey
 from greenroom.engines.registry import engine_for
 from greenroom.engines.transformers import WORKER, TransformersEngine
 from greenroom.errors import LoadFailed
@@ -47,7 +47,9 @@ def test_models_share_a_worker_unless_python_gpus_environment_or_wish_differ(tmp
 
 def test_a_worker_is_started_by_path_with_its_gpus_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "s")
-    command = ENGINE.launch_worker(HostKey(sys.executable, GPU, env=(("A", "b"),), cwd="/"), "/run/w1.sock")
+    command = ENGINE.launch_worker(
+        HostKey(str(WORKER), sys.executable, GPU, env=(("A", "b"),), cwd="/"), "/run/w1.sock"
+    )
     assert command.argv == (sys.executable, str(WORKER), "--control", "/run/w1.sock") and command.cwd == "/"
     assert WORKER.is_file()
     assert command.env["CUDA_VISIBLE_DEVICES"] == "GPU-a" and command.env["A"] == "b" and "SECRET" not in command.env
@@ -55,16 +57,16 @@ def test_a_worker_is_started_by_path_with_its_gpus_and_no_secrets(monkeypatch: p
 
 def test_a_spare_is_told_of_no_gpus_and_the_operator_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    spare = HostKey(sys.executable, None)
+    spare = HostKey(str(WORKER), sys.executable, None)
     assert "CUDA_VISIBLE_DEVICES" not in ENGINE.launch_worker(spare, "s").env and spare.visible is None
-    assert HostKey("p", ()).visible == "" and HostKey("p", (*GPU, DeviceId("GPU-b"))).visible == "GPU-a,GPU-b"
-    said = ENGINE.launch_worker(HostKey(sys.executable, None, env=(("HF_HUB_OFFLINE", "0"),)), "s").env
+    assert HostKey("w", "p", ()).visible == "" and HostKey("w", "p", (*GPU, DeviceId("GPU-b"))).visible == "GPU-a,GPU-b"
+    said = ENGINE.launch_worker(HostKey(str(WORKER), sys.executable, None, env=(("HF_HUB_OFFLINE", "0"),)), "s").env
     assert said["HF_HUB_OFFLINE"] == "0"
 
 
 def test_a_python_that_is_not_there_is_named() -> None:
     with pytest.raises(LoadFailed, match="there is no Python /no/python"):
-        ENGINE.launch_worker(HostKey("/no/python", GPU), "s")
+        ENGINE.launch_worker(HostKey("w", "/no/python", GPU), "s")
 
 
 def test_keys_of_a_model_become_options(tmp_path: Path) -> None:
@@ -115,6 +117,7 @@ def test_files_are_those_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_abilities_follow_the_mode(tmp_path: Path) -> None:
-    assert ENGINE.abilities(model(tmp_path)) == {Ability.CHAT, Ability.COMPLETIONS}
-    assert ENGINE.abilities(model(tmp_path, embedding=True)) == {Ability.EMBEDDINGS}
-    assert ENGINE.concurrency(model(tmp_path)) == 32 and not ENGINE.can_split(model(tmp_path))
+    facts = ENGINE.facts(model(tmp_path))
+    assert facts == Facts(frozenset({Ability.CHAT, Ability.COMPLETIONS}), can_sleep=True, keeps_prefixes=True)
+    assert ENGINE.facts(model(tmp_path, embedding=True)).abilities == {Ability.EMBEDDINGS}
+    assert ENGINE.concurrency(model(tmp_path)) == 32

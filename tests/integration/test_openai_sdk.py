@@ -166,8 +166,8 @@ async def test_bad_request_is_a_bad_request_error(client: AsyncOpenAI) -> None:
         await client.chat.completions.create(model="alpha", messages=cast(Any, "not a list"))
 
 
-async def test_what_an_engine_cannot_do_is_an_unprocessable_entity_error(client: AsyncOpenAI) -> None:
-    with pytest.raises(openai.UnprocessableEntityError):
+async def test_what_an_engine_cannot_do_is_a_bad_request_error(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="alpha does not do embeddings"):
         await client.embeddings.create(model="alpha", input="hi")
 
 

@@ -284,7 +284,7 @@ async def test_what_an_engine_cannot_do_is_refused_without_loading_it(
     gate: JournaledGateway, model: str, path: str, can: str
 ) -> None:
     answer = await http(gate.app, "POST", path, {"model": model, "input": "hi"})
-    assert (answer.status, answer.error["code"], answer.error["param"]) == (422, "unsupported", "model")
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "unsupported", "model")
     assert can in answer.error["message"]
     assert not gate.app.loop.scheduler.state.slots_of(ModelId(model))
 

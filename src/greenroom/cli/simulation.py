@@ -17,7 +17,7 @@ from greenroom.config import limits
 from greenroom.config.limits import limits_of, ttl_s_of
 from greenroom.config.schema import PRIORITY_NAMES, Config, Model
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need
-from greenroom.engines.registry import engine_for
+from greenroom.engines.registry import engine_for, facts_of
 from greenroom.runtime.memory.devices import devices
 from greenroom.runtime.memory.needs import Needs, Subject
 from greenroom.sim.config import ONE_PROCESS, OWN_PROCESSES, SimConfig, SimModel, Timings
@@ -81,7 +81,7 @@ def sizeless(config: Config, base: SimConfig) -> list[str]:
 
 
 def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace, needs: Needs) -> SimModel:
-    engine = engine_for(model)
+    engine, facts = engine_for(model), facts_of(model)
     need, _ = needs.need_of(Subject(ModelId(name), model, engine))
     mib, concurrency = need.gpu_mib + need.host_mib, engine.concurrency(model)
     timings = Timings(
@@ -97,8 +97,8 @@ def _sim_model(name: str, model: Model, config: Config, args: argparse.Namespace
         # Without `fit_memory` models take no memory, but loading them takes as long as ever.
         need=need if config.scheduler.fit_memory else Need(),
         devices=tuple(DeviceId(device) for device in model.devices),
-        can_split=engine.can_split(model),
-        sizes_itself=engine.sizes_itself(model),
+        can_split=facts.can_split is not None,
+        sizes_itself=facts.sizes_itself,
         concurrency=concurrency,
         priority=_priority(model),
         ttl_s=ttl_s_of(model, config.stay_warm),

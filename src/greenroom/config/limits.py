@@ -1,16 +1,14 @@
 """The scheduler's numbers, rules, policy and swapper, as the core takes them, from the configuration.
 
-Policies and swappers of other packages are found by entry point when the configuration names them. Imports nothing that
-is not named: a package that is merely installed costs nothing and cannot fail.
+Policies and swappers of other packages are found by entry point when the configuration names them (`plugins.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from collections.abc import Iterator
 
 from greenroom.config.coresidency import rules_of
+from greenroom.config.plugins import POLICY_GROUP, SWAPPER_GROUP, Named
 from greenroom.config.reader import Problem, dotted
 from greenroom.config.schema import Config, Model, StayWarm
 from greenroom.core.events import Limits
@@ -49,8 +47,8 @@ def ttl_s_of(model: Model, stay_warm: StayWarm) -> float:
     """Seconds a model stays ready when idle; 0 = for ever. A caller's `keep_alive` overrides it."""
     if model.ttl_s is not None:
         return model.ttl_s
-    by_category = {"llm": stay_warm.llm_s, "vision": stay_warm.vision_s, "diffusion": stay_warm.diffusion_s}
-    return by_category[model.category]
+    seconds: float = getattr(stay_warm, f"{model.category}_s")
+    return seconds
 
 
 def is_named(config: Config, tenant: str) -> bool:
@@ -59,41 +57,8 @@ def is_named(config: Config, tenant: str) -> bool:
     return tenant in config.scheduler.tenant_weights or any((key.tenant or key.name) == tenant for key in keys)
 
 
-Factory = TypeVar("Factory")
-
-
-class Named(Mapping[str, Factory], Generic[Factory]):
-    """Factories by name: the built-in ones and those of an entry point group."""
-
-    def __init__(self, word: str, built_in: Mapping[str, Factory], group: str) -> None:
-        self.word = word
-        self._known = dict(built_in)
-        self._group = group
-
-    def __getitem__(self, name: str) -> Factory:
-        if name not in self._known:
-            self._known[name] = self._load(name)
-        return self._known[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted({*self._known, *(entry.name for entry in entry_points(group=self._group))}))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def _load(self, name: str) -> Factory:
-        for entry in entry_points(group=self._group):
-            if entry.name == name:
-                try:
-                    factory: Factory = entry.load()
-                except Exception as error:
-                    raise ConfigError(f"{name!r} of {entry.value} does not load: {error}") from error
-                return factory
-        raise ConfigError(f"there is no {self.word} {name!r}; there are {', '.join(self)}")
-
-
-POLICIES: Named[PolicyFactory] = Named("policy", BUILT_IN, "greenroom.policies")
-SWAPPERS_BY_NAME: Named[SwapperFactory] = Named("swapper", SWAPPERS, "greenroom.swappers")
+POLICIES: Named[PolicyFactory] = Named("policy", BUILT_IN, POLICY_GROUP)
+SWAPPERS_BY_NAME: Named[SwapperFactory] = Named("swapper", SWAPPERS, SWAPPER_GROUP)
 
 
 def require(limits: Limits) -> None:

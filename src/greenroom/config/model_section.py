@@ -1,11 +1,14 @@
 """What an operator can say about one model, and the rules between its keys.
 
-Owns the keys and which engine each belongs to. Never reads files and never looks at the machine: see `problems.py`.
+Owns the keys and which engine each belongs to. Looks at the names of installed engines and at nothing else of the
+machine: see `problems.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
@@ -24,6 +27,7 @@ from greenroom.config.kinds import (
     Section,
     words,
 )
+from greenroom.config.plugins import ENGINE_GROUP
 from greenroom.config.reader import Problem, break_on
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
@@ -31,11 +35,31 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"
 PRIORITY_NAMES = {"high": 0, "normal": 1, "low": 2}
 
 
+class Ability(StrEnum):
+    """What a model can be asked for, by route; then what it takes besides text, and whether it calls tools."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    EMBEDDINGS = "embeddings"
+    RERANK = "rerank"
+    IMAGES = "images"
+    IMAGE_EDITS = "image_edits"
+    TRANSCRIPTION = "transcription"
+    TRANSLATION = "translation"
+    SPEECH = "speech"
+    VISION = "vision"
+    AUDIO = "audio"
+    TOOLS = "tools"
+
+
 class Model(Section):
     """One model: what callers ask for, which engine runs it, what it needs."""
 
-    engine: Literal["llamacpp", "transformers", "command"] | None = None
-    """llamacpp, transformers or command; inferred from path (a .gguf file or a folder) or cmd when not given."""
+    engine: str | None = None
+    """llamacpp, transformers, command, or an engine of another package (see `greenroom engines`); inferred from
+    category, path (a .gguf file or a folder) or cmd when not given."""
+    options: dict[str, JsonValue] = {}
+    """Engines of other packages: their own options, as their documentation says."""
     path: str | None = None
     """llamacpp, transformers: the model file, or the folder with config.json and safetensors; relative paths start at
     the folder of the configuration file."""
@@ -126,8 +150,12 @@ class Model(Section):
     """Requests it answers at once; further ones wait. The engine's own number when not given."""
     priority: Literal["high", "normal", "low"] | Annotated[int, Field(ge=0, le=100), NotBool] = "normal"
     """Priority of its requests when they name none; lower numbers go first (high 0, normal 1, low 2)."""
-    category: Literal["llm", "vision", "diffusion"] = "llm"
-    """The kind of model, which decides how long it stays ready, see stay_warm."""
+    category: Literal["llm", "vision", "embedding", "diffusion", "transcription", "speech"] = "llm"
+    """The kind of model. It decides how long it stays ready (see stay_warm) and, where nothing else says it, its engine
+    and its abilities."""
+    abilities: tuple[Ability, ...] | None = None
+    """What it can be asked for; other routes are refused before it is loaded. When not given, what its files and
+    category tell; if they tell nothing, it is asked for anything."""
     ttl_s: Seconds | None = None
     """Unload after this long without a request, unless its caller said keep_alive; 0 = never; else see stay_warm."""
     pinned: bool = False
@@ -145,8 +173,12 @@ class Model(Section):
     @classmethod
     def _infer_engine(cls, said: Any) -> Any:
         """Set `engine` if the keys make it certain; otherwise the rules below refuse the model."""
-        if isinstance(said, dict) and said.get("engine") is None and (engine := _inferred_engine(said)):
-            return {**said, "engine": engine}
+        if not isinstance(said, dict):
+            return said
+        if said.get("engine") is None and (engine := _inferred_engine(said)):
+            said = {**said, "engine": engine}
+        if said.get("category") == "embedding" and said.get("engine") in _WITH_EMBEDDING:
+            said = {"embedding": not said.get("reranking"), **said}
         return said
 
     @model_validator(mode="after")
@@ -205,6 +237,10 @@ NO_CHECK = "none"
 # `model` decides the route and `stream` the shape of the answer; both are used before params are applied.
 PARAMS_NOT_OURS_TO_CHANGE = frozenset({"model", "stream"})
 
+# The engine of a model whose path is not a .gguf file, where its category tells more than the path.
+_ENGINE_OF_CATEGORY = {"diffusion": "diffusers", "transcription": "whisper"}
+_WITH_EMBEDDING = ("llamacpp", "transformers")
+
 # Engines that take what a key says as arguments instead.
 _ARGUMENTS_IN = {"llamacpp": "args", "command": "cmd"}
 
@@ -213,9 +249,14 @@ def _problems(model: Model) -> Iterator[Problem]:
     if model.engine is None:
         yield _engine_in_doubt(model)
         return
+    if model.engine not in KEYS_OF_ENGINES and model.engine not in (others := _engines_of_packages()):
+        yield _unknown_engine(model, others)
+        return
     yield from _keys_of_other_engines(model, model.engine)
     yield from _params(model)
     yield from _environment(model)
+    if model.abilities == ():
+        yield Problem(("abilities",), "may not be empty; without the key it is asked for anything")
     if model.engine in ("llamacpp", "transformers") and not model.path:
         yield Problem((), f"engine {model.engine} needs path")
     if model.engine == "command":
@@ -230,8 +271,22 @@ def _inferred_engine(model: Mapping[str, object]) -> str | None:
     if cmd is not None and path is None:
         return "command"
     if cmd is None and isinstance(path, str) and path:
-        return "llamacpp" if path.lower().endswith(".gguf") else "transformers"
+        if path.lower().endswith(".gguf"):
+            return "llamacpp"
+        return _ENGINE_OF_CATEGORY.get(str(model.get("category")), "transformers")
     return None
+
+
+def _engines_of_packages() -> list[str]:
+    return sorted({entry.name for entry in entry_points(group=ENGINE_GROUP)} - KEYS_OF_ENGINES.keys())
+
+
+def _unknown_engine(model: Model, others: list[str]) -> Problem:
+    known = ", ".join(sorted([*KEYS_OF_ENGINES, *others]))
+    if model.engine == _ENGINE_OF_CATEGORY.get(model.category):
+        why = f"category {model.category} needs engine {model.engine}, which is not installed"
+        return Problem(("category",), f"{why}; there are {known}. Give cmd to use a program of your own")
+    return Problem(("engine",), f"there is no engine {model.engine!r}; there are {known}")
 
 
 def _engine_in_doubt(model: Model) -> Problem:
@@ -241,6 +296,11 @@ def _engine_in_doubt(model: Model) -> Problem:
 
 
 def _keys_of_other_engines(model: Model, engine: str) -> Iterator[Problem]:
+    if engine not in KEYS_OF_ENGINES:
+        # An engine of another package reads the keys that it wants.
+        return
+    if model.options:
+        yield Problem(("options",), f"is for engines of other packages; {engine} has keys of its own")
     strange = frozenset().union(*KEYS_OF_ENGINES.values()) - KEYS_OF_ENGINES[engine]
     for key in sorted(strange & model.model_fields_set):
         if getattr(model, key) is not None:

@@ -96,8 +96,12 @@ def budget_mib(config: Config, model: Model | None = None) -> int | None:
     return None
 
 
+# What `path` must be. Engines of other packages take what they like.
+_PATHS = {"transformers": (os.path.isdir, "folder"), "llamacpp": (os.path.isfile, "file")}
+
+
 def _missing(model: Model) -> Iterator[str]:
-    is_there, what = (os.path.isdir, "folder") if model.engine == "transformers" else (os.path.isfile, "file")
+    is_there, what = _PATHS.get(model.engine or "", (os.path.exists, "file"))
     if model.path is not None and not is_there(model.path):
         is_other = os.path.exists(model.path)
         yield f"path: {model.path} is no {what}" if is_other else f"path: there is no {what} {model.path}"

@@ -26,7 +26,7 @@ from greenroom.config.kinds import (
     Seconds,
     Section,
 )
-from greenroom.config.model_section import PRIORITY_NAMES, CacheType, Model
+from greenroom.config.model_section import PRIORITY_NAMES, Ability, CacheType, Model
 from greenroom.config.reader import Problem, break_on
 from greenroom.config.scheduler_section import Company, Group, Matrix, Scheduler
 from greenroom.config.server_section import ApiKey, Heartbeat, Server, equal_api_keys
@@ -34,6 +34,7 @@ from greenroom.config.server_section import ApiKey, Heartbeat, Server, equal_api
 # Other packages import every section from here.
 __all__ = [
     "PRIORITY_NAMES",
+    "Ability",
     "ApiKey",
     "CacheType",
     "Company",
@@ -106,8 +107,14 @@ class StayWarm(Section):
     """Language models and models without a category; 0 = for ever, as for the others."""
     vision_s: Seconds = 60
     """Models that look at images."""
+    embedding_s: Seconds = 300
+    """Models that turn texts into vectors, or rank them."""
     diffusion_s: Seconds = 900
     """Models that make images; they take longest to load."""
+    transcription_s: Seconds = 300
+    """Models that write down speech."""
+    speech_s: Seconds = 300
+    """Models that speak."""
 
 
 class Leases(Section):

@@ -1,7 +1,8 @@
-"""The protocol of an engine: what it needs, how it starts, how usage is learned, what it can do.
+"""The contract of an engine: what it needs, how it starts, how usage is learned, what it can do.
 
 An engine describes; it starts nothing itself. `runtime/` carries its launches out through `process/`. Most have a
-process for each slot (`ProcessEngine`); some have workers that host many slots (`HostedEngine`, docs/adr/0009).
+process for each slot (`ProcessEngine`); some have workers that host many slots (`HostedEngine`, docs/adr/0009). An
+engine of another package is a class that extends one of the two: docs/design/writing-an-engine.md.
 
 `Usage` is read from the last bytes of an answer, which may begin anywhere; long bodies are never decoded as a whole.
 llama.cpp sends `timings` in every answer; others send `usage` when asked to.
@@ -10,17 +11,19 @@ llama.cpp sends `timings` in every answer; others send `usage` when asked to.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
-from greenroom.config.schema import Model
+from greenroom.config.schema import Ability, Model
 from greenroom.core.model import Claim, DeviceId, cuda_name
 from greenroom.engines.estimates.estimate import Estimate
+from greenroom.engines.identity import file_identity
 from greenroom.process.spawn import Command
 
 
@@ -125,6 +128,9 @@ def _object(tail: bytes, start: int, decoder: msgspec.json.Decoder[_Said]) -> _S
     return None
 
 
+# Requests at once for a program of which nothing is known.
+CONCURRENCY = 8
+
 # What an engine inherits of the gateway's environment. Keys, tokens and unknown variables are not passed on.
 INHERITED = frozenset(
     (
@@ -151,11 +157,27 @@ class UsageSource(Enum):
     ASK = "ask"
 
 
-class Ability(Enum):
-    CHAT = "chat"
-    COMPLETIONS = "completions"
-    EMBEDDINGS = "embeddings"
-    RERANK = "rerank"
+class Split(Enum):
+    """How a model lies on several GPUs: by the memory that is free on each, or with the same share on all."""
+
+    PROPORTIONAL = "proportional"
+    EQUAL = "equal"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an engine can do with one model. No field follows from another, nor from where the engine runs."""
+
+    # None if only the running engine knows; then it is asked for anything.
+    abilities: frozenset[Ability] | None = None
+    # It can leave the GPU and keep its weights in host memory.
+    can_sleep: bool = False
+    # It keeps a cache of prompt prefixes, apart for each X-Tenant-Id and X-Cache-Tag that it is sent.
+    keeps_prefixes: bool = False
+    # It takes as much GPU memory as it finds free; the core starts it alone on each of its GPUs.
+    sizes_itself: bool = False
+    # It can be spread over several GPUs.
+    can_split: Split | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +210,21 @@ class Launch:
 class HostKey:
     """The worker that hosts a slot: slots with equal keys share one. `alone` is empty, or the slot with its own worker.
 
-    `gpus` are those the worker uses; None: this machine has none to plan with.
+    `program` is what the worker runs, so that two programs in one Python never mix. `gpus` are those the worker uses;
+    None: this machine has none to plan with.
     """
 
+    program: str
     python: str
     gpus: tuple[DeviceId, ...] | None
     alone: str = ""
     env: tuple[tuple[str, str], ...] = ()
     cwd: str | None = None
+
+    @property
+    def bare(self) -> HostKey:
+        """The key of a spare that this key may take."""
+        return HostKey(self.program, self.python, gpus=None)
 
     @property
     def may_take_spare(self) -> bool:
@@ -208,79 +237,72 @@ class HostKey:
         return gpus_shown(self.gpus).get(GPUS_VARIABLE)
 
 
-class Describing(Protocol):
-    """What every engine says about itself and its models."""
+class Describing(ABC):
+    """What every engine says about itself and its models. The defaults are for one of which nothing more is known."""
 
+    # The name in the configuration, and that of the entry point.
     name: str
-    usage_source: UsageSource
+    usage_source: UsageSource = UsageSource.ASK
 
-    def sizes_itself(self, model: Model) -> bool:
-        """True if it takes as much GPU memory as it finds free; the core starts it alone on each of its GPUs."""
-        ...
-
-    def can_split(self, model: Model) -> bool:
-        """True if it can be spread over several GPUs."""
-        ...
+    def facts(self, model: Model) -> Facts:
+        """What it can do with this model. Reads file headers and never raises."""
+        return Facts()
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
         """Memory it will take when ready on `gpus` GPUs, 0 for the host; None if nothing indicates it.
 
         Reads file headers and never raises: a missing or bad file fails its own load.
         """
-        ...
-
-    def identity(self, model: Model) -> tuple[str, str]:
-        """A short text for the files it would serve, and one for the program and its version."""
-        ...
-
-    def concurrency(self, model: Model) -> int:
-        """Requests it answers at once."""
-        ...
-
-    def files(self, model: Model) -> list[Path]:
-        """The files a load reads, as far as known. Lists folders and never raises."""
-        ...
-
-    def abilities(self, model: Model) -> frozenset[Ability] | None:
-        """What it can do; None if only the running engine knows."""
-        ...
-
-    def usage(self, tail: bytes, *, stream: bool) -> Usage | None:
-        """Tokens of an answer, from its last bytes; None if they do not tell."""
-        ...
-
-
-class ProcessEngine(Describing, Protocol):
-    """A process for each slot. It cannot sleep."""
-
-    hosted: Literal[False]
-    listens: Listens
-
-    def launch(self, model_id: str, model: Model, place: LaunchPlace) -> Launch:
-        """How to start it there. Raises LoadFailed, which says what to do, if something is missing."""
-        ...
-
-
-class HostedEngine(Describing, Protocol):
-    """Workers of ours, each of which hosts many slots that sleep in host memory."""
-
-    hosted: Literal[True]
-
-    def host_key(self, slot: str, model: Model, gpus: tuple[DeviceId, ...] | None) -> HostKey:
-        """The worker that this slot belongs to."""
-        ...
-
-    def launch_worker(self, key: HostKey, socket: str) -> Command:
-        """How to start a worker that is controlled through this socket. The key of a spare has only `python`."""
-        ...
-
-    def options(self, model: Model, gpus: tuple[DeviceId, ...] | None) -> Mapping[str, object]:
-        """Options that the worker runs this model with."""
-        ...
+        return None
 
     def estimate_asleep(self, model: Model) -> Estimate | None:
         """Memory it will take when asleep; None if nothing indicates it. Never raises."""
-        ...
+        return None
+
+    def identity(self, model: Model) -> tuple[str, str]:
+        """A short text for the files it would serve, and one for the program and its version."""
+        return file_identity(self.files(model)), ""
+
+    def concurrency(self, model: Model) -> int:
+        """Requests it answers at once."""
+        return model.concurrency or CONCURRENCY
+
+    def files(self, model: Model) -> list[Path]:
+        """The files a load reads, as far as known. Lists folders and never raises."""
+        return [] if model.path is None else [Path(model.path)]
+
+    def usage(self, tail: bytes, *, stream: bool) -> Usage | None:
+        """Tokens of an answer, from its last bytes; None if they do not tell."""
+        return from_usage(tail)
+
+
+class ProcessEngine(Describing):
+    """A process for each slot."""
+
+    hosted: Literal[False] = False
+    listens: Listens = Listens.PORT
+
+    @abstractmethod
+    def launch(self, model_id: str, model: Model, place: LaunchPlace) -> Launch:
+        """How to start it there. Raises LoadFailed, which says what to do, if something is missing."""
+
+
+class HostedEngine(Describing):
+    """Worker programs, each of which hosts many slots and is told what to do through a control socket."""
+
+    hosted: Literal[True] = True
+
+    @abstractmethod
+    def host_key(self, slot: str, model: Model, gpus: tuple[DeviceId, ...] | None) -> HostKey:
+        """The worker that this slot belongs to."""
+
+    @abstractmethod
+    def launch_worker(self, key: HostKey, socket: str) -> Command:
+        """How to start a worker that is controlled through this socket. The key of a spare has no GPUs."""
+
+    @abstractmethod
+    def options(self, model: Model, gpus: tuple[DeviceId, ...] | None) -> Mapping[str, object]:
+        """Options that the worker runs this model with."""
 
 
 Engine = ProcessEngine | HostedEngine

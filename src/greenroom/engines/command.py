@@ -11,21 +11,18 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from greenroom.config.kinds import words
 from greenroom.config.macros import GPU_HOLES
 from greenroom.config.schema import Model
-from greenroom.engines.base import Ability, Launch, LaunchPlace, Listens, Usage, UsageSource, environment, from_usage
+from greenroom.engines.base import Facts, Launch, LaunchPlace, ProcessEngine, Split, environment
 from greenroom.engines.estimates import llama_options
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.gguf import estimate_gguf, files_of
 from greenroom.engines.estimates.hf_folder import DTYPE_BYTES, FolderOptions, estimate_folder, is_folder, weight_files
 from greenroom.engines.identity import file_identity, program_identity
 from greenroom.process.spawn import Command
-
-# Requests at once for a program of which nothing is known.
-CONCURRENCY = 8
 
 # Servers that size their KV cache by the free GPU memory, in the forms they are started: `vllm serve`, a program of its
 # own, `python -m vllm.entrypoints…`, or an image.
@@ -35,21 +32,13 @@ _MODULES = frozenset(("vllm", "sglang", "lmdeploy", "tensorrt_llm"))
 _IMAGES = ("vllm/vllm-openai", "lmsysorg/sglang", "openmmlab/lmdeploy", "huggingface/text-generation-inference")
 
 
-class CommandEngine:
+class CommandEngine(ProcessEngine):
     name = "command"
-    hosted: Literal[False] = False
-    listens = Listens.PORT
-    usage_source = UsageSource.ASK
 
-    def sizes_itself(self, model: Model) -> bool:
-        """The operator's key if given; otherwise true for programs that are known to take all free memory."""
-        return takes_free_memory(words(model.cmd or ())) if model.sizes_itself is None else model.sizes_itself
-
-    def can_split(self, model: Model) -> bool:
-        """True if `cmd` or `env` has a GPU placeholder: otherwise the program cannot be told to use several."""
-        assert model.cmd is not None
-        texts = (*words(model.cmd), *model.env.values())
-        return any(f"${{{hole}}}" in text for hole in GPU_HOLES for text in texts)
+    def facts(self, model: Model) -> Facts:
+        """`sizes_itself` is the operator's key if given; otherwise true for programs known to take all free memory."""
+        sizes = takes_free_memory(words(model.cmd or ())) if model.sizes_itself is None else model.sizes_itself
+        return Facts(sizes_itself=sizes, can_split=Split.PROPORTIONAL if _has_gpu_hole(model) else None)
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
         return estimate_command(words(model.cmd or ()), gpus)
@@ -57,9 +46,6 @@ class CommandEngine:
     def identity(self, model: Model) -> tuple[str, str]:
         said = words(model.cmd or ())
         return file_identity(files_of_command(said)), program_identity(said)
-
-    def concurrency(self, model: Model) -> int:
-        return model.concurrency or CONCURRENCY
 
     def files(self, model: Model) -> list[Path]:
         return list(files_of_command(words(model.cmd or ())))
@@ -73,11 +59,11 @@ class CommandEngine:
         check = None if model.check_endpoint == "none" else model.check_endpoint
         return Launch(Command(argv, env, model.cwd, stop), check)
 
-    def abilities(self, model: Model) -> frozenset[Ability] | None:
-        return None
 
-    def usage(self, tail: bytes, *, stream: bool) -> Usage | None:
-        return from_usage(tail)
+def _has_gpu_hole(model: Model) -> bool:
+    """True if `cmd` or `env` has a GPU placeholder: otherwise the program cannot be told to use several."""
+    texts = (*words(model.cmd or ()), *model.env.values())
+    return any(f"${{{hole}}}" in text for hole in GPU_HOLES for text in texts)
 
 
 def _said(place: LaunchPlace) -> dict[str, str]:

@@ -11,14 +11,15 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Literal
 
-from greenroom.config.schema import Model
+from greenroom.config.schema import Ability, Model
 from greenroom.engines.base import (
-    Ability,
+    Facts,
     Launch,
     LaunchPlace,
     Listens,
+    ProcessEngine,
+    Split,
     Usage,
     UsageSource,
     environment,
@@ -39,17 +40,13 @@ CACHE_RAM_MIB = 0
 BATCH = 8192
 
 
-class LlamaCppEngine:
+class LlamaCppEngine(ProcessEngine):
     name = "llamacpp"
-    hosted: Literal[False] = False
     listens = Listens.SOCKET
     usage_source = UsageSource.TIMINGS
 
-    def sizes_itself(self, model: Model) -> bool:
-        return False
-
-    def can_split(self, model: Model) -> bool:
-        return True
+    def facts(self, model: Model) -> Facts:
+        return Facts(_abilities(model), can_split=Split.PROPORTIONAL)
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
         # The embedded build keeps logits of sampled tokens only; a binary of unknown version may keep a whole batch.
@@ -73,16 +70,17 @@ class LlamaCppEngine:
         argv = (*_program(model), *_arguments(model_id, model, place))
         return Launch(Command(argv, environment(model, place), model.cwd), "/health")
 
-    def abilities(self, model: Model) -> frozenset[Ability] | None:
-        if model.embedding:
-            return frozenset({Ability.EMBEDDINGS})
-        if model.reranking:
-            return frozenset({Ability.RERANK})
-        return frozenset({Ability.CHAT, Ability.COMPLETIONS})
-
     def usage(self, tail: bytes, *, stream: bool) -> Usage | None:
         # Embeddings and rerank answers have `usage` alone.
         return from_timings(tail) or from_usage(tail)
+
+
+def _abilities(model: Model) -> frozenset[Ability]:
+    if model.embedding:
+        return frozenset({Ability.EMBEDDINGS})
+    if model.reranking:
+        return frozenset({Ability.RERANK})
+    return frozenset({Ability.CHAT, Ability.COMPLETIONS})
 
 
 def _binary(model: Model) -> str | None:

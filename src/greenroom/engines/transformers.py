@@ -11,11 +11,11 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
-from greenroom.config.schema import Model
+from greenroom.config.schema import Ability, Model
 from greenroom.core.model import DeviceId
-from greenroom.engines.base import Ability, HostKey, Usage, UsageSource, from_usage, worker_environment
+from greenroom.engines.base import Facts, HostedEngine, HostKey, worker_environment
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.hosted import (
     BATCH_DEFAULT,
@@ -35,16 +35,12 @@ WORKER: Final = Path(__file__).parent.parent / "workers" / "torch_worker.py"
 _OWN_ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONUNBUFFERED": "1"}
 
 
-class TransformersEngine:
+class TransformersEngine(HostedEngine):
     name = "transformers"
-    hosted: Literal[True] = True
-    usage_source = UsageSource.ASK
 
-    def sizes_itself(self, model: Model) -> bool:
-        return False
-
-    def can_split(self, model: Model) -> bool:
-        return False
+    def facts(self, model: Model) -> Facts:
+        does = {Ability.EMBEDDINGS} if model.embedding else {Ability.CHAT, Ability.COMPLETIONS}
+        return Facts(frozenset(does), can_sleep=True, keeps_prefixes=True)
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
         return estimate_ready(Path(model.path or ""), _sizes(model), gpus)
@@ -69,6 +65,7 @@ class TransformersEngine:
 
     def host_key(self, slot: str, model: Model, gpus: tuple[DeviceId, ...] | None) -> HostKey:
         return HostKey(
+            program=str(WORKER),
             python=model.python or sys.executable,
             gpus=() if model.device == "cpu" else gpus,
             alone=slot if model.isolate else "",
@@ -80,7 +77,7 @@ class TransformersEngine:
         if shutil.which(key.python) is None:
             raise LoadFailed(f"there is no Python {key.python}. Correct `python` in the configuration.")
         return Command(
-            (key.python, str(WORKER), "--control", socket), worker_environment(key, _OWN_ENVIRONMENT), key.cwd
+            (key.python, key.program, "--control", socket), worker_environment(key, _OWN_ENVIRONMENT), key.cwd
         )
 
     def options(self, model: Model, gpus: tuple[DeviceId, ...] | None) -> Mapping[str, object]:
@@ -103,12 +100,6 @@ class TransformersEngine:
             "skip_check": model.skip_check,
             "threads": model.threads,
         }
-
-    def abilities(self, model: Model) -> frozenset[Ability] | None:
-        return frozenset({Ability.EMBEDDINGS} if model.embedding else {Ability.CHAT, Ability.COMPLETIONS})
-
-    def usage(self, tail: bytes, *, stream: bool) -> Usage | None:
-        return from_usage(tail)
 
 
 def _sizes(model: Model) -> HostedOptions:

@@ -13,8 +13,8 @@ from greenroom.config.diff import Changes
 from greenroom.config.limits import ttl_s_of
 from greenroom.config.schema import PRIORITY_NAMES, Config, Model, StayWarm
 from greenroom.core.model import DeviceId, ModelId, ModelSpec, Need
-from greenroom.engines.base import Ability, Engine
-from greenroom.engines.registry import engine_for
+from greenroom.engines.base import Engine, Facts
+from greenroom.engines.registry import engine_for, facts_of
 from greenroom.runtime.memory.needs import Needs, Subject
 
 
@@ -26,7 +26,7 @@ class Entry:
     config: Model
     engine: Engine
     spec: ModelSpec
-    abilities: frozenset[Ability] | None
+    facts: Facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +125,10 @@ class Catalog:
         return new
 
     def _entry(self, model_id: ModelId, revision: int, model: Model, shared: SharedSettings) -> Entry:
-        engine = engine_for(model)
+        engine, facts = engine_for(model), facts_of(model)
         subject = Subject(model_id, model, engine)
         # With `fit_memory: false` models take no room.
-        need, asleep = Need(), Need() if engine.hosted else None
+        need, asleep = Need(), Need() if facts.can_sleep else None
         if shared.fits_memory:
             need, asleep = self.needs.need_of(subject)[0], self.needs.asleep_of(subject)
         spec = ModelSpec(
@@ -138,8 +138,8 @@ class Catalog:
             need_asleep=asleep,
             # Two names may mean one device.
             devices=tuple(dict.fromkeys(self.device_of(device) for device in model.devices)),
-            can_split=engine.can_split(model),
-            sizes_itself=engine.sizes_itself(model),
+            can_split=facts.can_split is not None,
+            sizes_itself=facts.sizes_itself,
             concurrency=engine.concurrency(model),
             priority=priority_number(model.priority),
             ttl_s=ttl_s_of(model, shared.stay_warm),
@@ -147,7 +147,7 @@ class Catalog:
             pinned=model.pinned,
             preload=model.preload,
         )
-        return Entry(model_id, model, engine, spec, engine.abilities(model))
+        return Entry(model_id, model, engine, spec, facts)
 
     def _replace(self, entries: Mapping[ModelId, Entry]) -> None:
         self._entries = entries

@@ -22,7 +22,7 @@ from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
 from tests.waiting import until
 
-KEY = HostKey("python", gpus=None)
+KEY = HostKey("worker.py", "python", gpus=None)
 FIRST, SECOND = SlotId("s1"), SlotId("s2")
 ENGINE = cast(HostedEngine, None)
 
@@ -115,6 +115,21 @@ async def test_no_spare_is_started_for_models_that_could_not_take_it(key: HostKe
     assert starts.begun == 2, "a spare would have begun to start before"
     all_hosts.want_spare(ENGINE, KEY)
     await until(lambda: len(starts.made) == 3, "the spare is there")
+    await all_hosts.close()
+
+
+async def test_two_programs_in_one_python_never_mix() -> None:
+    starts = Starts()
+    all_hosts = made(starts)
+    other = replace(KEY, program="other.py")
+    worker = await all_hosts.let_in(ENGINE, KEY, FIRST, LogRing())
+    assert await all_hosts.let_in(ENGINE, other, SECOND, LogRing()) is not worker
+    all_hosts.let_out(worker, FIRST)
+    # The first program's worker is a spare now, for that program alone.
+    all_hosts.want_spare(ENGINE, other)
+    await until(lambda: len(starts.made) == 3, "the other program has a spare of its own")
+    assert await all_hosts.let_in(ENGINE, replace(other, alone="s3"), SlotId("s3"), LogRing()) is not worker
+    assert await all_hosts.let_in(ENGINE, KEY, FIRST, LogRing()) is worker
     await all_hosts.close()
 
 

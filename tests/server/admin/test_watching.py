@@ -207,6 +207,7 @@ async def test_status_of_a_model_that_is_ready() -> None:
         "tier": "ready",
         "status": "loaded",
         "engine": "command",
+        "capabilities": None,
         "revision": 1,
         "pinned": True,
         "priority": 0,

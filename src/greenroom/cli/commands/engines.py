@@ -7,6 +7,7 @@ its versions by a short child process.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.cli import screen
@@ -79,12 +81,13 @@ def _config(given: str | None) -> tuple[Config, str | None]:
 
 def looked_at(config: Config) -> list[Row]:
     """One row for each engine and each place it runs from; the default place if no model uses it."""
-    from greenroom.engines.registry import ENGINES, engine_for
+    from greenroom.engines.registry import ENGINES
 
-    look: Mapping[str, Callable[..., Row]] = {"llamacpp": _llamacpp, "transformers": _transformers, "command": _command}
+    look: dict[str, Callable[..., Row]] = {"llamacpp": _llamacpp, "transformers": _transformers, "command": _command}
+    look |= {name: functools.partial(_of_package, name) for name in ENGINES if name not in look}
     places: dict[str, dict[tuple[str | None, ...], list[str]]] = {name: {} for name in ENGINES}
     for name, model in config.models.items():
-        engine = engine_for(model).name
+        engine = model.engine or ""
         places[engine].setdefault(_place(engine, model), []).append(name)
     return [
         {**look[engine](*place), "models": models}
@@ -98,11 +101,13 @@ def _place(engine: str, model: Model) -> tuple[str | None, ...]:
 
     if engine == "command":
         return (words(model.cmd or ())[0],)
-    return (model.program, model.python) if engine == "llamacpp" else (model.python,)
+    if engine == "llamacpp":
+        return model.program, model.python
+    return (model.python,) if engine == "transformers" else ()
 
 
 def _usual(engine: str) -> dict[tuple[str | None, ...], list[str]]:
-    return {(None, None) if engine == "llamacpp" else (None,): []}
+    return {{"llamacpp": (None, None), "transformers": (None,), "command": (None,)}.get(engine, ()): []}
 
 
 # --- one place ------------------------------------------------------------------------------------------------------
@@ -133,6 +138,21 @@ def _command(program: str | None) -> Row:
     found = shutil.which(program)
     why = None if found else f"there is no program {program}; install it or correct `cmd`"
     return _row("command", found is not None, found or program, {}, why=why)
+
+
+def _of_package(name: str) -> Row:
+    """An engine of another package: whether it can be used, and the version of the package."""
+    from greenroom.config.plugins import ENGINE_GROUP
+    from greenroom.engines.registry import engine_named
+
+    entry = next(one for one in entry_points(group=ENGINE_GROUP) if one.name == name)
+    try:
+        engine_named(name)
+        why = None
+    except ConfigError as error:
+        why = error.message
+    versions = {entry.dist.name: entry.dist.version} if entry.dist is not None else {}
+    return _row(name, why is None, entry.value, versions, why=why)
 
 
 def _in_python(engine: str, python: str | None, wanted: Sequence[RequiredPackage]) -> Row:

@@ -169,7 +169,7 @@ class Needs:
         file, program = engine.identity(model)
         key = BookKey(file, f"{engine.name} {program}", arguments_identity(model), "")
         estimate = self.estimate_of(entry, min(1, len(self.gpus)))
-        if not engine.hosted:
+        if not engine.facts(model).can_sleep:
             return FileLook(model, key, estimate)
         asleep = engine.estimate_asleep(model)
         return FileLook(model, key, estimate, Need() if asleep is None else asleep.need)

@@ -1,4 +1,4 @@
-"""The pool of workers: one for each Python and set of GPUs, one for each slot that wants its own, and a spare.
+"""The pool of workers: one for each program, Python and set of GPUs, one for each slot that wants its own, and a spare.
 
 Owns their starts and ends. A spare has imported everything and touched no GPU, so that a first model, or the slots of a
 crashed worker, need not wait for imports. Never opens or moves slots: `moves/` does.
@@ -57,9 +57,9 @@ class WorkerPool:
         self.workers: dict[str, Worker] = {}
         self._by_key: dict[HostKey, Worker] = {}
         self._starts: dict[HostKey, _Start] = {}
-        self._spares: dict[str, Worker] = {}
-        # Spares that start, by Python; and tasks that watch or stop workers.
-        self._coming: dict[str, asyncio.Task[None]] = {}
+        # Spares, and those that start, by their bare keys; and tasks that watch or stop workers.
+        self._spares: dict[HostKey, Worker] = {}
+        self._coming: dict[HostKey, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -81,13 +81,13 @@ class WorkerPool:
             self._retire(worker)
 
     def want_spare(self, engine: HostedEngine, key: HostKey) -> None:
-        """Start a spare for this Python soon, if there is none and slots with this key could use it."""
-        python = key.python
-        if not key.may_take_spare or python in self._coming or not self._wants_spare(python):
+        """Start a spare soon, if there is none and slots with this key could use it."""
+        bare = key.bare
+        if not key.may_take_spare or bare in self._coming or not self._wants_spare(bare):
             return
-        task = asyncio.get_running_loop().create_task(self._start_spare(engine, python), name=f"spare {python}")
-        self._coming[python] = task
-        task.add_done_callback(lambda _: self._coming.pop(python, None))
+        task = asyncio.get_running_loop().create_task(self._start_spare(engine, bare), name=f"spare {key.python}")
+        self._coming[bare] = task
+        task.add_done_callback(lambda _: self._coming.pop(bare, None))
 
     async def close(self) -> None:
         """End all workers that are left, such as spares."""
@@ -105,14 +105,14 @@ class WorkerPool:
         worker = self._by_key.get(key)
         if worker is not None and not worker.is_lost:
             return worker
-        spare = self._spare(key.python) if key.may_take_spare else None
+        spare = self._spare(key.bare) if key.may_take_spare else None
         if spare is not None:
-            del self._spares[key.python]
+            del self._spares[key.bare]
             self._settle(spare, key)
         return spare
 
-    def _spare(self, python: str) -> Worker | None:
-        spare = self._spares.get(python)
+    def _spare(self, bare: HostKey) -> Worker | None:
+        spare = self._spares.get(bare)
         return None if spare is None or spare.is_lost else spare
 
     def _settle(self, worker: Worker, key: HostKey) -> None:
@@ -149,19 +149,18 @@ class WorkerPool:
         self._observer.worker_started(worker.id, spare=is_spare)
         return worker
 
-    async def _start_spare(self, engine: HostedEngine, python: str) -> None:
+    async def _start_spare(self, engine: HostedEngine, bare: HostKey) -> None:
         await asyncio.sleep(self._timeouts.spare_after_s)
-        if not self._wants_spare(python):
+        if not self._wants_spare(bare):
             return
-        bare = HostKey(python, gpus=None)
         try:
             worker = await self._start(engine, bare, LogRing(), is_spare=True)
         except GreenroomError as error:
-            _log.warning("no spare worker", python=python, why=error.message)
+            _log.warning("no spare worker", python=bare.python, why=error.message)
             return
         # Meanwhile a worker that lost its last slot may have become the spare. One is enough.
-        if self._wants_spare(python):
-            self._spares[python] = worker
+        if self._wants_spare(bare):
+            self._spares[bare] = worker
         else:
             self._stop(worker)
 
@@ -171,13 +170,13 @@ class WorkerPool:
         """Handle a worker without slots. One without GPU memory may become the spare; any other ends."""
         key, worker.key = worker.key, None
         is_bare = key is not None and key.may_take_spare and key.gpus != () and worker.device == "cpu"
-        if key is not None and is_bare and self._wants_spare(key.python):
-            self._spares[key.python] = worker
+        if key is not None and is_bare and self._wants_spare(key.bare):
+            self._spares[key.bare] = worker
         else:
             self._stop(worker)
 
-    def _wants_spare(self, python: str) -> bool:
-        return self._keeps_spare and not self._is_closed and self._spare(python) is None
+    def _wants_spare(self, bare: HostKey) -> bool:
+        return self._keeps_spare and not self._is_closed and self._spare(bare) is None
 
     def _stop(self, worker: Worker) -> None:
         worker.is_stopping = True
@@ -192,7 +191,7 @@ class WorkerPool:
         self.workers.pop(worker.id, None)
         if worker.key is not None and self._by_key.get(worker.key) is worker:
             del self._by_key[worker.key]
-        self._spares = {python: spare for python, spare in self._spares.items() if spare is not worker}
+        self._spares = {bare: spare for bare, spare in self._spares.items() if spare is not worker}
         if not worker.is_stopping:
             self._observer.worker_lost(worker.id, len(worker.slots), str(exit))
             self._own(worker.stop(), f"clear up {worker.id}")

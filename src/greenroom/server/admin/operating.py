@@ -243,7 +243,7 @@ class Caches:
         entry = self._gateway.catalog.find(order.modelId)
         if entry is None:
             raise ModelNotFound.named(order.modelId, "modelId")
-        if not entry.engine.hosted:
+        if not _can_flush(entry):
             raise Unsupported(
                 f"{entry.id} runs on {entry.engine.name}, whose cache cannot be flushed from here. Unload it instead: "
                 f"POST /api/v1/models/{entry.id}/unload.",
@@ -257,7 +257,7 @@ class Caches:
         return [
             live
             for live in self._gateway.slots.live.values()
-            if live.entry.engine.hosted
+            if _can_flush(live.entry)
             and model in (None, live.entry.id)
             and live.id in slots
             and slots[live.id].tier is Tier.READY
@@ -273,6 +273,11 @@ class Caches:
             raise
         self._gateway.metrics.green_room.flushed(live.entry.id, size_bytes)
         return entries, size_bytes
+
+
+def _can_flush(entry: Entry) -> bool:
+    """Workers are told to flush through their control socket."""
+    return entry.engine.hosted and entry.facts.keeps_prefixes
 
 
 def _tenant(order: FlushOrder, state: dict[str, Any]) -> str | None:

@@ -37,7 +37,7 @@ class Snapshot:
     # --- /v1/models -------------------------------------------------------------------------------------------------
 
     def card(self, entry: Entry, *, to_operator: bool) -> views.ModelCard:
-        config, abilities = entry.config, entry.abilities
+        config = entry.config
         record = self._state.models.get(entry.id)
         need = record.need if record is not None else entry.spec.need
         tier = tier_of(self._state.slots_of(entry.id)).value
@@ -47,7 +47,7 @@ class Snapshot:
             name=config.name,
             description=config.description,
             aliases=list(config.aliases),
-            capabilities=None if abilities is None else sorted(ability.value for ability in abilities),
+            capabilities=_capabilities(entry),
             status=self._status(entry.id, to_operator),
             meta={**config.metadata, "tier": tier, "memory_mib": need.gpu_mib + need.host_mib},
         )
@@ -175,6 +175,7 @@ class Snapshot:
             tier=tier_of(slots).value,
             status=self.word(entry),
             engine=entry.engine.name,
+            capabilities=_capabilities(entry),
             revision=entry.spec.revision,
             pinned=entry.spec.pinned,
             priority=entry.spec.priority,
@@ -319,3 +320,8 @@ def need_view(need: Need, account: Account | None) -> views.NeedView:
         estimated_host_mib=None if estimate is None else estimate.host_mib,
         estimate_error=None if error is None else round(error, 4),
     )
+
+
+def _capabilities(entry: Entry) -> list[str] | None:
+    abilities = entry.facts.abilities
+    return None if abilities is None else sorted(abilities)

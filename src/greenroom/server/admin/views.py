@@ -60,7 +60,7 @@ class ModelCard(View):
     description: str | None
     aliases: list[str]
     capabilities: list[str] | None
-    """What it can be asked for (chat, completions, embeddings, rerank); null when only its engine knows."""
+    """Its `abilities` (chat, embeddings, images …); null when only its engine knows."""
     status: ModelStatus
     meta: dict[str, Any]
     """The operator's `metadata`, with `tier` and `memory_mib` (what it needs when ready)."""
@@ -164,6 +164,8 @@ class ModelView(View):
     tier: Tier
     status: StatusWord
     engine: str
+    capabilities: list[str] | None
+    """Its `abilities`; null when only its engine knows."""
     revision: int
     pinned: bool
     priority: int

@@ -14,11 +14,11 @@ from urllib.parse import quote
 
 import msgspec
 
-from greenroom.config.schema import Config, Heartbeat
+from greenroom.config.schema import Ability, Config, Heartbeat
 from greenroom.core.events import RequestArrived
 from greenroom.core.model import ModelId, RequestId, TenantId
-from greenroom.engines.base import Ability, UsageSource
-from greenroom.errors import BadRequest, ModelNotFound, NotAllowed, PostOnly, Unsupported
+from greenroom.engines.base import UsageSource
+from greenroom.errors import BadRequest, ModelNotFound, NoAbility, NotAllowed, PostOnly
 from greenroom.http.body import Body, Payload
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import REQUEST_ALLOWED, Headers
@@ -194,7 +194,7 @@ class AskReader:
             ask.keep_alive_s = peek.capped(peeked.keep_alive_s, settings.keep_alive_max_s)
         ask.peeked = peeked
         ask.puts, ask.drops = self._rewrites_of(ask.entry)
-        if ask.stream and ask.entry.engine.usage_source is _IF_ASKED:
+        if ask.stream and route.is_text and ask.entry.engine.usage_source is _IF_ASKED:
             options, asked = peek.ask_for_usage(peeked.fields)
             ask.drop_usage = not asked
             if options is not None:
@@ -280,7 +280,7 @@ class AskReader:
             _budget_s(said),
             caller.admin,
         )
-        ask.cache_headers = cache_headers(entry.engine.hosted, ask.tenant, said)
+        ask.cache_headers = cache_headers(entry.facts.keeps_prefixes, ask.tenant, said)
         return ask
 
     def _rewrites_of(self, entry: Entry) -> tuple[dict[str, bytes], frozenset[str]]:
@@ -306,9 +306,10 @@ def _as_text(value: object) -> str:
 
 
 def _check_ability(entry: Entry, ability: Ability) -> None:
-    if entry.abilities is not None and ability not in entry.abilities:
-        can = ", ".join(sorted(one.value for one in entry.abilities))
-        raise Unsupported(f"{entry.id} does not do {ability.value}; it does {can}.", param="model")
+    abilities = entry.facts.abilities
+    if abilities is not None and ability not in abilities:
+        can = ", ".join(sorted(one.value for one in abilities))
+        raise NoAbility(f"{entry.id} does not do {ability.value}; it does {can}.", param="model")
 
 
 def _priority(in_body: str | int | None, said: dict[bytes, bytes], entry: Entry, caller: Caller) -> int:

@@ -14,7 +14,7 @@ from typing import Final
 from urllib.parse import unquote_to_bytes
 
 from greenroom.config.kinds import ID_CHARS_MAX
-from greenroom.engines.base import Ability
+from greenroom.config.schema import Ability
 from greenroom.http.sse import StreamShape
 
 _BROKEN_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
@@ -28,24 +28,27 @@ _RAW_CONTROL: Final = re.compile(rb"[\x00-\x20\x7f]")
 class Route:
     """`name` is its label in metrics; `shape` what an empty piece of its stream looks like.
 
-    `has_prefix`: what it sends begins with a text that a cache may know already.
+    `is_text`: it sends a text whose beginning a cache may know, and gets one whose tokens are counted.
     """
 
     name: str
     ability: Ability | None = None
     shape: StreamShape = StreamShape.TEXT
     is_multipart: bool = False
-    has_prefix: bool = False
+    is_text: bool = False
 
 
 MODEL_ROUTES: Final[dict[bytes, Route]] = {
-    b"/v1/chat/completions": Route("chat", Ability.CHAT, StreamShape.CHAT, has_prefix=True),
-    b"/v1/completions": Route("completions", Ability.COMPLETIONS, has_prefix=True),
+    b"/v1/chat/completions": Route("chat", Ability.CHAT, StreamShape.CHAT, is_text=True),
+    b"/v1/completions": Route("completions", Ability.COMPLETIONS, is_text=True),
     b"/v1/embeddings": Route("embeddings", Ability.EMBEDDINGS),
     b"/v1/rerank": Route("rerank", Ability.RERANK),
-    b"/v1/audio/transcriptions": Route("transcriptions", is_multipart=True),
-    b"/v1/audio/translations": Route("translations", is_multipart=True),
-    b"/v1/images/edits": Route("image_edits", is_multipart=True),
+    b"/v1/images/generations": Route("images", Ability.IMAGES),
+    b"/v1/images/edits": Route("image_edits", Ability.IMAGE_EDITS, is_multipart=True),
+    b"/v1/images/variations": Route("image_variations", Ability.IMAGE_EDITS, is_multipart=True),
+    b"/v1/audio/transcriptions": Route("transcriptions", Ability.TRANSCRIPTION, is_multipart=True),
+    b"/v1/audio/translations": Route("translations", Ability.TRANSLATION, is_multipart=True),
+    b"/v1/audio/speech": Route("speech", Ability.SPEECH),
 }
 
 UPSTREAM_PREFIX: Final = b"/upstream/"

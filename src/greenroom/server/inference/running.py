@@ -217,7 +217,9 @@ class Running:
             relay = Relay(
                 self.exchange,
                 extra_headers=self._extra_headers(),
-                default_headers=_NOT_CACHED if self.ask.route.has_prefix and not self.ask.entry.engine.hosted else None,
+                default_headers=_NOT_CACHED
+                if self.ask.route.is_text and not self.ask.entry.facts.keeps_prefixes
+                else None,
                 committed=self.exchange.started,
                 drop_usage_event=self.ask.drop_usage,
                 on_done=on_done,

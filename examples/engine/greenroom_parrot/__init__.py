@@ -1,0 +1,1 @@
+"""An example engine for Greenroom: it repeats what it is told."""
