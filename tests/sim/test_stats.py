@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from greenroom.core.model import ModelId, TenantId
 from greenroom.sim.cases import simulate
 from greenroom.sim.stats import CURVE_MAX, jain, quantile, stats_of, waits_of
+from greenroom.sim.truth import STRETCHES_MAX, TierTimes
 from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World
 from tests.sim.settings import gpu, host, names, setting, sim_model, sleeper
@@ -72,21 +75,47 @@ def test_waits_are_summed_up_by_the_time_of_arrival() -> None:
     assert [moment.p95_s for moment in moments] == [pytest.approx(5.0), pytest.approx(1.0)]
 
 
-def test_tiers_are_marked_as_they_change() -> None:
+def test_tiers_are_kept_over_time() -> None:
     world = World(setting(sleeper("a"), sleeper("b"), devices=(gpu(1_000), host(5_000))))
     world.arrive(A, 1, 100)
     world.arrive(B, 1, 100)
     world.run()
     marks = stats_of(world).tiers
-    assert [(mark.ready, mark.asleep, mark.moving) for mark in marks] == [
+    changes = [(0.0, (0, 0, 0)), *((mark.at, mark[1:]) for mark in marks if all(one.is_integer() for one in mark[1:]))]
+    assert [tiers for (_, before), (_, tiers) in pairwise(changes) if tiers != before] == [
         (0, 0, 1),  # a loads
         (1, 0, 0),
         (0, 0, 1),  # a falls asleep
-        (0, 1, 0),
         (0, 1, 1),  # b loads
         (1, 1, 0),
     ]
-    assert [round(mark.at, 2) for mark in marks] == [0.0, 5.0, 6.0, 6.25, 6.25, 11.25]
+    assert [sum(mark[tier] for mark in marks) * (marks[1].at - marks[0].at) for tier in (1, 2, 3)] == [
+        pytest.approx(1.0 + 1.0, abs=0.1),
+        pytest.approx(5.0 + 1.0, abs=0.1),
+        pytest.approx(5.0 + 0.25 + 5.0, abs=0.1),
+    ]
+
+
+@pytest.mark.parametrize("step_s", [0.001, 1.0, 40_000.0])
+def test_tiers_are_true_to_the_end_however_many_changes_there_are(step_s: float) -> None:
+    times, changes = TierTimes(), 20_000
+    for number in range(changes):
+        # The later, the more are ready.
+        times.change(number * 10 // changes, number % 2, 1, number * step_s)
+    marks = times.means(changes * step_s)
+    assert STRETCHES_MAX / 2 <= len(marks) <= STRETCHES_MAX
+    assert marks[-1].at == pytest.approx(changes * step_s, rel=0.01)
+    for mark in marks[1:-1]:
+        assert mark.ready == pytest.approx(10 * mark.at / changes / step_s - 0.5, abs=0.55)
+        assert (mark.asleep, mark.moving) == (pytest.approx(0.5, abs=0.05), pytest.approx(1.0))
+
+
+def test_changes_after_the_last_answer_are_left_out() -> None:
+    times = TierTimes()
+    times.change(1, 0, 0, 1.0)
+    times.change(0, 0, 0, 900.0)
+    marks = times.means(100.0)
+    assert marks[0].at < marks[-1].at < 104.0 and marks[-1].ready == 1.0
 
 
 def test_a_world_where_nothing_happened_has_figures_too() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from itertools import pairwise
 from typing import NamedTuple
 
 from greenroom.sim.cases import Case, Result, short_labels
@@ -19,8 +18,6 @@ from greenroom.sim.verdict import Advice, advice, bottleneck, seconds
 
 # Where a logarithmic axis shows requests that did not wait.
 AT_ONCE_S = 0.01
-# Enough to see a run, few enough for a page with several plots.
-BUCKETS = 100
 # Groups in one table of details; the largest are shown.
 GROUPS_MAX = 50
 # Bars of one plot; with more cases only the chosen ones have bars.
@@ -313,10 +310,9 @@ def tiers_plot(result: Result) -> str:
     """How many slots were ready, asleep and moving, as means over short stretches of time."""
     ends_s = max(result.stats.ends_s, 1e-9)
     unit_s, unit = _unit(ends_s)
-    means = _means(result.stats, ends_s)
     lines = [
-        Line(name, [(at / unit_s, values[number]) for at, values in means])
-        for number, name in enumerate(("ready", "asleep", "moving"))
+        Line(name, [(mark.at / unit_s, getattr(mark, name)) for mark in result.stats.tiers])
+        for name in ("ready", "asleep", "moving")
     ]
     x, y = linear(f"time, {unit}", [ends_s / unit_s]), linear("models", _heights(lines))
     return plot(result.case.label, x, y, lines, lambda at, count: f"{count:.1f} at {at:.3g} {unit}")
@@ -331,25 +327,3 @@ def _unit(span_s: float) -> tuple[float, str]:
     if span_s < 300:
         return 1.0, "s"
     return (60.0, "min") if span_s < 4 * 3_600 else (3_600.0, "h")
-
-
-def _means(stats: Stats, ends_s: float) -> list[tuple[float, tuple[float, float, float]]]:
-    """Per bucket of time the mean of each count."""
-    width = ends_s / BUCKETS
-    sums = [[0.0, 0.0, 0.0] for _ in range(BUCKETS)]
-    marks = [*stats.tiers, stats.tiers[-1]._replace(at=ends_s)] if stats.tiers else []
-    for mark, following in pairwise(marks):
-        _spread(sums, (mark.ready, mark.asleep, mark.moving), mark.at, min(following.at, ends_s), width)
-    return [
-        ((number + 0.5) * width, (ready / width, asleep / width, moving / width))
-        for number, (ready, asleep, moving) in enumerate(sums)
-    ]
-
-
-def _spread(sums: list[list[float]], counts: Sequence[int], start: float, end: float, width: float) -> None:
-    """Add these counts to every bucket they reach into, for as long as they do."""
-    for number in range(int(start / width), min(int(end / width) + 1, len(sums))):
-        lasts_s = min(end, (number + 1) * width) - max(start, number * width)
-        if lasts_s > 0:
-            for tier, count in enumerate(counts):
-                sums[number][tier] += count * lasts_s

@@ -179,7 +179,7 @@ def stats_of(world: World) -> Stats:
         makespan_s=makespan_s,
         served_per_s=tally.fates[Fate.SERVED] * per_s,
         tokens_per_s=tally.tokens * per_s,
-        tiers=tuple(world.truth.meters.tiers),
+        tiers=world.truth.meters.tiers.means(tally.ends_s),
         over_time=tally.over_time(),
         events=world.events_told,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 from greenroom.core.model import (
@@ -241,17 +242,63 @@ class Delays:
         return seconds / self.served if self.served else 0.0
 
 
-# A run with more moves than this is still counted, but times are no longer kept.
-MARKS_MAX = 200_000
+# Stretches of time for which tiers are kept, and their length at first; a power of two keeps sums of lengths exact.
+STRETCHES_MAX = 256
+STRETCH_S = 2.0**-7
 
 
 class Tiers(NamedTuple):
-    """How many slots are in each tier from this time on."""
+    """How many slots are in each tier, as means over a stretch of time; `at` is its middle."""
 
     at: float
-    ready: int
-    asleep: int
-    moving: int
+    ready: float
+    asleep: float
+    moving: float
+
+
+class TierTimes:
+    """Tiers over time, as sums over stretches of equal length.
+
+    Stretches double when time outgrows them: a run of any length keeps at most `STRETCHES_MAX`, which cover all of it.
+    """
+
+    def __init__(self) -> None:
+        self._width_s = STRETCH_S
+        self._sums: list[list[float]] = []
+        self._counts = (0, 0, 0)
+        self._since = 0.0
+
+    def change(self, ready: int, asleep: int, moving: int, now: float) -> None:
+        self._pass_to(now)
+        self._counts = (ready, asleep, moving)
+
+    def means(self, until: float) -> tuple[Tiers, ...]:
+        """Of each stretch that has begun by then."""
+        self._pass_to(until)
+        width_s, found = self._width_s, []
+        for number, sums in enumerate(self._sums):
+            begins, ends = number * width_s, min((number + 1) * width_s, self._since)
+            if begins < until:
+                found.append(Tiers((begins + ends) / 2, *(total / (ends - begins) for total in sums)))
+        return tuple(found)
+
+    def _pass_to(self, now: float) -> None:
+        while now > self._width_s * STRETCHES_MAX:
+            self._double()
+        number = int(self._since / self._width_s)
+        while self._since < now:
+            ends = min(now, (number + 1) * self._width_s)
+            if number == len(self._sums):
+                self._sums.append([0.0, 0.0, 0.0])
+            for tier, count in enumerate(self._counts):
+                self._sums[number][tier] += count * (ends - self._since)
+            self._since = ends
+            number += 1
+
+    def _double(self) -> None:
+        pairs = zip_longest(self._sums[::2], self._sums[1::2], fillvalue=(0.0, 0.0, 0.0))
+        self._sums = [[first + second for first, second in zip(*pair, strict=True)] for pair in pairs]
+        self._width_s *= 2
 
 
 class Level:
@@ -278,7 +325,7 @@ class Meters:
 
     def __init__(self) -> None:
         self.moves: dict[MoveKind, int] = dict.fromkeys(MoveKind, 0)
-        self.tiers: list[Tiers] = []
+        self.tiers = TierTimes()
         self.delays: dict[ModelId, Delays] = {}
         self._moving = 0
         self._busy_mib: dict[DeviceId, Level] = {}
@@ -310,14 +357,12 @@ class Meters:
         self._uncount(self._busy_mib, place, now)
 
     def tiers_changed(self, places: Iterable[SimPlace], now: float) -> None:
-        if len(self.tiers) >= MARKS_MAX:
-            return
         ready = asleep = 0
         for place in places:
             if place.move is None:
                 ready += place.tier is Tier.READY
                 asleep += place.tier is Tier.ASLEEP
-        self.tiers.append(Tiers(now, ready, asleep, self._moving))
+        self.tiers.change(ready, asleep, self._moving, now)
 
     def busy_mib_s(self, device: DeviceId, now: float) -> float:
         """Memory of serving slots, times how long."""
