@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import tracemalloc
-from pathlib import Path
-
 import pytest
 
 from greenroom.core.model import Device, DeviceId, DeviceKind, Need
 from greenroom.errors import ConfigError
-from greenroom.sim.cases import Case, cases, config_for, run_all, short_labels, simulate
-from greenroom.sim.traces import trace_of
-from greenroom.sim.workloads import Mix, Poisson, Recorded, zipf
+from greenroom.sim.cases import Case, cases, config_for, run_all, short_labels
+from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World
 from tests.sim.settings import gpu, host, names, setting, sim_model
 
@@ -93,22 +89,3 @@ def test_all_cases_meet_the_same_callers() -> None:
     assert [result.case for result in found] == list(compared)
     assert len({result.stats.requests for result in found}) == 1
     assert {case for case, share in told if share == 1.0} == set(compared)
-
-
-def test_memory_grows_by_few_bytes_for_each_request(tmp_path: Path) -> None:
-    few, many = (peak_bytes(tmp_path / "trace.csv", rows) for rows in (500, 2_000))
-    # 300 MiB for a million, though nearly every request makes a model leave.
-    assert (many - few) / 1_500 < 300 * 2**20 / 1e6
-
-
-def peak_bytes(file: Path, rows: int) -> int:
-    """Of reading a trace whose rows are not in order, and playing it."""
-    lines = (f"{number * 5 + number % 7 * 9},{'abcd'[number % 4]},10,20,t{number % 50}" for number in range(rows))
-    file.write_text("\n".join(("t,model,prompt_len,output_len,tenant", *lines)))
-    tracemalloc.start()
-    try:
-        trace = trace_of(file)
-        simulate(setting(*(sim_model(name) for name in "abcd")), Recorded(trace.rows))
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
