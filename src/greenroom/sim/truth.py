@@ -243,7 +243,7 @@ class Delays:
 
 
 # Stretches of time for which tiers are kept, and their length at first; a power of two keeps sums of lengths exact.
-STRETCHES_MAX = 256
+STRETCHES_MAX = 128
 STRETCH_S = 2.0**-7
 
 
