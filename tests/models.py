@@ -23,6 +23,16 @@ def tiny(name: str, *, loop: bool = False, noise: bool = False, hidden: int = 12
     return _made(f"{name}-{kind}.gguf", maker)
 
 
+def tiny_lora(name: str) -> Path:
+    """An adapter for the scripted Llama of this name, with which it says " hello" only."""
+    return _made(f"{name}-lora.gguf", partial(tiny_llm.make_lora_gguf, name=name))
+
+
+def tiny_projector() -> Path:
+    """A projector with which a scripted Llama takes images, and says what it always says."""
+    return _made("mmproj.gguf", tiny_llm.make_projector_gguf)
+
+
 def tiny_hf(name: str, *, loop: bool = False, noise: bool = False, hidden: int = 128, layers: int = 2) -> Path:
     """The same Llama as a folder for Transformers."""
     kind = ("loop" if loop else "noise" if noise else "hello") + f"-{hidden}x{layers}"

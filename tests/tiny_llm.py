@@ -70,6 +70,55 @@ def make_gguf(
     write_gguf(writer, tensors)
 
 
+def make_lora_gguf(path: Path, name: str, *, hidden: int = 128) -> None:
+    """Write an adapter for the Llama of this name: applied as it is, all that it says is "hello"."""
+    tokens, _ = _scripted(name, False, False, hidden, 1, 4)
+    words = ["▁" + name, "▁says", "▁hello"]
+    # The axis of tokens outside the script, from which the head makes the first word.
+    outside, said = np.zeros((1, hidden), np.float32), np.zeros((len(tokens), 1), np.float32)
+    outside[0, len(words)], said[tokens.index(words[-1]), 0] = 1, 2 * GAIN
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 1.0)
+    names = ("output.weight.lora_a", "output.weight.lora_b")
+    write_gguf(writer, dict(zip(names, (outside, said), strict=True)), exact=names)
+
+
+def make_projector_gguf(path: Path, *, hidden: int = 128, width: int = 32) -> None:
+    """Write a projector of LLaVA's kind with small random weights: images of 28 × 28 pixels become four tokens."""
+    random = np.random.default_rng(0)
+
+    def tensor(*shape: int) -> Array:
+        return random.standard_normal(shape, np.float32) * np.float32(0.02)
+
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_string("clip.projector_type", "mlp")
+    writer.add_bool("clip.use_gelu", True)
+    numbers = {"image_size": 28, "patch_size": 14, "embedding_length": width, "feed_forward_length": 2 * width}
+    numbers |= {"projection_dim": hidden, "block_count": 2, "attention.head_count": 2}
+    for key, number in numbers.items():
+        writer.add_uint32(f"clip.vision.{key}", number)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", NORM_EPSILON)
+    writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
+    writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
+    tensors = {"v.patch_embd.weight": tensor(width, 3, 14, 14), "v.position_embd.weight": tensor(4, width)}
+    for layer in ("v.blk.0", "v.blk.1"):
+        for norm in ("ln1", "ln2"):
+            tensors |= {f"{layer}.{norm}.weight": np.ones(width, np.float32), f"{layer}.{norm}.bias": tensor(width)}
+        tensors |= {
+            f"{layer}.{part}.weight": tensor(width, width) for part in ("attn_q", "attn_k", "attn_v", "attn_out")
+        }
+        tensors |= {
+            f"{layer}.ffn_up.weight": tensor(2 * width, width),
+            f"{layer}.ffn_down.weight": tensor(width, 2 * width),
+        }
+    tensors |= {"mm.0.weight": tensor(hidden, width), "mm.0.bias": tensor(hidden)}
+    tensors |= {"mm.2.weight": tensor(hidden, hidden), "mm.2.bias": tensor(hidden)}
+    write_gguf(writer, tensors, exact=("v.position_embd.weight",))
+
+
 def make_hf(
     folder: Path,
     name: str,

@@ -65,6 +65,10 @@ def test_engine_is_inferred(loads: Loads, keys: str, engine: str) -> None:
             "4: models.q.options: is for engines of other packages; llamacpp has keys of its own",
         ),
         (
+            "path: a.gguf\n    lora: {'a:b.gguf': 1}",
+            '4: models.q.lora."a:b.gguf": llama.cpp takes no adapter whose path has a colon, comma or quote in it',
+        ),
+        (
             "path: a.gguf\n    abilities: []",
             "4: models.q.abilities: may not be empty; without the key it is asked for anything",
         ),

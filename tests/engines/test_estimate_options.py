@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greenroom.config.schema import Model
-from greenroom.engines.estimates.llama_options import ALL, LlamaOptions, of_model, read
+from greenroom.engines.estimates.llama_model import of_model
+from greenroom.engines.estimates.llama_options import ALL, LlamaOptions, read
 
 
 @pytest.mark.parametrize(

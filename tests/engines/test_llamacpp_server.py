@@ -173,6 +173,12 @@ def test_options_that_mean_more_than_one_parameter() -> None:
     assert parameters("--host", "a.sock,b.sock").hostnames == ["a.sock", "b.sock"]
     assert parameters("--no-kv-offload").no_kv_offload
     assert not parameters("--kv-offload").no_kv_offload
+    scaled = parameters("--lora-scaled", "a.gguf:0.5,b.gguf:2").lora_adapters
+    assert [(one.path, one.scale) for one in scaled] == [("a.gguf", 0.5), ("b.gguf", 2.0)]
+    thinks = parameters("--reasoning", "off", "--chat-template-kwargs", '{"a": 1}')
+    assert thinks.enable_reasoning == 0
+    assert thinks.default_template_kwargs == {"enable_thinking": "false", "a": "1"}
+    assert parameters("--reasoning", "auto").default_template_kwargs == {}
 
 
 # A value for each option whose text is not a number.
@@ -186,6 +192,9 @@ SAMPLES = {
     "--rope-scaling": "yarn",
     "--reasoning-format": "deepseek-legacy",
     "--numa": "distribute",
+    "--lora-scaled": "a.gguf:0.5,b.gguf:2",
+    "--spec-type": "draft-simple",
+    "--reasoning": "off",
     "--fit": "off",
     "--chat-template-file": str(Path(__file__)),
     "--chat-template-kwargs": '{"enable_thinking": false}',

@@ -116,6 +116,24 @@ def test_files_are_those_of_the_folder(tmp_path: Path) -> None:
     assert [file.name for file in ENGINE.files(model(tmp_path))] == ["a", "b"]
 
 
+def test_a_folder_of_sentence_transformers_embeds_unless_the_operator_says_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text("[]")
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text("{}")
+    assert ENGINE.facts(model(tmp_path)).abilities == {Ability.EMBEDDINGS}
+    assert ENGINE.options(model(tmp_path), None)["embedding"] is True
+    assert tmp_path / "1_Pooling" / "config.json" in ENGINE.files(model(tmp_path))
+    assert ENGINE.options(model(tmp_path, embedding=False), None)["embedding"] is False
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_chat_template_says_whether_a_model_calls_tools(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{{ messages }}")
+    assert Ability.TOOLS not in (ENGINE.facts(model(tmp_path)).abilities or ())
+    (tmp_path / name).write_text('{"chat_template": "{% if tools %}"}')
+    assert ENGINE.facts(model(tmp_path)).abilities == {Ability.CHAT, Ability.COMPLETIONS, Ability.TOOLS}
+
+
 def test_abilities_follow_the_mode(tmp_path: Path) -> None:
     facts = ENGINE.facts(model(tmp_path))
     assert facts == Facts(frozenset({Ability.CHAT, Ability.COMPLETIONS}), can_sleep=True, keeps_prefixes=True)

@@ -18,7 +18,8 @@ from pydantic_core import ErrorDetails
 
 from greenroom.config import kinds, macros
 from greenroom.config.limits import limits_of, plugin_problems
-from greenroom.config.problems import clashing_recordings
+from greenroom.config.model_section import TEMPLATE_ENDING
+from greenroom.config.problems import clashing_recordings, holds_gguf
 from greenroom.config.problems import problems as problems_of_config
 from greenroom.config.reader import Lines, Problem, SourceFile, Value, Where, read, refusal, shown
 from greenroom.config.schema import Company, Config, Model, Section
@@ -45,12 +46,12 @@ def load(path: str | Path, environ: Mapping[str, str] = os.environ, *, to_serve:
     file = Path(os.path.expanduser(path))
     source = read(file)
     tree, not_expanded = macros.expand(source.tree, environ)
-    checked = _validated(tree, source, not_expanded)
+    absolute = Path(os.path.abspath(file))
+    checked = _validated(_with_gguf_folders(tree, absolute.parent), source, not_expanded)
     if not isinstance(checked, Config):
         raise refusal(str(file), [*source.problems, *not_expanded, *checked], source.lines)
     if source.problems or not_expanded:
         raise refusal(str(file), [*source.problems, *not_expanded], source.lines)
-    absolute = Path(os.path.abspath(file))
     config = resolved(checked, absolute.parent)
     plugins = plugin_problems(limits_of(config)) if to_serve else ()
     if wrong := [*clashing_recordings(config.server, absolute), *plugins]:
@@ -96,7 +97,7 @@ def _names(tree: dict[str, Value]) -> Iterator[tuple[str, list[str]]]:
 # A bare name in these is searched on PATH when the engine starts, as a shell does.
 _PROGRAM_KEYS = frozenset({"program", "python"})
 _SERVER_KEYS = ("record_activity", "record_events")
-_MODEL_KEYS = ("path", "cwd", *sorted(_PROGRAM_KEYS))
+_MODEL_KEYS = ("path", "cwd", "mmproj", "draft_model", *sorted(_PROGRAM_KEYS))
 
 
 def resolved(config: Config, folder: Path) -> Config:
@@ -117,13 +118,33 @@ def resolved(config: Config, folder: Path) -> Config:
 
 def _model(model: Model, folder: Path) -> Model:
     said = {key: getattr(model, key) for key in _MODEL_KEYS}
-    return model.model_copy(
-        update={
-            key: _absolute(path, folder)
-            for key, path in said.items()
-            if path is not None and not (key in _PROGRAM_KEYS and _is_bare(path))
-        }
-    )
+    paths: dict[str, Any] = {
+        key: _absolute(path, folder)
+        for key, path in said.items()
+        if path is not None and not (key in _PROGRAM_KEYS and _is_bare(path))
+    }
+    if model.lora:
+        paths["lora"] = {_absolute(path, folder): scale for path, scale in model.lora.items()}
+    if model.chat_template is not None and model.chat_template.endswith(TEMPLATE_ENDING):
+        paths["chat_template"] = _absolute(model.chat_template, folder)
+    return model.model_copy(update=paths)
+
+
+def _with_gguf_folders(tree: dict[str, Value], folder: Path) -> dict[str, Value]:
+    """The same with `engine: llamacpp` for models that name no engine and whose path is a folder of GGUF files."""
+    models = tree.get("models")
+    if not isinstance(models, dict):
+        return tree
+    found = {
+        name: {**model, "engine": "llamacpp"}
+        for name, model in models.items()
+        if isinstance(model, dict)
+        and model.get("engine") is None
+        and isinstance(path := model.get("path"), str)
+        and holds_gguf(whole := _absolute(path, folder))
+        and not os.path.exists(os.path.join(whole, "config.json"))
+    }
+    return {**tree, "models": {**models, **found}} if found else tree
 
 
 def _is_bare(path: str) -> bool:

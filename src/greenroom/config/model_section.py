@@ -32,6 +32,9 @@ from greenroom.config.reader import Problem, break_on
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
+# A chat template with another name is one that llama.cpp knows.
+TEMPLATE_ENDING = ".jinja"
+
 PRIORITY_NAMES = {"high": 0, "normal": 1, "low": 2}
 
 
@@ -61,8 +64,8 @@ class Model(Section):
     options: dict[str, JsonValue] = {}
     """Engines of other packages: their own options, as their documentation says."""
     path: str | None = None
-    """llamacpp, transformers: the model file, or the folder with config.json and safetensors; relative paths start at
-    the folder of the configuration file."""
+    """llamacpp, transformers: the model file, or the folder with config.json and safetensors or with one GGUF; relative
+    paths start at the folder of the configuration file."""
     cmd: str | tuple[str, ...] | None = None
     """command: the program and its arguments, split like a shell would, never run by one. ${PORT} is a free port;
     ${GPUS}, ${GPU_COUNT} and ${TENSOR_SPLIT} are its GPUs, their number, and the MiB on each; a command without any of
@@ -100,9 +103,24 @@ class Model(Section):
     threads: Count | None = None
     """llamacpp, transformers: CPU threads; the engine's own choice when not given."""
     embedding: bool = False
-    """llamacpp, transformers: serve embeddings instead of text."""
+    """llamacpp, transformers: serve embeddings instead of text. When not given, as the model's files say."""
     reranking: bool = False
-    """llamacpp: serve /v1/rerank instead of text."""
+    """llamacpp: serve /v1/rerank instead of text. When not given, as the file says."""
+    mmproj: str | None = None
+    """llamacpp: the projector (a GGUF file) by which it takes images or sound; in a folder the one that is there."""
+    lora: dict[str, Annotated[float, Field(ge=-100, le=100), NotBool]] = {}
+    """llamacpp: LoRA adapters (GGUF files), each with its scale; 1 applies it as it was trained."""
+    draft_model: str | None = None
+    """llamacpp: a small GGUF model of the same vocabulary that drafts tokens ahead (speculative decoding)."""
+    chat_template: str | None = None
+    """llamacpp: a file with a Jinja template (its name ends in .jinja), or the name of one that llama.cpp knows, such
+    as chatml; the model's own when not given."""
+    reasoning: Literal["auto", "on", "off"] = "auto"
+    """llamacpp: whether a model that can reason before it answers does; auto leaves it to its chat template."""
+    reasoning_format: Literal["auto", "none", "deepseek", "deepseek-legacy"] = "auto"
+    """llamacpp: where thoughts go: none leaves them in the text, deepseek puts them in reasoning_content."""
+    reasoning_budget: Annotated[int, Field(ge=-1, le=COUNT_MAX), NotBool] = -1
+    """llamacpp: tokens it may think for; -1 has no limit, 0 ends thinking at once."""
     args: tuple[str, ...] = ()
     """llamacpp: further arguments for llama-server, as they are."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -187,6 +205,11 @@ class Model(Section):
         return self
 
     @property
+    def says_mode(self) -> bool:
+        """True if the operator says whether it embeds, ranks or writes; otherwise its files tell."""
+        return bool(self.model_fields_set & {"embedding", "reranking"})
+
+    @property
     def is_host_only(self) -> bool:
         """True if it uses no GPU: by its options, or because `devices` names the host alone."""
         return self.device == "cpu" or self.n_gpu_layers == 0 or set(self.devices) == {"host"}
@@ -208,6 +231,13 @@ LLAMACPP_KEYS = frozenset(
         "threads",
         "embedding",
         "reranking",
+        "mmproj",
+        "lora",
+        "draft_model",
+        "chat_template",
+        "reasoning",
+        "reasoning_format",
+        "reasoning_budget",
         "args",
     }
 )
@@ -255,6 +285,9 @@ def _problems(model: Model) -> Iterator[Problem]:
     yield from _keys_of_other_engines(model, model.engine)
     yield from _params(model)
     yield from _environment(model)
+    for path in model.lora:
+        if any(letter in path for letter in ':,"'):
+            yield Problem(("lora", path), "llama.cpp takes no adapter whose path has a colon, comma or quote in it")
     if model.abilities == ():
         yield Problem(("abilities",), "may not be empty; without the key it is asked for anything")
     if model.engine in ("llamacpp", "transformers") and not model.path:

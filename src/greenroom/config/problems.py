@@ -15,6 +15,7 @@ from pathlib import Path
 
 from greenroom.config.coresidency import rules_of
 from greenroom.config.kinds import words
+from greenroom.config.model_section import TEMPLATE_ENDING
 from greenroom.config.reader import Problem
 from greenroom.config.schema import Config, Model, Server
 from greenroom.core.model import ModelId
@@ -97,7 +98,18 @@ def budget_mib(config: Config, model: Model | None = None) -> int | None:
 
 
 # What `path` must be. Engines of other packages take what they like.
-_PATHS = {"transformers": (os.path.isdir, "folder"), "llamacpp": (os.path.isfile, "file")}
+_PATHS = {
+    "transformers": (os.path.isdir, "folder"),
+    "llamacpp": (lambda path: os.path.isfile(path) or holds_gguf(path), "file"),
+}
+
+
+def holds_gguf(path: str) -> bool:
+    """True for a folder with a GGUF file in it."""
+    try:
+        return any(name.lower().endswith(".gguf") for name in os.listdir(path))
+    except (OSError, ValueError):
+        return False
 
 
 def _missing(model: Model) -> Iterator[str]:
@@ -105,6 +117,12 @@ def _missing(model: Model) -> Iterator[str]:
     if model.path is not None and not is_there(model.path):
         is_other = os.path.exists(model.path)
         yield f"path: {model.path} is no {what}" if is_other else f"path: there is no {what} {model.path}"
+    beside = {"mmproj": model.mmproj, "draft_model": model.draft_model, **{f"lora.{path}": path for path in model.lora}}
+    if model.chat_template is not None and model.chat_template.endswith(TEMPLATE_ENDING):
+        beside["chat_template"] = model.chat_template
+    for key, path in beside.items():
+        if path is not None and not os.path.isfile(path):
+            yield f"{key}: there is no file {path}"
     if model.cwd is not None and not os.path.isdir(model.cwd):
         yield f"cwd: there is no directory {model.cwd}"
     first = words(model.cmd)[0] if model.cmd else None

@@ -12,7 +12,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from greenroom.config.schema import Ability, Model
+from greenroom.config.model_section import TEMPLATE_ENDING
+from greenroom.config.schema import Model
 from greenroom.engines.base import (
     Facts,
     Launch,
@@ -28,7 +29,8 @@ from greenroom.engines.base import (
 )
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.gguf import estimate_gguf, files_of
-from greenroom.engines.estimates.llama_options import of_model
+from greenroom.engines.estimates.llama_model import abilities_of, of_model
+from greenroom.engines.estimates.llama_options import LlamaOptions
 from greenroom.engines.identity import embedded_identity, file_identity, program_identity
 from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command
@@ -36,8 +38,6 @@ from greenroom.process.spawn import Command
 WORKER = Path(__file__).parent.parent / "workers" / "llamacpp_server.py"
 # No prompt cache in host memory: it is not part of the plan.
 CACHE_RAM_MIB = 0
-# Batch size for inputs that must fit one batch, if the context length is the model's own.
-BATCH = 8192
 
 
 class LlamaCppEngine(ProcessEngine):
@@ -46,7 +46,7 @@ class LlamaCppEngine(ProcessEngine):
     usage_source = UsageSource.TIMINGS
 
     def facts(self, model: Model) -> Facts:
-        return Facts(_abilities(model), can_split=Split.PROPORTIONAL)
+        return Facts(abilities_of(model), can_split=Split.PROPORTIONAL)
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
         # The embedded build keeps logits of sampled tokens only; a binary of unknown version may keep a whole batch.
@@ -64,23 +64,14 @@ class LlamaCppEngine(ProcessEngine):
         return list(files_of(of_model(model)))
 
     def launch(self, model_id: str, model: Model, place: LaunchPlace) -> Launch:
-        # Unlike Path.is_file, this never raises.
-        if not os.path.isfile(model.path or ""):
-            raise LoadFailed(f"{model_id}: there is no file {model.path}. Correct `path` in the configuration.")
-        argv = (*_program(model), *_arguments(model_id, model, place))
+        options = of_model(model)
+        _check_files(model_id, model, options)
+        argv = (*_program(model), *_arguments(model_id, model, options, place))
         return Launch(Command(argv, environment(model, place), model.cwd), "/health")
 
     def usage(self, tail: bytes, *, stream: bool) -> Usage | None:
         # Embeddings and rerank answers have `usage` alone.
         return from_timings(tail) or from_usage(tail)
-
-
-def _abilities(model: Model) -> frozenset[Ability]:
-    if model.embedding:
-        return frozenset({Ability.EMBEDDINGS})
-    if model.reranking:
-        return frozenset({Ability.RERANK})
-    return frozenset({Ability.CHAT, Ability.COMPLETIONS})
 
 
 def _binary(model: Model) -> str | None:
@@ -101,27 +92,66 @@ def _program(model: Model) -> tuple[str, ...]:
     return (model.python or sys.executable, str(WORKER))
 
 
-def _arguments(model_id: str, model: Model, place: LaunchPlace) -> list[str]:
-    argv = ["--model", str(model.path), "--alias", model_id, "--host", place.socket or "127.0.0.1"]
+def _check_files(model_id: str, model: Model, options: LlamaOptions) -> None:
+    """Raises LoadFailed if a file is missing. Unlike Path.is_file, os.path.isfile never raises."""
+    if os.path.isdir(options.model or ""):
+        raise LoadFailed(f"{model_id}: {model.path} does not hold one GGUF model. Name the file in `path`.")
+    files = {"path": options.model, "mmproj": next(iter(options.projectors), None), "draft_model": options.draft}
+    for key, file in (*files.items(), *(("lora", file) for file in model.lora)):
+        if (file is not None or key == "path") and not os.path.isfile(file or ""):
+            raise LoadFailed(f"{model_id}: there is no file {file}. Correct `{key}` in the configuration.")
+
+
+def _arguments(model_id: str, model: Model, options: LlamaOptions, place: LaunchPlace) -> list[str]:
+    argv = ["--model", str(options.model), "--alias", model_id, "--host", place.socket or "127.0.0.1"]
     argv += ["--port", str(place.port or 0)]
     argv += ["--ctx-size", str(model.ctx_size), "--parallel", str(model.parallel), "--kv-unified"]
     argv += ["--flash-attn", model.flash_attn, "--cache-ram", str(CACHE_RAM_MIB), "--no-webui"]
     argv += ["--cache-type-k", model.cache_type_k, "--cache-type-v", model.cache_type_v]
-    argv += _on_devices(model, place)
+    argv += _on_devices(model, options, place)
     if model.threads is not None:
         argv += ["--threads", str(model.threads)]
-    if model.embedding or model.reranking:
+    if options.embedding or options.reranking:
         # These take a whole input in one batch, so a batch must be as large as the context.
-        argv += ["--embedding" if model.embedding else "--reranking"]
-        argv += ["--batch-size", str(model.ctx_size or BATCH), "--ubatch-size", str(model.ctx_size or BATCH)]
-    return [*argv, *model.args]
+        argv += ["--reranking" if options.reranking else "--embedding"]
+        argv += ["--batch-size", str(options.batch), "--ubatch-size", str(options.ubatch)]
+    return [*argv, *_beside(model, options), *_chat(model), *model.args]
 
 
-def _on_devices(model: Model, place: LaunchPlace) -> list[str]:
+def _beside(model: Model, options: LlamaOptions) -> list[str]:
+    """The files beside the model: projector, adapters, draft model. Those in `args` follow by themselves."""
+    argv: list[str] = []
+    if "--mmproj" not in model.args and "-mm" not in model.args:
+        argv += [word for file in options.projectors for word in ("--mmproj", file)]
+    if model.lora:
+        argv += ["--lora-scaled", ",".join(f"{file}:{scale:g}" for file, scale in model.lora.items())]
+    if model.draft_model is not None:
+        # Without a type, llama-server loads a draft model and leaves it unused.
+        argv += ["--model-draft", model.draft_model, "--spec-type", "draft-simple"]
+    return argv
+
+
+def _chat(model: Model) -> list[str]:
+    argv: list[str] = []
+    if model.chat_template is not None:
+        is_file = model.chat_template.endswith(TEMPLATE_ENDING)
+        argv += ["--chat-template-file" if is_file else "--chat-template", model.chat_template]
+    if model.reasoning != "auto":
+        argv += ["--reasoning", model.reasoning]
+    if model.reasoning_format != "auto":
+        argv += ["--reasoning-format", model.reasoning_format]
+    if model.reasoning_budget >= 0:
+        argv += ["--reasoning-budget", str(model.reasoning_budget)]
+    return argv
+
+
+def _on_devices(model: Model, options: LlamaOptions, place: LaunchPlace) -> list[str]:
     """Which devices it uses, and how much of it lies on each."""
     if model.device == "cpu" or place.gpus == ():
         # Even without layers on it, llama.cpp would use a GPU for large batches.
-        return ["--n-gpu-layers", "0", "--no-op-offload"]
+        argv = ["--n-gpu-layers", "0", "--no-op-offload"]
+        argv += ["--no-mmproj-offload"] if options.projectors else []
+        return [*argv, "--n-gpu-layers-draft", "0"] if options.draft is not None else argv
     argv = ["--n-gpu-layers", str(model.n_gpu_layers)] if model.n_gpu_layers >= 0 else []
     # Without a claim llama.cpp splits the model itself, by free memory.
     if len(place.gpus or ()) > 1 and place.claim:

@@ -17,6 +17,7 @@ from greenroom.config.schema import Ability, Model
 from greenroom.core.model import DeviceId
 from greenroom.engines.base import Facts, HostedEngine, HostKey, worker_environment
 from greenroom.engines.estimates.estimate import Estimate
+from greenroom.engines.estimates.gguf_header import TEMPLATE_MAX_BYTES, knows_tools
 from greenroom.engines.estimates.hosted import (
     BATCH_DEFAULT,
     CONTEXTS_CACHED,
@@ -30,6 +31,9 @@ from greenroom.errors import LoadFailed, UnusableModel
 from greenroom.process.spawn import Command
 
 WORKER: Final = Path(__file__).parent.parent / "workers" / "torch_worker.py"
+# Its presence says that a folder holds a model of sentence-transformers.
+MODULES: Final = "modules.json"
+TEMPLATE_FILES: Final = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 # Serve the files of the folder and fetch nothing. Ask NVML whether there is a GPU: CUDA would fix the visible GPUs, and
 # a spare learns its GPUs only with its first model. Write log lines at once.
 _OWN_ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONUNBUFFERED": "1"}
@@ -39,8 +43,7 @@ class TransformersEngine(HostedEngine):
     name = "transformers"
 
     def facts(self, model: Model) -> Facts:
-        does = {Ability.EMBEDDINGS} if model.embedding else {Ability.CHAT, Ability.COMPLETIONS}
-        return Facts(frozenset(does), can_sleep=True, keeps_prefixes=True)
+        return Facts(_abilities(model), can_sleep=True, keeps_prefixes=True)
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
         return estimate_ready(Path(model.path or ""), _sizes(model), gpus)
@@ -58,7 +61,7 @@ class TransformersEngine(HostedEngine):
         """The files of its folder; for an embedding model also those of its modules, such as `1_Pooling`."""
         folder = Path(model.path or "")
         try:
-            below = folder.glob(MODULE_FILES) if model.embedding else ()
+            below = folder.glob(MODULE_FILES) if _embeds(model) else ()
             return sorted(one for one in (*folder.iterdir(), *below) if one.is_file())[:FILES_MAX]
         except (OSError, ValueError):
             return []
@@ -93,13 +96,34 @@ class TransformersEngine(HostedEngine):
             "context": sizes.context,
             "cache_tokens": sizes.cache_tokens,
             "batch_max": sizes.batch_max,
-            "embedding": model.embedding,
+            "embedding": _embeds(model),
             "device": "cpu" if model.device == "cpu" or gpus == () else "auto",
             "trust_remote_code": model.trust_remote_code,
             "allow_pickle": model.allow_pickle,
             "skip_check": model.skip_check,
             "threads": model.threads,
         }
+
+
+def _embeds(model: Model) -> bool:
+    """As the operator says; else true for a folder that sentence-transformers wrote."""
+    return model.embedding if model.says_mode else os.path.isfile(os.path.join(model.path or "", MODULES))
+
+
+def _abilities(model: Model) -> frozenset[Ability]:
+    if _embeds(model):
+        return frozenset({Ability.EMBEDDINGS})
+    tools = {Ability.TOOLS} if any(_knows_tools(Path(model.path or "", name)) for name in TEMPLATE_FILES) else set()
+    return frozenset({Ability.CHAT, Ability.COMPLETIONS, *tools})
+
+
+def _knows_tools(file: Path) -> bool:
+    """The template is the file, or a text in it."""
+    try:
+        with open(file, encoding="utf-8", errors="replace") as opened:
+            return knows_tools(opened.read(TEMPLATE_MAX_BYTES))
+    except (OSError, ValueError):
+        return False
 
 
 def _sizes(model: Model) -> HostedOptions:

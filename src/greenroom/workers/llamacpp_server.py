@@ -32,6 +32,7 @@ LOG_DRAIN_S = 0.1
 # llama.cpp's own: tokens computed at once.
 UBATCH = 512
 GPU_LAYERS = {"auto": -1, "all": -2}
+REASONING = {"auto": -1, "off": 0, "on": 1}
 
 # Where the library's defaults differ from the program's, or from what a gateway wants.
 DEFAULTS: dict[str, Any] = {
@@ -120,14 +121,29 @@ def template_arguments(text: str) -> dict[str, str]:
 
 
 def lora_adapters(text: str) -> list[Any]:
+    return [adapter(path, 1.0) for path in parts(text)]
+
+
+def scaled_adapters(text: str) -> list[Any]:
+    """FILE:SCALE, with commas between several."""
+    pairs = [part.rpartition(":") for part in parts(text)]
+    return [adapter(path, float(scale)) for path, _, scale in pairs]
+
+
+def adapter(path: str, scale: float) -> Any:
     import xllamacpp
 
-    adapters = []
-    for path in parts(text):
-        adapter = xllamacpp.CommonAdapterLoraInfo()
-        adapter.path, adapter.scale = path, 1.0
-        adapters.append(adapter)
-    return adapters
+    made = xllamacpp.CommonAdapterLoraInfo()
+    made.path, made.scale = path, scale
+    return made
+
+
+def speculation(text: str) -> list[Any]:
+    return [speculative_type(part) for part in parts(text)]
+
+
+def reasoning(text: str) -> int:
+    return REASONING[text]
 
 
 def file_text(path: str) -> str:
@@ -141,6 +157,7 @@ load_mode = constant("llama_load_mode", "LLAMA_LOAD_MODE_", dio="direct_io")
 split_mode = constant("llama_split_mode", "LLAMA_SPLIT_MODE_")
 rope_scaling = constant("llama_rope_scaling_type", "LLAMA_ROPE_SCALING_TYPE_")
 reasoning_format = constant("common_reasoning_format", "COMMON_REASONING_FORMAT_")
+speculative_type = constant("common_speculative_type", "COMMON_SPECULATIVE_TYPE_")
 numa = constant("ggml_numa_strategy", "GGML_NUMA_STRATEGY_")
 
 # fmt: off
@@ -149,6 +166,10 @@ OPTIONS: tuple[Option, ...] = (
     option("--model -m", "model.path", str),
     option("--alias -a", "model_alias", lambda text: set(parts(text))),
     option("--lora", "lora_adapters", lora_adapters),
+    option("--lora-scaled", "lora_adapters", scaled_adapters),
+    option("--model-draft -md --spec-draft-model", "speculative.draft.mparams.path", str),
+    option("--spec-type", "speculative.types", speculation),
+    option("--n-gpu-layers-draft --gpu-layers-draft -ngld", "speculative.draft.n_gpu_layers", gpu_layers),
     option("--mmproj -mm", "mmproj.path", str),
     option("--host", "hostnames", parts),
     option("--port", "port", int),
@@ -166,7 +187,9 @@ OPTIONS: tuple[Option, ...] = (
     option("--chat-template", "chat_template", str),
     option("--chat-template-file", "chat_template", file_text),
     option("--chat-template-kwargs", "default_template_kwargs", template_arguments),
+    option("--reasoning -rea", "enable_reasoning", reasoning),
     option("--reasoning-format", "reasoning_format", reasoning_format),
+    option("--reasoning-budget", "sampling.reasoning_budget_tokens", int),
     option("--n-predict --predict -n", "n_predict", int),
     option("--seed -s", "sampling.seed", int),
     option("--temp --temperature", "sampling.temp", float),
@@ -263,7 +286,7 @@ class Given(argparse.Action):
         said = text if self.entry.always is None else self.entry.always
         try:
             value = self.entry.read(said)
-        except (ValueError, TypeError, OSError) as reason:
+        except (LookupError, ValueError, TypeError, OSError) as reason:
             raise argparse.ArgumentError(self, f"{said!r} cannot be used ({reason})") from None
         for target in self.entry.targets:
             into.given[target] = value
@@ -293,6 +316,9 @@ def implied(options: argparse.Namespace) -> dict[str, Any]:
         follows["cpuparams_batch.n_threads"] = given["cpuparams.n_threads"]
     if given.get("n_parallel", 1) < 0:
         follows["n_parallel"] = PARALLEL_AUTO
+    if (thinks := given.get("enable_reasoning", -1)) >= 0:
+        told = given.get("default_template_kwargs", {})
+        follows["default_template_kwargs"] = {"enable_thinking": json.dumps(bool(thinks)), **told}
     if options.rerank:
         follows |= {"embedding": True, "pooling_type": pooling("rank")}
     if options.rerank or given.get("embedding"):

@@ -109,12 +109,12 @@ def _unusable_files(config: Config) -> list[str]:
     """Warnings for files that llama.cpp cannot load. The loader reports those that are missing."""
     from greenroom.engines.estimates.gguf import check_gguf
     from greenroom.engines.estimates.gguf_header import BadModelFile
-    from greenroom.engines.estimates.llama_options import of_model
+    from greenroom.engines.estimates.llama_model import of_model
     from greenroom.engines.registry import engine_for
 
     found = []
     for name, model in config.models.items():
-        if engine_for(model).name == "llamacpp" and os.path.isfile(model.path or ""):
+        if engine_for(model).name == "llamacpp" and os.path.exists(model.path or ""):
             try:
                 check_gguf(of_model(model))
             except BadModelFile as error:

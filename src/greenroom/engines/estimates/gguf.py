@@ -78,6 +78,14 @@ def files_of(options: LlamaOptions) -> list[Path]:
     return [*parts, *map(Path, beside)]
 
 
+def header_of(path: str | Path) -> GgufHeader | None:
+    """The header of a file; None if it cannot be read. Cached until the file changes."""
+    try:
+        return _header(*_stamp(Path(path)))
+    except (BadModelFile, OSError, ValueError):
+        return None
+
+
 def check_gguf(options: LlamaOptions) -> None:
     """Raises BadModelFile if the model's file, or another that it is split over, is not a complete GGUF file."""
     _Model.of(Path(options.model or ""))
@@ -188,7 +196,7 @@ def _compute_part(
     masks = tokens * sum(looked_at) * (MASK_BYTES if options.flash else MASK_BYTES_PLAIN)
     scores = 0 if options.flash else tokens * max(looked_at) * header.number("attention.head_count") * _F32
     width, logits = header.number("embedding_length"), model.weights.vocabulary * _F32
-    rows = tokens if logits_all and not options.embedding else min(tokens, cells.sequences)
+    rows = tokens if logits_all and not (options.embedding or options.reranking) else min(tokens, cells.sequences)
     widest = max(tokens * (2 * _feed_forward(header) + ROWS * width) * _F32, rows * logits + tokens * width * _F32)
     total = masks + scores + widest
     if not on_gpu:

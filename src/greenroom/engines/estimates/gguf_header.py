@@ -32,6 +32,9 @@ ENTRIES_MAX: Final = 65_536
 STRINGS_MAX: Final = 2_000_000
 # Longer texts (chat templates, licences) are skipped.
 TEXT_MAX_BYTES: Final = 1_024
+# Chat templates are looked at up to this size.
+TEMPLATE_MAX_BYTES: Final = 256 * 1_024
+TEMPLATE: Final = "tokenizer.chat_template"
 DIMENSIONS_MAX: Final = 4
 ALIGNMENT_DEFAULT: Final = 32
 ALIGNMENT_MAX: Final = 65_536
@@ -75,6 +78,8 @@ class GgufHeader:
     weights: WeightBytes
     # All integers of its architecture, by key without that prefix; a tuple if they are per layer.
     numbers: Mapping[str, int | tuple[int, ...]]
+    # Its chat template says what to do with tools.
+    has_tools: bool = False
 
     def number(self, key: str, default: int = 0) -> int:
         """A non-negative integer; the largest of several."""
@@ -86,6 +91,11 @@ class GgufHeader:
         if isinstance(value, int):
             return (_bounded(value),) * layers
         return tuple(_bounded(number) for number in (*value, *(0,) * layers)[:layers])
+
+
+def knows_tools(template: str) -> bool:
+    """True if a chat template says what to do with tools."""
+    return "tools" in template
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -178,19 +188,19 @@ class Cursor:
         self.skip(8)
         return int(_U64.unpack_from(self._buffer, self.at - 8)[0])
 
-    def text(self) -> str:
+    def text(self, max_bytes: int = TEXT_MAX_BYTES) -> str:
         """A string; empty if it is longer than any that is needed."""
         size = self.u64()
-        if size > TEXT_MAX_BYTES:
+        if size > max_bytes:
             self.skip(size)
             return ""
         return self.take(size).decode("utf-8", "replace")
 
-    def value(self) -> Value | None:
+    def value(self, text_max_bytes: int = TEXT_MAX_BYTES) -> Value | None:
         """The next value, or None if it is not needed."""
         kind = self.u32()
         if kind == _STRING:
-            return self.text()
+            return self.text(text_max_bytes)
         if kind == _ARRAY:
             return self._array()
         return self._scalar(kind)
@@ -268,7 +278,8 @@ def _preamble(cursor: Cursor) -> tuple[int, int]:
 
 def _key_values(cursor: Cursor, count: int) -> Iterator[tuple[str, Value]]:
     for _ in range(count):
-        key, value = cursor.text(), cursor.value()
+        key = cursor.text()
+        value = cursor.value(TEMPLATE_MAX_BYTES if key == TEMPLATE else TEXT_MAX_BYTES)
         if value is not None:
             yield key, value
 
@@ -305,6 +316,7 @@ def _header(cursor: Cursor, values: Mapping[str, Value], end: int, weights: Weig
         is_embedding=pooling != _POOLING_RANK
         and (pooling not in (None, _POOLING_NONE) or ENCODERS.search(architecture) is not None),
         is_reranking=pooling == _POOLING_RANK,
+        has_tools=knows_tools(str(values.get(TEMPLATE, ""))),
         weights=weights,
         numbers=dict(_numbers(values, architecture)),
     )

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from greenroom.config.schema import Model
 from greenroom.engines.estimates.kv_cache import TYPE_BYTES
 
 # More words than any command line has.
@@ -24,8 +23,6 @@ _MAY_BE_NEGATIVE: Final = frozenset(("gpu_layers", "draft_gpu_layers", "parallel
 UBATCH: Final = 512
 BATCH: Final = 2_048
 PARALLEL: Final = 4
-# The batch our launch sets for embedding models without a ctx_size.
-BATCH_EMBEDDING: Final = 8_192
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +51,12 @@ class LlamaOptions:
     draft_context: int = 0
     draft_gpu_layers: int = ALL_LAYERS
     embedding: bool = False
+    reranking: bool = False
 
     @property
     def sequences(self) -> int:
         """Sequences at once; below one, llama-server's own number."""
         return self.parallel if self.parallel > 0 else PARALLEL
-
-
-def of_model(model: Model) -> LlamaOptions:
-    """The options our launch makes from a model's keys, changed by its `args`."""
-    embeds = model.embedding or model.reranking
-    batch = (model.ctx_size or BATCH_EMBEDDING) if embeds else None
-    keys = LlamaOptions(
-        model=model.path,
-        context=model.ctx_size,
-        gpu_layers=model.n_gpu_layers,
-        type_k=model.cache_type_k,
-        type_v=model.cache_type_v,
-        parallel=model.parallel,
-        batch=batch or BATCH,
-        ubatch=batch or UBATCH,
-        flash=model.flash_attn != "off",
-        no_gpu=model.device == "cpu",
-        embedding=embeds,
-    )
-    return read(model.args, keys)
 
 
 def read(words: Sequence[str], said: LlamaOptions | None = None) -> LlamaOptions:
@@ -164,9 +142,12 @@ _SPELLINGS: Final[Mapping[str, Change]] = {
     "--no-mmproj-offload": _always("projector_offload", False),
     "--lora": _more("adapters"),
     "--lora-scaled": _without_weight,
-    "-md --model-draft": _text("draft"),
+    "-md --model-draft --spec-draft-model": _text("draft"),
     "-cd --ctx-size-draft": _number("draft_context"),
-    "-ngld --gpu-layers-draft --n-gpu-layers-draft": _number("draft_gpu_layers", auto=ALL_LAYERS, all=ALL_LAYERS),
-    "--embedding --embeddings --reranking --rerank": _always("embedding", True),
+    "-ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl": _number(
+        "draft_gpu_layers", auto=ALL_LAYERS, all=ALL_LAYERS
+    ),
+    "--embedding --embeddings": _always("embedding", True),
+    "--reranking --rerank": _always("reranking", True),
 }
 _OPTIONS: Final = {name: change for names, change in _SPELLINGS.items() for name in names.split()}
