@@ -335,6 +335,13 @@ class NoPlace(ClientFault):
     code = "green_room_full"
 
 
+class EngineMissing(LoadFailed):
+    """The engine of the model is not installed here."""
+
+    code = "engine_missing"
+    public_words = "The model could not be loaded: its engine is not installed here."
+
+
 class UnusableModel(LoadFailed):
     """Files of the model are missing, damaged, or not supported by its engine. A retry cannot succeed."""
 

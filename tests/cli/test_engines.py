@@ -21,6 +21,7 @@ from greenroom.cli.commands.engines import (
     ask_python,
 )
 from greenroom.cli.main import main
+from tests.config.test_plugins import install
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -186,3 +187,29 @@ def test_the_extra_is_what_the_command_says_to_install() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["transformers"] == [one.requirement for one in TRANSFORMERS]
     assert extras["llamacpp"] == [one.requirement for one in LLAMACPP]
+
+
+def test_an_engine_of_another_package_says_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+    code = """
+from greenroom.engines.base import ProcessEngine
+
+class Forge(ProcessEngine):
+    name = "forge"
+    def missing(self, model):
+        return "there is no anvil; type: apt install anvil"
+    def launch(self, model_id, model, place):
+        raise NotImplementedError
+"""
+    install(site, "[greenroom.engines]\nforge = acme_forge:Forge\nbent = acme_gone:Bent\n", acme_forge=code)
+    config = configured(tmp_path / "c.yaml", "  a: {engine: forge}\n")
+    rows = {row["engine"]: row for row in engines(capsys, "-c", config)}
+    assert (rows["forge"]["installed"], rows["forge"]["versions"]) == (False, {"acme": "1.0"})
+    assert rows["forge"]["why"] == "there is no anvil; type: apt install anvil"
+    assert "'bent' of acme_gone:Bent does not load" in rows["bent"]["why"]
+    assert main(["check", config]) == 0
+    assert "warning: models.a: there is no anvil; type: apt install anvil" in capsys.readouterr().out

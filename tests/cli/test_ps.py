@@ -53,6 +53,12 @@ WAKING = model(
 FAILED = model("broken", last_error={"code": "model_load_failed", "message": "no"})
 
 
+def test_what_an_engine_lacks_is_told_in_full_and_once() -> None:
+    why = "xllamacpp is not installed in /a/python; type: /a/python -m pip install 'greenroom[llamacpp]'"
+    (row,) = ps.rows(status({**FAILED, "missing": why}))
+    assert row[-1] == f"cannot be loaded: {why}"
+
+
 def test_it_is_told_when_a_failed_model_is_tried_again() -> None:
     (row,) = ps.rows(status({**FAILED, "retry_in_s": 20.0}))
     assert row[-1] == "failed, again in 20s: no; greenroom logs broken"

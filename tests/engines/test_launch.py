@@ -56,8 +56,9 @@ def test_configured_program_wins_and_must_exist(tmp_path: Path) -> None:
     mine = program(tmp_path, "my-server")
     path = str(gguf(tmp_path))
     assert LlamaCppEngine().launch("m", Model(path=path, program=str(mine)), PLACE).command.argv[0] == str(mine)
-    with pytest.raises(LoadFailed, match="nowhere"):
-        LlamaCppEngine().launch("m", Model(path=path, program=str(tmp_path / "nowhere")), PLACE)
+    assert LlamaCppEngine().missing(Model(path=path, program=str(mine))) is None
+    gone = LlamaCppEngine().missing(Model(path=path, program=str(tmp_path / "nowhere")))
+    assert gone == f"there is no program {tmp_path}/nowhere; correct `program`"
 
 
 @pytest.mark.parametrize("path", ["/" + "x" * 300 + ".gguf", "/dev/null/m.gguf", "/\0.gguf"])

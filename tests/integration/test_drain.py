@@ -202,11 +202,12 @@ async def test_failed_start_gives_its_port_back(tmp_path: Path) -> None:
     """With a single port for all engines, one that cannot be started must not keep it."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    missing = {"cmd": "/no/such/program --port ${PORT}", "memory_mib": 1}
-    async with gateway(
-        tmp_path, {"missing": missing, "good": fake("good")}, ports={"first": port, "last": port}
-    ) as app:
-        assert (await chat(app, "missing")).error["code"] == "model_load_failed"
+    program = tmp_path / "program"
+    program.write_text("#!/no/such/interpreter\n")
+    program.chmod(0o755)
+    broken = {"cmd": [str(program), "--port", "${PORT}"], "memory_mib": 1}
+    async with gateway(tmp_path, {"broken": broken, "good": fake("good")}, ports={"first": port, "last": port}) as app:
+        assert (await chat(app, "broken")).error["code"] == "model_load_failed"
         assert (await chat(app, "good")).text == "good 1 2 3"
 
 

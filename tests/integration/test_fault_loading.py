@@ -24,7 +24,7 @@ from greenroom.errors import LoadFailed
 from greenroom.process import ports
 from tests.harness import FAKE_ENGINE, fake, gateway, left_behind, tiny
 from tests.integration.facts import Journal, at_rest, is_loading, is_ready, pids
-from tests.integration.raw import Answer, chat
+from tests.integration.raw import Answer, chat, http
 from tests.models import tiny as tiny_model
 from tests.waiting import until, until_now
 
@@ -39,10 +39,10 @@ def load(app: App, model: str) -> Any:
     return app.operations.move(MoveKind.LOAD, ModelId(model))
 
 
-def assert_failed(answer: Answer, why: str) -> None:
+def assert_failed(answer: Answer, why: str, code: str = "model_load_failed") -> None:
     """The shape every waiter of a failed load sees, with what the engine said last."""
     assert answer.status == 503, answer.body
-    assert answer.error["code"] == "model_load_failed"
+    assert answer.error["code"] == code
     assert why in f"{answer.error['message']} {answer.error['details']}"
     assert int(answer.headers["retry-after"]) >= 1
 
@@ -81,7 +81,7 @@ async def test_engine_that_ends_while_loading_fails_all_waiters_at_once_and_back
 async def test_program_that_is_not_there_fails_the_load(tmp_path: Path) -> None:
     model = {"cmd": ["/no/such/program", "--port", "${PORT}"], "memory_mib": 1}
     async with gateway(tmp_path, {"alpha": model}, **LONG_BACKOFF) as app:
-        assert_failed(await chat(app, "alpha"), "No such file or directory: '/no/such/program'")
+        assert_failed(await chat(app, "alpha"), "there is no program /no/such/program", "engine_missing")
 
 
 async def test_model_file_that_is_not_there_fails_the_load(tmp_path: Path) -> None:
@@ -166,9 +166,34 @@ async def test_each_further_failure_doubles_the_pause(tmp_path: Path) -> None:
 
 async def test_a_program_that_is_not_there_is_told_with_the_model(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"alpha": {"cmd": "no-such-server ${PORT}"}}, **LONG_BACKOFF) as app:
+        (shown,) = (await http(app, "GET", "/api/v1/status")).json()["models"]
+        assert shown["missing"] == "there is no program no-such-server; install it or correct `cmd`"
         answer = await chat(app, "alpha")
-        assert_failed(answer, "no-such-server could not be started")
+        assert_failed(answer, "there is no program no-such-server", "engine_missing")
         assert answer.error["message"].startswith("alpha could not be loaded: ")
+
+
+async def test_a_program_that_was_installed_meanwhile_is_used(tmp_path: Path) -> None:
+    program = tmp_path / "server"
+    cmd = [str(program), *fake("alpha")["cmd"][1:]]
+    async with gateway(tmp_path, {"alpha": {"cmd": cmd, "memory_mib": 1}}, **LONG_BACKOFF) as app:
+        assert_failed(await chat(app, "alpha"), "there is no program", "engine_missing")
+        program.symlink_to(sys.executable)
+        await load(app, "alpha")
+        (shown,) = (await http(app, "GET", "/api/v1/status")).json()["models"]
+        assert (shown["missing"], shown["last_error"]) == (None, None)
+
+
+async def test_an_engine_whose_packages_are_missing_says_what_to_type(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
+    (tmp_path / "pyvenv.cfg").write_text("include-system-site-packages = false\n")
+    python = tmp_path / "bin" / "python"
+    python.symlink_to(sys.executable)
+    async with gateway(tmp_path, {"alpha": {"path": str(tmp_path), "python": str(python)}}, **LONG_BACKOFF) as app:
+        answer = await chat(app, "alpha")
+        packages = "torch transformers h11 jinja2"
+        assert_failed(answer, f"{python} -m pip install {packages}", "engine_missing")
 
 
 async def test_operator_need_not_wait_for_the_back_off(tmp_path: Path) -> None:

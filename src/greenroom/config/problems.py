@@ -127,11 +127,11 @@ def _missing(model: Model) -> Iterator[str]:
         yield f"cwd: there is no directory {model.cwd}"
     first = words(model.cmd)[0] if model.cmd else None
     for key, program in (("cmd", first), ("program", model.program), ("python", model.python)):
-        if program is not None and not _can_be_run(program, model):
+        if program is not None and not can_be_run(program, model):
             yield f"{key}: there is no program {program}" + ("" if "/" in program else " on PATH")
 
 
-def _can_be_run(program: str, model: Model) -> bool:
+def can_be_run(program: str, model: Model) -> bool:
     """True if the start will find the program, or if only the start can tell."""
     if "${" in program:
         return True

@@ -271,6 +271,13 @@ class Describing(ABC):
         """The files a load reads, as far as known. Lists folders and never raises."""
         return [] if model.path is None else [Path(model.path)]
 
+    def missing(self, model: Model) -> str | None:
+        """What must be installed before it can be loaded, and what to type; None if nothing is known to be missing.
+
+        Looks at files, quickly, and never raises: it is asked whenever the status is shown.
+        """
+        return None
+
     def usage(self, tail: bytes, *, stream: bool) -> Usage | None:
         """Tokens of an answer, from its last bytes; None if they do not tell."""
         return from_usage(tail)

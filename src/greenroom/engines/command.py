@@ -15,6 +15,7 @@ from typing import Final
 
 from greenroom.config.kinds import words
 from greenroom.config.macros import GPU_HOLES
+from greenroom.config.problems import can_be_run
 from greenroom.config.schema import Model
 from greenroom.engines.base import Facts, Launch, LaunchPlace, ProcessEngine, Split, environment
 from greenroom.engines.estimates import llama_options
@@ -49,6 +50,10 @@ class CommandEngine(ProcessEngine):
 
     def files(self, model: Model) -> list[Path]:
         return list(files_of_command(words(model.cmd or ())))
+
+    def missing(self, model: Model) -> str | None:
+        program = words(model.cmd or ())[0]
+        return None if can_be_run(program, model) else f"there is no program {program}; install it or correct `cmd`"
 
     def launch(self, model_id: str, model: Model, place: LaunchPlace) -> Launch:
         assert model.cmd is not None, "the configuration refuses a command without cmd"

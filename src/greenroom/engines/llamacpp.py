@@ -6,7 +6,6 @@ hostile input, and a crash must not reach the gateway.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import sys
@@ -32,6 +31,7 @@ from greenroom.engines.estimates.gguf import estimate_gguf, files_of
 from greenroom.engines.estimates.llama_model import abilities_of, of_model
 from greenroom.engines.estimates.llama_options import LlamaOptions
 from greenroom.engines.identity import embedded_identity, file_identity, program_identity
+from greenroom.engines.installed import packages_missing
 from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command
 
@@ -63,6 +63,14 @@ class LlamaCppEngine(ProcessEngine):
     def files(self, model: Model) -> list[Path]:
         return list(files_of(of_model(model)))
 
+    def missing(self, model: Model) -> str | None:
+        if _binary(model) is not None:
+            return None
+        if model.program is not None:
+            return f"there is no program {model.program}; correct `program`"
+        why = packages_missing(model, ("xllamacpp",), "llamacpp")
+        return why if why is None or model.python is not None else f"{why}, or put llama-server on PATH"
+
     def launch(self, model_id: str, model: Model, place: LaunchPlace) -> Launch:
         options = of_model(model)
         _check_files(model_id, model, options)
@@ -82,13 +90,9 @@ def _binary(model: Model) -> str | None:
 
 
 def _program(model: Model) -> tuple[str, ...]:
-    """The program to run: the operator's binary, the one on PATH, or the embedded build. Raises LoadFailed."""
+    """The program to run: the operator's binary, the one on PATH, or the embedded build."""
     if (binary := _binary(model)) is not None:
         return (binary,)
-    if model.program is not None:
-        raise LoadFailed(f"program {model.program} is not there or cannot be run.")
-    if model.python is None and importlib.util.find_spec("xllamacpp") is None:
-        raise LoadFailed("llama.cpp is not here. Put llama-server on PATH or `pip install 'greenroom[llamacpp]'`.")
     return (model.python or sys.executable, str(WORKER))
 
 

@@ -27,10 +27,13 @@ from greenroom.engines.estimates.hosted import (
     estimate_ready,
 )
 from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity
+from greenroom.engines.installed import packages_missing
 from greenroom.errors import LoadFailed, UnusableModel
 from greenroom.process.spawn import Command
 
 WORKER: Final = Path(__file__).parent.parent / "workers" / "torch_worker.py"
+# Without one of these no model can be loaded.
+PACKAGES: Final = ("torch", "transformers", "h11", "jinja2")
 # Its presence says that a folder holds a model of sentence-transformers.
 MODULES: Final = "modules.json"
 TEMPLATE_FILES: Final = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
@@ -65,6 +68,9 @@ class TransformersEngine(HostedEngine):
             return sorted(one for one in (*folder.iterdir(), *below) if one.is_file())[:FILES_MAX]
         except (OSError, ValueError):
             return []
+
+    def missing(self, model: Model) -> str | None:
+        return packages_missing(model, PACKAGES, "transformers")
 
     def host_key(self, slot: str, model: Model, gpus: tuple[DeviceId, ...] | None) -> HostKey:
         return HostKey(

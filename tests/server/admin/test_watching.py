@@ -232,6 +232,7 @@ async def test_status_of_a_model_that_is_ready() -> None:
         "failures": 0,
         "retry_in_s": None,
         "last_error": None,
+        "missing": None,
         "pid": 42,
     }
     assert slot["id"] == "s-a"

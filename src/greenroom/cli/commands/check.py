@@ -79,6 +79,7 @@ def summary(loaded: LoadedConfig) -> dict[str, Any]:
             *_too_large(models, loaded.config),
             *_no_store_client(loaded.config),
             *_no_packages(loaded.config),
+            *_no_engine(loaded.config),
         ],
         "models": models,
         "keys": [
@@ -170,6 +171,17 @@ def _no_packages(config: Config) -> list[str]:
     hosted = {name: model for name, model in config.models.items() if engine_for(model).name == "transformers"}
     rows = looked_at(config.model_copy(update={"models": hosted})) if hosted else []
     return [f"models.{', '.join(row['models'])}: {text}" for row in rows if row["models"] and (text := _lacks(row))]
+
+
+def _no_engine(config: Config) -> list[str]:
+    """Warnings for models whose engine is missing. The loader has told of programs, and others of transformers."""
+    from greenroom.engines.registry import engine_for
+
+    found = []
+    for name, model in config.models.items():
+        if model.engine not in ("command", "transformers") and model.program is None:
+            found += [f"models.{name}: {why}"] if (why := engine_for(model).missing(model)) else []
+    return found
 
 
 def _lacks(row: Mapping[str, Any]) -> str | None:

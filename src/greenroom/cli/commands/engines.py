@@ -31,6 +31,8 @@ TITLES: Final = ("engine", "installed", "version", "models", "where")
 # Models named in one line; --json has them all.
 NAMED_MAX: Final = 5
 
+OURS: Final = ("llamacpp", "transformers", "command")
+
 Row = dict[str, Any]
 
 
@@ -84,16 +86,28 @@ def looked_at(config: Config) -> list[Row]:
     from greenroom.engines.registry import ENGINES
 
     look: dict[str, Callable[..., Row]] = {"llamacpp": _llamacpp, "transformers": _transformers, "command": _command}
-    look |= {name: functools.partial(_of_package, name) for name in ENGINES if name not in look}
+    look |= {name: functools.partial(_of_package, name) for name in ENGINES if name not in OURS}
     places: dict[str, dict[tuple[str | None, ...], list[str]]] = {name: {} for name in ENGINES}
     for name, model in config.models.items():
         engine = model.engine or ""
         places[engine].setdefault(_place(engine, model), []).append(name)
-    return [
+    rows = [
         {**look[engine](*place), "models": models}
         for engine, found in places.items()
         for place, models in (found or _usual(engine)).items()
     ]
+    return [_asked(row, config) if row["engine"] not in OURS else row for row in rows]
+
+
+def _asked(row: Row, config: Config) -> Row:
+    """The row of another package's engine, with what it says its models lack."""
+    from greenroom.engines.registry import engine_for
+
+    if not row["installed"]:
+        return row
+    models = (config.models[name] for name in row["models"])
+    why = next(filter(None, (engine_for(model).missing(model) for model in models)), None)
+    return {**row, "installed": why is None, "why": why}
 
 
 def _place(engine: str, model: Model) -> tuple[str | None, ...]:

@@ -116,7 +116,10 @@ def _notes(model: Status) -> list[str]:
         notes.append("pinned")
     if model.get("unload_in_s") is not None:
         notes.append(f"leaves in {screen.seconds(model['unload_in_s'])}")
-    if model.get("last_error"):
+    if model.get("missing"):
+        # All of it, since it says what to type; the error of a load would say the same.
+        notes.append(f"cannot be loaded: {model['missing']}")
+    elif model.get("last_error"):
         again = f", again in {screen.seconds(model['retry_in_s'])}" if model.get("retry_in_s") else ""
         what = "failed" if again or not _was_lost(model) else "lost"
         notes.append(f"{what}{again}: {_cause(model)}; greenroom logs {model['id']}")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from greenroom.core.events import Event, MoveDone
 from greenroom.core.model import Move, MoveId, MoveKind, Outcome
 from greenroom.engines.base import HostedEngine
-from greenroom.errors import GreenroomError, LoadFailed, LoadOutOfMemory, StoreDown
+from greenroom.errors import EngineMissing, GreenroomError, LoadFailed, LoadOutOfMemory, StoreDown
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.moves.admission import NoGrant
@@ -131,6 +131,9 @@ class Mover:
             return MoveResult()
         entry = self._current(move)
         engine = entry.engine
+        if (why := engine.missing(entry.config)) is not None:
+            public = f"{entry.id} could not be loaded: its engine is not installed here."
+            raise EngineMissing(f"{entry.id} could not be loaded: {why}.", public=public)
         if engine.hosted is True:
             return await self._bring_hosted(move, entry, engine)
         assert move.kind is MoveKind.LOAD, "an engine with a process for each slot cannot sleep"

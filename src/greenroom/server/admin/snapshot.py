@@ -192,6 +192,7 @@ class Snapshot:
             failures=record.failures if record is not None else 0,
             retry_in_s=self._retry_in_s(record),
             last_error=self._last_error(entry.id, to_operator),
+            missing=entry.engine.missing(entry.config) if to_operator and not slots else None,
             pid=next((view.pid for view in slot_views if view.pid is not None), None),
         )
 

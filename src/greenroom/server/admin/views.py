@@ -188,6 +188,8 @@ class ModelView(View):
     """Seconds until it is tried again, while requests for it are refused after repeated failures."""
     last_error: LastError | None
     """Why its last load failed or how its process ended, until a load succeeds."""
+    missing: str | None
+    """What its engine lacks on this machine and what to type, for admins; null if nothing is known to be missing."""
     pid: int | None
 
 

@@ -1,0 +1,71 @@
+"""What an engine lacks is known from files, said with what to type, and never guessed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from greenroom.config.schema import Model
+from greenroom.engines.installed import packages_missing
+from greenroom.engines.registry import engine_for
+
+
+def environment(home: Path, *packages: str, system: bool = False) -> str:
+    """A virtual environment with these packages, as far as files tell."""
+    site = home / "lib" / "python3.11" / "site-packages"
+    site.mkdir(parents=True)
+    for name in packages:
+        (site / f"{name}-1.0.dist-info").mkdir()
+    (home / "pyvenv.cfg").write_text(f"home = /usr/bin\ninclude-system-site-packages = {str(system).lower()}\n")
+    (home / "bin").mkdir()
+    (home / "bin" / "python").symlink_to(sys.executable)
+    return str(home / "bin" / "python")
+
+
+def lacks(python: str | None, *packages: str, **keys: dict[str, str]) -> str | None:
+    return packages_missing(Model(path="/m", python=python, **keys), packages, "transformers")
+
+
+def test_our_own_python_is_asked_without_importing_anything() -> None:
+    assert lacks(None, "json", "pytest") is None
+    install = f"{sys.executable} -m pip install 'greenroom[transformers]'"
+    assert lacks(None, "json", "no_such_package") == (
+        f"no_such_package is not installed in {sys.executable}; type: {install}"
+    )
+    assert "torch" not in sys.modules
+
+
+def test_a_virtual_environment_tells_what_it_lacks(tmp_path: Path) -> None:
+    python = environment(tmp_path, "torch", "Jinja2")
+    assert lacks(python, "torch", "jinja2") is None
+    told = lacks(python, "torch", "transformers", "h11")
+    assert told == (f"transformers, h11 are not installed in {python}; type: {python} -m pip install transformers h11")
+
+
+def test_nothing_is_said_where_packages_may_lie_elsewhere(tmp_path: Path) -> None:
+    assert lacks(environment(tmp_path / "a", system=True), "torch") is None
+    assert lacks(environment(tmp_path / "b"), "torch", env={"PYTHONPATH": "/elsewhere"}) is None
+    (tmp_path / "c").symlink_to(sys.executable)
+    assert lacks(str(tmp_path / "c"), "torch") is None
+
+
+def test_a_python_that_is_not_there_is_named() -> None:
+    assert lacks("/no/python", "torch") == "there is no Python /no/python; correct `python`"
+
+
+def test_engines_say_what_they_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    python = environment(tmp_path)
+    said = {
+        "llamacpp": Model(path="/m.gguf", python=python),
+        "transformers": Model(path="/m", python=python),
+        "command": Model(cmd="no-such-program ${PORT}"),
+    }
+    told = {name: engine_for(model).missing(model) for name, model in said.items()}
+    assert told["llamacpp"] == f"xllamacpp is not installed in {python}; type: {python} -m pip install xllamacpp"
+    assert told["transformers"] is not None and "torch, transformers, h11, jinja2 are not" in told["transformers"]
+    assert told["command"] == "there is no program no-such-program; install it or correct `cmd`"
+    for model in (Model(path="/m.gguf"), Model(cmd="sh ${PORT}"), Model(cmd="./relative ${PORT}")):
+        assert engine_for(model).missing(model) is None
