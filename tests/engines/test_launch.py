@@ -121,11 +121,14 @@ def test_no_check_endpoint_means_being_up_is_enough() -> None:
 def test_engines_do_not_see_the_gateways_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     monkeypatch.setenv("GREENROOM_API_KEY", "secret")
+    monkeypatch.setenv("LLAMA_API_KEY", "secret")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     seen = environment(Model(cmd="serve ${PORT}", env={"MINE": "1"}), PLACE)
     assert "secret" not in seen.values()
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["MINE"]) == ("1", "1")
-    assert "PATH" in seen
+    assert "PATH" in seen and seen["VLLM_CPU_KVCACHE_SPACE"] == "2"
 
 
 # --- on which GPUs --------------------------------------------------------------------------------------------------

@@ -140,7 +140,9 @@ INHERITED = frozenset(
 )
 # Which GPUs a program sees, and in which order.
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
-INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "ROCR_", "HIP_", "HSA_", "GGML_", "LLAMA_")
+INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "ROCR_", "HIP_", "HSA_", "GGML_", "LLAMA_", "VLLM_", "SGLANG_")
+# Names of secrets end so. An engine that inherited an API key would also ask the gateway for it.
+_SECRET_ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 
 
 class Listens(Enum):
@@ -331,6 +333,8 @@ def gpus_shown(gpus: tuple[DeviceId, ...] | None) -> dict[str, str]:
 
 
 def _inherited() -> dict[str, str]:
-    return {
-        name: value for name, value in os.environ.items() if name in INHERITED or name.startswith(INHERITED_PREFIXES)
-    }
+    return {name: value for name, value in os.environ.items() if name in INHERITED or _is_setting(name)}
+
+
+def _is_setting(name: str) -> bool:
+    return name.startswith(INHERITED_PREFIXES) and not name.endswith(_SECRET_ENDINGS)
