@@ -8,13 +8,13 @@ import pytest
 from pydantic import ValidationError
 
 from greenroom.config.schema import Ability, Model
-from greenroom.engines.base import Facts, ProcessEngine
+from greenroom.engines.base import EngineFacts, ProcessEngine
 from greenroom.engines.registry import engine_for, facts_of
 from greenroom.errors import ConfigError
 from tests.config.test_plugins import install
 
 CODE = """
-from greenroom.engines.base import Facts, ProcessEngine
+from greenroom.engines.base import EngineFacts, ProcessEngine
 
 class Mine(ProcessEngine):
     name = "{name}"
@@ -23,7 +23,7 @@ class Mine(ProcessEngine):
 
 class Sleepy(Mine):
     def facts(self, model):
-        return Facts(can_sleep=True)
+        return EngineFacts(can_sleep=True)
 
 class Unfinished(ProcessEngine):
     name = "{name}"
@@ -50,7 +50,7 @@ def test_an_engine_of_a_package_is_used_by_its_name_and_knows_nothing_until_it_s
     model = installed(site, "loom")
     engine = engine_for(model)
     assert isinstance(engine, ProcessEngine) and engine.name == "loom" and engine_for(model) is engine
-    assert facts_of(model) == Facts() == Facts(None, False, False, False, None)
+    assert facts_of(model) == EngineFacts() == EngineFacts(None, False, False, False, None)
     assert (engine.estimate(model, 1), engine.files(model), engine.concurrency(model)) == (
         None,
         [Path("/somewhere")],

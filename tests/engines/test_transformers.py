@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from greenroom.config.schema import Ability, Model
 from greenroom.core.model import DeviceId
-from greenroom.engines.base import Facts, HostKey
+from greenroom.engines.base import EngineFacts, HostKey
 from greenroom.engines.registry import engine_for
 from greenroom.engines.transformers import WORKER, TransformersEngine
 from greenroom.errors import LoadFailed
@@ -126,16 +127,38 @@ def test_a_folder_of_sentence_transformers_embeds_unless_the_operator_says_other
     assert ENGINE.options(model(tmp_path, embedding=False), None)["embedding"] is False
 
 
+@pytest.mark.parametrize(
+    ("architectures", "embeds"),
+    [
+        ('["BertModel"]', True),
+        ('["XLMRobertaForMaskedLM"]', True),
+        ('["Qwen3ForCausalLM"]', False),
+        ('["LlavaForConditionalGeneration"]', False),
+        ("[]", False),
+        ('"BertModel"', False),
+        ("[7]", False),
+    ],
+)
+def test_a_model_without_a_head_for_text_embeds(tmp_path: Path, architectures: str, embeds: bool) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ' + architectures + "}")
+    assert (ENGINE.facts(model(tmp_path)).abilities == {Ability.EMBEDDINGS}) is embeds
+    (tmp_path / "config.json").write_text("no JSON")
+    assert ENGINE.facts(model(tmp_path)).abilities == {Ability.CHAT, Ability.COMPLETIONS}
+
+
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
 def test_a_chat_template_says_whether_a_model_calls_tools(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{{ messages }}")
     assert Ability.TOOLS not in (ENGINE.facts(model(tmp_path)).abilities or ())
     (tmp_path / name).write_text('{"chat_template": "{% if tools %}"}')
     assert ENGINE.facts(model(tmp_path)).abilities == {Ability.CHAT, Ability.COMPLETIONS, Ability.TOOLS}
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    assert ENGINE.facts(model(tmp_path)).abilities == {Ability.CHAT, Ability.COMPLETIONS}, "and nothing hangs"
 
 
 def test_abilities_follow_the_mode(tmp_path: Path) -> None:
     facts = ENGINE.facts(model(tmp_path))
-    assert facts == Facts(frozenset({Ability.CHAT, Ability.COMPLETIONS}), can_sleep=True, keeps_prefixes=True)
+    assert facts == EngineFacts(frozenset({Ability.CHAT, Ability.COMPLETIONS}), can_sleep=True, keeps_prefixes=True)
     assert ENGINE.facts(model(tmp_path, embedding=True)).abilities == {Ability.EMBEDDINGS}
     assert ENGINE.concurrency(model(tmp_path)) == 32

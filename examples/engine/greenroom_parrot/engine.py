@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from greenroom.config.schema import Ability, Model
-from greenroom.engines.base import Facts, Launch, LaunchPlace, ProcessEngine, environment
+from greenroom.engines.base import EngineFacts, Launch, LaunchPlace, ProcessEngine, environment
 from greenroom.engines.estimates.estimate import Estimate, EstimatePart
 from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command
@@ -20,8 +20,8 @@ class ParrotEngine(ProcessEngine):
 
     name = "parrot"
 
-    def facts(self, model: Model) -> Facts:
-        return Facts(frozenset({Ability.CHAT}))
+    def facts(self, model: Model) -> EngineFacts:
+        return EngineFacts(frozenset({Ability.CHAT}))
 
     def estimate(self, model: Model, gpus: int) -> Estimate:
         return Estimate((EstimatePart("program", 0, SERVER_MIB),), "parrot")

@@ -167,7 +167,7 @@ class Split(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class EngineFacts:
     """What an engine can do with one model. No field follows from another, nor from where the engine runs."""
 
     # None if only the running engine knows; then it is asked for anything.
@@ -246,9 +246,9 @@ class Describing(ABC):
     name: str
     usage_source: UsageSource = UsageSource.ASK
 
-    def facts(self, model: Model) -> Facts:
+    def facts(self, model: Model) -> EngineFacts:
         """What it can do with this model. Reads file headers and never raises."""
-        return Facts()
+        return EngineFacts()
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
         """Memory it will take when ready on `gpus` GPUs, 0 for the host; None if nothing indicates it.

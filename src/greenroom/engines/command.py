@@ -17,7 +17,7 @@ from greenroom.config.kinds import words
 from greenroom.config.macros import GPU_HOLES
 from greenroom.config.problems import can_be_run
 from greenroom.config.schema import Model
-from greenroom.engines.base import Facts, Launch, LaunchPlace, ProcessEngine, Split, environment
+from greenroom.engines.base import EngineFacts, Launch, LaunchPlace, ProcessEngine, Split, environment
 from greenroom.engines.estimates import llama_options
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.gguf import estimate_gguf, files_of
@@ -36,10 +36,10 @@ _IMAGES = ("vllm/vllm-openai", "lmsysorg/sglang", "openmmlab/lmdeploy", "hugging
 class CommandEngine(ProcessEngine):
     name = "command"
 
-    def facts(self, model: Model) -> Facts:
+    def facts(self, model: Model) -> EngineFacts:
         """`sizes_itself` is the operator's key if given; otherwise true for programs known to take all free memory."""
         sizes = takes_free_memory(words(model.cmd or ())) if model.sizes_itself is None else model.sizes_itself
-        return Facts(sizes_itself=sizes, can_split=Split.PROPORTIONAL if _has_gpu_hole(model) else None)
+        return EngineFacts(sizes_itself=sizes, can_split=Split.PROPORTIONAL if _has_gpu_hole(model) else None)
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
         return estimate_command(words(model.cmd or ()), gpus)

@@ -14,7 +14,7 @@ from pathlib import Path
 from greenroom.config.model_section import TEMPLATE_ENDING
 from greenroom.config.schema import Model
 from greenroom.engines.base import (
-    Facts,
+    EngineFacts,
     Launch,
     LaunchPlace,
     Listens,
@@ -45,8 +45,8 @@ class LlamaCppEngine(ProcessEngine):
     listens = Listens.SOCKET
     usage_source = UsageSource.TIMINGS
 
-    def facts(self, model: Model) -> Facts:
-        return Facts(abilities_of(model), can_split=Split.PROPORTIONAL)
+    def facts(self, model: Model) -> EngineFacts:
+        return EngineFacts(abilities_of(model), can_split=Split.PROPORTIONAL)
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
         # The embedded build keeps logits of sampled tokens only; a binary of unknown version may keep a whole batch.

@@ -9,7 +9,7 @@ from typing import Final
 
 from greenroom.config.plugins import ENGINE_GROUP, Named
 from greenroom.config.schema import Ability, Model
-from greenroom.engines.base import Engine, Facts, HostedEngine, ProcessEngine
+from greenroom.engines.base import Engine, EngineFacts, HostedEngine, ProcessEngine
 from greenroom.engines.command import CommandEngine
 from greenroom.engines.llamacpp import LlamaCppEngine
 from greenroom.engines.transformers import TransformersEngine
@@ -51,7 +51,7 @@ def engine_named(name: str) -> Engine:
     return engine
 
 
-def facts_of(model: Model) -> Facts:
+def facts_of(model: Model) -> EngineFacts:
     """The facts of its engine, with what the operator says of its abilities. Raises ConfigError."""
     engine = engine_for(model)
     facts = engine.facts(model)

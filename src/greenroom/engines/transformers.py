@@ -15,9 +15,10 @@ from typing import Final
 
 from greenroom.config.schema import Ability, Model
 from greenroom.core.model import DeviceId
-from greenroom.engines.base import Facts, HostedEngine, HostKey, worker_environment
+from greenroom.engines.base import EngineFacts, HostedEngine, HostKey, worker_environment
 from greenroom.engines.estimates.estimate import Estimate
-from greenroom.engines.estimates.gguf_header import TEMPLATE_MAX_BYTES, knows_tools
+from greenroom.engines.estimates.gguf_header import BadModelFile, has_tools
+from greenroom.engines.estimates.hf_folder import folder_config
 from greenroom.engines.estimates.hosted import (
     BATCH_DEFAULT,
     CONTEXTS_CACHED,
@@ -36,6 +37,8 @@ WORKER: Final = Path(__file__).parent.parent / "workers" / "torch_worker.py"
 PACKAGES: Final = ("torch", "transformers", "h11", "jinja2")
 # Its presence says that a folder holds a model of sentence-transformers.
 MODULES: Final = "modules.json"
+# How architectures are called that give hidden states only.
+HEADLESS: Final = ("Model", "ForMaskedLM")
 TEMPLATE_FILES: Final = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 # Serve the files of the folder and fetch nothing. Ask NVML whether there is a GPU: CUDA would fix the visible GPUs, and
 # a spare learns its GPUs only with its first model. Write log lines at once.
@@ -45,8 +48,8 @@ _OWN_ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK
 class TransformersEngine(HostedEngine):
     name = "transformers"
 
-    def facts(self, model: Model) -> Facts:
-        return Facts(_abilities(model), can_sleep=True, keeps_prefixes=True)
+    def facts(self, model: Model) -> EngineFacts:
+        return EngineFacts(_abilities(model), can_sleep=True, keeps_prefixes=True)
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
         return estimate_ready(Path(model.path or ""), _sizes(model), gpus)
@@ -112,24 +115,27 @@ class TransformersEngine(HostedEngine):
 
 
 def _embeds(model: Model) -> bool:
-    """As the operator says; else true for a folder that sentence-transformers wrote."""
-    return model.embedding if model.says_mode else os.path.isfile(os.path.join(model.path or "", MODULES))
+    """As the operator says; else true for a folder of sentence-transformers, or a model without a head for text."""
+    if model.says_mode:
+        return model.embedding
+    folder = Path(model.path or "")
+    return os.path.isfile(folder / MODULES) or _is_headless(folder)
+
+
+def _is_headless(folder: Path) -> bool:
+    try:
+        architectures = folder_config(folder).get("architectures")
+    except BadModelFile:
+        return False
+    names = architectures if isinstance(architectures, list) else []
+    return bool(names) and all(str(name).endswith(HEADLESS) for name in names)
 
 
 def _abilities(model: Model) -> frozenset[Ability]:
     if _embeds(model):
         return frozenset({Ability.EMBEDDINGS})
-    tools = {Ability.TOOLS} if any(_knows_tools(Path(model.path or "", name)) for name in TEMPLATE_FILES) else set()
+    tools = {Ability.TOOLS} if any(has_tools(Path(model.path or "", name)) for name in TEMPLATE_FILES) else set()
     return frozenset({Ability.CHAT, Ability.COMPLETIONS, *tools})
-
-
-def _knows_tools(file: Path) -> bool:
-    """The template is the file, or a text in it."""
-    try:
-        with open(file, encoding="utf-8", errors="replace") as opened:
-            return knows_tools(opened.read(TEMPLATE_MAX_BYTES))
-    except (OSError, ValueError):
-        return False
 
 
 def _sizes(model: Model) -> HostedOptions:

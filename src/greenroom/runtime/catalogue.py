@@ -13,7 +13,7 @@ from greenroom.config.diff import Changes
 from greenroom.config.limits import ttl_s_of
 from greenroom.config.schema import PRIORITY_NAMES, Config, Model, StayWarm
 from greenroom.core.model import DeviceId, ModelId, ModelSpec, Need
-from greenroom.engines.base import Engine, Facts
+from greenroom.engines.base import Engine, EngineFacts
 from greenroom.engines.registry import engine_for, facts_of
 from greenroom.runtime.memory.needs import Needs, Subject
 
@@ -26,7 +26,7 @@ class Entry:
     config: Model
     engine: Engine
     spec: ModelSpec
-    facts: Facts
+    facts: EngineFacts
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,8 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
     models = {
         "qwen": hosted(made / "qwen2"),
         "gemma": hosted(made / "gemma2"),
-        "bert": hosted(made / "bert", embedding=True),
-        "sentences": hosted(with_modules(made / "bert", tmp_path_factory.mktemp("sentences")), embedding=True),
+        "bert": hosted(made / "bert"),
+        "sentences": hosted(with_modules(made / "bert", tmp_path_factory.mktemp("sentences"))),
     }
     async with gateway(tmp_path_factory.mktemp("serving"), models, memory={"spare_worker": False}) as app:
         yield app

@@ -98,6 +98,15 @@ def knows_tools(template: str) -> bool:
     return "tools" in template
 
 
+def has_tools(file: Path) -> bool:
+    """The same for a file that is a template or holds one. Never raises."""
+    try:
+        with _regular_file(file) as opened:
+            return knows_tools(opened.read(TEMPLATE_MAX_BYTES).decode("utf-8", "replace"))
+    except (OSError, ValueError):
+        return False
+
+
 def is_gguf(path: str | Path) -> bool:
     """True if this is a file that begins like a GGUF. Never raises."""
     try:

@@ -12,7 +12,7 @@ from typing import Final
 from greenroom.config.model_section import TEMPLATE_ENDING
 from greenroom.config.schema import Ability, Model
 from greenroom.engines.estimates.gguf import header_of, split_names
-from greenroom.engines.estimates.gguf_header import TEMPLATE_MAX_BYTES, knows_tools
+from greenroom.engines.estimates.gguf_header import has_tools
 from greenroom.engines.estimates.llama_options import BATCH, UBATCH, LlamaOptions, read
 
 # Files of a folder that are looked at.
@@ -90,10 +90,4 @@ def _has_tools(model: Model, options: LlamaOptions) -> bool:
     if model.chat_template is None:
         header = header_of(options.model or "")
         return header is not None and header.has_tools
-    if not model.chat_template.endswith(TEMPLATE_ENDING):
-        return False
-    try:
-        with open(model.chat_template, encoding="utf-8", errors="replace") as file:
-            return knows_tools(file.read(TEMPLATE_MAX_BYTES))
-    except (OSError, ValueError):
-        return False
+    return model.chat_template.endswith(TEMPLATE_ENDING) and has_tools(Path(model.chat_template))
