@@ -193,8 +193,22 @@ class Engine:
             await connection.echo_raw(request.get("upgrade"))
         elif request.method == "POST" and request.path.startswith("/v1/"):
             await self._work(connection, request)
+        elif request.method == "POST" and request.path in ("/sleep", "/wake_up"):
+            self._turn(connection, request.path)
         else:
             connection.send_json(404, error(f"no such route: {request.path}", "not_found_error"))
+
+    def _turn(self, connection: Connection, path: str) -> None:
+        """Fall asleep or wake, as vLLM does; or fail to."""
+        what = "sleep" if path == "/sleep" else "wake"
+        if what in self.switches.hang_at:
+            raise Hung
+        if what in self.switches.fail_at:
+            connection.send_json(500, error(f"cannot {what}, as told", "server_error"))
+            return
+        self.journal.note(what)
+        self._take_gpu_memory(0 if what == "sleep" else self.switches.gpu_mib)
+        connection.send_json(200, {})
 
     # --- the API ---------------------------------------------------------------------------------------------------
 
@@ -406,6 +420,8 @@ def parse_switches(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--exit-zero-without-listening", action="store_true")
     parser.add_argument("--talkative", action="store_true", help="print the command line and every request's body")
     parser.add_argument("--hang", choices=("load", "serve"), help="accept, never answer")
+    parser.add_argument("--hang-at", action="append", default=[], metavar="sleep|wake")
+    parser.add_argument("--fail-at", action="append", default=[], metavar="sleep|wake")
     parser.add_argument("--stall-after", type=int, metavar="TOKENS")
     parser.add_argument("--ignore-term", action="store_true")
     parser.add_argument("--fork-setsid", action="store_true")

@@ -21,10 +21,6 @@ class Mine(ProcessEngine):
     def launch(self, model_id, model, place):
         raise NotImplementedError
 
-class Sleepy(Mine):
-    def facts(self, model):
-        return EngineFacts(can_sleep=True)
-
 class Unfinished(ProcessEngine):
     name = "{name}"
 
@@ -84,12 +80,6 @@ def test_an_engine_that_cannot_be_used_is_told_with_its_reason(
     model = installed(site, name, kind, called)
     with pytest.raises(ConfigError, match=why):
         engine_for(model)
-
-
-def test_a_process_that_says_it_can_sleep_is_refused(site: Path) -> None:
-    model = installed(site, "bed", "Sleepy")
-    with pytest.raises(ConfigError, match="engine 'bed' says that it can sleep, which only a HostedEngine can"):
-        facts_of(model)
 
 
 def test_the_operator_then_the_engine_then_the_category_says_what_a_model_can_do() -> None:

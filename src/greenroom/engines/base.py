@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from greenroom.config.schema import Ability, Model
 from greenroom.core.model import Claim, DeviceId, cuda_name
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.identity import file_identity
+from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command
 
 
@@ -285,8 +286,14 @@ class Describing(ABC):
         return from_usage(tail)
 
 
+class CallEngine(Protocol):
+    """A call to a running engine: method, target and JSON body → status and body. Raises OSError or ValueError."""
+
+    async def __call__(self, method: str, target: str, body: bytes = b"") -> tuple[int, bytes]: ...
+
+
 class ProcessEngine(Describing):
-    """A process for each slot."""
+    """A process for each slot. One that can sleep carries `sleep` and `wake` out itself, by calls to its engine."""
 
     hosted: Literal[False] = False
     listens: Listens = Listens.PORT
@@ -294,6 +301,14 @@ class ProcessEngine(Describing):
     @abstractmethod
     def launch(self, model_id: str, model: Model, place: LaunchPlace) -> Launch:
         """How to start it there. Raises LoadFailed, which says what to do, if something is missing."""
+
+    async def sleep(self, model: Model, call: CallEngine) -> None:
+        """Free its GPU memory but what `estimate_asleep` says. It has no requests. Raises LoadFailed if it cannot."""
+        raise LoadFailed(f"{self.name} cannot sleep.")
+
+    async def wake(self, model: Model, call: CallEngine) -> None:
+        """Return when it answers again. Raises LoadFailed if it does not; its process is ended then."""
+        raise LoadFailed(f"{self.name} cannot sleep.")
 
 
 class HostedEngine(Describing):

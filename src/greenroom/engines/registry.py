@@ -52,11 +52,8 @@ def engine_named(name: str) -> Engine:
 
 
 def facts_of(model: Model) -> EngineFacts:
-    """The facts of its engine, with what the operator says of its abilities. Raises ConfigError."""
-    engine = engine_for(model)
-    facts = engine.facts(model)
-    if facts.can_sleep and not engine.hosted:
-        raise ConfigError(f"engine {engine.name!r} says that it can sleep, which only a HostedEngine can as yet")
+    """The facts of its engine, with what the operator says of its abilities."""
+    facts = engine_for(model).facts(model)
     if model.abilities is not None:
         return replace(facts, abilities=frozenset(model.abilities))
     return facts if facts.abilities is not None else replace(facts, abilities=_OF_CATEGORY.get(model.category))

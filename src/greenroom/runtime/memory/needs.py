@@ -116,7 +116,7 @@ class Needs:
         model, look = entry.config, self._look_of(entry)
         known = self._known(look)
         need, source = _chosen(model, known, look.estimate)
-        if look.asleep is not None:
+        if look.asleep is not None and entry.engine.hosted:
             # A measurement does not include what the worker needs to compute, so the estimate can only raise it.
             guess = look.estimate.need if look.estimate is not None and source == MEASURED else Need()
             need = self._hosted(need.or_more(guess), look.asleep)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from greenroom.core.events import ConfigChanged, Event
@@ -44,6 +44,11 @@ class Held:
     at: Reading
     seen: Claim
     unseen: frozenset[DeviceId]
+
+    def less(self, stays: Claim) -> Held:
+        """The same without what stays there, and without the host: what a slot that falls asleep gives back."""
+        seen = {device: mib - stays.get(device, 0) for device, mib in self.seen.items() if device != HOST}
+        return replace(self, seen={device: mib for device, mib in seen.items() if mib > 0})
 
 
 class SlotMemory:

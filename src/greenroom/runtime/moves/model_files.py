@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
-from greenroom.core.model import ModelId
+from greenroom.core.model import ModelId, Tier
 from greenroom.core.view import SchedulerView
 from greenroom.errors import OutsideRoots
 from greenroom.runtime.catalogue import Entry
@@ -86,7 +86,9 @@ class Prefetch:
     def _is_waited_for(self, model: ModelId) -> bool:
         """Whether requests wait for it to load. If it is ready they wait for a turn, and no read helps."""
         slots = self._state.slots_of(model)
-        return self._state.waitlist.count(model) > 0 and not any(slot.is_serving for slot in slots)
+        # A sleeper wakes without reading its files.
+        helps = not any(slot.is_serving or slot.tier is Tier.ASLEEP for slot in slots)
+        return self._state.waitlist.count(model) > 0 and helps
 
     def close(self) -> None:
         self._queue.clear()

@@ -129,14 +129,20 @@ class Mover:
         if move.kind is MoveKind.UNLOAD:
             await self._processes.unload(move)
             return MoveResult()
+        if move.kind is MoveKind.SLEEP:
+            return MoveResult(await self._processes.sleep(move))
         entry = self._current(move)
+        if move.kind is MoveKind.WAKE:
+            seen = await self._processes.wake(move)
+            self.failures.pop(move.model, None)
+            return MoveResult(seen)
         engine = entry.engine
         if (why := engine.missing(entry.config)) is not None:
             public = f"{entry.id} could not be loaded: its engine is not installed here."
             raise EngineMissing(f"{entry.id} could not be loaded: {why}.", public=public)
         if engine.hosted is True:
             return await self._bring_hosted(move, entry, engine)
-        assert move.kind is MoveKind.LOAD, "an engine with a process for each slot cannot sleep"
+        assert move.kind is MoveKind.LOAD, "only workers prepare"
         seen = await self._processes.load(move, entry, engine)
         self.failures.pop(move.model, None)
         return MoveResult(seen)

@@ -1,4 +1,4 @@
-"""Loads and unloads of engines with one process for each slot.
+"""Moves of engines with one process for each slot.
 
 Owns the way from a launch to a live slot and back: grant, port or socket, process, readiness, memory. `hosted_moves.py`
 does the same for slots that live in workers. Never decides what moves: the scheduler did.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from greenroom.core.model import Claim, Move, SlotId, Tier
@@ -21,15 +21,20 @@ from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.detached import run_detached
+from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.slot_memory import Held, SlotMemory
 from greenroom.runtime.moves.admission import Admission
+from greenroom.runtime.moves.engine_call import calls_to
 from greenroom.runtime.moves.load_errors import LAST_LINES, Evidence, LostSlots
 from greenroom.runtime.moves.model_files import check_roots
+from greenroom.runtime.moves.opening import uninterrupted
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.telemetry.logs import get_logger
 
 # Another process may take the port between our choice and the engine's bind; another port is tried this often.
 PORT_TRIES = 3
+# An engine that needs longer to fall asleep is unloaded, which is as quick.
+SLEEP_MAX_S = 60.0
 
 _log = get_logger("moves")
 
@@ -186,6 +191,57 @@ class ProcessMoves:
         if socket is not None:
             Path(socket).unlink(missing_ok=True)
 
+    # --- sleep and wake -------------------------------------------------------------------------------------------
+
+    async def sleep(self, move: Move) -> Claim | None:
+        """Have the engine free its GPU memory; its process stays. Raises LoadFailed; the slot must be unloaded then."""
+        await self._admission.grants.make_way(move)
+        live = self._slots.live.get(move.slot)
+        if live is None:
+            # It ended a moment ago, which the scheduler was told.
+            return None
+        held = self._memory.held_by(live.id)
+        await self._told(live, "be put to sleep", SLEEP_MAX_S, lambda engine: engine.sleep)
+        await self._memory.back(live.id, held.less(_stays(live.entry, held)))
+        await self._admission.grants.leave(live.id)
+        return await self._memory.look(live.id)
+
+    async def wake(self, move: Move) -> Claim | None:
+        """Have the engine take its memory back and answer. Raises LoadFailed, NoGrant or StoreDown.
+
+        What is half awake holds memory that nobody counts: if it does not wake, its process is ended.
+        """
+        await self._admission.cleanup.finished(move.claim)
+        async with self._admission.granted(move):
+            await self._admission.check_room(move)
+            await self._admission.grants.confirm(move.slot)
+            live = self._slots.live.get(move.slot)
+            if live is None:
+                raise LoadFailed(f"{move.model} could not be woken: its engine has ended.")
+            try:
+                await self._told(live, "be woken", live.entry.config.load_timeout_s, lambda engine: engine.wake)
+            except BaseException:
+                await uninterrupted(self._stopped(live))
+                raise
+            return await self._memory.look(live.id)
+
+    async def _stopped(self, live: LiveSlot) -> None:
+        """End its process, which reports the loss of the slot as if it had crashed."""
+        await live.child.stop(self._stop_timeout_s(live))
+
+    async def _told(
+        self, live: LiveSlot, what: str, max_s: float, order: Callable[[ProcessEngine], Callable[..., Awaitable[None]]]
+    ) -> None:
+        engine = live.entry.engine
+        assert engine.hosted is False, "slots of workers are moved by hosted_moves"
+        try:
+            async with asyncio.timeout(max_s):
+                await order(engine)(live.entry.config, calls_to(live.pool.address))
+        except (LoadFailed, OSError, ValueError) as error:
+            why = error.message.rstrip(".") if isinstance(error, LoadFailed) else str(error)
+            said = f"it took more than {max_s:g} s" if isinstance(error, TimeoutError) else why
+            raise LoadFailed(f"{live.entry.id} could not {what}: {said}.") from error
+
     # --- unload ---------------------------------------------------------------------------------------------------
 
     async def unload(self, move: Move) -> None:
@@ -227,6 +283,13 @@ class ProcessMoves:
         # What it held is read now: once the scheduler hears of the loss, it counts that as free.
         held = self._memory.held_by(live.id)
         self._admission.cleanup.start(self._end(live, held), held.unseen | frozenset(held.seen), f"remains {live.id}")
+
+
+def _stays(entry: Entry, held: Held) -> Claim:
+    """What a sleeping engine keeps of each GPU: its need asleep, shared evenly."""
+    asleep = entry.spec.need_asleep
+    gpus = [device for device in held.seen if device != HOST]
+    return {} if asleep is None or not gpus else dict.fromkeys(gpus, -(-asleep.gpu_mib // len(gpus)))
 
 
 def _address(place: LaunchPlace) -> EngineAddress:

@@ -130,6 +130,12 @@ class Operating:
         422 if its engine cannot sleep.
         """
         entry = self._entry(request, model_id, "/prepare")
+        if entry.facts.can_sleep and not entry.engine.hosted:
+            raise Unsupported(
+                f"{entry.id} runs on {entry.engine.name}, which loads a model on a GPU before it can sleep. Load it, "
+                "then let it sleep.",
+                param="model",
+            )
         evict = tuple(self._named(name) for name in order.evict) if order is not None else ()
         return await self._move(MoveKind.PREPARE, entry, evict, None)
 
