@@ -19,6 +19,7 @@ from greenroom.process import proc
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.needs import Described
 from greenroom.runtime.timeouts import Timeouts
+from tests.config.test_plugins import install
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal, at_rest, counters, is_loading, pids
 from tests.integration.raw import Answer, Raw, asking, chat, http
@@ -226,6 +227,22 @@ async def test_file_that_cannot_be_used_changes_nothing_and_says_where(tmp_path:
             await app.reload()
         assert said(await stream.end()).startswith("model 1 2")
         assert (await chat(app, "model")).text == "model 1 2 3"
+
+
+async def test_engine_of_a_package_that_does_not_load_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+    install(site, "[greenroom.engines]\nkiln = acme_kiln:Kiln\n", acme_kiln="raise RuntimeError('too hot')\n")
+    async with gateway(tmp_path, {"one": fake("one")}) as app:
+        edit(tmp_path, put("two", {"engine": "kiln"}))
+        answer = await http(app, "POST", "/api/v1/reload")
+        assert (answer.status, answer.error["code"]) == (422, "invalid_config")
+        assert "'kiln' of acme_kiln:Kiln does not load: too hot" in answer.error["message"]
+        assert list(app.config.models) == ["one"]
+        assert (await chat(app, "one")).status == 200
 
 
 async def test_reload_that_breaks_half_way_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

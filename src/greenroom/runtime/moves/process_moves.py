@@ -209,7 +209,7 @@ class ProcessMoves:
     async def wake(self, move: Move) -> Claim | None:
         """Have the engine take its memory back and answer. Raises LoadFailed, NoGrant or StoreDown.
 
-        What is half awake holds memory that nobody counts: if it does not wake, its process is ended.
+        What is half awake holds memory that no claim covers: if it does not wake, its process is ended.
         """
         await self._admission.cleanup.finished(move.claim)
         async with self._admission.granted(move):
