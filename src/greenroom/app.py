@@ -28,7 +28,7 @@ from greenroom.runtime.catalogue import Draft
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.memory.probes import first_look
 from greenroom.runtime.memory.readings import Probe, Reading
-from greenroom.runtime.operations import Operations
+from greenroom.runtime.operations.moves import OperatorMoves
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.tickets import Tickets
 from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
@@ -97,7 +97,7 @@ class App:
         self.tickets = Tickets(self.post, self.clock)
         rejections = wire_rejections(common, moves, lambda: self.is_draining)
         self.effects.connect(self.post, self.mover, self.tickets.open, rejections, leases.room)
-        self.operations = Operations(
+        self.operations = OperatorMoves(
             self.effects,
             self.mover,
             self.post,
@@ -108,6 +108,7 @@ class App:
         self.learned = LearnedTimes(self.state_dir.path, self.loop.scheduler.learned, self.catalog)
         front = self._front = wire_front(common, memory, self.tickets, self)
         self.inference, self.door, self.edge = front.inference, front.door, front.edge
+        self.jobs, self.operation_table = front.jobs, front.operations
 
     # --- start ----------------------------------------------------------------------------------------------------
 
@@ -145,6 +146,7 @@ class App:
         """Listen, then open the recordings: a failed start must not push out those of an earlier run."""
         await self.edge.listen(host=server.host, port=server.port)
         try:
+            self._front.operations.open()
             # The events last: only they rename an earlier file.
             for file in (self._front.activity_file, self._common.events_file):
                 if file is not None:
@@ -164,6 +166,7 @@ class App:
         learned = self.learned.recall(spec.id for spec in specs)
         self.post(ConfigChanged(self.clock(), models=specs, learned=learned))
         self.learned.start()
+        self.jobs.start()
         self.memory_watch.start()
         # Everything made so far stays, and requests leave no cycles: the collector finds little, and with its default
         # thresholds takes a quarter of the time of a request.
@@ -246,7 +249,7 @@ class App:
         common, memory, leases, front = self._common, self._memory, self._leases, self._front
         await _wait_until_idle(common, self._moves, front, self.config.server.drain_s)
         await _close(common, memory, leases, front)
-        await _write_last((self.learned, memory.needs, leases.own, front.activity_file, common.events_file))
+        await _write_last((self.jobs, self.learned, memory.needs, leases.own, front.activity_file, common.events_file))
         self.state_dir.close()
         self.closed.set()
 

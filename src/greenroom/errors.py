@@ -130,6 +130,19 @@ class ModelNotFound(NotFound):
         return cls(f"There is no model {shown(name)}. GET /v1/models lists those there are.", param=param)
 
 
+class JobUnfinished(ClientFault):
+    """The result is asked for, and the job still waits or runs."""
+
+    status = 409
+    code = "job_unfinished"
+    final = False
+
+
+class JobCancelled(ClientFault):
+    status = 409
+    code = "job_cancelled"
+
+
 class MethodNotAllowed(ClientFault):
     status = 405
     code = "method_not_allowed"
@@ -169,6 +182,28 @@ class BodiesFull(Overload):
     """The bodies buffered at the moment have reached their common limit."""
 
     code = "bodies_full"
+
+
+class OperationsFull(Overload):
+    """As many jobs as may be kept have not ended yet."""
+
+    code = "jobs_full"
+
+
+class OperationStoreFull(Overload):
+    """The disk, or the part of it that jobs may use, has no room for a request or a result."""
+
+    status = 507
+    code = "job_store_full"
+    public_words = "There is no room to keep this job."
+
+
+class ResultTooLarge(OperationStoreFull):
+    """The result alone is larger than all results may be together."""
+
+    code = "result_too_large"
+    final = True
+    public_words = "The result is larger than the space for results."
 
 
 class ModelLoading(Overload):
@@ -241,6 +276,13 @@ class EngineLost(EngineFault):
     """The engine's process or connection went away while it was answering."""
 
     code = "engine_lost"
+
+
+class JobFailed(EngineFault):
+    """The job failed without an answer; `job_error` in the error object says why."""
+
+    code = "job_failed"
+    final = True
 
 
 class EngineTimeout(EngineFault):

@@ -68,6 +68,11 @@ DECISIONS: dict[tuple[str, str], Decision] = {
     ("GET", "/api/v1/models"): everyone(),
     ("GET", "/api/v1/models/{model_id:path}"): everyone(),
     ("GET", "/api/v1/requests/{request_id}"): everyone(404),
+    ("GET", "/v1/jobs"): everyone(),
+    ("POST", "/v1/jobs"): everyone(202, {"route": "/v1/chat/completions", "body": {"model": "m"}}),
+    ("GET", "/v1/jobs/{job_id}"): everyone(404),
+    ("DELETE", "/v1/jobs/{job_id}"): everyone(404),
+    ("GET", "/v1/jobs/{job_id}/result"): everyone(404),
     # Everybody's is not a tenant's to forget.
     ("POST", "/v1/cache/flush"): Decision(403, 403, 200, body={"scope": "all"}),
     ("GET", "/api/v1/leases"): leases(200),

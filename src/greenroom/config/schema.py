@@ -16,6 +16,7 @@ from pydantic import JsonValue, model_validator
 
 from greenroom.config import coresidency, kinds
 from greenroom.config.kinds import (
+    Count,
     EnginePort,
     LeaseSeconds,
     LookSeconds,
@@ -24,6 +25,7 @@ from greenroom.config.kinds import (
     ModelId,
     Name,
     Seconds,
+    SecondsAboveZero,
     Section,
 )
 from greenroom.config.model_section import PRIORITY_NAMES, Ability, CacheType, Model
@@ -43,6 +45,7 @@ __all__ = [
     "Group",
     "Heartbeat",
     "Host",
+    "Jobs",
     "Leases",
     "Log",
     "LogFormat",
@@ -136,6 +139,17 @@ class Leases(Section):
         return self
 
 
+class Jobs(Section):
+    """Requests that are answered later: how much of them is kept in state_dir."""
+
+    keep_s: SecondsAboveZero = 86_400
+    """How long a result is kept, and how long a job may wait for its model."""
+    count_max: Count = 1_000
+    """Jobs kept at once. Ended ones make room for new ones; if none has ended, new ones are answered 503."""
+    store_mib: MibAboveZero = 1_024
+    """Disk space for their requests and results. Those of ended jobs make room, of the tenant that keeps most first."""
+
+
 class Host(Section):
     """This machine's memory, which is the budget if there are no GPUs."""
 
@@ -179,6 +193,7 @@ class Config(Section):
     memory: Memory = Memory()
     stay_warm: StayWarm = StayWarm()
     leases: Leases = Leases()
+    jobs: Jobs = Jobs()
     host: Host = Host()
     ports: Ports = Ports()
     log: Log = Log()

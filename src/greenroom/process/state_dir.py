@@ -25,7 +25,15 @@ _PRIVATE = 0o700
 # The files of a state directory. The temporary name of the id begins with a dot.
 _KEPT = ("learned", "needs", "leases")
 _OURS = frozenset(
-    {"lock", "id", "run", "checked", "leases.jsonl", *(f"{name}.{kind}" for name in _KEPT for kind in ("json", "new"))}
+    {
+        "lock",
+        "id",
+        "run",
+        "checked",
+        "jobs",
+        "leases.jsonl",
+        *(f"{name}.{kind}" for name in _KEPT for kind in ("json", "new")),
+    }
 )
 # Created by a file system in its top directory.
 _NOBODYS = frozenset({"lost+found"})

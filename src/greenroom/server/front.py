@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, Protocol
 from urllib.parse import unquote_to_bytes
 
 from greenroom.errors import BadRequest, GreenroomError, HostNotAllowed, NotAllowed
@@ -33,7 +33,19 @@ READING: Final = (b"GET", b"HEAD")
 MANAGEMENT_BODY_MAX: Final = 1024 * 1024
 
 
+JOBS_PATH: Final = b"/v1/jobs"
+_ASYNC: Final = re.compile(rb"(?:^|[,;])\s*respond-async\s*(?:$|[,;])", re.IGNORECASE)
+
+
+class Answering(Protocol):
+    """Answers requests to models in a way of its own."""
+
+    def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None: ...
+
+
 class FrontDoor:
+    """`jobs` takes the requests whose callers prefer the answer later; without it they are answered like all others."""
+
     def __init__(
         self,
         inference: Inference,
@@ -44,6 +56,7 @@ class FrontDoor:
         self._inference = inference
         self._management = management
         self._needs = needs
+        self.jobs: Answering | None = None
         self.keys = Keys(())
         self.hosts = HostRule()
 
@@ -67,7 +80,8 @@ class FrontDoor:
             return settings.upload_max if route.is_multipart else settings.body_max
         if head.path.startswith(UPSTREAM_PREFIX):
             return settings.upload_max
-        return MANAGEMENT_BODY_MAX
+        # A job's request is inside of the body.
+        return settings.body_max if head.path == JOBS_PATH else MANAGEMENT_BODY_MAX
 
     def handle(self, exchange: Exchange) -> None:
         head = exchange.head
@@ -75,10 +89,13 @@ class FrontDoor:
             exchange.respond(204, preflight_headers(head), b"")
             return
         route = MODEL_ROUTES.get(head.path)
+        if route is None and head.path.startswith(UPSTREAM_PREFIX):
+            route = UPSTREAM
         if route is not None:
-            self._inference.handle(exchange, route, _caller(head))
-        elif head.path.startswith(UPSTREAM_PREFIX):
-            self._inference.handle(exchange, UPSTREAM, _caller(head))
+            if self.jobs is not None and prefers_later(head):
+                self.jobs.handle(exchange, route, _caller(head))
+            else:
+                self._inference.handle(exchange, route, _caller(head))
         else:
             caller = head.note if isinstance(head.note, Caller) else None
             is_admin = caller is not None and caller.admin
@@ -125,6 +142,12 @@ class FrontDoor:
         needed = self._needs(head, routed_path(head))
         if not caller.may(needed):
             raise _not_allowed(caller, needed)
+
+
+def prefers_later(head: Head) -> bool:
+    """True if the caller prefers a job (Prefer: respond-async). An upgrade cannot be answered later."""
+    preferred = head.get(b"prefer")
+    return preferred is not None and head.upgrade is None and _ASYNC.search(preferred) is not None
 
 
 def _not_allowed(caller: Caller, needed: Permission) -> NotAllowed:

@@ -74,6 +74,12 @@ class Keys:
             raise InvalidKey("The API key is not one of this server's.")
         return found
 
+    def named(self, name: str) -> Caller | None:
+        """The caller that holds the key of this name; ANYONE by its own name if no keys are configured."""
+        if not self._callers:
+            return ANYONE if name == ANYONE.name else None
+        return next((caller for _, caller in self._callers if caller.name == name), None)
+
     def _find(self, digest: bytes) -> Caller | None:
         """Compares with all keys, also after a match, so that the time taken reveals nothing."""
         found: Caller | None = None

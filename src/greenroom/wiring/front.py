@@ -6,6 +6,7 @@ reload replaces the configuration as a whole.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from greenroom.config.schema import Config
 from greenroom.http.edge import Edge
 from greenroom.http.limits import limits_for
 from greenroom.runtime.moves.model_files import Prefetch
+from greenroom.runtime.operations.files import Operation, OperationFiles
+from greenroom.runtime.operations.table import KeepLimits, OperationTable
 from greenroom.runtime.record.recording import ActivityRecorder
 from greenroom.runtime.tickets import Tickets
 from greenroom.server.admin.gateway import Gateway
@@ -20,6 +23,8 @@ from greenroom.server.admin.management import make_management
 from greenroom.server.asgi import AsgiBridge
 from greenroom.server.front import FrontDoor, HostRule
 from greenroom.server.inference.ask import AskReader, Settings
+from greenroom.server.inference.job_routes import AsyncRequests
+from greenroom.server.inference.jobs import Jobs, JobServices
 from greenroom.server.inference.requests import Inference, RequestLog
 from greenroom.telemetry.logs import get_logger
 from greenroom.tenancy.keys import Keys
@@ -37,6 +42,8 @@ class FrontParts:
     management: AsgiBridge
     door: FrontDoor
     edge: Edge
+    operations: OperationTable
+    jobs: Jobs
 
     def configure(self, config: Config) -> None:
         """Apply the configuration: at the start, and again at each reload."""
@@ -78,6 +85,36 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
             "state_dir lies in memory (tmpfs): large request bodies count towards server.bodies_memory_mib",
             state_dir=str(common.state_dir.path),
         )
-    front = FrontParts(activity_file, prefetch, inference, management, door, edge)
+    table = _operations(common, gateway)
+    jobs = Jobs(
+        table,
+        JobServices(
+            inference,
+            edge.bodies,
+            edge.state,
+            lambda name: door.keys.named(name),
+            lambda: gateway.config.jobs.keep_s,
+            lambda: gateway.is_draining,
+            common.loop.scheduler.learned,
+            time.time,
+        ),
+    )
+    door.jobs = AsyncRequests(jobs, edge.bodies, inference.next_id, inference.refused)
+    front = FrontParts(activity_file, prefetch, inference, management, door, edge, table, jobs)
     front.configure(gateway.config)
     return front
+
+
+MIB = 1024 * 1024
+
+
+def _operations(common: CommonParts, gateway: Gateway) -> OperationTable:
+    def limits() -> KeepLimits:
+        jobs = gateway.config.jobs
+        return KeepLimits(jobs.keep_s, jobs.count_max, jobs.store_mib * MIB)
+
+    def publish(row: Operation) -> None:
+        about = {"id": row.id, "status": row.status.value, "model": row.model, "route": row.route, "tenant": row.tenant}
+        common.hub.publish(row.kind.value, about | {"error": None if row.error is None else row.error.code})
+
+    return OperationTable(OperationFiles(common.state_dir.path / "jobs"), limits, publish)

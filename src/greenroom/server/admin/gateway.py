@@ -15,12 +15,14 @@ from greenroom.core.explain import Explanation
 from greenroom.core.model import ModelId, MoveKind, SlotId
 from greenroom.core.view import SchedulerView
 from greenroom.errors import GreenroomError
+from greenroom.http.body import BodyBudget
 from greenroom.http.limits import EdgeStats
 from greenroom.leases.records import Lease, LeaseAsk, LeaseStore
 from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.slots import LiveSlots
+from greenroom.server.inference.jobs import Jobs
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.hub import Hub
 from greenroom.telemetry.metrics import Metrics
@@ -115,6 +117,9 @@ class Listening(Protocol):
     def connections(self) -> int: ...
 
     @property
+    def bodies(self) -> BodyBudget: ...
+
+    @property
     def stats(self) -> EdgeStats: ...
 
 
@@ -179,6 +184,9 @@ class Gateway(Protocol):
 
     @property
     def operations(self) -> MoveOrders: ...
+
+    @property
+    def jobs(self) -> Jobs: ...
 
     @property
     def mover(self) -> LoadFailures: ...

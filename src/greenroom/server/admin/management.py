@@ -33,6 +33,7 @@ from greenroom.server.admin.snapshot import Snapshot
 from greenroom.server.admin.views import ErrorBody
 from greenroom.server.admin.watching import Streams, Watching
 from greenroom.server.asgi import Message, scope_of
+from greenroom.server.inference.job_routes import JobRoutes
 from greenroom.tenancy.keys import Permission
 
 # This many mistakes of one request are named.
@@ -111,6 +112,11 @@ _NEEDS: Final[Mapping[tuple[str, str], Permission]] = {
     ("GET", "/models"): Permission.ASK,
     ("GET", "/v1/models/{model_id:path}"): Permission.ASK,
     ("POST", "/v1/cache/flush"): Permission.ASK,
+    ("GET", "/v1/jobs"): Permission.ASK,
+    ("POST", "/v1/jobs"): Permission.ASK,
+    ("GET", "/v1/jobs/{job_id}"): Permission.ASK,
+    ("DELETE", "/v1/jobs/{job_id}"): Permission.ASK,
+    ("GET", "/v1/jobs/{job_id}/result"): Permission.ASK,
     ("GET", "/api/v1/models"): Permission.ASK,
     ("GET", "/api/v1/models/{model_id:path}"): Permission.ASK,
     ("GET", "/api/v1/requests/{request_id}"): Permission.ASK,
@@ -144,6 +150,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     Gpus(gateway).add_to(app)
     LeaseRoutes(gateway).add_to(app)
     Caches(gateway).add_to(app)
+    JobRoutes(lambda: gateway.jobs, lambda: gateway.edge.bodies).add_to(app)
     _add_docs(app, gateway)
     return Management(app)
 

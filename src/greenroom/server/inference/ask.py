@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 from urllib.parse import quote
 
 import msgspec
@@ -18,7 +18,7 @@ from greenroom.config.schema import Ability, Config, Heartbeat
 from greenroom.core.events import RequestArrived
 from greenroom.core.model import ModelId, RequestId, TenantId
 from greenroom.engines.base import UsageSource
-from greenroom.errors import BadRequest, ModelNotFound, NoAbility, NotAllowed, PostOnly
+from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NoAbility, NotAllowed, PostOnly
 from greenroom.http.body import Body, Payload
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import REQUEST_ALLOWED, Headers
@@ -30,7 +30,7 @@ from greenroom.tenancy.keys import Caller
 from greenroom.tenancy.tenants import Tenants, cap, parse_priority
 
 # The headers that are for the gateway; one pass over a request's headers finds them.
-_OURS: Final = frozenset(
+OUR_HEADERS: Final = frozenset(
     (
         *(b"x-priority", b"x-tenant-id", b"x-client-id", b"x-heartbeat", b"x-request-timeout-s"),
         *(b"x-cache-mode", b"x-cache-tag"),
@@ -96,6 +96,18 @@ def arrival(
     return RequestArrived(now, request, (model,), priority, tenant, now + wait_s, patient, answer_by, keep_alive_s)
 
 
+class LaterAnswer(Protocol):
+    """A request whose answer is kept, as far as serving it differs."""
+
+    async def starts(self) -> None:
+        """Called before the engine is sent anything. Raises the error that keeps it from that."""
+        ...
+
+    def ended(self, error: GreenroomError | None) -> None:
+        """Called once, after the request was recorded."""
+        ...
+
+
 class Ask:
     """One request to a model, read and checked."""
 
@@ -110,6 +122,7 @@ class Ask:
         "entry",
         "heartbeat",
         "is_patient",
+        "job",
         "keep_alive_s",
         "peeked",
         "priority",
@@ -164,6 +177,8 @@ class Ask:
         self.cache_headers: Headers | None = None
         # We asked the engine for usage and the caller did not: the event with it is dropped.
         self.drop_usage = False
+        # Set if the answer is kept for later.
+        self.job: LaterAnswer | None = None
 
     def payload(self) -> Payload:
         """The body for the engine. Made at the grant, so that a waiting request holds no copy."""
@@ -265,7 +280,7 @@ class AskReader:
             raise ModelNotFound.named(name)
         if route.ability is not None:
             _check_ability(entry, route.ability)
-        said = {known: value for known, value in head.headers if known in _OURS}
+        said = {known: value for known, value in head.headers if known in OUR_HEADERS}
         ask = Ask(
             route,
             entry,

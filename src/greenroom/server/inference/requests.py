@@ -9,8 +9,10 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Final
 
+from greenroom.config.schema import Heartbeat
 from greenroom.core.model import RequestId
 from greenroom.engines import base
 from greenroom.errors import GatewayBug, GreenroomError
@@ -59,7 +61,7 @@ class Inference:
         # The prefix keeps ids of different runs apart; within a run they are counted.
         self._prefix, self._number = f"r-{secrets.token_hex(4)}-", 0
         self.sweep = RequestSweep(self._sweep_s, clock)
-        self._shared = RequestServices(tickets, self.sweep, clock, self._outlook, self._spawn, log.ended)
+        self._shared = RequestServices(tickets, self.sweep, clock, self.outlook, self._spawn, log.ended)
 
     def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None:
         """Answer this request. Returns at once."""
@@ -95,10 +97,24 @@ class Inference:
             if not exchange.gone:
                 self._refuse(exchange, error, request_id, caller)
 
-    def _begin(self, exchange: Exchange, ask: Ask, request_id: str) -> None:
+    async def read_job(self, exchange: Exchange, route: Route, caller: Caller) -> Ask:
+        """What a request that is answered later asks for. Raises the error to answer with."""
+        if route.is_multipart:
+            return await self._reader.read_form(exchange, route, caller, self.settings)
+        if route is UPSTREAM:
+            return self._reader.read_upstream(exchange, route, caller, self.settings)
+        return self._reader.read(exchange, route, caller, self.settings)
+
+    def begin_job(self, exchange: Exchange, ask: Ask, request_id: str, wait_max_s: float) -> None:
+        """Serve it like every other request, but without heartbeats, and with more time to wait."""
+        ask.heartbeat, ask.is_patient = Heartbeat.OFF, False
+        self._begin(exchange, ask, request_id, replace(self.settings, wait_max_s=wait_max_s))
+
+    def _begin(self, exchange: Exchange, ask: Ask, request_id: str, settings: Settings | None = None) -> None:
         if exchange.gone:
             return
-        running = Running(exchange, ask, request_id, self._log.begin(ask, request_id), self.settings, self._shared)
+        record = self._log.begin(ask, request_id)
+        running = Running(exchange, ask, request_id, record, settings or self.settings, self._shared)
         running.begin()
         is_hit = running.ticket.granted_at == running.ticket.arrived
         self._log.looked_up(ask, is_hit)
@@ -148,7 +164,8 @@ class Inference:
         idle_s = settings.answer_idle_max_s or 3600.0
         return min(settings.heartbeat_after_s, settings.heartbeat_every_s, idle_s) / 4
 
-    def _outlook(self, request_id: str) -> tuple[int | None, float | None]:
+    def outlook(self, request_id: str) -> tuple[int | None, float | None]:
+        """Its place in the queue, and in how many seconds it should begin; None where it does not wait."""
         outlook = self._loop.scheduler.outlook(RequestId(request_id), self._clock())
         return (None, None) if outlook is None else (outlook.position, outlook.eta_s)
 

@@ -127,7 +127,7 @@ class Running:
         )
 
     def _send_now(self, slot: LiveSlot) -> bool:
-        if slot.pool.idle_count == 0:
+        if slot.pool.idle_count == 0 or self.ask.job is not None:
             return False
         payload = self.ask.payload()
         relay = self._new_relay(self._relayed)
@@ -178,6 +178,8 @@ class Running:
         relay = self.relay
         while relay is None or await self._must_try_again(relay):
             await self.ticket.wait(None)
+            if self.ask.job is not None:
+                await self.ask.job.starts()
             if self.exchange.gone:
                 return
             slot = self.ticket.slot
@@ -269,6 +271,8 @@ class Running:
             self._shared.sweep.remove(self)
             self._shared.tickets.close(self.ticket)
             self._shared.ended(self, error)
+            if self.ask.job is not None:
+                self.ask.job.ended(error)
 
     def _told(self, failure: Exception) -> GreenroomError:
         """The error that the caller gets."""

@@ -31,7 +31,7 @@ from greenroom.runtime.moves.mover import Mover
 RETRY_AFTER_S = 1.0
 
 
-class Operations:
+class OperatorMoves:
     def __init__(
         self,
         effects: AsyncEffects,

@@ -15,7 +15,7 @@ from greenroom.core.model import ModelId, MoveKind
 from greenroom.errors import GreenroomError, LeaseStoreUnavailable, LoadFailed, NoPlace, TooLarge, Unsupported
 from greenroom.runtime.loop import AsyncEffects
 from greenroom.runtime.moves.mover import Mover
-from greenroom.runtime.operations import Operations
+from greenroom.runtime.operations.moves import OperatorMoves
 
 QWEN = ModelId("qwen")
 
@@ -30,7 +30,7 @@ class Rig:
         self._outcome = outcome
         self._effects = SimpleNamespace(operations=dict[Any, asyncio.Future[OpOutcome]]())
         self.failures = {} if failure is None else {QWEN: failure}
-        self.operations = Operations(
+        self.operations = OperatorMoves(
             cast(AsyncEffects, self._effects),
             cast(Mover, SimpleNamespace(failures=self.failures)),
             self._post,

@@ -1,0 +1,344 @@
+"""The table of operations: long work that outlives the request which started it, and the gateway's own restarts.
+
+Owns every row, the only way from one status to the next, and how much is kept. A status is seen only once it is on
+disk, so that no crash takes it back. Never runs anything: jobs are run by `server/inference/jobs.py`.
+
+    queued → running → done | failed | cancelled          queued → failed | cancelled
+    running → queued, at a restart, if the operation may run again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import BinaryIO, Final, TypeVar
+
+import msgspec
+
+from greenroom.errors import OperationsFull, OperationStoreFull, ResultTooLarge
+from greenroom.runtime.detached import run_detached
+from greenroom.runtime.operations import files
+from greenroom.runtime.operations.files import (
+    Operation,
+    OperationError,
+    OperationFiles,
+    OperationKind,
+    OperationStatus,
+)
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("operations")
+
+# An operation that ran this often when the gateway died does not run again: it may be the cause.
+RUNS_MAX: Final = 3
+RETRY_AFTER_S: Final = 10.0
+# What a row is counted as when it is decided which tenant keeps most.
+ROW_BYTES: Final = 4096
+RESTARTED: Final = OperationError(
+    "restarted", "The gateway ended while this ran. Start it again, or send `retry: true` with what may run twice."
+)
+
+About = TypeVar("About")
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLimits:
+    """How much is kept: operations that have ended make room for new ones."""
+
+    keep_s: float
+    count_max: int
+    bytes_max: int
+
+
+class OperationTable:
+    def __init__(
+        self,
+        stored: OperationFiles,
+        limits: Callable[[], KeepLimits],
+        publish: Callable[[Operation], None],
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`publish` is called for each status that a row gets."""
+        self._files = stored
+        self._limits = limits
+        self._publish = publish
+        self._wall = wall
+        self._rows: dict[str, Operation] = {}
+        # Bytes of results that are being written.
+        self._parts: dict[str, int] = {}
+        # Of all rows and parts together.
+        self._used_bytes = 0
+        # One write at a time: the row on disk is always the newest.
+        self._writing = asyncio.Lock()
+        # Ended, but the disk did not take the row; tried again.
+        self._unsaved: set[str] = set()
+
+    def open(self) -> None:
+        """Read the rows of earlier runs, and settle what ran when the gateway died. Blocks. Raises OSError."""
+        for row in self._files.read_rows():
+            settled = self._after_restart(row)
+            if settled is not row:
+                self._save(settled)
+            if settled.status.is_over:
+                self._files.remove(row.id, files.REQUEST)
+            self._rows[row.id] = settled
+        self._rows = dict(sorted(self._rows.items(), key=lambda item: item[1].created))
+        self._used_bytes = sum(row.bytes for row in self._rows.values())
+
+    def _after_restart(self, row: Operation) -> Operation:
+        size = self._files.result_bytes(row.id)
+        if row.status.is_over:
+            return row if row.result_bytes == (size or 0) else replace(row, result_bytes=size or 0)
+        if row.status is OperationStatus.QUEUED:
+            return row
+        if size is not None:
+            now = self._wall()
+            return replace(row, status=OperationStatus.DONE, ended=now, request_bytes=0, result_bytes=size)
+        if row.retry and row.runs < RUNS_MAX:
+            return replace(row, status=OperationStatus.QUEUED, started=None)
+        return replace(row, status=OperationStatus.FAILED, ended=self._wall(), request_bytes=0, error=RESTARTED)
+
+    def _save(self, row: Operation) -> None:
+        """A gateway starts even if the disk is full: its next start would settle the row in the same way."""
+        try:
+            self._files.write_row(row)
+        except OSError as error:
+            _log.warning("an operation cannot be written", id=row.id, error=error.strerror or str(error))
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Operation]:
+        """Oldest first."""
+        return iter(list(self._rows.values()))
+
+    def get(self, id: str) -> Operation | None:
+        return self._rows.get(id)
+
+    def read_request(self, id: str, about: type[About]) -> tuple[About, Iterator[bytes]]:
+        """Blocks. Raises OSError or msgspec.MsgspecError."""
+        said, file = self._files.read(id, files.REQUEST, about)
+        return said, files.chunks(file)
+
+    def read_result(self, id: str, about: type[About]) -> tuple[About, Iterator[bytes]] | None:
+        """None if there is no result. Blocks. What is read stays readable when the operation is removed."""
+        try:
+            said, file = self._files.read(id, files.RESULT, about)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        return said, files.chunks(file)
+
+    # --- changing -----------------------------------------------------------------------------------------------------
+
+    async def add(
+        self,
+        kind: OperationKind,
+        about: object,
+        body: Iterable[bytes],
+        size: int,
+        *,
+        tenant: str,
+        key: str,
+        model: str,
+        route: str,
+        priority: int,
+        retry: bool,
+    ) -> Operation:
+        """A new operation, on disk when this returns. Raises OperationsFull or OperationStoreFull."""
+        row = Operation(
+            f"{kind.value}-{secrets.token_hex(16)}", kind, tenant, key, model, route, priority, retry, self._wall()
+        )
+        async with self._writing:
+            self._expect_room(size)
+            try:
+                written = await run_detached(lambda: self._files.write_request(row.id, about, body), "write request")
+                row = replace(row, request_bytes=written)
+                await run_detached(lambda: self._files.write_row(row), "write operation")
+            except OSError as error:
+                self._files.remove(row.id, files.ROW, files.REQUEST)
+                raise _disk_failed(error) from error
+            self._take(row)
+        return row
+
+    async def start(self, id: str) -> None:
+        """It runs from now on. Raises OperationStoreFull if the disk does not take that: then it must not run."""
+        async with self._writing:
+            row = self._rows[id]
+            row = replace(row, status=OperationStatus.RUNNING, started=self._wall(), runs=row.runs + 1)
+            try:
+                await run_detached(lambda: self._files.write_row(row), "write operation")
+            except OSError as error:
+                raise _disk_failed(error) from error
+            self._take(row)
+
+    async def end(
+        self,
+        id: str,
+        status: OperationStatus,
+        error: OperationError | None = None,
+        result: ResultPart | None = None,
+    ) -> Operation:
+        """The first end counts; a later one changes nothing. A result that the disk does not take is a failure."""
+        async with self._writing:
+            row = self._rows[id]
+            if row.status.is_over:
+                if result is not None:
+                    result.discard()
+                return row
+            size = 0 if result is None else result.size
+            row = replace(row, status=status, ended=self._wall(), error=error, request_bytes=0, result_bytes=size)
+            if status is OperationStatus.DONE:
+                # The result first: if the gateway dies now, the next one finds it and knows that this is done.
+                row = await self._completed(row, result)
+                await self._save_ended(row)
+            else:
+                await self._save_ended(row)
+                row = await self._completed(row, result)
+            self._files.remove(id, files.REQUEST)
+            self._take(row)
+            return row
+
+    async def _completed(self, row: Operation, result: ResultPart | None) -> Operation:
+        if result is None:
+            return row
+        try:
+            await run_detached(result.complete, "write result")
+        except OSError as failure:
+            result.discard()
+            failed = _disk_failed(failure)
+            error = row.error or OperationError(failed.code, failed.public)
+            return replace(row, status=OperationStatus.FAILED, error=error, result_bytes=0)
+        self.shrink(row.id)
+        return row
+
+    def result(self, id: str) -> ResultPart:
+        """Where the result of this operation is written. Raises OperationStoreFull."""
+        try:
+            file = self._files.create_result(id)
+        except OSError as error:
+            raise _disk_failed(error) from error
+        self._parts[id] = 0
+        return ResultPart(self, self._files, id, file)
+
+    async def tidy(self) -> None:
+        """Remove what is too old or too much, and write again what the disk did not take. To be called regularly."""
+        async with self._writing:
+            for id in list(self._unsaved):
+                await self._save_ended(self._rows[id])
+            oldest = self._wall() - self._limits().keep_s
+            for row in self:
+                if row.ended is not None and row.ended < oldest and row.id not in self._unsaved:
+                    self._drop(row)
+            self._make_room(0, 0)
+
+    # --- room ---------------------------------------------------------------------------------------------------------
+
+    def grow(self, id: str, size: int) -> None:
+        """A result grows by this much. Raises ResultTooLarge or OperationStoreFull if that cannot be kept."""
+        limit, grown = self._limits().bytes_max, self._parts[id] + size
+        if grown > limit:
+            raise ResultTooLarge(f"The result is larger than all results may be together ({limit:,} bytes).")
+        if not self._make_room(size, 0):
+            raise OperationStoreFull("There is no room for this result.", retry_after_s=RETRY_AFTER_S)
+        self._parts[id] = grown
+        self._used_bytes += size
+
+    def shrink(self, id: str) -> None:
+        """The part of a result is no longer counted as such. May be called again."""
+        self._used_bytes -= self._parts.pop(id, 0)
+
+    def _expect_room(self, size: int) -> None:
+        """For one more operation. Raises OperationsFull or OperationStoreFull."""
+        if self._make_room(size, 1):
+            return
+        if len(self._rows) >= self._limits().count_max:
+            said = f"{len(self._rows):,} jobs have not ended yet; try again later."
+            raise OperationsFull(said, retry_after_s=RETRY_AFTER_S)
+        raise OperationStoreFull("There is no room to keep this request.", retry_after_s=RETRY_AFTER_S)
+
+    def _make_room(self, size: int, count: int) -> bool:
+        """Drop ended operations until this much more fits. False if it does not."""
+        limits = self._limits()
+        while len(self._rows) + count > limits.count_max or self._used_bytes + size > limits.bytes_max:
+            victim = self._victim()
+            if victim is None:
+                return False
+            self._drop(victim)
+        return True
+
+    def _victim(self) -> Operation | None:
+        """The oldest that has ended, of the tenant that keeps most: no tenant pushes out the results of another."""
+        ended = [row for row in self._rows.values() if row.status.is_over and row.id not in self._unsaved]
+        held: Counter[str] = Counter()
+        for row in ended:
+            held[row.tenant] += row.bytes + ROW_BYTES
+        return min(ended, key=lambda row: (-held[row.tenant], row.ended or 0.0), default=None)
+
+    def _take(self, row: Operation) -> None:
+        before = self._rows.get(row.id)
+        self._used_bytes += row.bytes - (0 if before is None else before.bytes)
+        self._rows[row.id] = row
+        self._publish(row)
+
+    def _drop(self, row: Operation) -> None:
+        del self._rows[row.id]
+        self._used_bytes -= row.bytes
+        self._files.remove(row.id, files.ROW, files.REQUEST, files.RESULT)
+
+    # --- disk ---------------------------------------------------------------------------------------------------------
+
+    async def _save_ended(self, row: Operation) -> None:
+        """The operation is over even if the disk does not take it."""
+        try:
+            await run_detached(lambda: self._files.write_row(row), "write operation")
+            self._unsaved.discard(row.id)
+        except OSError as failure:
+            if row.id not in self._unsaved:
+                _log.warning("an operation cannot be written", id=row.id, error=failure.strerror or str(failure))
+            self._unsaved.add(row.id)
+
+
+class ResultPart:
+    """A result that is being written. `OperationTable.end` completes it."""
+
+    def __init__(self, table: OperationTable, stored: OperationFiles, id: str, file: BinaryIO) -> None:
+        self._table = table
+        self._files = stored
+        self._id = id
+        self._file = file
+        self.size = 0
+
+    def write(self, data: bytes) -> None:
+        """Ends in the page cache. Raises ResultTooLarge or OperationStoreFull."""
+        self._table.grow(self._id, len(data))
+        self.size += len(data)
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise _disk_failed(error) from error
+
+    def write_head(self, about: object) -> None:
+        """The first line, which `read_result` reads. Raises as `write` does."""
+        self.write(msgspec.json.encode(about) + b"\n")
+
+    def complete(self) -> None:
+        """Blocks. Raises OSError."""
+        self._files.complete_result(self._id, self._file)
+
+    def discard(self) -> None:
+        """May be called again."""
+        self._table.shrink(self._id)
+        # Its last bytes may not fit, and are not wanted.
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._files.remove(self._id, files.PART)
+
+
+def _disk_failed(error: OSError) -> OperationStoreFull:
+    return OperationStoreFull(
+        f"The disk of the state directory does not take it: {error.strerror}.", retry_after_s=RETRY_AFTER_S
+    )

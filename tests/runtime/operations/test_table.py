@@ -1,0 +1,262 @@
+"""The table of operations: what is kept, what is dropped, and what a crash at any point leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from greenroom.errors import OperationsFull, OperationStoreFull, ResultTooLarge
+from greenroom.runtime.operations import files
+from greenroom.runtime.operations.files import Operation, OperationError, OperationFiles, OperationKind, OperationStatus
+from greenroom.runtime.operations.table import RUNS_MAX, KeepLimits, OperationTable
+from tests.full_disk import full_disk
+
+QUEUED, RUNNING = OperationStatus.QUEUED, OperationStatus.RUNNING
+DONE, FAILED, CANCELLED = OperationStatus.DONE, OperationStatus.FAILED, OperationStatus.CANCELLED
+
+
+class Rig:
+    """A table, and what it has told. `again` is the table that a next gateway would have."""
+
+    def __init__(self, folder: Path, **limits: Any) -> None:
+        self.folder = folder
+        self.limits = KeepLimits(**{"keep_s": 100.0, "count_max": 100, "bytes_max": 100_000} | limits)
+        self.now = 1000.0
+        self.told: list[tuple[str, OperationStatus]] = []
+        self.table = self.again()
+
+    def again(self) -> OperationTable:
+        table = OperationTable(OperationFiles(self.folder), lambda: self.limits, self._tell, lambda: self.now)
+        table.open()
+        self.table = table
+        return table
+
+    def _tell(self, row: Operation) -> None:
+        self.told.append((row.id, row.status))
+
+    async def add(self, body: bytes = b"ask", *, tenant: str = "t", retry: bool = False) -> str:
+        self.now += 1
+        row = await self.table.add(
+            OperationKind.JOB,
+            {"about": 1},
+            [body],
+            len(body),
+            tenant=tenant,
+            key="k",
+            model="m",
+            route="/r",
+            priority=1,
+            retry=retry,
+        )
+        return row.id
+
+    async def end(self, id: str, result: bytes = b"answer") -> Operation:
+        await self.table.start(id)
+        part = self.table.result(id)
+        part.write_head({"status": 200})
+        part.write(result)
+        return await self.table.end(id, DONE, None, part)
+
+    def status(self, id: str) -> OperationStatus | None:
+        row = self.table.get(id)
+        return None if row is None else row.status
+
+    def body_of(self, id: str) -> bytes | None:
+        found = self.table.read_result(id, dict[str, int])
+        return None if found is None else b"".join(found[1])
+
+    @property
+    def names(self) -> set[str]:
+        return {path.name for path in self.folder.iterdir()}
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    yield Rig(tmp_path / "jobs")
+
+
+async def test_a_row_goes_its_way_and_tells_each_status(rig: Rig) -> None:
+    id = await rig.add(b"body")
+    about, body = rig.table.read_request(id, dict[str, int])
+    assert (about, b"".join(body)) == ({"about": 1}, b"body")
+    row = await rig.end(id)
+    assert (row.status, row.runs, row.request_bytes) == (DONE, 1, 0)
+    assert rig.body_of(id) == b"answer"
+    assert [status for _, status in rig.told] == [QUEUED, RUNNING, DONE]
+    assert rig.names == {f"{id}.json", f"{id}.result"}
+
+
+async def test_only_the_first_end_counts(rig: Rig) -> None:
+    id = await rig.add()
+    assert (await rig.table.end(id, CANCELLED)).status is CANCELLED
+    part = rig.table.result(id)
+    part.write(b"late")
+    assert (await rig.table.end(id, DONE, None, part)).status is CANCELLED
+    assert rig.names == {f"{id}.json"}
+    assert [status for _, status in rig.told] == [QUEUED, CANCELLED]
+
+
+async def test_two_ends_at_once_are_one(rig: Rig) -> None:
+    id = await rig.add()
+    ends = await asyncio.gather(*(rig.table.end(id, status) for status in (CANCELLED, FAILED)))
+    assert {row.status for row in ends} == {CANCELLED}
+
+
+async def test_everything_survives_a_restart(rig: Rig) -> None:
+    waits, done, cancelled = [await rig.add(), await rig.add(), await rig.add()]
+    await rig.end(done)
+    await rig.table.end(cancelled, CANCELLED)
+    before = list(rig.table)
+    assert list(rig.again()) == before
+    assert rig.body_of(done) == b"answer"
+    assert [rig.status(id) for id in (waits, done, cancelled)] == [QUEUED, DONE, CANCELLED]
+
+
+async def test_what_ran_at_a_crash_fails_or_is_queued_again(rig: Rig) -> None:
+    once, again = await rig.add(), await rig.add(retry=True)
+    for run in range(RUNS_MAX):
+        for id in (once, again):
+            if rig.status(id) is QUEUED:
+                await rig.table.start(id)
+        rig.table.result(again).write(b"half")
+        rig.again()
+        assert rig.status(once) is FAILED
+        assert rig.status(again) is (QUEUED if run < RUNS_MAX - 1 else FAILED)
+    row = rig.table.get(once)
+    assert row is not None and row.error is not None and row.error.code == "restarted"
+    # Settled on disk: the next start finds the same, and nothing half.
+    assert {once, again} == {row.id for row in rig.again() if row.status is FAILED}
+    assert rig.names == {f"{once}.json", f"{again}.json"}
+
+
+async def test_a_crash_between_the_result_and_its_row_loses_nothing(rig: Rig) -> None:
+    id = await rig.add(retry=True)
+    await rig.table.start(id)
+    part = rig.table.result(id)
+    part.write_head({"status": 200})
+    part.write(b"whole")
+    part.complete()
+    rig.again()
+    assert rig.status(id) is DONE
+    assert rig.body_of(id) == b"whole"
+
+
+async def test_a_failure_with_an_answer_keeps_it(rig: Rig) -> None:
+    id = await rig.add()
+    await rig.table.start(id)
+    part = rig.table.result(id)
+    part.write_head({"status": 400})
+    await rig.table.end(id, FAILED, OperationError("bad", "It was bad."), part)
+    rig.again()
+    row = rig.table.get(id)
+    assert row is not None and row.error == OperationError("bad", "It was bad.")
+    assert rig.table.read_result(id, dict[str, int]) is not None
+
+
+async def test_files_without_a_row_go_and_rows_that_cannot_be_read_stay(rig: Rig) -> None:
+    id, other = await rig.add(), await rig.add()
+    (rig.folder / f"{id}.json").unlink()
+    (rig.folder / f"{other}.json").write_text("{")
+    (rig.folder / "job-note").write_text("not ours")
+    assert list(rig.again()) == []
+    assert rig.names == {f"{other}.json", f"{other}.request", "job-note"}
+
+
+async def test_ended_ones_make_room_by_count_and_unfinished_never(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "jobs", count_max=3)
+    first, second, waits = await rig.add(), await rig.add(), await rig.add()
+    for id in (second, first):
+        rig.now += 1
+        await rig.end(id)
+    await rig.add()
+    assert rig.status(second) is None and rig.status(first) is DONE
+    await rig.add()
+    with pytest.raises(OperationsFull):
+        await rig.add()
+    assert rig.status(waits) is QUEUED
+    assert not any(name.startswith(second) for name in rig.names)
+
+
+async def test_ended_ones_make_room_by_size_first_those_of_the_greediest_tenant(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "jobs", bytes_max=10_000)
+    modest = await rig.add(tenant="modest")
+    await rig.end(modest, b"x" * 1000)
+    greedy = [await rig.add(tenant="greedy") for _ in range(2)]
+    for id in greedy:
+        await rig.end(id, b"x" * 4000)
+    last = await rig.add(tenant="greedy")
+    await rig.end(last, b"x" * 4000)
+    assert [rig.status(id) for id in (modest, *greedy, last)] == [DONE, None, DONE, DONE]
+    kept = sum(path.stat().st_size for path in rig.folder.iterdir() if path.suffix == files.RESULT)
+    assert kept <= 10_000
+
+
+async def test_what_cannot_fit_is_refused(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "jobs", bytes_max=1000)
+    id = await rig.add(b"x" * 500)
+    with pytest.raises(OperationStoreFull):
+        await rig.add(b"x" * 600)
+    part = rig.table.result(id)
+    with pytest.raises(ResultTooLarge):
+        part.write(b"x" * 1001)
+    with pytest.raises(OperationStoreFull):
+        part.write(b"x" * 900)
+    part.discard()
+    await rig.end(id, b"x" * 300)
+    # All is given back.
+    await rig.add(b"x" * 900)
+
+
+async def test_old_results_go_with_their_rows(rig: Rig) -> None:
+    waits, done = await rig.add(), await rig.add()
+    await rig.end(done)
+    rig.now += 99
+    await rig.table.tidy()
+    assert rig.status(done) is DONE
+    rig.now += 2
+    await rig.table.tidy()
+    assert rig.status(done) is None
+    assert rig.names == {f"{waits}.json", f"{waits}.request"}
+
+
+async def test_a_result_that_is_being_read_outlives_its_row(rig: Rig) -> None:
+    id = await rig.add()
+    await rig.end(id, b"x" * 200)
+    found = rig.table.read_result(id, dict[str, int])
+    rig.now += 200
+    await rig.table.tidy()
+    assert found is not None and b"".join(found[1]) == b"x" * 200
+
+
+async def test_a_full_disk_takes_nothing_half(rig: Rig) -> None:
+    id = await rig.add()
+    with full_disk():
+        with pytest.raises(OperationStoreFull):
+            await rig.add()
+        with pytest.raises(OperationStoreFull):
+            await rig.table.start(id)
+        assert rig.status(id) is QUEUED
+        part = rig.table.result(id)
+        part.write(b"x" * 10)
+        row = await rig.table.end(id, DONE, None, part)
+        assert row.status is FAILED and row.error is not None and row.error.code == "job_store_full"
+    assert len(list(rig.table)) == 1
+    # Its end is written once the disk takes it.
+    await rig.table.tidy()
+    rig.again()
+    assert rig.status(id) is FAILED
+    assert rig.names == {f"{id}.json"}
+
+
+async def test_a_start_on_a_full_disk_settles_in_memory(rig: Rig) -> None:
+    id = await rig.add()
+    await rig.table.start(id)
+    with full_disk():
+        rig.again()
+        assert rig.status(id) is FAILED
+    rig.again()
+    assert rig.status(id) is FAILED
