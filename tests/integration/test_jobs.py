@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from greenroom.app import App
+from greenroom.server.inference.jobs import HANDED_OVER_MAX
 from tests.full_disk import full_disk
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal, is_ready
@@ -63,8 +64,8 @@ async def ended(app: App, id: str) -> dict[str, Any]:
     return await job(app, id)
 
 
-async def status_of(app: App, id: str) -> str:
-    return str((await job(app, id))["status"])
+async def status_of(app: App, id: str, by: Mapping[str, str] | None = None) -> str:
+    return str((await job(app, id, by))["status"])
 
 
 async def result(app: App, id: str, by: Mapping[str, str] | None = None) -> Answer:
@@ -306,7 +307,7 @@ async def test_an_engine_that_dies_runs_a_job_again_only_if_it_may(tmp_path: Pat
         id = await submit(app, chat(crash_at="request"), retry=retry)
         row = await ended(app, id)
         assert (row["status"], row["error"]["code"]) == ("failed", "engine_lost")
-        assert journal.count("request") == (2 if retry else 1)
+        assert journal.count("request") == journal.count("ready") == (2 if retry else 1)
         assert (await result(app, id)).error["code"] == "engine_lost"
 
 
@@ -367,6 +368,20 @@ async def test_jobs_wait_where_the_queue_is_full(tmp_path: Path) -> None:
     async with gateway(tmp_path, models, scheduler={"queue_depth_max": 1}) as app:
         ids = [await submit(app, chat(tokens=2, token_s=0.05)) for _ in range(5)]
         assert [(await ended(app, id))["status"] for id in ids] == ["done"] * 5
+
+
+async def test_more_jobs_than_are_handed_over_are_all_run_and_no_tenant_waits_for_another(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"m": fake("m", concurrency=1)}, server={"api_keys": KEYS}) as app:
+        first = await submit(app, chat(tokens=1000, token_s=0.1), by=key("ann"))
+        many = [await submit(app, chat(tokens=1, token_s=0.05), by=key("ann")) for _ in range(HANDED_OVER_MAX + 10)]
+        assert (await job(app, many[-1], key("ann")))["position"] >= HANDED_OVER_MAX + 10
+        one = await submit(app, chat(tokens=1), by=key("bob"))
+        await http(app, "DELETE", f"{JOBS}/{first}", headers=key("ann"))
+        await until(lambda: done_for(app, one, key("bob")))
+        assert await status_of(app, many[-1], key("ann")) == "queued"
+        await until(lambda: done_for(app, many[-1], key("ann")))
+        listed = (await http(app, "GET", f"{JOBS}?status=done&limit=1000", headers=key("ann"))).json()["data"]
+        assert {row["id"] for row in listed} == set(many)
 
 
 async def test_results_age(tmp_path: Path) -> None:

@@ -30,6 +30,16 @@ def test_right_key_says_who_calls() -> None:
     assert keys.check(b"s3cret") == Caller(name="lab", tenant="physics", priority_max=1, admin=False)  # type: ignore[arg-type]
 
 
+def test_a_caller_is_found_by_the_name_of_its_key() -> None:
+    keys = Keys([ApiKey(name="lab", key="s3cret", tenant="physics")])
+    assert keys.named("lab") == keys.check(b"s3cret")
+    assert keys.named("physics") is None
+    # A key that is called so is none for callers that came without one.
+    assert keys.named(ANYONE.name) is None
+    assert Keys().named(ANYONE.name) is ANYONE
+    assert Keys().named("lab") is None
+
+
 def test_a_key_may_only_ask_models_unless_it_says_more() -> None:
     entries = [ApiKey(name="a", key="a"), ApiKey(name="b", key="b", leases=True), ApiKey(name="c", key="c", admin=True)]
     plain, leasing, admin = (Keys(entries).check(key) for key in (b"a", b"b", b"c"))

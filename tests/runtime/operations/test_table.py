@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from greenroom.errors import OperationsFull, OperationStoreFull, ResultTooLarge
+from greenroom.errors import NotFound, OperationsFull, OperationStoreFull, ResultTooLarge
 from greenroom.runtime.operations import files
 from greenroom.runtime.operations.files import Operation, OperationError, OperationFiles, OperationKind, OperationStatus
 from greenroom.runtime.operations.table import RUNS_MAX, KeepLimits, OperationTable
@@ -220,6 +220,8 @@ async def test_old_results_go_with_their_rows(rig: Rig) -> None:
     rig.now += 2
     await rig.table.tidy()
     assert rig.status(done) is None
+    with pytest.raises(NotFound):
+        await rig.table.end(done, CANCELLED)
     assert rig.names == {f"{waits}.json", f"{waits}.request"}
 
 

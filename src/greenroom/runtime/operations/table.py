@@ -20,7 +20,7 @@ from typing import BinaryIO, Final, TypeVar
 
 import msgspec
 
-from greenroom.errors import OperationsFull, OperationStoreFull, ResultTooLarge
+from greenroom.errors import NotFound, OperationsFull, OperationStoreFull, ResultTooLarge
 from greenroom.runtime.detached import run_detached
 from greenroom.runtime.operations import files
 from greenroom.runtime.operations.files import (
@@ -182,9 +182,14 @@ class OperationTable:
         error: OperationError | None = None,
         result: ResultPart | None = None,
     ) -> Operation:
-        """The first end counts; a later one changes nothing. A result that the disk does not take is a failure."""
+        """The first end counts; a later one changes nothing. A result that the disk does not take is a failure.
+
+        Raises NotFound for one that has ended and is no longer kept.
+        """
         async with self._writing:
-            row = self._rows[id]
+            row = self._rows.get(id)
+            if row is None:
+                raise NotFound(f"There is no operation {id} any more.")
             if row.status.is_over:
                 if result is not None:
                     result.discard()

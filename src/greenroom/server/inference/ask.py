@@ -99,6 +99,11 @@ def arrival(
 class LaterAnswer(Protocol):
     """A request whose answer is kept, as far as serving it differs."""
 
+    @property
+    def may_run_again(self) -> bool:
+        """Whether it may be sent once more if the engine is lost before its first byte."""
+        ...
+
     async def starts(self) -> None:
         """Called before the engine is sent anything. Raises the error that keeps it from that."""
         ...

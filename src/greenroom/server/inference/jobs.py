@@ -8,7 +8,7 @@ client leaves when the job is cancelled, which frees the engine at once.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -29,6 +29,7 @@ from greenroom.errors import (
 )
 from greenroom.http.body import Body, BodyBudget
 from greenroom.http.exchange import Exchange, RawReceiver
+from greenroom.http.headers import NEVER_FORWARDED
 from greenroom.http.limits import EdgeState
 from greenroom.http.request import Head
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
@@ -51,6 +52,7 @@ TIDY_EVERY_S: Final = 60.0
 PROGRESS_MAX: Final = 0.99
 # After so many pieces of a body other requests get their turn.
 _PIECES_A_TURN: Final = 16
+_NOT_STORED: Final = frozenset((b"x-api-key", b"x-heartbeat"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +156,14 @@ class Job:
         self._table = table
         self._ended = ended
 
+    @property
+    def may_run_again(self) -> bool:
+        return self.retry
+
     async def starts(self) -> None:
-        if self.is_started:
-            if not self.retry:
-                raise EngineLost(
-                    "The engine was lost while it ran this job. Start it again, or send `retry: true` with jobs that "
-                    "may run twice."
-                )
-            return
-        await self._table.start(self.id)
-        self.is_started = True
+        if not self.is_started:
+            await self._table.start(self.id)
+            self.is_started = True
 
     def ended(self, error: GreenroomError | None) -> None:
         self._ended(self, error)
@@ -214,7 +214,10 @@ class Jobs:
         return row
 
     async def cancel(self, id: str) -> Operation:
-        """End it now, and free its engine. One that has ended stays as it is. Returns the row as it is then."""
+        """End it now, and free its engine. One that has ended stays as it is. Returns the row as it is then.
+
+        Raises NotFound if it has made room for others meanwhile.
+        """
         job = self._live.get(id)
         if job is None:
             return await self._table.end(id, OperationStatus.CANCELLED)
@@ -234,31 +237,27 @@ class Jobs:
         return self._table.read_result(id, StoredAnswer)
 
     def facts(self, rows: Iterable[Operation]) -> list[tuple[Operation, JobFacts]]:
-        learned = self._services.learned()
-        return [(row, self._facts(row, learned)) for row in rows]
+        learned, places, counts = self._services.learned(), dict[str, int](), Counter[str]()
+        for row in self._queued():
+            counts[row.model] += 1
+            places[row.id] = counts[row.model]
+        return [(row, self._facts(row, learned.get(ModelId(row.model)), places.get(row.id))) for row in rows]
 
-    def _facts(self, row: Operation, learned: Mapping[ModelId, Learned]) -> JobFacts:
-        job, times = self._live.get(row.id), learned.get(ModelId(row.model))
-        usual_s = None if times is None else times.service_s
+    def _facts(self, row: Operation, learned: Learned | None, place: int | None) -> JobFacts:
+        """`place` is that among the jobs of its model; the scheduler knows it better once it has the job."""
+        job, usual_s = self._live.get(row.id), None if learned is None else learned.service_s
         request_id = None if job is None else job.request_id
         if row.status is OperationStatus.QUEUED:
             position, begins_s = (None, None) if request_id is None else self._inference.outlook(request_id)
-            if position is None:
-                position = self._position(row)
-            return JobFacts(position, 0.0, _sum(begins_s, usual_s), request_id)
+            return JobFacts(place if position is None else position, 0.0, _sum(begins_s, usual_s), request_id)
         if row.status is OperationStatus.RUNNING and row.started is not None and usual_s:
             ran_s = max(0.0, self._services.wall() - row.started)
             return JobFacts(None, min(ran_s / usual_s, PROGRESS_MAX), max(0.0, usual_s - ran_s), request_id)
         return JobFacts(progress=1.0 if row.status is OperationStatus.DONE else None, request_id=request_id)
 
-    def _position(self, row: Operation) -> int:
-        """Its place among the jobs of its model that wait."""
-        ahead = (other for other in self._table if other.status is OperationStatus.QUEUED and other.model == row.model)
-        return 1 + sum(_turn(other) < _turn(row) for other in ahead)
-
     def _stored(self, head: Head) -> StoredRequest:
         """Only what running it needs: never a key, nor a cookie."""
-        wanted = (OUR_HEADERS | self._inference.settings.forward_headers) - {b"x-heartbeat"}
+        wanted = (OUR_HEADERS | self._inference.settings.forward_headers) - NEVER_FORWARDED - _NOT_STORED
         headers = tuple(
             (name.decode("latin-1"), value.decode("latin-1")) for name, value in head.headers if name in wanted
         )
@@ -284,14 +283,30 @@ class Jobs:
             return
         handed = Counter(job.model for job in self._live.values())
         at_work = Counter((job.model, job.tenant) for job in self._live.values())
-        waiting = [row for row in self._table if row.status is OperationStatus.QUEUED and row.id not in self._live]
-        while ready := [row for row in waiting if handed[row.model] < HANDED_OVER_MAX]:
-            row = min(ready, key=lambda row: (row.priority, at_work[row.model, row.tenant], row.created))
-            waiting.remove(row)
-            handed[row.model] += 1
-            at_work[row.model, row.tenant] += 1
-            job = self._live[row.id] = Job(row, self._table, self._ended)
-            self._own(self._run(job, row))
+        for model, waiting in self._waiting().items():
+            while waiting and handed[model] < HANDED_OVER_MAX:
+                tenant = min(waiting, key=lambda t: (waiting[t][0].priority, at_work[model, t], waiting[t][0].created))
+                self._hand_over(waiting[tenant].popleft())
+                if not waiting[tenant]:
+                    del waiting[tenant]
+                handed[model] += 1
+                at_work[model, tenant] += 1
+
+    def _waiting(self) -> dict[str, dict[str, deque[Operation]]]:
+        """The jobs on disk whose turn has not come, by model and tenant, in the order of their turns."""
+        found: dict[str, dict[str, deque[Operation]]] = {}
+        for row in self._queued():
+            if row.id not in self._live:
+                found.setdefault(row.model, {}).setdefault(row.tenant, deque()).append(row)
+        return found
+
+    def _queued(self) -> list[Operation]:
+        rows = (row for row in self._table if row.status is OperationStatus.QUEUED and row.kind is OperationKind.JOB)
+        return sorted(rows, key=lambda row: (row.priority, row.created))
+
+    def _hand_over(self, row: Operation) -> None:
+        job = self._live[row.id] = Job(row, self._table, self._ended)
+        self._own(self._run(job, row))
 
     async def _run(self, job: Job, row: Operation) -> None:
         """Begin the request. `_ended` is told of its end, whatever becomes of it."""
@@ -418,10 +433,6 @@ def _outcome(
 
 def _told(job: Job, error: GreenroomError) -> OperationError:
     return OperationError(error.code, render.words(error, job.request_id or "", to_operator=False).message)
-
-
-def _turn(row: Operation) -> tuple[int, float]:
-    return row.priority, row.created
 
 
 def _sum(begins_s: float | None, usual_s: float | None) -> float | None:

@@ -201,7 +201,7 @@ class Running:
             raise self._stopped()
         if relay.outcome is RelayOutcome.BAD_HEAD:
             raise self._bad_head(relay)
-        if relay.outcome is not RelayOutcome.ENGINE_LOST or not relay.before_first_byte:
+        if relay.outcome is not RelayOutcome.ENGINE_LOST or not relay.before_first_byte or not self._may_run_again():
             raise relay.error or EngineLost(f"The engine of {self.ask.entry.id} was lost.")
         if exchange.gone:
             return False
@@ -211,6 +211,9 @@ class Running:
         self.record.state = "waiting"
         self._shared.tickets.lost(ticket)
         return True
+
+    def _may_run_again(self) -> bool:
+        return self.ask.job is None or self.ask.job.may_run_again
 
     def _new_relay(self, on_done: Callable[[Relay], None] | None) -> Relay:
         if self.exchange.head.upgrade is not None:
