@@ -21,7 +21,7 @@ HIGH_SHARE_OF_NORMAL = 1 / 3
 THROUGHPUT_COST = 0.10
 # What a model that keeps another one out may have at most: a stay, and a batch, in swaps; and the deadline of normal
 # requests.
-STAY_SWAPS, BATCH_SWAPS, DEADLINE_S = 2.0, 5.0, 60.0
+BATCH_SWAPS, DEADLINE_S, AWAY_SHARE = 5.0, 120.0, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +94,16 @@ def beside_fifo(one: Verdict) -> str:
 
 
 def bound_s(cell: Cell, service_max_s: float) -> float:
-    """How long a normal request may wait behind one other model that always has requests.
+    """How long a normal request may wait behind one other model that always has requests: docs/design/waiting-bound.md.
 
-    When it arrives, the other model may just have been chosen: the answers of its own model end, the other model is
-    loaded and stays for some swaps. Then, or at the request's deadline if that is later, the answers of the other model
-    end and its own model is loaded. A reached deadline ends a batch. An answer takes at most the longest service time
-    of the run; the times of moves vary by JITTER.
+    The other model is closed when the request is due, or later, when it has served those that waited when it came: that
+    many came during its last absence, and it answers them while others come. Then its answers end, it leaves, and
+    the request's own model is loaded. An answer takes at most the longest service time of the run; the times of moves
+    vary by JITTER.
     """
     swap_s = cell.swap_s * (1 + JITTER)
-    held_s = service_max_s + swap_s + STAY_SWAPS * swap_s
-    return max(DEADLINE_S, held_s) + service_max_s + swap_s
+    away_s = 2 * (service_max_s + swap_s)
+    return max(DEADLINE_S, away_s / AWAY_SHARE) + 2 * away_s
 
 
 def starved_goals(results: Results, cells: Iterable[Cell], policy: str) -> list[Goal]:

@@ -178,11 +178,14 @@ class Play:
         swap_s = max(one.load_s + one.sleep_s + one.unload_s for one in timings) * (1.0 + self.scenario.config.jitter)
         limits = world.scheduler.state.limits
         service_s = max((usual.service_s(10_000, 2_000) for usual in timings), default=0.0)
-        turn_s = swap_s * (2.0 + limits.residency_swaps + limits.batch_swaps) + service_s
+        turn_s = swap_s * 2.0 + service_s
         if not draws_stay(limits):
             # A more urgent model may stay until it leaves by itself.
             turn_s += STAY_MAX_S
-        return limits.deadlines_s[2] + limits.backoff_max_s + turn_s * (2 + len(world.calls))
+        due_s = max(limits.deadlines_s[2], 2 * turn_s / limits.away_share)
+        # Devices are kept for a model once all others may leave within a share of the time that it has waited.
+        turns_s = turn_s * (2 + len(world.calls))
+        return due_s + limits.backoff_max_s + turns_s / limits.away_share
 
     def _failure(self, problem: Exception) -> Failure:
         """Which checker spoke, from where the exception was raised: a checker's module, the world, or the core."""

@@ -195,9 +195,7 @@ def draw_limits(random: Random) -> Limits:
     return Limits(
         tenant_weights={TENANTS[0]: random.choice((0.5, 1.0, 4.0))} if random.random() < 0.3 else {},
         queue_depth_max=random.choice((8, 60, 1_000)),
-        overtakes_max=random.choice((0, 1, 8, 8)),
-        residency_swaps=random.choice((0.0, 1.0, 2.0, 2.0)),
-        batch_swaps=random.choice((2.0, 5.0, 5.0)),
+        away_share=random.choice((0.1, 0.5, 1.0)),
         lift_s=random.choice((5.0, 20.0, 60.0)),
         deadlines_s=(high_s, high_s * random.choice((3.0, 12.0)), high_s * 48.0),
         recency_s=random.choice((30.0, 600.0)),
@@ -268,7 +266,8 @@ def _calm(seed: int, random: Random) -> Scenario:
     devices = [Device(DeviceId("gpu0"), DeviceKind.GPU, places * 1_000)]
     if sleeps is not None:
         devices.append(Device(HOST, DeviceKind.HOST, random.choice((1_000, 10_000))))
-    limits = Limits(queue_depth_max=10_000, lift_s=random.choice((10.0, 60.0)), deadlines_s=(2.0, 10.0, 40.0))
+    lift_s, away_share = random.choice((10.0, 60.0)), random.choice((0.5, 1.0))
+    limits = Limits(queue_depth_max=10_000, lift_s=lift_s, deadlines_s=(2.0, 10.0, 40.0), away_share=away_share)
     output_len = random.choice((10.0, 40.0, 120.0))
     capacity = places * timings.concurrency / timings.service_s(100, int(output_len))
     # Half of them are saturated by one model, which would keep the others out for ever if nothing were promised.
@@ -305,7 +304,7 @@ def _duel(seed: int, random: Random) -> Scenario:
         priorities={1: 1.0},
         prompt_len=100.0,
         output_len=40.0,
-        loops=random.randint(6, 12),
+        loops=random.randint(16, 24),
     )
     devices = (Device(DeviceId("gpu0"), DeviceKind.GPU, 1_000),)
     return Scenario(seed, Kind.DUEL, SimConfig((SimModel(spec, timings),), devices, limits), traffic)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -23,8 +23,9 @@ NOT_THE_CORES = {"fit_memory", "keep_alive_max_s"}
 NOT_CONFIGURED = {"replan_s", "need_raise", "company"}
 
 
-def test_without_a_word_the_core_keeps_its_own_defaults() -> None:
-    assert limits_of(Config()) == Limits()
+def test_without_a_word_the_core_keeps_its_own_defaults_but_no_deadline_is_after_the_longest_wait() -> None:
+    high_s, normal_s, _ = Limits().deadlines_s
+    assert limits_of(Config()) == replace(Limits(), deadlines_s=(high_s, normal_s, Config().server.wait_max_s))
 
 
 def test_every_number_reaches_the_core(loads: Loads) -> None:
@@ -33,9 +34,7 @@ def test_every_number_reaches_the_core(loads: Loads) -> None:
           policy: fifo
           swapper: coordinator
           queue_depth_max: 11
-          overtakes_max: 12
-          residency_swaps: 1.5
-          batch_swaps: 7
+          away_share: 0.2
           lift_s: 13
           deadline_high_s: 14
           deadline_normal_s: 15
@@ -51,9 +50,7 @@ def test_every_number_reaches_the_core(loads: Loads) -> None:
         policy="fifo",
         swapper="coordinator",
         queue_depth_max=11,
-        overtakes_max=12,
-        residency_swaps=1.5,
-        batch_swaps=7.0,
+        away_share=0.2,
         lift_s=13.0,
         deadlines_s=(14.0, 15.0, 16.0),
         recency_s=17.0,
@@ -73,7 +70,7 @@ def test_no_key_of_the_configuration_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wait_max_s", "deadlines_s"), [(290, (5.0, 60.0, 240.0)), (100, (5.0, 60.0, 100.0)), (3, (3.0, 3.0, 3.0))]
+    ("wait_max_s", "deadlines_s"), [(600, (5.0, 120.0, 480.0)), (200, (5.0, 120.0, 200.0)), (3, (3.0, 3.0, 3.0))]
 )
 def test_nobody_insists_later_than_it_would_have_been_refused(
     loads: Loads, wait_max_s: int, deadlines_s: tuple[float, float, float]

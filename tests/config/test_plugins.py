@@ -11,7 +11,7 @@ from greenroom.config.limits import Named
 from greenroom.core.events import ConfigChanged, Limits
 from greenroom.core.policy import BUILT_IN, SWAPPERS, SwapperFactory
 from greenroom.core.policy.base import PolicyFactory
-from greenroom.core.policy.default import ByCost
+from greenroom.core.policy.default import BoundedFirstCome
 from greenroom.core.policy.fifo import FirstCome
 from greenroom.core.scheduler import Scheduler
 from greenroom.errors import ConfigError
@@ -58,7 +58,7 @@ def swappers() -> Named[SwapperFactory]:
 
 def test_what_comes_with_greenroom_is_there(policies: Named[PolicyFactory], swappers: Named[SwapperFactory]) -> None:
     assert (list(policies), list(swappers)) == (["default", "fifo"], ["coordinator", "memory"])
-    assert (policies["default"], policies["fifo"]) == (ByCost, FirstCome)
+    assert (policies["default"], policies["fifo"]) == (BoundedFirstCome, FirstCome)
     assert (len(policies), len(swappers)) == (2, 2)
 
 

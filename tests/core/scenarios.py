@@ -23,7 +23,7 @@ MODELS = (
 
 def mixed_scenario(prepare: Callable[[World], None] = lambda world: None) -> World:
     """Requests of all kinds, operators, leases, strangers and a new revision, over two GPUs that hold a third of it."""
-    world = World(plays=True, limits=Limits(queue_depth_max=60, overtakes_max=4), devices=DEVICES)
+    world = World(plays=True, limits=Limits(queue_depth_max=60), devices=DEVICES)
     prepare(world)
     world.config(*MODELS)
     world.engines["vision"] = Engine(load_s=8.0, seen={DeviceId("gpu0"): 4_400})

@@ -1,4 +1,4 @@
-"""The default policy by itself: classes and ageing, rank, when one may take another's place, and what one is worth."""
+"""The default policy by itself: order, when a busy model is closed for another, and what a resident is worth."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from hypothesis import strategies as st
 from greenroom.core.decide.decision import Swap
 from greenroom.core.events import Limits
 from greenroom.core.model import ModelId, RequestId, SlotId, TenantId, Tier
-from greenroom.core.policy.default import ByCost
+from greenroom.core.policy.default import ALIKE_S, BoundedFirstCome
 from greenroom.core.policy.swapper import ByMemory, Resident
+from greenroom.core.queue.waiter import Accounts
 from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
 
 from .test_order import ready
 from .world import World, model
 
-POLICY = ByCost(Limits(), ByMemory())
-SWAP_S = 5.0
+POLICY = BoundedFirstCome(Limits(), ByMemory())
+LIFT_S = Limits().lift_s
+# The resident's drain, the newcomer's swap and answer, and the resident's reload: ten times that is the due time.
+AWAY_S, DUE_S = 1.0 + 10.0 + 1.0 + 8.0, 200.0
 
 
 def waiter(sequence: int, arrived: float, priority: int = 1, tenant: str = "") -> Waiter:
@@ -28,16 +31,32 @@ def waiter(sequence: int, arrived: float, priority: int = 1, tenant: str = "") -
     return Waiter(name, WaiterKind.REQUEST, sequence, wanted, (wanted,), priority, arrived, TenantId(tenant))
 
 
-def queue(*arrived: float, priority: int = 1, swap_s: float = SWAP_S, service_s: float = 1.0) -> Queue:
+def queue(*arrived: float, priority: int = 1, tenant: str = "", swap_s: float = 10.0) -> Queue:
     result = Queue(ModelId("m"), POLICY.priority_class)
     for number, at in enumerate(arrived):
-        result.add(waiter(number, at, priority))
-    result.swap_s, result.service_s, result.at_once = swap_s, service_s, 99
+        result.add(waiter(number, at, priority, tenant))
+    result.swap_s, result.service_s = swap_s, 1.0
+    return result
+
+
+def flooded(oldest: float, aged_from: float) -> Queue:
+    """The queue of a tenant that asked too fast: its next request came then, but counts as if it had come later."""
+    result = queue(oldest, oldest, tenant="flood")
+    accounts = Accounts()
+    accounts.settle(TenantId("flood"), used_s=1e6, estimate_s=0.0)
+    result.remove(result.heads()[0], accounts, served_at=aged_from)
+    assert (result.oldest, result.aged_from) == (oldest, aged_from)
+    return result
+
+
+def wish() -> Queue:
+    result = Queue(ModelId("w"), POLICY.priority_class)
+    result.add(Waiter(RequestId("p"), WaiterKind.PRELOAD, 1, ModelId("w"), (ModelId("w"),), 1_000_000, 0.0))
     return result
 
 
 def resident(**more: object) -> Resident:
-    """Busy, in demand, long past its residency, and as dear to bring back as the newcomer."""
+    """Busy, and nothing waits for it. One request does not outweigh those that will come for it."""
     one = Resident(
         slot=SlotId("s"),
         model=ModelId("r"),
@@ -47,220 +66,242 @@ def resident(**more: object) -> Resident:
         last_used=0.0,
         is_busy=True,
         is_fixed=False,
-        rate=0.8,
-        reload_s=SWAP_S,
+        rate=2.0,
+        reload_s=8.0,
         drain_s=1.0,
     )
     return replace(one, **more)  # type: ignore[arg-type]
 
 
+def is_taken(cold: Queue, one: Resident, now: float) -> bool:
+    return POLICY.takes_at(cold, one, now) <= now
+
+
 # --- classes --------------------------------------------------------------------------------------------------------
 
 
-def test_priorities_beyond_the_named_ones_stand_like_the_nearest() -> None:
-    assert POLICY.priority_class(-5) is POLICY.priority_class(0) and POLICY.priority_class(99) is POLICY.priority_class(
-        2
-    )
-    assert [POLICY.priority_class(priority).deadline_s for priority in (0, 1, 2)] == [5.0, 60.0, 240.0]
+def test_priorities_beyond_the_named_ones_count_as_the_nearest() -> None:
+    high, low = POLICY.priority_class(0), POLICY.priority_class(2)
+    assert POLICY.priority_class(-5) is high and POLICY.priority_class(99) is low
+    assert [POLICY.priority_class(priority).deadline_s for priority in (0, 1, 2)] == [5.0, 120.0, 480.0]
 
 
-def test_a_class_weighs_twice_the_next() -> None:
-    high, normal, low = (POLICY.priority_class(priority).weight for priority in (0, 1, 2))
-    assert high == 2 * normal == 4 * low
+# --- order within a queue -------------------------------------------------------------------------------------------
 
 
-def test_nobody_is_late_before_it_insists() -> None:
-    for priority in (0, 1, 2):
-        assert POLICY.priority_class(priority).late_s >= POLICY.priority_class(priority).deadline_s
+def in_turn(*waiters: tuple[Waiter, float]) -> list[int]:
+    """Their sequence numbers, in the order in which they go; each with what its tenant was served."""
+    return [one.sequence for one, served_s in sorted(waiters, key=lambda both: POLICY.turn(*both, 1_000.0))]
 
 
-def test_the_order_is_class_then_tenant_then_arrival() -> None:
-    urgent, poor, rich, later = waiter(4, 0.0, 0), waiter(3, 0.0), waiter(1, 0.0), waiter(5, 0.0)
-    turns = {
-        name: POLICY.turn(one, served_s, 10.0)
-        for name, one, served_s in (
-            ("urgent", urgent, 99.0),
-            ("poor", poor, 1.0),
-            ("rich", rich, 5.0),
-            ("later", later, 1.0),
-        )
-    }
-    assert sorted(turns, key=lambda name: turns[name]) == ["urgent", "poor", "later", "rich"]
+def test_requests_of_other_ages_go_by_age_whatever_their_tenants_were_served() -> None:
+    rich, poor = waiter(2, 100.0), waiter(1, 100.0 + ALIKE_S)
+    assert in_turn((rich, 99.0), (poor, 0.0)) == [2, 1]
 
 
-@pytest.mark.parametrize(("low_waited_s", "first"), [(59.0, "normal"), (61.0, "low"), (179.0, "low")])
-def test_a_minute_of_waiting_lifts_by_one_class(low_waited_s: float, first: str) -> None:
-    """A normal one has just come; the low one has waited longer, and its tenant had less so far."""
-    now = 1_000.0
-    low, normal = POLICY.turn(waiter(1, now - low_waited_s, 2), 0.0, now), POLICY.turn(waiter(2, now, 1), 5.0, now)
-    assert (first == "low") == (low < normal)
+def test_requests_of_nearly_the_same_age_go_by_their_tenants_shares_and_then_by_arrival() -> None:
+    came = 100.0 + 0.9 * ALIKE_S
+    rich, poor, later = waiter(1, 100.0), waiter(2, came), waiter(3, 100.0)
+    assert in_turn((rich, 5.0), (later, 1.0), (poor, 1.0)) == [2, 3, 1]
 
 
-def test_age_goes_on_lifting_above_the_highest_class() -> None:
-    now = 1_000.0
-    old, urgent = POLICY.turn(waiter(1, now - 200.0, 2), 9.0, now), POLICY.turn(waiter(2, now, 0), 0.0, now)
-    assert old < urgent
+@pytest.mark.parametrize("classes", [1, 2])
+def test_a_class_counts_as_so_much_age(classes: int) -> None:
+    low, urgent = waiter(1, 0.0, priority=classes), waiter(2, classes * LIFT_S - ALIKE_S, priority=0)
+    assert in_turn((low, 0.0), (urgent, 9.0)) == [2, 1]
+    urgent = waiter(2, classes * LIFT_S + ALIKE_S, priority=0)
+    assert in_turn((low, 9.0), (urgent, 0.0)) == [1, 2]
+
+
+def test_a_request_that_counts_as_younger_goes_by_that() -> None:
+    fast, other = waiter(1, 100.0), waiter(2, 130.0)
+    fast.aged_from = 160.0
+    assert in_turn((fast, 0.0), (other, 0.0)) == [2, 1]
 
 
 @given(st.integers(-2, 4), st.integers(-2, 4), st.floats(0, 1e4), st.floats(0, 1e4), st.floats(0, 1e3))
-def test_nobody_is_passed_for_ever(mine: int, other: int, arrived: float, later_s: float, served_s: float) -> None:
-    """Whoever comes so many minutes later as its class is higher, and one more, goes behind, whatever anyone had."""
-    lift_s = Limits().lift_s
+def test_no_request_is_overtaken_for_ever(
+    mine: int, other: int, arrived: float, later_s: float, served_s: float
+) -> None:
     first = waiter(1, arrived, mine)
-    second = waiter(2, arrived + (max(0, mine - other) + 1) * lift_s + later_s, other)
-    now = second.arrived + 1.0
-    assert POLICY.turn(first, served_s, now) < POLICY.turn(second, 0.0, now)
+    second = waiter(2, arrived + max(0, mine - other) * LIFT_S + ALIKE_S + 0.001 + later_s, other)
+    assert POLICY.turn(first, served_s, second.arrived) < POLICY.turn(second, 0.0, second.arrived)
 
 
-def test_class_and_age_decide_between_tenants_in_the_scheduler_too() -> None:
-    world = World([model("a")])
-    ready(world, "a")
-    world.arrive("busy", "a", takes_s=70.0)
-    world.arrive("low", "a", takes_s=1.0, priority=2, tenant="t")
-    world.run(50.0)
-    world.arrive("normal", "a", takes_s=1.0, tenant="u")
-    world.arrive("urgent", "a", takes_s=1.0, priority=0, tenant="v")
-    world.run()
-    assert world.granted()[-3:] == ["urgent", "low", "normal"]
+# --- order between models -------------------------------------------------------------------------------------------
 
 
-# --- rank -----------------------------------------------------------------------------------------------------------
+def test_cold_models_go_by_the_age_of_their_oldest_request_however_many_wait() -> None:
+    oldest, many, dear = queue(9.0), queue(10.0, 10.0, 10.0), queue(11.0, swap_s=99.0)
+    urgent, low = queue(10.0 + LIFT_S - 0.5, priority=0), queue(0.0, priority=2)
+    ranked = sorted([many, low, dear, urgent, oldest], key=lambda some: POLICY.rank(some, 100.0))
+    assert ranked == [oldest, urgent, many, dear, low]
 
 
-def test_between_models_class_goes_first_then_who_has_waited_more_for_what_it_costs() -> None:
-    now = 20.0
-    urgent, many, one = queue(19.0, priority=0), queue(10.0, 10.0, 10.0), queue(10.0)
-    dear = queue(10.0, swap_s=60.0)
-    ranked = sorted([one, dear, urgent, many], key=lambda some: POLICY.rank(some, now))
-    assert ranked == [urgent, many, one, dear]
-
-
-def test_who_is_late_goes_before_everybody_and_strictly_by_age() -> None:
-    late_s = POLICY.priority_class(1).late_s
-    now = late_s + 100.0
-    late, later = queue(50.0, swap_s=99.0), queue(60.0, 60.0, 60.0)
-    fresh = queue(now - 1.0, priority=0)
-    ranked = sorted([fresh, later, late], key=lambda some: POLICY.rank(some, now))
-    assert ranked == [late, later, fresh]
-
-
-def test_wishes_come_last() -> None:
-    wish = Queue(ModelId("w"), POLICY.priority_class)
-    wish.add(Waiter(RequestId("p"), WaiterKind.PRELOAD, 1, ModelId("w"), (ModelId("w"),), 1_000_000, 0.0))
-    assert POLICY.rank(queue(999.0, priority=2), 1_000.0) < POLICY.rank(wish, 1_000.0)
+def test_models_that_are_only_to_be_preloaded_come_last() -> None:
+    assert POLICY.rank(queue(999.0, priority=2), 1_000.0) < POLICY.rank(wish(), 1_000.0)
 
 
 # --- switching ------------------------------------------------------------------------------------------------------
 
 
-def test_a_busy_resident_stays_its_minimum_residency_whatever_is_due() -> None:
-    one = resident(stays_until=500.0, batch_until=600.0)
-    assert POLICY.takes_at(queue(*[0.0] * 50, priority=0), one, 100.0) == 500.0
+def test_an_idle_resident_gives_way_at_once() -> None:
+    wanted = resident(is_busy=False, last_used=99.9, rate=99.0, priority=0, owes=9, queue=queue(0.0))
+    assert POLICY.takes_at(queue(100.0, priority=2), wanted, 100.0) == 100.0
 
 
-def test_a_deadline_is_the_latest_for_one_whose_residency_is_over() -> None:
-    dear = resident(rate=100.0, batch_until=1e9)
-    assert POLICY.takes_at(queue(10.0), dear, 20.0) == 70.0
-    assert POLICY.takes_at(queue(10.0, priority=0), dear, 12.0) == 15.0
+def test_a_busy_resident_is_closed_when_it_would_be_away_for_its_share_of_the_time() -> None:
+    assert POLICY.takes_at(queue(50.0), resident(), 60.0) == 50.0 + DUE_S
+    assert not is_taken(queue(50.0), resident(), 49.9 + DUE_S) and is_taken(queue(50.0), resident(), 50.0 + DUE_S)
 
 
-@given(
-    st.lists(st.floats(0, 90), min_size=1, max_size=9),
-    st.integers(0, 2),
-    st.floats(0, 10),
-    st.floats(0, 300),
-    st.booleans(),
-)
-def test_a_place_is_never_taken_before_residency_nor_kept_once_that_is_over_and_somebody_is_late(
-    arrived: list[float], priority: int, rate: float, stays_until: float, busy: bool
-) -> None:
-    now, cold = 100.0, queue(*sorted(arrived), priority=priority)
-    one = resident(rate=rate, stays_until=stays_until, batch_until=stays_until + 50.0, is_busy=busy)
-    at = POLICY.takes_at(cold, one, now)
-    assert at <= max(now, stays_until, cold.late_at)
-    assert not busy or at >= stays_until
+@pytest.mark.parametrize("longer", [{"drain_s": 2.0}, {"reload_s": 9.0}])
+def test_a_second_more_of_being_away_is_ten_seconds_more_of_waiting(longer: dict[str, float]) -> None:
+    assert POLICY.takes_at(queue(50.0), resident(**longer), 60.0) == 60.0 + DUE_S
+    assert POLICY.takes_at(queue(50.0, swap_s=11.0), resident(), 60.0) == 60.0 + DUE_S
 
 
-def test_switching_pays_sooner_for_more_who_wait_and_later_for_a_dearer_resident() -> None:
-    now, short = 100.0, resident(reload_s=1.0)
-    lone, many = queue(now, swap_s=1.0), queue(*[now] * 4, swap_s=1.0)
-    lone_at = POLICY.takes_at(lone, short, now)
-    assert POLICY.takes_at(many, short, now) < lone_at < lone.deadline_at
-    for dearer in ({"rate": 2.0}, {"drain_s": 3.0}, {"reload_s": 2.0}):
-        assert POLICY.takes_at(lone, replace(short, **dearer), now) > lone_at, dearer  # type: ignore[arg-type]
-    assert POLICY.takes_at(queue(now, swap_s=2.0), short, now) > lone_at
+def test_the_share_of_the_time_is_that_of_the_limits() -> None:
+    often = BoundedFirstCome(Limits(away_share=0.5, deadlines_s=(1.0, 1.0, 1.0)), ByMemory())
+    assert often.takes_at(queue(50.0, swap_s=3.0, priority=2), resident(), 60.0) == 530.0, "its queue has its deadline"
+    cold = Queue(ModelId("m"), often.priority_class)
+    cold.add(waiter(1, 50.0))
+    cold.swap_s, cold.service_s = 10.0, 1.0
+    assert often.takes_at(cold, resident(), 60.0) == 50.0 + 2 * AWAY_S
 
 
-def test_switching_has_been_paid_for_when_it_happens() -> None:
-    """By then all who wait have waited at least as long as the newcomer's own way in."""
-    now = 100.0
-    for waiters in (1, 2, 5, 10):
-        cold = queue(*[now] * waiters, swap_s=1.0)
-        at = POLICY.takes_at(cold, resident(reload_s=1.0), now)
-        assert cold.waited_s(at) >= cold.swap_s and at < cold.deadline_at
+def test_no_busy_resident_is_closed_before_the_deadline_of_the_class() -> None:
+    quick = resident(drain_s=0.0, reload_s=0.0)
+    for priority, deadline_s in ((1, 120.0), (2, 480.0)):
+        cold = queue(50.0, priority=priority, swap_s=0.0)
+        assert POLICY.takes_at(cold, quick, 60.0) == 50.0 + deadline_s
 
 
-def test_nobody_who_only_wishes_ever_pays() -> None:
-    wish = Queue(ModelId("w"), POLICY.priority_class)
-    wish.add(Waiter(RequestId("p"), WaiterKind.PRELOAD, 1, ModelId("w"), (ModelId("w"),), 1_000_000, 0.0))
-    assert POLICY.takes_at(wish, resident(batch_until=inf), 1e6) == inf
+def test_a_queue_of_a_higher_class_than_the_last_request_closes_a_resident_at_its_deadline() -> None:
+    own = queue(0.0, priority=1)
+    for priority, above in ((1, 5.0), (0, DUE_S)):
+        one = resident(priority=priority, queue=None)
+        assert POLICY.takes_at(queue(50.0, priority=0), one, 51.0) == 50.0 + above
+    assert POLICY.takes_at(queue(50.0, priority=0), resident(queue=own), 51.0) == 55.0, "whatever waits for it"
 
 
-def test_the_batch_is_over_when_others_were_overtaken_often_enough_since_its_end() -> None:
-    dear, cold, now = resident(rate=100.0, batch_until=50.0), queue(40.0), 55.0
-    assert POLICY.takes_at(cold, replace(dear, passed_since=49.0), now) == cold.deadline_at, (
-        "some grants were the batch's"
-    )
-    assert POLICY.takes_at(cold, replace(dear, passed_since=50.0), now) == now
-    assert POLICY.takes_at(queue(52.0), replace(dear, passed_since=50.0), now) == 112.0, "it was not there yet"
-    assert POLICY.takes_at(cold, replace(dear, passed_since=inf), 45.0) == 50.0, "none may overtake: at its end"
+def test_a_preload_never_closes_a_busy_resident() -> None:
+    assert POLICY.takes_at(wish(), resident(), 1e6) == inf
+    assert POLICY.takes_at(wish(), resident(queue=queue(9.0)), 1e6) == inf
 
 
-def test_an_idle_resident_that_is_hardly_asked_for_goes_at_once() -> None:
-    now = 100.0
-    assert POLICY.takes_at(queue(now), resident(is_busy=False, last_used=99.0, rate=0.001), now) <= now
+# --- those that wait against those that would have to ---------------------------------------------------------------
 
 
-def test_an_idle_resident_in_demand_lingers_but_no_longer_than_bringing_it_back_takes() -> None:
-    now = 100.0
-    wanted = resident(is_busy=False, last_used=now, rate=2.0)
-    at = POLICY.takes_at(queue(now), wanted, now)
-    assert now + 0.5 * SWAP_S < at <= now + SWAP_S
-    assert POLICY.takes_at(queue(now), replace(wanted, last_used=now - SWAP_S), now) <= now
+def test_a_busy_resident_is_closed_when_those_that_wait_outweigh_those_that_will_come_meanwhile() -> None:
+    """Of two a second for 20 seconds, each waits 10 seconds on average: 400 in all."""
+    assert POLICY.takes_at(queue(50.0, 50.0, 50.0), resident(), 60.0) == pytest.approx(50.0 + 400.0 / 3)
+    assert POLICY.takes_at(queue(50.0, 60.0, 70.0), resident(), 70.0) == pytest.approx(60.0 + 400.0 / 3)
 
 
-def test_an_idle_resident_of_a_higher_class_keeps_its_residency() -> None:
-    now = 100.0
-    for priority, at in ((0, 200.0), (1, now), (2, now)):
-        one = resident(is_busy=False, stays_until=200.0, priority=priority, rate=0.0)
-        assert max(now, POLICY.takes_at(queue(now), one, now)) == at
+def test_many_that_wait_close_no_busy_resident_before_the_deadline() -> None:
+    assert POLICY.takes_at(queue(*[50.0] * 100), resident(), 60.0) == 50.0 + 120.0
+
+
+def test_those_that_wait_for_the_resident_weigh_as_much() -> None:
+    """Five that wait for 20 seconds weigh 100 seconds more."""
+    rare = resident(rate=1.0, queue=queue(*[55.0] * 5))
+    assert POLICY.takes_at(queue(50.0, 50.0), rare, 60.0) == 50.0 + (200.0 + 100.0) / 2
+
+
+def test_a_resident_that_is_used_half_of_the_time_makes_others_wait_for_twice_as_long_until_it_has_caught_up() -> None:
+    half = resident(rate=1.0, service_s=2.0, at_once=4)
+    assert POLICY.takes_at(queue(50.0, 50.0, 50.0), half, 60.0) == pytest.approx(50.0 + 2 * 200.0 / 3)
+
+
+def test_a_resident_that_cannot_keep_up_is_closed_at_the_latest_time_however_many_wait() -> None:
+    full = resident(rate=2.0, service_s=2.0, at_once=1, queue=queue(*[0.0] * 99))
+    assert POLICY.takes_at(queue(*[50.0] * 9), full, 60.0) == 50.0 + DUE_S
+
+
+# --- what waits for the resident too ----------------------------------------------------------------------------------
+
+
+def test_requests_that_waited_when_the_resident_came_have_their_turn_first() -> None:
+    """However long the cold queue has been due. It is asked for again when they should have been served."""
+    now, own = 100 * DUE_S, queue(500.0)
+    assert is_taken(queue(0.0), resident(owes=0, queue=own), now)
+    assert POLICY.takes_at(queue(0.0), resident(owes=1, queue=own, service_s=1.0), now) == now + 1.0
+
+
+def test_nothing_is_closed_for_a_queue_that_is_not_due_though_requests_have_just_come() -> None:
+    assert POLICY.takes_at(queue(0.0), resident(queue=queue(DUE_S - 2.0)), DUE_S - 2.0) == DUE_S
+
+
+def test_a_queue_that_is_due_is_asked_for_again_after_the_turns_owed_or_a_moment() -> None:
+    now, own = DUE_S + 10.0, queue(1.0)
+    owing = resident(owes=12, queue=own, service_s=2.0, at_once=4)
+    assert POLICY.takes_at(queue(0.0), owing, now) == now + 6.0
+    assert now < POLICY.takes_at(queue(0.0), replace(owing, service_s=0.0), now) < now + 1.0
+
+
+# --- a tenant that floods -------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_that_floods_the_resident_delays_others_by_no_more_than_the_time_away() -> None:
+    now, floods = 500.0, resident(queue=flooded(400.0, 500.0))
+    assert is_taken(queue(now - AWAY_S, tenant="other"), floods, now)
+    assert not is_taken(queue(now - AWAY_S + 1.0, tenant="other"), floods, now)
+
+
+def test_a_flood_that_waited_when_the_resident_came_has_no_turn_before_others() -> None:
+    cold = queue(500.0 - AWAY_S, tenant="other")
+    assert is_taken(cold, resident(owes=300, queue=flooded(400.0, 500.0)), 500.0)
+
+
+def test_a_tenant_floods_when_its_next_request_counts_as_younger_by_more_than_the_time_away() -> None:
+    now, cold = 500.0, queue(400.0, tenant="other")
+    for younger_s, taken in ((AWAY_S, False), (AWAY_S + 0.1, True)):
+        assert is_taken(cold, resident(queue=flooded(now - younger_s, now)), now) is taken
+
+
+def test_a_tenant_cannot_use_its_own_flood_to_close_a_resident_sooner() -> None:
+    now = 500.0
+    assert not is_taken(queue(now - AWAY_S, tenant="flood"), resident(queue=flooded(400.0, now)), now)
 
 
 # --- worth ----------------------------------------------------------------------------------------------------------
 
 
-def test_losing_one_is_worse_the_more_it_is_asked_for_and_the_longer_it_takes_to_bring_back() -> None:
-    idle = resident(is_busy=False, rate=1.0)
-    base = POLICY.loss(idle, 0.0)
-    assert POLICY.loss(replace(idle, rate=2.0), 0.0) > base < POLICY.loss(replace(idle, reload_s=60.0), 0.0)
-    assert POLICY.loss(replace(idle, rate=0.0), 0.0) == 0.0
+@given(st.floats(0.0, 1e6), st.floats(0.001, 1e4), st.floats(0, 10), st.floats(0, 100))
+def test_of_idle_residents_the_one_used_longest_ago_is_the_least_loss(
+    used: float, later_s: float, rate: float, reload_s: float
+) -> None:
+    now = used + later_s + 1.0
+    old = resident(is_busy=False, last_used=used, rate=rate, reload_s=reload_s)
+    assert POLICY.loss(old, now) < POLICY.loss(resident(is_busy=False, last_used=used + later_s), now)
 
 
-def test_of_busy_ones_that_which_will_have_ended_first_is_the_lesser_loss() -> None:
-    assert POLICY.loss(resident(drain_s=1.0), 0.0) < POLICY.loss(resident(drain_s=9.0), 0.0)
+def test_losing_a_resident_that_was_used_just_now_costs_no_more_when_the_clock_was_set_back() -> None:
+    assert POLICY.loss(resident(is_busy=False, last_used=50.0), 20.0) == 1.0
 
 
-def test_the_model_asked_for_least_leaves_and_what_was_asked_for_long_ago_counts_less() -> None:
+def test_losing_a_busy_resident_costs_each_that_waits_its_drain_and_its_reload() -> None:
+    quiet = resident(rate=0.0)
+    assert POLICY.loss(quiet, 0.0) == 9.0
+    assert POLICY.loss(replace(quiet, queue=queue(0.0, 0.0)), 0.0) == 27.0
+    assert POLICY.loss(replace(quiet, drain_s=3.0, reload_s=7.0), 0.0) == 10.0
+
+
+def test_requests_that_will_come_while_a_busy_resident_is_away_wait_half_of_that_time() -> None:
+    assert POLICY.loss(resident(rate=2.0), 0.0) == 9.0 * (1 + 2.0 * 9.0 / 2)
+
+
+def test_the_model_that_was_not_used_for_longest_leaves() -> None:
     world = World([model("often", 4_000), model("seldom", 4_000), model("new", 4_000)])
     ready(world, "often", "seldom")
     for number in range(9):
         world.arrive(f"r{number}", "often", takes_s=0.0)
     world.run(5.0)
     assert [one.model for one in evicted(world)] == ["seldom"]
-    world.run(3_600.0)
-    for number in range(3):
-        world.arrive(f"s{number}", "seldom", takes_s=0.0)
-    assert [one.model for one in evicted(world)] == ["often"], "an hour ago it was asked for more often"
+    world.arrive("s", "seldom", takes_s=0.0)
+    world.run(5.0)
+    assert [one.model for one in evicted(world)] == ["often"], "however often it was used before"
 
 
 def evicted(world: World) -> tuple[Resident, ...]:

@@ -12,6 +12,7 @@ from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait
 from greenroom.core.events import Limits, Timer, TimerKind
 from greenroom.core.explain import Explanation
 from greenroom.core.model import ModelId, MoveKind, Need, Tier
+from greenroom.core.queue.rounds import ROUND_S
 
 from .test_order import ready
 from .world import Fate, World, gpu, host, model, picture
@@ -76,9 +77,9 @@ def test_a_busy_resident_that_may_be_asked_to_leave_is_waited_for() -> None:
     world = one_ready()
     world.config(limits=Limits(deadlines_s=(0.0, 0.0, 0.0)))
     world.arrive("runs", "b")
-    (victim,) = explained(world, "a").evict
+    (victim,) = explained(world, "a", priority=0).evict
     assert victim.is_busy and "its running answers end first" in victim.why
-    assert moves_begun(world, lambda: world.arrive("r", "a")) == []
+    assert moves_begun(world, lambda: world.arrive("r", "a", priority=0)) == []
     assert moves_begun(world, lambda: world.finish("runs")) == ["unload b"]
 
 
@@ -87,9 +88,13 @@ def test_a_busy_resident_that_may_not_be_asked_yet_is_waited_for_until_it_may() 
     world.arrive("runs", "b")
     answer = explained(world, "a")
     assert isinstance(answer.plan, Wait) and answer.plan.why is WaitReason.NO_ROOM and answer.evict == ()
-    assert world.now < answer.plan.until < float("inf")
+    assert world.now + ROUND_S < answer.plan.until < float("inf")
     world.arrive("r", "a")
-    assert world.timers == {Timer(TimerKind.SWITCH, ""): answer.plan.until}
+    assert world.timers == {Timer(TimerKind.SWITCH, ""): world.now + ROUND_S}
+    world.run(answer.plan.until - world.now - 1.0)
+    assert isinstance(explained(world, "a").plan, Wait)
+    world.run(1.0)
+    assert world.scheduler.state.ledger.promises, "it is closed when it was said"
 
 
 def test_who_can_sleep_is_said_to_fall_asleep_only_if_the_green_room_has_room() -> None:
@@ -179,12 +184,11 @@ def test_a_caller_who_cannot_wait_for_the_swap_it_causes_is_told_so() -> None:
 
 
 def test_urgent_request_tells_whose_coming_it_calls_off() -> None:
-    """One model is in constant demand, another has waited until its place was promised and the answers are drained."""
+    """A tenant floods one model, and it is closed for the request of another before the deadline of that one."""
     world = World([model("a", 6_000, concurrency=4), model("b", 6_000), model("c", 6_000)])
     for number in range(400):
-        world.later(0.3 * number, partial(world.arrive, f"a-{number}", "a", takes_s=3.0))
-    for number in range(4):
-        world.later(20.0, partial(world.arrive, f"b-{number}", "b", takes_s=1.0))
+        world.arrive(f"a-{number}", "a", takes_s=3.0, tenant="flood")
+    world.later(20.0, partial(world.arrive, "b", "b", takes_s=1.0, tenant="other"))
     while not world.scheduler.state.ledger.promises:
         world.run(0.5)
         assert world.now < 100.0, "nobody was promised a place"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from greenroom.core.events import Limits
 from greenroom.core.model import TenantId
-from greenroom.core.queue.waiter import SWEEP_MIN, WEIGHT_MIN, Accounts
+from greenroom.core.queue.waiter import CLEARLY_MORE, SWEEP_MIN, WEIGHT_MIN, Accounts
 
 from .test_order import ready
 from .world import Fate, World, model
@@ -195,6 +195,47 @@ def test_whatever_happens_idle_tenants_have_no_credit_and_are_forgotten_when_pas
     assert len(accounts) == 0
 
 
+def test_a_tenant_alone_may_ask_for_half_of_a_slots_time_and_a_little_more_apart() -> None:
+    accounts = Accounts()
+    assert accounts.pause_s(A, ()) == 0.0, "nothing is known of its answers"
+    accounts.join(A)
+    accounts.serve(A, 99.0)
+    accounts.settle(A, 10.0, 99.0)
+    assert accounts.served_s(A) == 10.0
+    assert accounts.pause_s(A, ()) == accounts.pause_s(A, (A,)) == pytest.approx(CLEARLY_MORE * 20.0)
+
+
+def test_what_an_answer_usually_uses_is_learned() -> None:
+    accounts = Accounts()
+    accounts.settle(A, 10.0, 0.0)
+    accounts.settle(A, 20.0, 0.0)
+    assert 10.0 < accounts.pause_s(A, ()) / (2 * CLEARLY_MORE) < 20.0
+
+
+def test_tenants_that_flood_a_model_share_it_by_weight_and_a_crowd_shares_no_further() -> None:
+    accounts = Accounts()
+    accounts.weights = {A: 2.0}
+    floods = [A, B, C, *(TenantId(f"t{number}") for number in range(9))]
+    for tenant in floods:
+        accounts.settle(tenant, 10.0, 0.0)
+
+    def share(tenant: TenantId, sharing: int) -> float:
+        return CLEARLY_MORE * 10.0 / accounts.pause_s(tenant, floods[:sharing])
+
+    assert [share(A, sharing) for sharing in (1, 2, 3)] == pytest.approx([2 / 3, 2 / 3, 2 / 4])
+    assert [share(B, sharing) for sharing in (0, 2, 3)] == pytest.approx([1 / 2, 1 / 3, 1 / 4])
+    assert share(B, 4) == share(B, 12) == pytest.approx(1 / 5)
+
+
+def test_what_answers_use_is_forgotten_with_the_account() -> None:
+    accounts = Accounts()
+    accounts.join(A)
+    accounts.settle(A, 10.0, 10.0)
+    accounts.leave(A)
+    accounts.sweep()
+    assert accounts.pause_s(A, ()) == 0.0
+
+
 # --- in the scheduler -----------------------------------------------------------------------------------------------
 
 
@@ -224,7 +265,7 @@ def test_equal_tenants_take_turns() -> None:
 def test_shares_follow_the_weights() -> None:
     world = contended({A: 3.0}, {"a": 1.0, "b": 1.0})
     counts = grants_by_tenant(world, 40)
-    assert 29 <= counts["a"] <= 31
+    assert 27 <= counts["a"] <= 32
 
 
 def test_shares_are_of_time_and_not_of_requests() -> None:
@@ -266,6 +307,18 @@ def test_class_goes_before_fairness() -> None:
     world.arrive("urgent", "m", takes_s=1.0, tenant="a", priority=0)
     world.run()
     assert world.granted()[-2:] == ["urgent", "normal"]
+
+
+def test_a_tenant_that_is_alone_is_served_by_class_however_long_its_answers_take() -> None:
+    """It floods nothing: it has nobody to share with."""
+    world = World([model("m")])
+    world.arrive("first", "m", takes_s=30.0)
+    world.run()
+    world.arrive("long", "m", takes_s=40.0)
+    for name, priority in (("low", 2), ("normal-1", 1), ("normal-2", 1)):
+        world.arrive(name, "m", takes_s=1.0, priority=priority)
+    world.run()
+    assert world.granted()[-3:] == ["normal-1", "normal-2", "low"]
 
 
 def test_the_swap_is_charged_to_the_tenant_that_caused_it() -> None:

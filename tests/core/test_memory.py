@@ -10,7 +10,7 @@ from greenroom.core import events as ev
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Limits
 from greenroom.core.model import Device, DeviceId, ModelSpec, MoveKind, Need, Tier, cuda_name
-from greenroom.core.policy.default import ByCost
+from greenroom.core.policy.default import BoundedFirstCome
 from greenroom.core.policy.swapper import Eviction, Resident, Target
 
 from .test_order import ready
@@ -507,7 +507,7 @@ def test_a_swapper_that_forbids_company_makes_everybody_else_leave() -> None:
 
     world = World(
         [model("a", 1_000), model("b", 1_000)],
-        policies={"default": lambda limits, _: ByCost(limits, Alone())},
+        policies={"default": lambda limits, _: BoundedFirstCome(limits, Alone())},
         limits=Limits(),
     )
     for name in ("r1", "r2"):

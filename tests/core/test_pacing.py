@@ -1,54 +1,49 @@
-"""The rules of every policy: how long a stay is, how often others may be overtaken, when waiting is too long."""
+"""The rules of every policy: for which queues devices are kept, and which plans are called off."""
 
 from __future__ import annotations
 
-from collections import deque
 from math import inf
+
+import pytest
 
 from greenroom.core.events import Limits
 from greenroom.core.model import ModelId, RequestId
-from greenroom.core.policy.base import Pacing, overtakes_since, passed_since
-from greenroom.core.policy.default import ByCost
+from greenroom.core.policy.base import Pacing, Policy
+from greenroom.core.policy.default import BoundedFirstCome
+from greenroom.core.policy.fifo import FirstCome
 from greenroom.core.policy.swapper import ByMemory
 from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
 
-PACING = Pacing(Limits(residency_swaps=2.0, batch_swaps=5.0, overtakes_max=3))
+PACING = Pacing(Limits(away_share=0.1))
+DEFAULT = BoundedFirstCome(Limits(), ByMemory())
 M = ModelId("m")
 
 
-def queue_since(arrived: float) -> Queue:
-    queue = Queue(M, ByCost(Limits(), ByMemory()).priority_class)
-    queue.add(Waiter(RequestId("r"), WaiterKind.REQUEST, 1, M, (M,), 1, arrived))
+def queue_since(arrived: float, kind: WaiterKind = WaiterKind.REQUEST, policy: Policy = DEFAULT) -> Queue:
+    queue = Queue(M, policy.priority_class)
+    queue.add(Waiter(RequestId("r"), kind, 1, M, (M,), 1, arrived))
     return queue
 
 
-def test_a_stay_pays_for_its_swap_and_a_batch_for_the_drain_as_well() -> None:
-    assert PACING.stay_s(10.0, 2.0) == (20.0, 60.0)
-
-
-def test_only_as_many_grants_are_kept_as_may_overtake() -> None:
-    recent = PACING.recent(deque([1.0, 2.0, 3.0, 4.0]))
-    assert list(recent) == [2.0, 3.0, 4.0] and passed_since(recent) == 2.0
-    assert passed_since(PACING.recent(deque([1.0]))) == -inf, "there is room for more"
-    assert passed_since(deque(maxlen=0)) == inf, "none may be overtaken"
-
-
-def test_the_policy_is_asked_again_when_all_grants_that_count_came_after_the_batch() -> None:
-    recent = PACING.recent(deque([2.0, 3.0, 4.0]))
-    assert overtakes_since(recent, batch_until=2.0) == 2.0
-    assert overtakes_since(recent, batch_until=2.5) == -inf
-    assert overtakes_since(deque(maxlen=0), batch_until=0.0) == -inf
-
-
-def test_devices_are_kept_for_what_was_late_for_as_long_again() -> None:
+def test_devices_are_kept_from_the_deadline_on_for_a_share_of_the_time_waited() -> None:
     queue = queue_since(100.0)
-    late_s = queue.late_at - 100.0
-    assert not PACING.keeps_devices(queue, 100.0 + 2 * late_s - 1.0)
-    assert PACING.keeps_devices(queue, 100.0 + 2 * late_s)
+    assert PACING.keeps_for_s(queue, 219.9) == 0.0
+    assert PACING.keeps_for_s(queue, 220.0) == pytest.approx(12.0)
+    assert PACING.keeps_for_s(queue, 1_100.0) == pytest.approx(100.0)
 
 
-def test_a_plan_gives_way_to_the_more_urgent_unless_its_queue_is_late() -> None:
+def test_devices_are_never_kept_for_a_preload_nor_under_a_policy_without_deadlines() -> None:
+    assert PACING.keeps_for_s(queue_since(0.0, kind=WaiterKind.PRELOAD), 1e9) == 0.0
+    assert PACING.keeps_for_s(queue_since(0.0, policy=FirstCome(Limits(), ByMemory())), 1e9) == 0.0
+
+
+def test_a_plan_gives_way_to_the_more_urgent_unless_its_queue_is_past_its_deadline() -> None:
     queue = queue_since(0.0)
-    assert PACING.gives_way(1, queue, 0, now=1.0)
-    assert not PACING.gives_way(1, queue, 1, now=1.0)
-    assert not PACING.gives_way(1, queue, 0, now=queue.late_at)
+    assert PACING.gives_way(1, queue, 0, now=queue.deadline_at - 1.0)
+    assert not PACING.gives_way(1, queue, 1, now=1.0), "only as urgent"
+    assert not PACING.gives_way(1, queue, 0, now=queue.deadline_at)
+
+
+def test_the_plan_of_a_preload_gives_way_however_long_it_has_waited() -> None:
+    queue = queue_since(0.0, kind=WaiterKind.PRELOAD)
+    assert queue.deadline_at == inf and PACING.gives_way(1, queue, 0, now=1e9)

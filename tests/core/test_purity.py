@@ -25,8 +25,8 @@ ASKED_EVERY = 150
 # change. A policy is asked and not part of the state.
 FOUND_WHEN_ASKED = {
     "_deadline_at",
-    "_late_at",
     "_oldest",
+    "_aged_from",
     "_lift_at",
     "_is_stale",
     "_arrivals",

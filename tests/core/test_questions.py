@@ -133,4 +133,4 @@ def test_reasons_read_as_a_line() -> None:
     ready(world, "a")
     world.arrive("r", "b")
     reason = str(world.reasons[world.moves[-1].id])
-    assert reason.startswith("evicted model=a for_model=b for_request=r loss=0.00") and reason.endswith(" idle_s=5.0")
+    assert reason == "evicted model=a for_model=b for_request=r loss=0.1667 idle_s=5.0"

@@ -60,7 +60,7 @@ GROUPS = (
 MATRIX = Matrix(
     (("pair", "kept & remote & (small | fixed) & (middle | wide | hosted)"), ("big", "kept & large & remote"))
 )
-LIMITS = Limits(queue_depth_max=12, overtakes_max=3, tenant_weights={TenantId("t"): 2.0})
+LIMITS = Limits(queue_depth_max=12, tenant_weights={TenantId("t"): 2.0})
 RULES: tuple[Rules | None, ...] = (None, None, GROUPS, MATRIX)
 DRAIN_STEPS_MAX = 2_000
 
@@ -280,13 +280,13 @@ class AnythingMayHappen(RuleBasedStateMachine):
         policy=policies,
         swapper=swappers,
         company=rules,
-        overtakes_max=st.integers(0, 3),
+        away_share=st.sampled_from([0.1, 0.5, 1.0]),
         green_room_mib=green_rooms,
     )
     def the_policy_changes(
-        self, policy: str, swapper: str, company: Rules | None, overtakes_max: int, green_room_mib: int | None
+        self, policy: str, swapper: str, company: Rules | None, away_share: float, green_room_mib: int | None
     ) -> None:
-        limits = replace(LIMITS, policy=policy, swapper=swapper, company=company, overtakes_max=overtakes_max)
+        limits = replace(LIMITS, policy=policy, swapper=swapper, company=company, away_share=away_share)
         self.world.config(limits=replace(limits, green_room_mib=green_room_mib))
 
     # --- the end ------------------------------------------------------------------------------------------------------

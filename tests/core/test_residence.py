@@ -231,5 +231,3 @@ def test_a_move_that_goes_on_after_it_was_done_is_learned_with_all_it_takes() ->
     ready(world, "a")
     state = world.scheduler.state
     assert state.models[ModelId("a")].learned_s[MoveKind.LOAD] == 8.0 and state.avg_swap_s == 8.0
-    slot = state.slots[world.slot_of("a")]
-    assert slot.stays_until - slot.ready_since == state.limits.residency_swaps * 8.0

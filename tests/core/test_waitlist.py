@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from greenroom.core.events import Limits
 from greenroom.core.model import ModelId, MoveKind, RequestId, TenantId
-from greenroom.core.policy.default import ByCost
+from greenroom.core.policy.default import BoundedFirstCome
 from greenroom.core.policy.swapper import ByMemory
 from greenroom.core.queue.index import FLOWS_FEW, REFRESHED_AT_ONCE_MAX, REFRESHED_BY_FIRST, TURNS_FRESH_S
-from greenroom.core.queue.waitlist import PriorityClass, Queue, Waiter, WaiterKind, Waitlist
+from greenroom.core.queue.waiter import Accounts
+from greenroom.core.queue.waitlist import FLOODS_FROM, PriorityClass, Queue, Waiter, WaiterKind, Waitlist
 
 M, N = ModelId("m"), ModelId("n")
-POLICY = ByCost(Limits(), ByMemory())
+POLICY = BoundedFirstCome(Limits(), ByMemory())
 
 
 def waiter(
@@ -34,6 +35,17 @@ def waiter(
     return Waiter(name, kind, sequence, models[0], models, priority, arrived, TenantId(tenant))
 
 
+def charged(usual_s: float, *tenants: str) -> Accounts:
+    """Accounts in which an answer of these tenants usually uses so much; of the one without a name if none is named."""
+    accounts = Accounts()
+    for tenant in tenants or ("",):
+        accounts.settle(TenantId(tenant), usual_s, 0.0)
+    return accounts
+
+
+IDLE = Accounts()
+
+
 def queue_of(*waiters: Waiter) -> Queue:
     queue = Queue(M, POLICY.priority_class)
     for one in waiters:
@@ -47,7 +59,7 @@ def queue_of(*waiters: Waiter) -> Queue:
 def test_a_flow_keeps_the_order_of_arrival_even_for_one_that_comes_back() -> None:
     first, second, third = (waiter(number) for number in range(3))
     queue = queue_of(first, second, third)
-    queue.remove(first, None)
+    queue.remove(first, IDLE, None)
     assert queue.heads() == [second]
     queue.add(first)
     assert list(queue) == [first, second, third] and queue.heads() == [first]
@@ -64,23 +76,25 @@ def test_a_served_waiter_that_was_no_head_renews_the_age_of_its_flow() -> None:
     many = [waiter(number, tenant=f"t{number}") for number in range(FLOWS_FEW + 4)]
     alone, behind = waiter(50, priority=2), waiter(51, priority=2)
     queue = queue_of(*many, alone, behind)
-    queue.remove(many[0], None)
+    queue.remove(many[0], IDLE, None)
     assert queue.lift_at == alone.aged_from + POLICY.priority_class(1).lift_s
-    queue.remove(behind, 100.0)
-    queue.remove(many[1], None)
+    queue.remove(behind, charged(100.0), 100.0)
     # The others of priority 1 still age from 0.
     assert (queue.lift_at, alone.aged_from) == (POLICY.priority_class(1).lift_s, 100.0)
+    for one in many[1:]:
+        queue.remove(one, IDLE, None)
+    assert queue.aged_from == 100.0
 
 
 def test_operators_who_want_it_asleep_stand_apart() -> None:
     op = waiter(1, kind=WaiterKind.OP)
     op.wants = MoveKind.PREPARE
     queue = queue_of(op)
-    assert (queue.waiting, queue.weight, queue.heads(), queue.asking()) == (1, 0.0, [op], [op])
+    assert (queue.waiting, queue.heads(), queue.asking()) == (1, [op], [op])
     assert queue.first(turn, 0.0) is None and queue.deadline_at == inf
     queue.add(waiter(2))
     assert list(queue) == [op, queue.first(turn, 0.0)]
-    queue.remove(op, None)
+    queue.remove(op, IDLE, None)
     assert queue.waiting == 1 and queue.asking() == []
 
 
@@ -88,8 +102,8 @@ def test_those_who_ask_only_that_the_model_be_there_are_found() -> None:
     request, op, wish = waiter(1), waiter(2, kind=WaiterKind.OP), waiter(3, kind=WaiterKind.PRELOAD)
     queue = queue_of(request, op, wish)
     assert queue.asking() == [op, wish]
-    queue.remove(op, None)
-    queue.remove(wish, None)
+    queue.remove(op, IDLE, None)
+    queue.remove(wish, IDLE, None)
     assert queue.asking() == [] and list(queue) == [request]
 
 
@@ -102,7 +116,7 @@ def test_flows_that_have_ended_are_passed_over_within_the_same_moment() -> None:
     queue = queue_of(*waiters)
     for one in waiters:
         assert queue.first(turn, 0.0) is one
-        queue.remove(one, 0.0)
+        queue.remove(one, IDLE, 0.0)
     assert queue.first(turn, 0.0) is None
 
 
@@ -127,44 +141,101 @@ def test_the_first_is_whose_turn_it_is_however_many_flows_there_are(
         else:
             gone = min(waiters, key=turn) if what == "first" else waiters[number % len(waiters)]
             waiters.remove(gone)
-            queue.remove(gone, now)
+            queue.remove(gone, IDLE, now)
     assert queue.first(turn, now) is min(waiters, key=turn, default=None)
-
-
-def test_seconds_waited_are_added_up_with_the_weight_of_the_class() -> None:
-    queue = queue_of(waiter(0, arrived=10.0, priority=0), waiter(1, arrived=14.0), waiter(2, arrived=16.0, priority=2))
-    assert queue.waited_s(20.0) == pytest.approx(2 * 10.0 + 6.0 + 0.5 * 4.0)
-    assert queue.waited_s(0.0) == 0.0, "a clock that was set back makes no waiting less than none"
 
 
 def test_a_wish_waits_for_nothing_and_insists_on_nothing() -> None:
     queue = queue_of(waiter(0, kind=WaiterKind.PRELOAD, priority=1_000_000))
-    assert (queue.waiting, queue.weight, queue.waited_s(100.0)) == (1, 0.0, 0.0)
-    assert (queue.deadline_at, queue.oldest, queue.lift_at, queue.late_at) == (inf, inf, inf, inf)
+    assert queue.waiting == 1
+    assert (queue.deadline_at, queue.oldest, queue.lift_at, queue.aged_from) == (inf, inf, inf, inf)
 
 
 def test_the_first_deadline_is_not_always_that_of_the_first_to_come() -> None:
     queue = queue_of(waiter(0, arrived=0.0, priority=2), waiter(1, arrived=50.0, priority=0))
     assert (queue.oldest, queue.deadline_at) == (0.0, 55.0)
-    queue.remove(queue.heads()[1], None)
-    assert queue.deadline_at == 240.0
+    queue.remove(queue.heads()[1], IDLE, None)
+    assert queue.deadline_at == 480.0
 
 
 def test_a_question_about_one_more_leaves_the_queue_as_it_is() -> None:
     queue, more = queue_of(waiter(0, arrived=10.0)), waiter(1, arrived=20.0, priority=0)
     asked = queue.joined_by(more, (2.0, 1.0, 4))
-    assert (asked.waiting, asked.weight, asked.deadline_at) == (2, 3.0, 25.0)
-    assert asked.waited_s(30.0) == 40.0 and asked.oldest == 10.0
-    assert (queue.waiting, queue.weight, queue.deadline_at) == (1, 1.0, 70.0)
+    assert (asked.waiting, asked.deadline_at, asked.lift_at) == (2, 25.0, 20.0)
+    assert (asked.oldest, asked.aged_from) == (10.0, 10.0)
+    assert (queue.waiting, queue.deadline_at, queue.lift_at) == (1, 130.0, 70.0)
 
 
-def test_a_flow_that_was_served_ages_from_then_on_and_one_that_lost_its_first_does_not() -> None:
-    for served_at, lift_at in ((100.0, 160.0), (None, 65.0)):
-        first, second = waiter(0, arrived=0.0), waiter(1, arrived=5.0)
-        queue = queue_of(first, second)
-        assert queue.lift_at == 60.0
-        queue.remove(first, served_at)
-        assert queue.lift_at == lift_at and queue.oldest == 5.0 and queue.deadline_at == 65.0
+def test_a_question_about_one_more_knows_from_when_the_first_ages() -> None:
+    queue = queue_of(waiter(0, arrived=10.0), waiter(1, arrived=20.0))
+    queue.remove(queue.heads()[0], charged(10.0), 50.0)
+    assert queue.joined_by(waiter(2, arrived=60.0), (2.0, 1.0, 4)).aged_from == 32.0
+    assert queue.joined_by(waiter(2, arrived=30.0, tenant="t"), (2.0, 1.0, 4)).aged_from == 30.0
+
+
+@pytest.mark.parametrize(
+    ("served_at", "usual_s", "aged_from"),
+    [
+        pytest.param(100.0, 10.0, 22.0, id="a pause after the one before"),
+        pytest.param(100.0, 90.0, 100.0, id="from its turn on at the latest"),
+        pytest.param(100.0, 2.0, 5.0, id="it asks slowly enough"),
+        pytest.param(None, 10.0, 5.0, id="the one before has left without being served"),
+    ],
+)
+def test_a_request_after_one_that_was_served_counts_as_younger_if_its_tenant_asks_too_fast(
+    served_at: float | None, usual_s: float, aged_from: float
+) -> None:
+    first, second = waiter(0, arrived=0.0), waiter(1, arrived=5.0)
+    queue = queue_of(first, second)
+    assert (queue.aged_from, queue.lift_at) == (0.0, 60.0)
+    queue.remove(first, charged(usual_s), served_at)
+    assert (second.aged_from, queue.aged_from, queue.lift_at) == (aged_from, aged_from, aged_from + 60.0)
+    assert (queue.oldest, queue.deadline_at) == (5.0, 125.0), "only its age counts less"
+
+
+def test_the_first_counts_as_younger_at_once_when_one_behind_it_was_served() -> None:
+    first, second = waiter(0), waiter(1)
+    queue = queue_of(first, second)
+    queue.remove(second, charged(90.0), 100.0)
+    assert (first.aged_from, queue.aged_from, queue.lift_at) == (100.0, 100.0, 160.0)
+
+
+def test_pauses_add_up_over_requests_that_come_together() -> None:
+    waiters = [waiter(number, arrived=0.0) for number in range(4)]
+    queue = queue_of(*waiters)
+    for number in range(3):
+        queue.remove(waiters[number], charged(10.0), 500.0)
+    assert waiters[3].aged_from == 66.0
+
+
+def test_other_tenants_do_not_count_as_younger() -> None:
+    first, second, other = waiter(0), waiter(1), waiter(2, tenant="t")
+    queue = queue_of(first, second, other)
+    queue.remove(first, charged(10.0), 50.0)
+    assert (second.aged_from, other.aged_from, queue.aged_from) == (22.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("more", "aged_from"), [(FLOODS_FROM - 1, 22.0), (FLOODS_FROM, 33.0)])
+def test_a_tenant_may_ask_less_often_the_more_tenants_flood_the_model(more: int, aged_from: float) -> None:
+    """One that floods has at least so many requests waiting."""
+    waiters = [waiter(number) for number in range(FLOODS_FROM + 1)]
+    numbers = iter(range(50, 99))
+    for tenant, requests in (("t", FLOODS_FROM), ("u", more)):
+        waiters += [waiter(next(numbers), tenant=tenant) for _ in range(requests)]
+    queue = queue_of(*waiters)
+    queue.remove(waiters[0], charged(10.0), 500.0)
+    assert waiters[1].aged_from == pytest.approx(aged_from)
+
+
+def test_a_tenant_no_longer_floods_when_few_of_its_requests_are_left() -> None:
+    own = [waiter(number) for number in range(FLOODS_FROM + 1)]
+    others = [
+        waiter(50 + 10 * tenant + number, tenant=f"t{tenant}") for tenant in (0, 1) for number in range(FLOODS_FROM)
+    ]
+    queue = queue_of(*own, *others)
+    queue.remove(others[0], IDLE, None)
+    queue.remove(own[0], charged(10.0), 500.0)
+    assert own[1].aged_from == pytest.approx(22.0), "only one other"
 
 
 def test_those_ahead_are_those_before_it_in_its_flow_and_as_many_in_each_other_that_is_not_less_urgent() -> None:
@@ -185,7 +256,7 @@ def test_queues_come_and_go_with_their_waiters() -> None:
     assert not waitlist and waitlist.of(M) == [] and waitlist.count(M) == 0
     waitlist.add(waiter(1))
     assert waitlist and "w1" in waitlist and waitlist.count(M) == 1 and waitlist["w1"] is waitlist.get("w1")
-    assert waitlist.remove("w1") is not None and waitlist.remove("w1") is None
+    assert waitlist.remove("w1", IDLE) is not None and waitlist.remove("w1", IDLE) is None
     assert not waitlist.queues and not waitlist and waitlist.get("w1") is None
 
 
@@ -203,7 +274,7 @@ def test_positions_are_by_priority_and_arrival_and_count_callers_only() -> None:
         waitlist.add(one)
     assert waitlist.depth == 2
     assert (waitlist.position(urgent), waitlist.position(normal), waitlist.position(waiter(9))) == (1, 2, 3)
-    waitlist.remove("w3")
+    waitlist.remove("w3", IDLE)
     assert waitlist.depth == 1 and waitlist.position(normal) == 1
 
 
@@ -212,7 +283,7 @@ def test_who_named_several_models_is_found_among_the_choosy() -> None:
     waitlist.add(waiter(1, models=(M, N)))
     waitlist.add(waiter(2))
     assert list(waitlist.with_choice) == ["w1"] and N not in waitlist.queues
-    waitlist.remove("w1")
+    waitlist.remove("w1", IDLE)
     assert not waitlist.with_choice
 
 
@@ -220,9 +291,9 @@ def test_another_standing_counts_for_those_who_wait_already() -> None:
     waitlist = Waitlist(POLICY.priority_class)
     for number in range(4):
         waitlist.add(waiter(number, arrived=10.0, models=(M, N) if number == 3 else (M,)))
-    waitlist.reclassify(lambda priority: PriorityClass(5.0, 1.0, 2.0, 3.0))
+    waitlist.reclassify(lambda priority: PriorityClass(1.0, 3.0))
     queue = waitlist.queues[M]
-    assert (queue.weight, queue.deadline_at, queue.late_at, queue.lift_at) == (20.0, 11.0, 12.0, 13.0)
+    assert (queue.deadline_at, queue.lift_at) == (11.0, 13.0)
     assert [one.id for one in waitlist] == ["w0", "w1", "w2", "w3"] and list(waitlist.with_choice) == ["w3"]
     assert waitlist.depth == 4 and waitlist.position(waitlist["w3"]) == 4
 
@@ -231,10 +302,10 @@ def test_another_standing_does_not_make_a_flow_older_than_it_is() -> None:
     waitlist = Waitlist(POLICY.priority_class)
     for number in range(3):
         waitlist.add(waiter(number, arrived=float(number)))
-    waitlist.remove("w0", served_at=100.0)
+    waitlist.remove("w0", charged(10.0), served_at=100.0)
     lift_at = waitlist.queues[M].lift_at
     waitlist.reclassify(POLICY.priority_class)
-    assert waitlist.queues[M].lift_at == lift_at == 160.0
+    assert waitlist.queues[M].lift_at == lift_at == 82.0
 
 
 # --- from scratch ---------------------------------------------------------------------------------------------------
@@ -249,25 +320,27 @@ people: st.SearchStrategy[dict[str, object]] = st.builds(
 )
 
 
-def agree(queue: Queue, waiters: Sequence[Waiter], now: float) -> None:
+def agree(queue: Queue, waiters: Sequence[Waiter]) -> None:
     """Its sums are those of a count from scratch."""
     callers = [one for one in waiters if one.kind is not WaiterKind.PRELOAD]
     stands = {one.id: POLICY.priority_class(one.priority) for one in callers}
     assert queue.waiting == len(waiters) and list(queue) == sorted(waiters, key=lambda one: one.sequence)
-    assert queue.weight == sum(stands[one.id].weight for one in callers)
-    waited_s = sum(stands[one.id].weight * (now - one.arrived) for one in callers)
-    assert queue.waited_s(now) == pytest.approx(max(0.0, waited_s), abs=1e-6)
     assert queue.oldest == min((one.arrived for one in callers), default=inf)
     assert queue.deadline_at == min((one.arrived + stands[one.id].deadline_s for one in callers), default=inf)
-    assert queue.late_at == min((one.arrived + stands[one.id].late_s for one in callers), default=inf)
-    lifts = (one.arrived + one.priority * stands[one.id].lift_s for one in callers)
+    assert queue.aged_from == min((one.aged_from for one in callers), default=inf)
+    lifts = (one.aged_from + one.priority * stands[one.id].lift_s for one in callers)
     assert queue.lift_at == min(lifts, default=inf)
 
 
 @settings(deadline=None)
-@given(st.lists(people, max_size=30), st.lists(st.integers(0, 29), max_size=25))
+@given(
+    st.lists(people, max_size=30),
+    st.lists(
+        st.tuples(st.integers(0, 29), st.none() | st.just(400.0), st.sampled_from([0.0, 15.0, 900.0])), max_size=25
+    ),
+)
 def test_whatever_comes_and_goes_the_sums_are_those_of_a_count_from_scratch(
-    coming: list[dict[str, object]], going: list[int]
+    coming: list[dict[str, object]], going: list[tuple[int, float | None, float]]
 ) -> None:
     waitlist, there = Waitlist(POLICY.priority_class), {}
     # Times do not go back while people come: a lane's first is its oldest.
@@ -275,13 +348,14 @@ def test_whatever_comes_and_goes_the_sums_are_those_of_a_count_from_scratch(
         one = waiter(number, **person)  # type: ignore[arg-type]
         there[one.id] = one
         waitlist.add(one)
-    for number in going:
-        assert waitlist.remove(f"w{number}") is there.pop(RequestId(f"w{number}"), None)
+    for number, served_at, usual_s in going:
+        left = there.pop(RequestId(f"w{number}"), None)
+        assert waitlist.remove(f"w{number}", charged(usual_s, "", "t"), served_at) is left
     for model in (M, N):
         here = [one for one in there.values() if one.model == model]
         assert (model in waitlist.queues) == bool(here) and waitlist.count(model) == len(here)
         if here:
-            agree(waitlist.queues[model], here, now=400.0)
+            agree(waitlist.queues[model], here)
     callers = sorted(
         (one for one in there.values() if one.kind is WaiterKind.REQUEST), key=lambda one: (one.priority, one.sequence)
     )
@@ -300,7 +374,7 @@ def test_an_order_that_is_kept_notices_who_was_served_meanwhile_and_who_has_left
     assert queue.first(turn, 0.0) is waiters[0]
     served["t00"] = 5.0
     assert queue.first(turn, 0.0) is waiters[1], "the first was charged since"
-    queue.remove(waiters[1], None)
+    queue.remove(waiters[1], IDLE, None)
     assert queue.first(turn, 0.0) is waiters[2], "the next has left"
 
 
@@ -327,8 +401,8 @@ def test_the_times_of_many_flows_are_those_of_their_firsts_however_often_these_c
     waiters = [waiter(number, arrived=float(number), tenant=f"t{number % 20}") for number in range(2, 400)]
     queue = queue_of(wish, oldest, *waiters)
     for gone in waiters[:350]:
-        queue.remove(gone, None)
+        queue.remove(gone, IDLE, None)
         assert queue.oldest == 1.0
-    queue.remove(oldest, None)
+    queue.remove(oldest, IDLE, None)
     left = waiters[350].arrived
-    assert (queue.oldest, queue.deadline_at, queue.lift_at) == (left, left + 60.0, left + 60.0)
+    assert (queue.oldest, queue.deadline_at, queue.lift_at) == (left, left + 120.0, left + 60.0)

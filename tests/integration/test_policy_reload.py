@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from greenroom.core.policy.default import ByCost
+from greenroom.core.policy.default import BoundedFirstCome
 from greenroom.core.policy.fifo import FirstCome
 from tests.harness import fake, gateway
 from tests.integration.facts import pids
@@ -31,7 +31,7 @@ async def test_a_policy_is_changed_under_the_models_feet(tmp_path: Path) -> None
     async with gateway(tmp_path, {"model": fake("model")}) as app:
         assert (await chat(app, "model")).status == 200
         before = pids(app, "model")
-        assert isinstance(app.loop.scheduler.state.policy, ByCost)
+        assert isinstance(app.loop.scheduler.state.policy, BoundedFirstCome)
         edit(tmp_path, lambda said: said.update(scheduler={"policy": "fifo"}))
         await app.reload()
         assert isinstance(app.loop.scheduler.state.policy, FirstCome)

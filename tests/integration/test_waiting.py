@@ -242,9 +242,10 @@ async def test_a_slot_is_never_given_more_than_its_concurrency(tmp_path: Path) -
 
 
 async def test_two_busy_models_do_not_keep_a_third_waiting_for_ever(tmp_path: Path) -> None:
-    """Requests for ready models may pass it a few times, not for as long as there are any."""
+    """Requests for ready models may pass it for a while, not for as long as there are any."""
     models = {name: fake(name, "--token-s", "0.005", concurrency=2) for name in ("one", "two", "third")}
-    async with gateway(tmp_path, models, budget_mib=250) as app:
+    often = {"deadline_high_s": 1, "deadline_normal_s": 2, "away_share": 1.0}
+    async with gateway(tmp_path, models, budget_mib=250, scheduler=often) as app:
         stopped = False
 
         async def ask_on(model: str) -> None:

@@ -73,9 +73,8 @@ LookSeconds = Annotated[float, Field(ge=0.1, le=5), NotBool]
 # A shorter lease would be lost by one slow answer of the store.
 LeaseSeconds = Annotated[float, Field(ge=1, le=3_600), NotBool]
 LiftSeconds = Annotated[float, Field(ge=0.001, le=SECONDS_MAX), NotBool]
-# Each slot keeps this many times.
-Overtakes = Annotated[int, Field(ge=0, le=10_000), NotBool]
-FactorFromZero = Annotated[float, Field(ge=0, le=1_000), NotBool]
+# A hundredth to all of the time.
+AwayShare = Annotated[float, Field(ge=0.01, le=1), NotBool]
 # The characters a header can carry.
 TenantName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[ -~]+$")]
 # From a thousandth to a thousand times the share of a tenant without a weight.

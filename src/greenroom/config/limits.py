@@ -27,9 +27,7 @@ def limits_of(config: Config) -> Limits:
         company=rules_of(scheduler.company),
         tenant_weights={TenantId(name): weight for name, weight in scheduler.tenant_weights.items()},
         queue_depth_max=scheduler.queue_depth_max,
-        overtakes_max=scheduler.overtakes_max,
-        residency_swaps=scheduler.residency_swaps,
-        batch_swaps=scheduler.batch_swaps,
+        away_share=scheduler.away_share,
         lift_s=scheduler.lift_s,
         deadlines_s=(
             min(scheduler.deadline_high_s, latest_s),

@@ -8,12 +8,11 @@ from typing import Self
 from pydantic import model_validator
 
 from greenroom.config.kinds import (
+    AwayShare,
     Count,
-    FactorFromZero,
     LiftSeconds,
     ModelId,
     Name,
-    Overtakes,
     Seconds,
     SecondsAboveZero,
     Section,
@@ -79,16 +78,12 @@ class Scheduler(Section):
     """Chooses which models are evicted: memory, coordinator (idle ones only), or one of an installed package."""
     queue_depth_max: Count = DEFAULTS.queue_depth_max
     """Requests that may wait at once; one more is answered 503 queue_full with Retry-After."""
-    overtakes_max: Overtakes = DEFAULTS.overtakes_max
-    """How often requests for a ready model may go before an older one for a cold model once its batch is over."""
-    residency_swaps: FactorFromZero = _written(DEFAULTS.residency_swaps)
-    """While requests for other models wait, a model stays ready for at least this many times its load time."""
-    batch_swaps: FactorFromZero = _written(DEFAULTS.batch_swaps)
-    """It then serves a batch of at most this many times as long as its load and its running answers take."""
+    away_share: AwayShare = _written(DEFAULTS.away_share)
+    """A busy model is sent away for requests that wait for others at most this share of the time."""
     lift_s: LiftSeconds = _written(DEFAULTS.lift_s)
     """Waiting this long raises a request by one priority class."""
     deadline_high_s: SecondsAboveZero = _written(DEFAULTS.deadlines_s[0])
-    """After this wait a request of high priority forces its model to load; never later than server.wait_max_s."""
+    """Before this wait no busy model is closed for a request of high priority; at most server.wait_max_s."""
     deadline_normal_s: SecondsAboveZero = _written(DEFAULTS.deadlines_s[1])
     """The same for normal priority."""
     deadline_low_s: SecondsAboveZero = _written(DEFAULTS.deadlines_s[2])

@@ -5,17 +5,14 @@ Owns how waiters join, leave, are granted and are refused. `slots.py` writes the
 
 from __future__ import annotations
 
-from math import inf
-
 from greenroom.core.decide.decision import Join, Plan, Refuse, Serve, Swap, Wait, decide
 from greenroom.core.decide.placement import Places
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, Rejection, because
 from greenroom.core.events import Timer, TimerKind
-from greenroom.core.model import LeaseId, ModelId, Move, OpId, RequestId, Slot
-from greenroom.core.policy.base import overtakes_since
+from greenroom.core.model import LeaseId, ModelId, Move, OpId, RequestId, Slot, learn
 from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
 from greenroom.core.slots import SlotWriter
-from greenroom.core.state import Grant, State, learn
+from greenroom.core.state import Grant, State
 
 # A preload is less urgent than every request.
 PRELOAD_PRIORITY = 1_000_000
@@ -48,11 +45,11 @@ class Actions:
         """Decide on this waiter now and carry out the plan."""
         self.carry_out(waiter, decide(self._state, waiter, now, self._places), now)
 
-    def carry_out(self, waiter: Waiter, plan: Plan, now: float) -> float:
-        """Carry out the plan for this waiter, queued or not. Returns what `serve` returns, else -inf."""
-        if isinstance(plan, Serve):
-            return self.serve(waiter, self._state.slots[plan.slot], now)
+    def carry_out(self, waiter: Waiter, plan: Plan, now: float) -> None:
+        """Carry out the plan for this waiter, queued or not."""
         match plan:
+            case Serve():
+                self.serve(waiter, self._state.slots[plan.slot], now)
             case Join() | Wait():
                 self._keep_waiting(waiter, plan.model)
             case Swap():
@@ -60,7 +57,6 @@ class Actions:
                 self._swap(waiter, plan, now)
             case _:
                 self.refuse(waiter, plan)
-        return -inf
 
     # --- waiting --------------------------------------------------------------------------------------------------
 
@@ -69,7 +65,7 @@ class Actions:
         if waiter.id in waitlist:
             if model == waiter.model:
                 return
-            waitlist.remove(waiter.id)
+            waitlist.remove(waiter.id, self._state.accounts)
         elif waiter.give_up_at is not None:
             self._slots.set_timer(Timer(TimerKind.EXPIRE, waiter.id), waiter.give_up_at, because("patience"))
         waitlist.add(waiter, model)
@@ -82,7 +78,7 @@ class Actions:
 
     def forget(self, waiter_id: str, served_at: float | None = None) -> None:
         """Remove this waiter from its queue, if it waits."""
-        waiter = self._state.waitlist.remove(waiter_id, served_at)
+        waiter = self._state.waitlist.remove(waiter_id, self._state.accounts, served_at)
         if waiter is not None and waiter.give_up_at is not None:
             self._slots.forget_timer(Timer(TimerKind.EXPIRE, waiter_id))
 
@@ -155,41 +151,37 @@ class Actions:
         policy, accounts = self._state.policy, self._state.accounts
         return queue.first(lambda waiter: policy.turn(waiter, accounts.served_s(waiter.tenant), now), now)
 
-    def fill(self, model: ModelId, now: float) -> float:
-        """Give free places of this model's slots to its waiters. Returns the latest value of `serve`, or -inf."""
-        passed_since = -inf
+    def fill(self, model: ModelId, now: float) -> None:
+        """Give free places of this model's slots to its waiters."""
         queue = self._state.waitlist.queues.get(model)
         if queue is None or not (serving := self._state.serving(model)):
-            return passed_since
+            return
         # Operators and preloads only ask that the model be ready.
         for waiter in queue.asking():
             self.serve(waiter, serving[0], now)
         while queue.waiting and (free := [slot for slot in serving if slot.has_room]):
             first = self.first_of(queue, now)
             assert first is not None, "those who want it asleep have been told that it is there"
-            passed = self.serve(first, min(free, key=lambda slot: len(slot.in_flight)), now)
-            passed_since = max(passed_since, passed)
-        return passed_since
+            self.serve(first, min(free, key=lambda slot: len(slot.in_flight)), now)
 
     # --- served ---------------------------------------------------------------------------------------------------
 
-    def serve(self, waiter: Waiter, slot: Slot, now: float) -> float:
-        """Grant it this slot, or answer an operator. Returns `overtakes_since` for a request, else -inf."""
+    def serve(self, waiter: Waiter, slot: Slot, now: float) -> None:
+        """Grant it this slot, or answer an operator."""
         state = self._state
         waited = waiter.id in state.waitlist
         if waited:
             self.forget(waiter.id, now)
         if waiter.kind is WaiterKind.OP:
             self._effects.answer(OpId(waiter.id), OpOutcome.DONE, because("there", slot=slot.id))
-            return -inf
+            return
         if waiter.kind is WaiterKind.PRELOAD:
-            return -inf
-        passed_since = self._grant(waiter, slot, now)
+            return
+        self._grant(waiter, slot, now)
         reason = because("ready", waited_s=round(max(0.0, now - waiter.arrived), 3)) if waited else _READY
         self._effects.grant(RequestId(waiter.id), slot.id, reason)
-        return passed_since
 
-    def _grant(self, waiter: Waiter, slot: Slot, now: float) -> float:
+    def _grant(self, waiter: Waiter, slot: Slot, now: float) -> None:
         state, request = self._state, RequestId(waiter.id)
         share_from = self._slots.take(slot, request, waiter.priority, waiter.keep_alive_s, now)
         grant = state.grants[request] = Grant(slot.id, waiter, now, share_from)
@@ -202,8 +194,6 @@ class Actions:
             if waiter.answer_by is not None:
                 record.tried_at = now
                 self._slots.set_timer(Timer(TimerKind.BUDGET, request), waiter.answer_by, because("budget"))
-            return overtakes_since(slot.recent_grants, slot.batch_until)
-        return -inf
 
     # --- swapped in -----------------------------------------------------------------------------------------------
 

@@ -58,7 +58,6 @@ class Configuration:
         state.waitlist.reclassify(state.policy.priority_class)
         for model in state.waitlist.queues:
             state.price_queue(model)
-        self._slots.pace()
 
     def _remove(self, model: ModelId, now: float) -> None:
         record = self._state.drop_model(model)

@@ -60,11 +60,9 @@ class Limits:
     company: Rules | None = None  # Which models may be ready together.
     tenant_weights: Mapping[TenantId, float] = field(default_factory=dict)  # Shares between tenants; 1 if not named.
     queue_depth_max: int = 1_000
-    overtakes_max: int = 8
-    residency_swaps: float = 2.0  # While others wait, a slot stays for at least this many of its own swap times.
-    batch_swaps: float = 5.0  # Its batch: this many times swap and drain; then `overtakes_max` requests.
+    away_share: float = 0.1  # A busy model is sent away for others at most this share of the time.
     lift_s: float = 60.0  # Waiting this long lifts a request by one class.
-    deadlines_s: tuple[float, float, float] = (5.0, 60.0, 240.0)  # When high, normal and low requests insist.
+    deadlines_s: tuple[float, float, float] = (5.0, 120.0, 480.0)  # Before that no busy model is closed.
     recency_s: float = 600.0  # A request this old counts 1/e in the rate of its model.
     backoff_s: float = 5.0
     backoff_max_s: float = 300.0

@@ -6,7 +6,6 @@ its own facts (`is_idle`, `has_room`), not what should happen to it.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -247,12 +246,8 @@ class Slot:
     concurrency: int = 1
     in_flight: dict[RequestId, None] = field(default_factory=dict)
     last_used: float = 0.0
-    ready_since: float = 0.0
-    # While other models wait, it may not be evicted before `stays_until`, and may serve its batch until `batch_until`.
-    stays_until: float = 0.0
-    batch_until: float = 0.0
-    # Times of its last `overtakes_max` grants. They show how often an older waiter was overtaken.
-    recent_grants: deque[float] = field(default_factory=deque)
+    # How many of those that waited when it became ready have not had their turn, or another in their place.
+    owes: int = 0
     # Processor sharing: the clock advances by 1/n of real time with n answers in flight, so that the shares of all
     # answers add up to the busy time.
     shared_s: float = 0.0
@@ -342,3 +337,12 @@ class Slot:
     def is_going(self) -> bool:
         """True if it is leaving: its memory comes back without a further decision."""
         return self.leaving_to is not None
+
+
+# Weight of the newest measurement in a learned time: about the last five count.
+EWMA_ALPHA = 0.2
+
+
+def learn(old: float | None, new: float) -> float:
+    """What is usual, after one more measurement."""
+    return new if old is None else old + EWMA_ALPHA * (new - old)

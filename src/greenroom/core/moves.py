@@ -10,13 +10,12 @@ from math import inf
 from greenroom.core.apply import Actions
 from greenroom.core.decide.decision import Refuse, refusal
 from greenroom.core.decide.placement import bounded
-from greenroom.core.decide.residents import drain_s
 from greenroom.core.effects import Effects, OpOutcome, RejectCode, because
 from greenroom.core.events import MoveAsked, MoveDone, SlotsLost, Timer, TimerKind
-from greenroom.core.model import ARRIVING, LEGAL_MOVES, NO_CLAIM, Move, MoveKind, Outcome, Slot, Tier
+from greenroom.core.model import ARRIVING, LEGAL_MOVES, NO_CLAIM, Move, MoveKind, Outcome, Slot, Tier, learn
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.slots import SlotWriter, leaving
-from greenroom.core.state import Claimant, LeavingOp, ModelRecord, State, learn
+from greenroom.core.state import Claimant, LeavingOp, ModelRecord, State
 
 # 5 s · 2ⁿ would overflow for a model that fails for weeks. The cap is reached long before this exponent.
 BACKOFF_EXPONENT_MAX = 30
@@ -102,22 +101,14 @@ class Moves:
                 record.memory_retries, record.preload_again, record.retry_at = 0, False, -inf
             self._state.price_queue(slot.model)
         if slot.tier is Tier.READY:
-            self._begin_stay(slot, move, took_s, event.now)
+            self._slots.owe(slot, self._state.waitlist.count(slot.model))
+            self._state.avg_swap_s = learn(self._state.avg_swap_s, took_s)
         if slot.is_going:
             self._slots.go_on_leaving(slot, leaving(slot), event.now)
         elif slot.tier is Tier.READY:
             # Its waiters are served first: nothing may evict it between ready and first byte.
             self._act.fill(slot.model, event.now)
             self._slots.watch_idle(slot)
-
-    def _begin_stay(self, slot: Slot, move: Move, took_s: float, now: float) -> None:
-        """It is ready: start its minimum residency, and the batch that it may serve while other models wait."""
-        state, record = self._state, self._state.record_of(slot)
-        swap_s = took_s if record is None else record.move_s(move.kind)
-        answers = min(slot.concurrency, state.waitlist.count(slot.model))
-        stays_s, batch_s = state.pacing.stay_s(swap_s, 0.0 if record is None else drain_s(record, answers))
-        self._slots.begin_stay(slot, now + stays_s, now + batch_s)
-        state.avg_swap_s = learn(state.avg_swap_s, took_s)
 
     def _refused_room(self, slot: Slot, now: float) -> None:
         """The store refused a lease to the newcomer that this slot was to make room for. The newcomer retries later."""

@@ -19,14 +19,14 @@ from greenroom.core.decide.decision import Plan, Refuse, Swap, Wait, WaitReason,
 from greenroom.core.decide.placement import Places
 from greenroom.core.effects import BUDGET_OVER, Effects, RejectCode, because
 from greenroom.core.explain import Explanation, Outlook, explanation, outlook
-from greenroom.core.model import ModelId, ModelSpec, RequestId, Slot, SlotId, Tier, lease_name
+from greenroom.core.model import ModelId, ModelSpec, RequestId, Slot, SlotId, Tier, learn, lease_name
 from greenroom.core.moves import Moves
 from greenroom.core.policy import BUILT_IN, SWAPPERS, Swappers, make_policy
 from greenroom.core.policy.base import Policies
 from greenroom.core.queue.rounds import Rounds
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.slots import SlotWriter
-from greenroom.core.state import Grant, LeaseRecord, ModelRecord, State, learn
+from greenroom.core.state import Grant, LeaseRecord, ModelRecord, State
 from greenroom.core.view import SchedulerView
 
 
@@ -117,7 +117,7 @@ class Scheduler:
         if record := state.models.get(waiter.model):
             record.warm_up(now, state.limits.recency_s)
         plan = plan_for(state, event, waiter, self._places)
-        self._rounds.overtaken(self._act.carry_out(waiter, plan, now), now)
+        self._act.carry_out(waiter, plan, now)
         if isinstance(plan, Swap):
             # The load belongs to the model: it proceeds even if this request cannot wait for it.
             if late := too_late(state, event, waiter, plan.model):
@@ -190,7 +190,7 @@ class Scheduler:
         used_s = self._slots.give_back(slot, request, now) - grant.share_from
         del state.grants[request]
         state.counters.dones += 1
-        state.accounts.charge(tenant, used_s - grant.charged_s)
+        state.accounts.settle(tenant, used_s, grant.charged_s)
         if grant.waiter.answer_by is not None:
             self._slots.forget_timer(ev.Timer(ev.TimerKind.BUDGET, request))
         if slot.is_idle:
@@ -300,7 +300,7 @@ class Scheduler:
         if dirty is Dirty.NOTHING:
             moved = False
         elif isinstance(dirty, Slot):
-            self._rounds.overtaken(self._act.fill(dirty.model, now), now)
+            self._act.fill(dirty.model, now)
             # An idle slot may be evicted for another model.
             moved = dirty.is_idle
             if moved:
@@ -310,11 +310,8 @@ class Scheduler:
         elif dirty is Dirty.PLANS:
             # The more urgent models first; slots that need not leave after all then serve their own queues.
             self._rounds.bring(now)
-            self._rounds.overtaken(self._fill(now), now)
+            self._fill(now)
         # Dirty.GREEN_ROOM: nothing waits.
-        if self._rounds.is_due:
-            self._rounds.bring(now)
-            moved = True
         if moved:
             self._slots.trim(now)
 
@@ -331,12 +328,12 @@ class Scheduler:
                 self._act.settle(waiter, now)
         self._rounds.bring(now)
 
-    def _fill(self, now: float) -> float:
-        """Fill ready models that have room, or that operators wait for. Returns the latest value of `Actions.fill`."""
+    def _fill(self, now: float) -> None:
+        """Fill ready models that have room, or that operators wait for."""
         queues = self.state.waitlist.queues
         there = [slot for slot in self.state.slots.values() if slot.spec.id in queues and slot.is_serving]
-        models = [slot.model for slot in there if slot.has_room or queues[slot.model].askers]
-        return max([self._act.fill(model, now) for model in models], default=-inf)
+        for model in [slot.model for slot in there if slot.has_room or queues[slot.model].askers]:
+            self._act.fill(model, now)
 
 
 def _spec_of(event: ev.LeaseAsked) -> ModelSpec:

@@ -69,7 +69,8 @@ class SlotWriter:
         """Count one more answer in flight. Returns the slot's shared clock, from which the answer's time is charged."""
         share = slot.share(now)
         slot.in_flight[request] = None
-        slot.recent_grants.append(now)
+        if slot.owes:
+            slot.owes -= 1
         slot.last_used = now
         slot.last_priority = priority
         if keep_alive_s is not None:
@@ -111,11 +112,6 @@ class SlotWriter:
         slot.concurrency = spec.at_once
         self.watch_idle(slot)
 
-    def pace(self) -> None:
-        """Keep as many recent grants of each slot as the pacing counts."""
-        for slot in self._state.slots.values():
-            slot.recent_grants = self._state.pacing.recent(slot.recent_grants)
-
     # --- coming ---------------------------------------------------------------------------------------------------
 
     def add(self, spec: ModelSpec, claim: Claim, lease: LeaseId | None) -> Slot:
@@ -124,7 +120,6 @@ class SlotWriter:
         slot = Slot(SlotId(f"s{state.next_number()}"), spec, claim, state.asleep_at(spec, claim))
         slot.concurrency = spec.at_once
         slot.can_sleep = spec.need_asleep is not None
-        slot.recent_grants = state.pacing.recent(slot.recent_grants)
         slot.lease = lease
         state.add_slot(slot)
         return slot
@@ -231,15 +226,15 @@ class SlotWriter:
         slot.last_used = now
         if slot.tier is Tier.READY:
             # `keep_alive_s` of the previous stay does not apply to this one.
-            slot.ready_since, slot.keep_alive_s = now, None
+            slot.keep_alive_s = None
 
     def _on_hosts(self, claim: Claim) -> Claim:
         devices = self._state.ledger.devices
         return {on: mib for on, mib in claim.items() if on in devices and devices[on].kind is DeviceKind.HOST}
 
-    def begin_stay(self, slot: Slot, stays_until: float, batch_until: float) -> None:
-        """Set the end of its minimum residency and the end of its batch."""
-        slot.stays_until, slot.batch_until = stays_until, batch_until
+    def owe(self, slot: Slot, waiting: int) -> None:
+        """It is ready: so many waited for it and have a turn before it is closed for others."""
+        slot.owes = waiting
 
     def fall_back(self, slot: Slot, outcome: Outcome, now: float) -> None:
         """A move did not arrive. A cold slot is removed, a sleeping one unloaded if its wake failed."""

@@ -28,6 +28,7 @@ from greenroom.core.model import (
     Slot,
     SlotId,
     Tier,
+    learn,
 )
 from greenroom.core.policy.base import Pacing, Policy
 from greenroom.core.queue.waiter import Accounts
@@ -39,16 +40,8 @@ GUESS_MIB_PER_S = 1024.0
 # A wake copies what is in host memory already.
 GUESS_WAKE_MIB_PER_S = 10_240.0
 
-# Weight of the newest measurement in a learned time: about the last five count.
-EWMA_ALPHA = 0.2
-
-
 # Number of answers over which a typical answer is averaged.
 TYPICAL_OF = 100
-
-
-def learn(old: float | None, new: float) -> float:
-    return new if old is None else old + EWMA_ALPHA * (new - old)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from tests.chaos.checks.order import Order
 from tests.chaos.checks.reasons import Reasons
 from tests.chaos.checks.slots import Memory, NoReturn, OneMove, PinnedStay, Revisions
 from tests.chaos.checks.tables import AtRest, Invariants, Timers
-from tests.chaos.checks.waiting import Overtakes, WaitingBound
+from tests.chaos.checks.waiting import WaitingBound
 from tests.chaos.scenario import Kind, Scenario
 
 
@@ -26,7 +26,7 @@ def _everywhere(scenario: Scenario) -> list[Check]:
         BusyStay(),
         Ends(),
         Operators(),
-        Order(choosy_come=scenario.traffic.choosy > 0),
+        Order(),
         OneMove(),
         Memory(),
         Revisions(),
@@ -52,5 +52,4 @@ def _of_this_kind(scenario: Scenario) -> list[Check]:
         return [FairShares(tuple(scenario.traffic.tenants), concurrency)]
     if scenario.kind is not Kind.CALM:
         return []
-    one_at_a_time = scenario.config.devices[0].capacity_mib == scenario.config.models[0].spec.need.gpu_mib
-    return [WaitingBound(scenario), *([Overtakes(scenario)] if one_at_a_time else [])]
+    return [WaitingBound(scenario)]

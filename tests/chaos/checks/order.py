@@ -1,9 +1,9 @@
 """The order of requests that wait for one model: by arrival within a lane, and no class waits for ever.
 
 A lane is (tenant, priority, model). Its age counts from the arrival of its first, or from when it was last served if
-that is later. Between lanes the default policy promises that the late go first, by age, and that no other lane is
-passed by one so much younger that, priorities made up for, a whole lift lies between them; each within the time for
-which an order of many lanes may be kept.
+that is later. Between lanes the default policy promises that no lane is passed by one that is younger by more than the
+few seconds in which shares decide and a lift, priorities made up for, within the time for which an order of many lanes
+may be kept. The lift is for tenants that flood the model: they share by what they have received.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from greenroom.core import events as ev
 from greenroom.core.effects import Reason, Rejection
 from greenroom.core.model import LeaseId, ModelId, Move, RequestId, SlotId, TenantId
-from greenroom.core.policy.default import LATE_DEADLINES
+from greenroom.core.policy.default import ALIKE_S
 from greenroom.core.queue.index import TURNS_FRESH_S
 from greenroom.sim.records import Violation
 from tests.chaos.checks.base import Check
@@ -41,8 +41,7 @@ Lanes = dict[tuple[TenantId, int], list[Caller]]
 class Order(Check):
     """Only requests for one model are in lanes here: the others may be served elsewhere at any time."""
 
-    def __init__(self, choosy_come: bool) -> None:
-        self._choosy_come = choosy_come
+    def __init__(self) -> None:
         self.judged = 0
         self._limits = ev.Limits()
         self._now = 0.0
@@ -112,12 +111,10 @@ class Order(Check):
             self._judge_between(caller, lanes)
 
     def _served(self, model: ModelId, tenant: TenantId, priority: int) -> None:
-        """The first in this lane is now no older than this time, unless a choosy request stood before it."""
+        """The first in this lane ages from this time at the latest."""
         lane = self._lanes.get(model, {}).get((tenant, priority))
         if lane:
             lane[0].aged_from_max = max(lane[0].aged_from_max, self._now)
-            if not self._choosy_come:
-                lane[0].aged_from = max(lane[0].aged_from, self._now)
 
     def _judge_between(self, caller: Caller, lanes: Lanes) -> None:
         self.judged += 1
@@ -129,17 +126,10 @@ class Order(Check):
     def _must_go_first(self, one: Caller, other: Caller) -> bool:
         if self._limits.policy == "fifo":
             return (one.priority, one.number) < (other.priority, other.number)
-        is_late = one.aged_from_max + self._late_s(one) + STALE_S < self._now
-        if other.aged_from + self._late_s(other) <= self._now + STALE_S:
-            # Both may be late, or the other alone: then by age.
-            return is_late and one.aged_from_max + STALE_S < other.aged_from
         lift_s = self._limits.lift_s
-        older = one.aged_from_max + (one.priority + 1) * lift_s + STALE_S < other.aged_from + other.priority * lift_s
-        return is_late or older
-
-    def _late_s(self, caller: Caller) -> float:
-        priority = min(max(caller.priority, 0), 2)
-        return LATE_DEADLINES[priority] * self._limits.deadlines_s[priority]
+        # It may be of a tenant that floods the model: then it is as old as the youngest within a lift.
+        aged_from = one.aged_from_max + (one.priority + 1) * lift_s
+        return aged_from + ALIKE_S + STALE_S < other.aged_from + other.priority * lift_s
 
     # --- lanes --------------------------------------------------------------------------------------------------------
 

@@ -25,9 +25,11 @@ from greenroom.core.decide import placement, residents
 from greenroom.core.effects import RejectCode
 from greenroom.core.moves import Moves
 from greenroom.core.policy import coordinator
-from greenroom.core.policy.default import ByCost
+from greenroom.core.policy.default import BoundedFirstCome
+from greenroom.core.policy.swapper import Resident
 from greenroom.core.queue.rounds import Rounds
 from greenroom.core.queue.waiter import WEIGHT_MIN, Accounts
+from greenroom.core.queue.waitlist import Queue
 from greenroom.core.scheduler import Dirty, Scheduler
 from greenroom.core.slots import SlotWriter
 from tests.chaos.many import outcome
@@ -148,7 +150,7 @@ def order_swapped(original: Callable[..., Any]) -> Any:
     return first_of
 
 
-@planted(ByCost, "turn")
+@planted(BoundedFirstCome, "turn")
 def unfair_lift(original: Callable[..., Any]) -> Any:
     return lambda self, waiter, served_s, now: (waiter.priority, served_s, waiter.sequence)
 
@@ -181,14 +183,17 @@ def queue_without_bound(original: Callable[..., Any]) -> Any:
 # --- waiting ----------------------------------------------------------------------------------------------------------
 
 
-@planted(ByCost, "takes_at")
+@planted(BoundedFirstCome, "takes_at")
 def bound_broken(original: Callable[..., float]) -> Any:
     return lambda self, queue, resident, now: inf if resident.is_busy else original(self, queue, resident, now)
 
 
-@planted(residents, "passed_since")
-def overtakes_without_bound(original: Callable[..., float]) -> Any:
-    return lambda recent: -inf
+@planted(BoundedFirstCome, "takes_at")
+def own_queue_before_all(original: Callable[..., float]) -> Any:
+    def takes_at(self: BoundedFirstCome, queue: Queue, resident: Resident, now: float) -> float:
+        return inf if resident.is_busy and resident.queue is not None else original(self, queue, resident, now)
+
+    return takes_at
 
 
 @planted(Rounds, "bring")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos.__main__ import main
 from tests.chaos.checks.base import Check, Checkers
-from tests.chaos.checks.waiting import Overtakes, WaitingBound
+from tests.chaos.checks.waiting import WaitingBound
 from tests.chaos.play import Failure, Play, Played, play
 from tests.chaos.scenario import Scenario, draw_scenario
 from tests.chaos.seeds.planted import BUGS, bug, found
@@ -37,7 +37,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "check", "seed"),
-    [("bound_broken", WaitingBound, 91), ("overtakes_without_bound", Overtakes, 78)],
+    [("bound_broken", WaitingBound, 4), ("own_queue_before_all", WaitingBound, 4)],
 )
 def test_each_promise_about_waiting_is_judged_by_its_own_checker(
     name: str, check: Callable[[Scenario], Check], seed: int

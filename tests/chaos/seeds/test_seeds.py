@@ -30,7 +30,6 @@ JUDGES = (
     "Invariants",
     "FairShares",
     "WaitingBound",
-    "Overtakes",
     "IdleGo",
     "GreenRoom",
     "LeasesWhole",

@@ -127,7 +127,7 @@ async def test_reading_stops_as_soon_as_it_makes_no_more_sense(ends: str, tmp_pa
     rig.wait_for("a")
     await until(lambda: len(seen) == 2)
     if ends == "nobody waits":
-        rig.gateway.state.waitlist.remove(RequestId("r-1"))
+        rig.gateway.state.waitlist.remove(RequestId("r-1"), rig.gateway.state.accounts)
     elif ends == "it is ready":
         rig.gateway.add_slot("a", Tier.READY)
     else:

@@ -83,3 +83,10 @@ def test_what_is_no_record_is_refused(said: Any) -> None:
 def test_a_field_that_is_gone_is_passed_over_in_an_old_recording() -> None:
     old = '{"_":"MoveDone","now":1.0,"move":"m1","outcome":{"_":"Outcome","is":"done"},"seen":null,"concurrency":4}'
     assert decode(json.loads(old)) == events.MoveDone(1.0, MoveId("m1"), Outcome.DONE)
+
+
+def test_limits_that_are_gone_are_passed_over_in_an_old_recording() -> None:
+    old = json.loads(encode(events.Limits(lift_s=30.0)))
+    del old["away_share"]
+    old |= {"overtakes_max": 4, "residency_swaps": 1.0, "batch_swaps": 2.0}
+    assert decode(old) == events.Limits(lift_s=30.0)

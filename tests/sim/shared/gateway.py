@@ -15,6 +15,7 @@ from greenroom.core.effects import OpOutcome, Reason, RejectCode, Rejection
 from greenroom.core.events import (
     ConfigChanged,
     Event,
+    Limits,
     MemoryChanged,
     MoveDone,
     RequestArrived,
@@ -54,6 +55,9 @@ LOOK_EVERY_S = 1.0
 LOOK_TAKES_S = 0.002
 ROOM_S = 5.0
 AGAIN_S = 0.05
+
+# Busy models are closed for others soon, so that many turns fit into a run.
+LIMITS = Limits(deadlines_s=(1.0, 10.0, 40.0), away_share=1.0)
 
 
 class World(Protocol):
@@ -110,7 +114,7 @@ class Gateway:
     async def start(self) -> None:
         capacity = self._world.gpus.capacity_mib
         devices = tuple(Device(device, DeviceKind.GPU, mib) for device, mib in capacity.items())
-        self.post(ConfigChanged(self.clock(), devices=devices))
+        self.post(ConfigChanged(self.clock(), devices=devices, limits=LIMITS))
         self.sharing.begin()
         self.post(ConfigChanged(self.clock(), models=self._models))
         await self.sharing.open()

@@ -21,6 +21,7 @@ from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, Sto
 from greenroom.leases.records import Holder, Lease, LeaseAsk
 from greenroom.leases.shared.store import SharedStore, SlotAsk
 from greenroom.runtime.leases import sharing
+from greenroom.runtime.leases.shared_slots import PENDING_S
 from greenroom.runtime.moves.admission import Grants
 from greenroom.telemetry.logs import setup as setup_logs
 from tests.sim.shared.book import Book, BookStore, at_once
@@ -32,7 +33,8 @@ FAULTS_S = 15.0
 # After the last fault everybody is served within this: what was lost lapses (a TTL and a third), a store that forgot
 # grants nothing for as long, and each in the line has its turns.
 BOUND_S = 120.0
-# And then what is written down is what is there: leases of holders that died without a word have lapsed.
+# And then what is written down is what is there: leases of holders that died without a word have lapsed, and so have
+# their plans.
 REST_TTLS = 3.0
 # An answer of the store that has not come by then does not come.
 ANSWER_MAX_S = 1.0
@@ -336,7 +338,7 @@ class Play:
 
     async def _rest(self) -> None:
         """The store is right: no lease of a holder that has gone, none missing of one that is there."""
-        deadline = asyncio.get_running_loop().time() + REST_TTLS * self.ttl_s
+        deadline = asyncio.get_running_loop().time() + REST_TTLS * self.ttl_s + PENDING_S
         while (wrong := self._wrongly_written()) is not None:
             self._raise_errors()
             if asyncio.get_running_loop().time() > deadline:

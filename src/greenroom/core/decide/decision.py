@@ -6,7 +6,7 @@ The answer is a Plan, which `apply.py` carries out. Nothing here changes anythin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
 from typing import NamedTuple
@@ -54,7 +54,8 @@ class WaitReason(Enum):
 class Wait:
     """Nothing can be done now. `until` is when asking again may help; `on` are the devices where memory is missing.
 
-    `beside` are the models beside which the coresidency rules exclude it.
+    `beside` are the models beside which the coresidency rules exclude it. `keeps` are devices where it could come soon
+    if nothing else did.
     """
 
     why: WaitReason
@@ -63,6 +64,7 @@ class Wait:
     on: frozenset[DeviceId] = frozenset()
     behind: tuple[ModelId, ...] = ()
     beside: tuple[ModelId, ...] = ()
+    keeps: frozenset[DeviceId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +202,17 @@ def _decide_swap(
     eviction, until = _eviction(state, queue, urgency, target, asleep, residents, now)
     if eviction is None:
         on = frozenset[DeviceId]().union(*(way.on for way in open_ways))
+        is_request = urgency.kind is WaiterKind.REQUEST
+        keeps = _keeps(state, queue, target, open_ways, asleep, residents, now) if is_request else frozenset()
         if state.limits.company is None:
-            return Wait(WaitReason.NO_ROOM, spec.id, until, on)
+            return Wait(WaitReason.NO_ROOM, spec.id, until, on, keeps=keeps)
         there = residents.those(may_sleep=False, but=asleep)
         if pinned := _excluded_by(state, target, [one for one in there if state.slots[one.slot].spec.pinned], most):
             return Refuse(RejectCode.EXCLUDED, beside=pinned)
         beside = _excluded_by(state, target, _askable(state, urgency, queue, residents, there, now, {})[0], most)
-        return Wait(WaitReason.EXCLUDED if beside else WaitReason.NO_ROOM, spec.id, until, on, beside=beside)
+        return Wait(
+            WaitReason.EXCLUDED if beside else WaitReason.NO_ROOM, spec.id, until, on, beside=beside, keeps=keeps
+        )
     way = open_ways[target.options.index(eviction.claim)]
     return Swap(spec.id, kind, way.claim, eviction.victims, asleep.id if asleep is not None else None)
 
@@ -290,6 +296,31 @@ def _eviction(
     colder = swapper.eviction_for(target, cold, room)
     use_colder = colder is not None and (found is None or not colder.is_blocked)
     return colder if use_colder else found, min(until, until_cold)
+
+
+def _keeps(
+    state: State, queue: Queue, target: Target, ways: list[Way], asleep: Slot | None, residents: Residents, now: float
+) -> frozenset[DeviceId]:
+    """Devices where this model, if it has waited too long, could come soon if no other model came there meanwhile."""
+    soon = now + state.pacing.keeps_for_s(queue, now)
+    if soon <= now or state.kept:
+        return frozenset()
+    there = residents.those(may_sleep=False, but=asleep)
+    then = [_as_of(state, residents, queue, resident, soon, now) for resident in there]
+    found = state.policy.swapper.eviction_for(target, then, residents.room_mib)
+    return frozenset() if found is None else ways[target.options.index(found.claim)].on
+
+
+def _as_of(state: State, residents: Residents, queue: Queue, resident: Resident, soon: float, now: float) -> Resident:
+    """This resident, free to leave if it may leave for this queue by then. One that comes serves its waiters first."""
+    if not resident.cannot_leave:
+        stays = resident.counts_as_ready and state.policy.takes_at(queue, resident, now) > soon
+        return residents.fixed(resident) if stays else resident
+    own = state.waitlist.queues.get(resident.model)
+    visit_s = own.waiting * own.service_s / own.at_once if own is not None else 0.0
+    if state.slots[resident.slot].spec.pinned or now + visit_s > soon:
+        return resident
+    return replace(resident, is_busy=True, is_fixed=False, cannot_leave=False, loss=inf)
 
 
 def excluded_beside(state: State, waiter: Waiter, now: float, places: Places) -> tuple[ModelId, ...]:

@@ -11,7 +11,6 @@ from math import log
 from greenroom.core.decide import green_room, placement
 from greenroom.core.decide.placement import Places, Way, way_to
 from greenroom.core.model import Claim, DeviceId, MoveKind, Slot, SlotId, Tier
-from greenroom.core.policy.base import passed_since
 from greenroom.core.policy.swapper import Resident
 from greenroom.core.state import Claimant, State
 
@@ -160,15 +159,14 @@ def _resident(state: State, slot: Slot, now: float, may_sleep: bool, wakes: Slot
         False,
         False,
         is_ready,
-        slot.ready_since,
-        slot.stays_until,
-        slot.batch_until,
+        slot.owes,
         state.waitlist.queues.get(model),
         record.rate(state.limits.recency_s, now),
         record.move_s(MoveKind.WAKE if sleeps else MoveKind.LOAD),
         drain_s(record, len(in_flight)),
-        passed_since(slot.recent_grants),
         tier is Tier.ASLEEP,
+        record.service_s or 0.0,
+        slot.concurrency,
     )
     resident.loss = state.policy.loss(resident, now)
     return resident

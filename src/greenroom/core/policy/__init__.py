@@ -19,7 +19,7 @@ from greenroom.core.policy.base import Turn as Turn
 from greenroom.core.policy.coordinator import Coordinator as Coordinator
 from greenroom.core.policy.coresidency import Coresidency as Coresidency
 from greenroom.core.policy.coresidency import coresidency_under
-from greenroom.core.policy.default import ByCost as ByCost
+from greenroom.core.policy.default import BoundedFirstCome as BoundedFirstCome
 from greenroom.core.policy.fifo import FirstCome as FirstCome
 from greenroom.core.policy.swapper import ByMemory as ByMemory
 from greenroom.core.policy.swapper import Eviction as Eviction
@@ -35,7 +35,7 @@ from greenroom.core.queue.waitlist import WaiterKind as WaiterKind
 SwapperFactory = Callable[[Coresidency | None], Swapper]
 Swappers = Mapping[str, SwapperFactory]
 
-BUILT_IN: Mapping[str, PolicyFactory] = {"default": ByCost, "fifo": FirstCome}
+BUILT_IN: Mapping[str, PolicyFactory] = {"default": BoundedFirstCome, "fifo": FirstCome}
 SWAPPERS: Mapping[str, SwapperFactory] = {"memory": ByMemory, "coordinator": Coordinator}
 
 

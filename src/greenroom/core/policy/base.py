@@ -1,6 +1,6 @@
 """What a policy decides: which waiter goes first, and from when on a waiting model may take a resident's place.
 
-`Pacing` has the rules that hold under every policy: how long a stay is, and when waiting has lasted too long.
+`Pacing` has the rules that hold under every policy: when devices are kept, and when a plan is called off.
 
 A policy is one class with five small methods. It judges what it is given, changes nothing, keeps no state and logs
 nothing; the scheduler carries out. `default.py` and `fifo.py` come with Greenroom. A Swapper chooses among the
@@ -9,9 +9,7 @@ residents that may be evicted.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
-from math import inf
 from typing import Protocol
 
 from greenroom.core.events import Limits
@@ -26,7 +24,7 @@ class Policy(Protocol):
     swapper: Swapper
 
     def priority_class(self, priority: int) -> PriorityClass:
-        """The weight of a priority in a queue's total wait, and when a waiter insists, is late or is lifted."""
+        """Before when no busy model is closed for a waiter of this priority, and how age lifts it."""
         ...
 
     def turn(self, waiter: Waiter, served_s: float, now: float) -> Turn:
@@ -51,44 +49,18 @@ Policies = Mapping[str, PolicyFactory]
 
 
 class Pacing:
-    """How long a slot may stay while others wait, and when waiting has lasted too long. Numbers come from `Limits`."""
+    """Rules that hold under every policy, because they concern how plans are carried out."""
 
     def __init__(self, limits: Limits) -> None:
-        self._residency_swaps = limits.residency_swaps
-        self._batch_swaps = limits.batch_swaps
-        self._overtakes_max = limits.overtakes_max
+        self._away_share = limits.away_share
 
-    def stay_s(self, swap_s: float, drain_s: float) -> tuple[float, float]:
-        """Seconds of the minimum residency and of the batch, after a swap that took so long.
+    def keeps_for_s(self, queue: Queue, now: float) -> float:
+        """How long devices may be kept for this queue: a share of what its oldest request has waited, once that is due.
 
-        A swap also costs the drain, in which answers end and none begin.
+        Kept devices serve nothing. Without them smaller models take, bit by bit, what a large one needs at once.
         """
-        return self._residency_swaps * swap_s, self._batch_swaps * (swap_s + drain_s)
-
-    def recent(self, grants: deque[float]) -> deque[float]:
-        """Those of a slot's last grants that count: as many as may overtake an older waiter."""
-        return deque(grants, self._overtakes_max)
-
-    def keeps_devices(self, queue: Queue, now: float) -> bool:
-        """True if devices are kept for this queue: its oldest waiter has been late for as long again.
-
-        Not earlier: kept devices serve nothing, and smaller models could have used them.
-        """
-        return 2 * queue.late_at - queue.oldest <= now
+        return self._away_share * (now - queue.oldest) if queue.deadline_at <= now else 0.0
 
     def gives_way(self, planned: int, queue: Queue, to: int, now: float) -> bool:
-        """True if a plan of that priority is called off for a request of priority `to`: less urgent, and not late."""
-        return planned > to and queue.late_at > now
-
-
-def passed_since(recent: deque[float]) -> float:
-    """Since when a slot was granted as often as others may be overtaken; inf if they may not be at all."""
-    if not recent.maxlen:
-        return inf
-    return recent[0] if len(recent) == recent.maxlen else -inf
-
-
-def overtakes_since(recent: deque[float], batch_until: float) -> float:
-    """The same if all these grants came after the slot's batch, so that the policy has to be asked again; else -inf."""
-    is_full = len(recent) == recent.maxlen and recent
-    return recent[0] if is_full and recent[0] >= batch_until else -inf
+        """True if a plan of that priority is called off for a request of priority `to`: less urgent, not yet due."""
+        return planned > to and queue.deadline_at > now

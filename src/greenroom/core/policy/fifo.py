@@ -22,7 +22,7 @@ class FirstCome:
         self.swapper = swapper
 
     def priority_class(self, priority: int) -> PriorityClass:
-        return PriorityClass(weight=1.0, deadline_s=inf, late_s=inf, lift_s=_CLASS_S)
+        return PriorityClass(deadline_s=inf, lift_s=_CLASS_S)
 
     def turn(self, waiter: Waiter, served_s: float, now: float) -> Turn:
         return (waiter.priority, waiter.sequence)

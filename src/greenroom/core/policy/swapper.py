@@ -47,15 +47,14 @@ class Resident:
     is_fixed: bool  # pinned, moving, planned, or not to be evicted yet
     cannot_leave: bool = False  # pinned, moving or planned
     counts_as_ready: bool = True  # a model that is ready or arriving; False for leases and sleepers
-    ready_since: float = 0.0
-    stays_until: float = 0.0  # its minimum residency
-    batch_until: float = 0.0  # the end of its batch, while others wait
+    owes: int = 0  # turns of those that waited when it became ready
     queue: Queue | None = None  # its own waiters
     rate: float = 0.0  # requests per second; older ones count less
     reload_s: float = 0.0  # seconds to bring it back from the tier it would leave to
     drain_s: float = 0.0  # seconds that its running answers may still take
-    passed_since: float = -inf  # since when it was granted as often as others may be overtaken
     is_asleep: bool = False
+    service_s: float = 0.0  # seconds that an answer takes
+    at_once: int = 1  # how many it answers at once
     loss: float = 0.0  # the policy's cost of losing it
 
     def fixed(self) -> Resident:
@@ -71,15 +70,14 @@ class Resident:
             True,
             self.cannot_leave,
             self.counts_as_ready,
-            self.ready_since,
-            self.stays_until,
-            self.batch_until,
+            self.owes,
             self.queue,
             self.rate,
             self.reload_s,
             self.drain_s,
-            self.passed_since,
             self.is_asleep,
+            self.service_s,
+            self.at_once,
             self.loss,
         )
 

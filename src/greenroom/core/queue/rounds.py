@@ -27,6 +27,9 @@ ASKED_MAX = 16
 INSIST_MANY = 4
 # With very many waiting models there is a round at least this often, so that no rank grows old.
 ROUND_WITH_MANY_S = 0.5
+# While a model waits for a busy one there is a round at least this often: what is served meanwhile may let it come
+# sooner than the policy said.
+ROUND_S = 5.0
 _SWITCH = ev.Timer(ev.TimerKind.SWITCH, "")
 
 
@@ -36,24 +39,13 @@ class Rounds:
         self._places = places
         self._slots = slots
         self._act = act
-        # The earliest arrival in the queues of models that are not ready, or an earlier time.
-        self._oldest = inf
-        # A slot was granted as often as waiters may be overtaken: a round has to ask the policy again.
-        self.is_due = False
 
     def joined(self, until: float, now: float) -> None:
         """A request now waits for a model that is not ready; asking again may help at `until`."""
-        self._oldest = min(self._oldest, now)
         self.look_again_at(min(until, self.looks_at), now)
-
-    def overtaken(self, since: float, now: float) -> None:
-        """A slot was granted `overtakes_max` times since then. A round is due if a waiter arrived before that."""
-        if self._oldest <= now and since >= self._oldest:
-            self.is_due = True
 
     def rest(self, now: float) -> None:
         """Nothing waits: cancel the timer and release kept devices."""
-        self.is_due, self._oldest = False, inf
         self._state.kept.clear()
         self.look_again_at(inf, now)
 
@@ -64,7 +56,6 @@ class Rounds:
         wait for the same devices, or that use other devices: so a busy device does not block the models behind.
         """
         state = self._state
-        self.is_due = False
         state.kept.clear()
         few = LEADING_MIN if state.waitlist.has_many_models else ASKED_MAX
         ranking, until = self._ranked(now)
@@ -96,7 +87,6 @@ class Rounds:
         models = [queue.model for queue in queues]
         if state.waitlist.has_many_models:
             return models, now + ROUND_WITH_MANY_S
-        self._oldest = min((queue.oldest for queue in queues), default=inf)
         deadlines = (queue.deadline_at for queue in queues if queue.deadline_at > now)
         return models, min(deadlines, default=inf) if len(queues) > INSIST_MANY else inf
 
@@ -112,7 +102,8 @@ class Rounds:
             plan, residents = self._decide_on(first, residents, now)
             stays = first.id in self._state.waitlist and first.model == queue.model
             if stays and isinstance(plan, Wait):
-                self._keep_devices(queue, plan, now)
+                if plan.keeps:
+                    self._state.kept[queue.model] = plan.keeps
                 until = plan.until
             first = None if stays else self._act.first_of(queue, now)
         for waiter in list(queue.preparing.values()):
@@ -136,15 +127,10 @@ class Rounds:
 
     def _decide_on(self, waiter: Waiter, residents: Residents, now: float) -> tuple[Plan, Residents]:
         plan = decide(self._state, waiter, now, self._places, residents)
-        self.overtaken(self._act.carry_out(waiter, plan, now), now)
+        self._act.carry_out(waiter, plan, now)
         if isinstance(plan, Wait):
             return plan, residents
         return plan, residents.after_swap() if isinstance(plan, Swap) else Residents(self._state, now, self._places)
-
-    def _keep_devices(self, queue: Queue, plan: Wait, now: float) -> None:
-        """Keep the devices of a model that has waited too long and only needs time or the end of a move."""
-        if self._state.pacing.keeps_devices(queue, now) and (plan.until < inf or self._state.moves):
-            self._state.kept[queue.model] = plan.on
 
     @property
     def looks_at(self) -> float:
@@ -153,6 +139,7 @@ class Rounds:
 
     def look_again_at(self, at: float, now: float) -> None:
         """Schedule a round; infinity: only when something happens."""
+        at = min(at, now + ROUND_S) if at < inf else inf
         if at == self.looks_at:
             return
         if at == inf:

@@ -5,11 +5,12 @@ Owns the facts about one waiter, and the accounts of tenants. `waitlist.py` know
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 
-from greenroom.core.model import NO_TENANT, LeaseId, ModelId, MoveKind, OpId, RequestId, TenantId
+from greenroom.core.model import NO_TENANT, LeaseId, ModelId, MoveKind, OpId, RequestId, TenantId, learn
 
 
 class WaiterKind(Enum):
@@ -27,6 +28,8 @@ WEIGHT_MIN = 1e-3
 # Limits the accounts of tenants that never return. Beyond this many idle accounts, those that were served least are
 # deleted, and a tenant that returns starts at their level.
 IDLE_MAX = 10_000
+# So many tenants that flood a model share it; and what counts as clearly more than a share.
+SHARERS_MAX, CLEARLY_MORE = 4, 1.1
 # Accounts are swept when there are twice as many as after the last sweep, plus this many.
 SWEEP_MIN = 64
 
@@ -47,8 +50,10 @@ class Waiter:
     answer_by: float | None = None
     wants: MoveKind = MoveKind.LOAD
     keep_alive_s: float | None = None
-    # Age counts from here: from its arrival, or from when the waiter before it in its flow was served.
+    # Age counts from here: from its arrival, or later if its tenant asks faster than it may (`Queue.remove`).
     aged_from: float = 0.0
+    # Its tenant asks for clearly more than its share, so that age alone does not order its requests.
+    is_flood: bool = False
     came_back: bool = False
 
     def __post_init__(self) -> None:
@@ -59,13 +64,10 @@ class Waiter:
 class PriorityClass:
     """What a policy says about a priority, once and for all.
 
-    Its weight in the total wait of a queue; the wait after which it insists; the wait after which it is late and goes
-    before all that are not; and the wait that lifts it by one class.
+    The wait before which no busy model is closed for it, and the wait that lifts it by one class.
     """
 
-    weight: float
     deadline_s: float
-    late_s: float
     lift_s: float
 
 
@@ -107,11 +109,18 @@ class Accounts:
         # The level of the tenants that were served lately. Only grows.
         self.level_s = 0.0
         self._served_s: dict[TenantId, float] = {}
+        # What an answer of each tenant usually uses.
+        self._usual_s: dict[TenantId, float] = {}
         self._active: dict[TenantId, int] = {}
         self._sweep_at = SWEEP_MIN
 
     def __len__(self) -> int:
         return len(self._served_s)
+
+    @property
+    def are_shared(self) -> bool:
+        """True if more than one tenant has work here."""
+        return len(self._active) > 1
 
     def served_s(self, tenant: TenantId) -> float:
         return self._served_s.get(tenant, self.level_s)
@@ -141,8 +150,25 @@ class Accounts:
 
     def charge(self, tenant: TenantId, slot_s: float) -> None:
         """Add what was used, or take back what was estimated too high."""
-        weight = max(WEIGHT_MIN, self.weights.get(tenant, 1.0))
-        self._served_s[tenant] = self.served_s(tenant) + slot_s / weight
+        self._served_s[tenant] = self.served_s(tenant) + slot_s / self._weight(tenant)
+
+    def settle(self, tenant: TenantId, used_s: float, estimate_s: float) -> None:
+        """An answer has ended: charge what it used instead of the estimate, and learn how much that usually is."""
+        self.charge(tenant, used_s - estimate_s)
+        self._usual_s[tenant] = learn(self._usual_s.get(tenant), used_s)
+
+    def pause_s(self, tenant: TenantId, floods: Iterable[TenantId]) -> float:
+        """How far apart its requests may come if it is to use no more than its share, where these flood a model.
+
+        Its share is by weight among them; alone it leaves room for one other tenant. Beyond a few they are no flood but
+        a crowd: then a share is no smaller, so that a crowd goes by age.
+        """
+        own = self._weight(tenant)
+        sharing = max(own + 1.0, sum(self._weight(one) for one in islice(floods, SHARERS_MAX)))
+        return self._usual_s.get(tenant, 0.0) * CLEARLY_MORE * sharing / own
+
+    def _weight(self, tenant: TenantId) -> float:
+        return max(WEIGHT_MIN, self.weights.get(tenant, 1.0))
 
     def sweep(self) -> None:
         """Delete idle accounts that the others have passed. It runs so rarely that its amortized cost is negligible."""
@@ -154,4 +180,5 @@ class Accounts:
             for tenant, served_s in self._served_s.items()
             if tenant in self._active or served_s > self.level_s
         }
+        self._usual_s = {tenant: usual_s for tenant, usual_s in self._usual_s.items() if tenant in self._served_s}
         self._sweep_at = 2 * len(self._served_s) + SWEEP_MIN

@@ -12,13 +12,16 @@ from math import inf
 
 from greenroom.core.model import ModelId, MoveKind, TenantId
 from greenroom.core.queue.index import Flow, FlowHeads, Turn, TurnIndex
-from greenroom.core.queue.waiter import ASKING, Priorities
+from greenroom.core.queue.waiter import ASKING, Accounts, Priorities
 from greenroom.core.queue.waiter import PriorityClass as PriorityClass
 from greenroom.core.queue.waiter import Waiter as Waiter
 from greenroom.core.queue.waiter import WaiterKind as WaiterKind
 
 # Seconds until a model is ready from its tier, seconds per answer, and its concurrency.
 Prices = tuple[float, float, int]
+
+# A tenant with this many waiting requests floods a model.
+FLOODS_FROM = 8
 
 # With more waiting models than this, each round ranks only some of them anew: ranking takes microseconds per model.
 MODELS_FEW = 64
@@ -28,13 +31,14 @@ class Queue:
     """The waiters of one model. A flow holds those of one kind, priority and tenant in order of arrival."""
 
     __slots__ = (
-        "_ages",
+        "_aged_from",
+        "_arrivals",
         "_class_of",
         "_deadline_at",
+        "_floods",
         "_flows",
         "_heads",
         "_is_stale",
-        "_late_at",
         "_lift_at",
         "_oldest",
         "askers",
@@ -47,7 +51,6 @@ class Queue:
         "swap_s",
         "tenants",
         "waiting",
-        "weight",
     )
 
     def __init__(self, model: ModelId, class_of: Callable[[int], PriorityClass]) -> None:
@@ -59,17 +62,18 @@ class Queue:
         self.preparing: dict[str, Waiter] = {}
         self.askers = 0
         self.tenants: dict[TenantId, int] = {}
+        self._floods: dict[TenantId, None] = {}
+        # The sum of the times at which they came.
+        self._arrivals = 0.0
         # A model is as urgent as its most urgent waiter; one operator counts for the whole queue.
         self.priorities = Priorities()
         self.operators = 0
         self.waiting = 0
-        self.weight = 0.0
-        self._ages = 0.0
         # Earliest times of the heads. They are stale when a head has left since they were computed.
         self._is_stale = False
         self._deadline_at = inf
-        self._late_at = inf
         self._oldest = inf
+        self._aged_from = inf
         self._lift_at = inf
         # Seconds until its model is ready from its tier, seconds per answer, and its concurrency.
         self.swap_s = 0.0
@@ -84,18 +88,23 @@ class Queue:
         return self._deadline_at
 
     @property
-    def late_at(self) -> float:
-        """When the first waiter is late."""
-        if self._is_stale:
-            self._look()
-        return self._late_at
-
-    @property
     def oldest(self) -> float:
         """The earliest arrival."""
         if self._is_stale:
             self._look()
         return self._oldest
+
+    @property
+    def mean_arrival(self) -> float:
+        """When its waiters came, on average."""
+        return self._arrivals / self.waiting
+
+    @property
+    def aged_from(self) -> float:
+        """The earliest time from which a waiter ages."""
+        if self._is_stale:
+            self._look()
+        return self._aged_from
 
     @property
     def lift_at(self) -> float:
@@ -104,23 +113,15 @@ class Queue:
             self._look()
         return self._lift_at
 
-    def waited_s(self, now: float) -> float:
-        """Total seconds waited, each waiter weighted by its class."""
-        return max(0.0, self.weight * now - self._ages)
-
-    @property
-    def middle(self) -> float:
-        """The weighted mean arrival time."""
-        return self._ages / self.weight
-
     def joined_by(self, waiter: Waiter, prices: Prices) -> Queue:
         """A copy with the sums as they would be with this waiter in the queue. Flows are left out."""
         copy = Queue(self.model, self._class_of)
         copy.swap_s, copy.service_s, copy.at_once = prices
-        copy.waiting, copy.weight, copy._ages, copy.tenants = self.waiting, self.weight, self._ages, {**self.tenants}
+        copy.waiting, copy.tenants = self.waiting, {**self.tenants}
+        copy._arrivals = self._arrivals
         copy.priorities, copy.operators = self.priorities.copied(), self.operators
-        copy._deadline_at, copy._late_at = self.deadline_at, self.late_at
-        copy._oldest, copy._lift_at = self.oldest, self.lift_at
+        copy._deadline_at, copy._oldest = self.deadline_at, self.oldest
+        copy._aged_from, copy._lift_at = self.aged_from, self.lift_at
         copy._count(waiter, +1)
         copy._lead(waiter)
         return copy
@@ -129,6 +130,7 @@ class Queue:
         if waiter.wants is MoveKind.PREPARE:
             self.preparing[waiter.id] = waiter
             self.waiting += 1
+            self._arrivals += waiter.arrived
             self.askers += 1
             return
         key = _flow(waiter)
@@ -142,9 +144,10 @@ class Queue:
             self._lead(waiter)
             self._heads.put(key, waiter)
 
-    def remove(self, waiter: Waiter, served_at: float | None) -> None:
+    def remove(self, waiter: Waiter, accounts: Accounts, served_at: float | None) -> None:
         if self.preparing.pop(waiter.id, None) is not None:
             self.waiting -= 1
+            self._arrivals -= waiter.arrived
             self.askers -= 1
             return
         key = _flow(waiter)
@@ -152,13 +155,16 @@ class Queue:
         place = 0 if flow[0] is waiter else bisect_left(flow, waiter.sequence, key=_sequence)
         del flow[place]
         head_changed = place == 0
-        if flow and served_at is not None and flow[0].aged_from < served_at:
-            # A flow that is served does not starve, however long it is: its next waiter ages from this turn on.
-            flow[0].aged_from = served_at
-            head_changed = True
+        if flow and served_at is not None:
+            # A tenant that asks for more than its share counts as if it had asked more slowly. It ages from this turn
+            # on at the latest: having used what others left is no debt.
+            may_ask_at = waiter.aged_from + accounts.pause_s(waiter.tenant, self._floods)
+            flow[0].is_flood = accounts.are_shared and may_ask_at >= served_at
+            if flow[0].aged_from < (age_from := min(served_at, may_ask_at)):
+                flow[0].aged_from = age_from
+                head_changed = True
         self._count(waiter, -1)
-        if place == 0:
-            self._is_stale = True
+        self._is_stale = self._is_stale or head_changed
         if not flow:
             del self._flows[key]
             self._heads.drop(key)
@@ -167,17 +173,19 @@ class Queue:
 
     def _count(self, waiter: Waiter, sign: int) -> None:
         self.waiting += sign
+        self._arrivals += sign * waiter.arrived
         if waiter.kind in ASKING:
             self.askers += sign
         count = self.tenants.get(waiter.tenant, 0) + sign
+        if count == FLOODS_FROM and sign > 0:
+            self._floods[waiter.tenant] = None
+        elif count == FLOODS_FROM - 1 and sign < 0:
+            del self._floods[waiter.tenant]
         if count:
             self.tenants[waiter.tenant] = count
         else:
             del self.tenants[waiter.tenant]
         if waiter.kind is not WaiterKind.PRELOAD:
-            weight = sign * self._class_of(waiter.priority).weight
-            self.weight += weight
-            self._ages += weight * waiter.arrived
             self.priorities.count(waiter.priority, sign)
             self.operators += sign if waiter.kind is WaiterKind.OP else 0
 
@@ -187,21 +195,21 @@ class Queue:
             return
         its = self._class_of(waiter.priority)
         self._deadline_at = min(self._deadline_at, waiter.arrived + its.deadline_s)
-        self._late_at = min(self._late_at, waiter.arrived + its.late_s)
         self._oldest = min(self._oldest, waiter.arrived)
+        self._aged_from = min(self._aged_from, waiter.aged_from)
         self._lift_at = min(self._lift_at, waiter.aged_from + waiter.priority * its.lift_s)
 
     def _look(self) -> None:
         """Compute the earliest times again, after a head has left."""
         self._is_stale = False
-        deadline_at = late_at = oldest = lift_at = inf
+        deadline_at = oldest = first_aged_from = lift_at = inf
         for priority, arrived, aged_from in self._heads.earliest():
             its = self._class_of(priority)
             deadline_at = min(deadline_at, arrived + its.deadline_s)
-            late_at = min(late_at, arrived + its.late_s)
             oldest = min(oldest, arrived)
+            first_aged_from = min(first_aged_from, aged_from)
             lift_at = min(lift_at, aged_from + priority * its.lift_s)
-        self._deadline_at, self._late_at, self._oldest, self._lift_at = deadline_at, late_at, oldest, lift_at
+        self._deadline_at, self._oldest, self._aged_from, self._lift_at = deadline_at, oldest, first_aged_from, lift_at
 
     def ahead_of(self, waiter: Waiter) -> int:
         """How many are likely to go first: those before it in its flow, and as many of each flow no less urgent."""
@@ -286,12 +294,13 @@ class Waitlist:
         if waiter.kind is WaiterKind.REQUEST:
             insort(self._callers, _place(waiter))
 
-    def remove(self, waiter_id: str, served_at: float | None = None) -> Waiter | None:
+    def remove(self, waiter_id: str, accounts: Accounts, served_at: float | None = None) -> Waiter | None:
+        """Remove this waiter, which is served or leaves; None if it does not wait."""
         waiter = self._waiters.pop(waiter_id, None)
         if waiter is None:
             return None
         queue = self.queues[waiter.model]
-        queue.remove(waiter, served_at)
+        queue.remove(waiter, accounts, served_at)
         if not queue.waiting:
             self._index.drop(waiter.model)
         self.with_choice.pop(waiter_id, None)

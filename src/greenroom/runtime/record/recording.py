@@ -264,7 +264,10 @@ _TYPES: Mapping[str, type[Any]] = {**_named(model), **_named(coresidency), **_na
 
 
 # Fields that older recordings have and records no longer do.
-_GONE: Mapping[str, frozenset[str]] = {"MoveDone": frozenset({"concurrency"})}
+_GONE: Mapping[str, frozenset[str]] = {
+    "MoveDone": frozenset({"concurrency"}),
+    "Limits": frozenset({"overtakes_max", "residency_swaps", "batch_swaps"}),
+}
 
 
 def encode(value: object) -> str:
