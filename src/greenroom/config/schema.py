@@ -198,7 +198,7 @@ class Config(Section):
     ports: Ports = Ports()
     log: Log = Log()
     state_dir: str = "~/.local/state/greenroom"
-    """A directory of its own for the gateway's lock, identity and sockets; one gateway a directory."""
+    """A directory of its own for the gateway's lock, identity, sockets and jobs; one gateway a directory."""
     model_roots: tuple[str, ...] = ()
     """Model files must be below one of these folders once links are resolved; anywhere when empty."""
     macros: dict[str, JsonValue] = {}

@@ -151,6 +151,7 @@ class Job:
         self.exchange: Exchange | None = None
         self.is_cancelled = False
         self.is_started = False
+        self.is_ending = False
         self.answer = AnswerFile(lambda: table.result(row.id), self._leave)
         self.over = asyncio.Event()
         self._table = table
@@ -343,7 +344,10 @@ class Jobs:
         return kept
 
     def _ended(self, job: Job, error: GreenroomError | None) -> None:
-        self._own(self._finish(job, error))
+        """Only the first call for a job counts."""
+        if not job.is_ending:
+            job.is_ending = True
+            self._own(self._finish(job, error))
 
     async def _finish(self, job: Job, error: GreenroomError | None) -> None:
         answer = job.answer
