@@ -414,3 +414,36 @@ def test_devices_are_no_longer_kept_for_a_model_that_is_being_prepared() -> None
     assert world.kinds("large") == ["prepare large"] and world.fate("late") is Fate.WAITING
     started = {move.model: move.started for move in world.moves}
     assert started[ModelId("small")] == started[ModelId("large")], "in the same round"
+
+
+def test_nothing_is_owed_to_those_that_left() -> None:
+    """Callers that gave up when the model came do not hold up the models of others."""
+    waited = []
+    for leaving in (0, 300):
+        world = two(concurrency=1)
+        world.ask("away", MoveKind.UNLOAD, "a")
+        world.run(20.0)
+        gone = [world.arrive(f"gone-{number}", "a", takes_s=1.0) for number in range(leaving)]
+        stream(world, "a", 0.9, 1_000.0)
+        world.run(6.0)
+        for call in gone:
+            if call.fate is Fate.WAITING:
+                world.go(call.id)
+        cold = world.arrive("cold", "b", takes_s=1.0)
+        world.run(900.0)
+        waited.append(waited_s(cold))
+    assert waited[1] == pytest.approx(waited[0], abs=10.0)
+
+
+def test_no_device_is_kept_where_a_lease_stays() -> None:
+    """A lease that is not recalled for a large model may stay for ever: others that fit beside it come."""
+    small = [model(f"small-{number}", 1_000) for number in range(5)]
+    world = World([model("big", 7_000), *small], devices=(gpu(0, 8_000, 0),))
+    world.ask_lease("train", 3_000, priority=1, preemptible=True)
+    world.arrive("big", "big", takes_s=1.0)
+    calls: list[Call] = []
+    for number in range(5):
+        world.run(200.0)
+        calls.append(world.arrive(f"r{number}", f"small-{number}", takes_s=1.0))
+    world.run(100.0)
+    assert [call.fate for call in calls] == [Fate.SERVED] * 5

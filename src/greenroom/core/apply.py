@@ -79,6 +79,8 @@ class Actions:
     def forget(self, waiter_id: str, served_at: float | None = None) -> None:
         """Remove this waiter from its queue, if it waits."""
         waiter = self._state.waitlist.remove(waiter_id, self._state.accounts, served_at)
+        if waiter is not None and served_at is None:
+            self._slots.owe_less(waiter.model, waiter.arrived)
         if waiter is not None and waiter.give_up_at is not None:
             self._slots.forget_timer(Timer(TimerKind.EXPIRE, waiter_id))
 
@@ -225,12 +227,16 @@ class Actions:
 
     def start_planned(self, now: float) -> None:
         """Start every planned move that has its memory free; call off plans that are hopeless or no longer wanted."""
-        state = self._state
+        state, going_from = self._state, self._slots.going_from()
         for slot in [state.slots[slot] for slot in state.ledger.promises]:
             self._start(slot, now)
             if slot.model not in state.waitlist.queues:
                 self._slots.call_off_if_in_time(slot)
-            self._slots.give_up_if_hopeless(slot)
+                # Victims that were still busy stay.
+                going_from = self._slots.going_from()
+            if self._slots.is_hopeless(slot, going_from):
+                self._slots.call_off(slot)
+                going_from = self._slots.going_from()
 
     def _start(self, slot: Slot, now: float) -> None:
         if not self._slots.start_if_free(slot, now):

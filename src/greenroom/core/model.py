@@ -246,8 +246,10 @@ class Slot:
     concurrency: int = 1
     in_flight: dict[RequestId, None] = field(default_factory=dict)
     last_used: float = 0.0
-    # How many of those that waited when it became ready have not had their turn, or another in their place.
+    # How many of those that waited when it became ready, at `owes_since`, have not had their turn, or another in their
+    # place. Those that left without a turn do not count.
     owes: int = 0
+    owes_since: float = 0.0
     # Processor sharing: the clock advances by 1/n of real time with n answers in flight, so that the shares of all
     # answers add up to the busy time.
     shared_s: float = 0.0

@@ -101,7 +101,7 @@ class Moves:
                 record.memory_retries, record.preload_again, record.retry_at = 0, False, -inf
             self._state.price_queue(slot.model)
         if slot.tier is Tier.READY:
-            self._slots.owe(slot, self._state.waitlist.count(slot.model))
+            self._slots.owe(slot, self._state.waitlist.count(slot.model), event.now)
             self._state.avg_swap_s = learn(self._state.avg_swap_s, took_s)
         if slot.is_going:
             self._slots.go_on_leaving(slot, leaving(slot), event.now)

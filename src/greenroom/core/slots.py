@@ -15,8 +15,10 @@ from greenroom.core.model import (
     LEGAL_MOVES,
     NO_CLAIM,
     Claim,
+    DeviceId,
     DeviceKind,
     LeaseId,
+    ModelId,
     ModelSpec,
     Move,
     MoveId,
@@ -159,18 +161,17 @@ class SlotWriter:
             return False
         return state.ledger.can_start(slot.id, slot.needs_for(kind)) and not state.must_wait_its_turn(slot)
 
-    def give_up_if_hopeless(self, slot: Slot) -> None:
-        """Take the promise back if no more memory is about to be freed for it."""
-        if slot.planned is not None and not self._is_room_coming(slot, slot.planned):
-            self.call_off(slot)
+    def going_from(self) -> set[DeviceId]:
+        """Devices on which slots that are leaving still hold memory."""
+        state = self._state
+        going = (slot.id for slot in state.slots.values() if slot.is_going)
+        return {device for slot in going for device in state.ledger.held_by(slot)}
 
-    def _is_room_coming(self, slot: Slot, kind: MoveKind) -> bool:
-        """True if the end of another move will free memory for this one, or let it start."""
-        state, wanted = self._state, slot.needs_for(kind)
-        return state.must_wait_its_turn(slot) or any(
-            other.is_going and any(device in wanted for device in state.ledger.held_by(other.id))
-            for other in state.slots.values()
-        )
+    def is_hopeless(self, slot: Slot, going_from: set[DeviceId]) -> bool:
+        """True if it is planned and no move will end that frees memory for it or lets it start."""
+        if slot.planned is None or not going_from.isdisjoint(slot.needs_for(slot.planned)):
+            return False
+        return not self._state.must_wait_its_turn(slot)
 
     def call_off_if_in_time(self, slot: Slot) -> None:
         """Call the plan off if a victim is still busy. Evictions that have started proceed."""
@@ -232,9 +233,15 @@ class SlotWriter:
         devices = self._state.ledger.devices
         return {on: mib for on, mib in claim.items() if on in devices and devices[on].kind is DeviceKind.HOST}
 
-    def owe(self, slot: Slot, waiting: int) -> None:
+    def owe(self, slot: Slot, waiting: int, now: float) -> None:
         """It is ready: so many waited for it and have a turn before it is closed for others."""
-        slot.owes = waiting
+        slot.owes, slot.owes_since = waiting, now
+
+    def owe_less(self, model: ModelId, arrived: float) -> None:
+        """A waiter of this model left without a turn: none is owed to it any more."""
+        for slot in self._state.slots_of(model):
+            if slot.owes and arrived <= slot.owes_since:
+                slot.owes -= 1
 
     def fall_back(self, slot: Slot, outcome: Outcome, now: float) -> None:
         """A move did not arrive. A cold slot is removed, a sleeping one unloaded if its wake failed."""

@@ -6,7 +6,7 @@ The answer is a Plan, which `apply.py` carries out. Nothing here changes anythin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from math import inf
 from typing import NamedTuple
@@ -203,7 +203,7 @@ def _decide_swap(
     if eviction is None:
         on = frozenset[DeviceId]().union(*(way.on for way in open_ways))
         is_request = urgency.kind is WaiterKind.REQUEST
-        keeps = _keeps(state, queue, target, open_ways, asleep, residents, now) if is_request else frozenset()
+        keeps = _keeps(state, urgency, queue, target, open_ways, asleep, residents, now) if is_request else frozenset()
         if state.limits.company is None:
             return Wait(WaitReason.NO_ROOM, spec.id, until, on, keeps=keeps)
         there = residents.those(may_sleep=False, but=asleep)
@@ -299,28 +299,43 @@ def _eviction(
 
 
 def _keeps(
-    state: State, queue: Queue, target: Target, ways: list[Way], asleep: Slot | None, residents: Residents, now: float
+    state: State,
+    urgency: Urgency,
+    queue: Queue,
+    target: Target,
+    ways: list[Way],
+    asleep: Slot | None,
+    residents: Residents,
+    now: float,
 ) -> frozenset[DeviceId]:
     """Devices where this model, if it has waited too long, could come soon if no other model came there meanwhile."""
     soon = now + state.pacing.keeps_for_s(queue, now)
-    if soon <= now or state.kept:
+    if soon <= now or not residents.may_keep:
         return frozenset()
+    residents.may_keep = False
     there = residents.those(may_sleep=False, but=asleep)
-    then = [_as_of(state, residents, queue, resident, soon, now) for resident in there]
-    found = state.policy.swapper.eviction_for(target, then, residents.room_mib)
-    return frozenset() if found is None else ways[target.options.index(found.claim)].on
+    then = [one.fixed(_stays(state, urgency, queue, one, soon, now)) for one in there]
+    room_mib = {**residents.room_mib}
+    for resident in then:
+        if not resident.is_fixed:
+            for device, mib in resident.gives_mib.items():
+                room_mib[device] += mib
+    for way in ways:
+        if _fits(way.wants, room_mib):
+            only = Target(target.model, (way.wants,), target.priority, target.will_be_ready)
+            # Coresidency, or another swapper, may still object.
+            found = state.policy.swapper.eviction_for(only, then, residents.room_mib)
+            return frozenset() if found is None else way.on
+    return frozenset()
 
 
-def _as_of(state: State, residents: Residents, queue: Queue, resident: Resident, soon: float, now: float) -> Resident:
-    """This resident, free to leave if it may leave for this queue by then. One that comes serves its waiters first."""
+def _stays(state: State, urgency: Urgency, queue: Queue, resident: Resident, soon: float, now: float) -> bool:
+    """True if it may not leave for this queue by then. One that is on its way serves those that wait for it first."""
     if not resident.cannot_leave:
-        stays = resident.counts_as_ready and state.policy.takes_at(queue, resident, now) > soon
-        return residents.fixed(resident) if stays else resident
+        return _askable_at(state, urgency, queue, resident, now) > soon
     own = state.waitlist.queues.get(resident.model)
     visit_s = own.waiting * own.service_s / own.at_once if own is not None else 0.0
-    if state.slots[resident.slot].spec.pinned or now + visit_s > soon:
-        return resident
-    return replace(resident, is_busy=True, is_fixed=False, cannot_leave=False, loss=inf)
+    return state.slots[resident.slot].spec.pinned or now + visit_s > soon
 
 
 def excluded_beside(state: State, waiter: Waiter, now: float, places: Places) -> tuple[ModelId, ...]:

@@ -18,8 +18,10 @@ from greenroom.core.state import Claimant, State
 class Residents:
     """Residents and free memory at one moment. Valid only until the state changes."""
 
-    def __init__(self, state: State, now: float, places: Places) -> None:
+    def __init__(self, state: State, now: float, places: Places, may_keep: bool = False) -> None:
         self._state = state
+        # True until it was asked whether devices should be kept. Once is enough: the first in rank is asked for first.
+        self.may_keep = may_keep
         self._now = now
         self._places = places
         self._made: dict[bool, list[Resident]] = {}
@@ -33,7 +35,7 @@ class Residents:
 
     def after_swap(self) -> Residents:
         """The residents after a swap was ordered at this moment. Those that the swap does not affect are reused."""
-        after, slots = Residents(self._state, self._now, self._places), self._state.slots
+        after, slots = Residents(self._state, self._now, self._places, self.may_keep), self._state.slots
         after._cold = {slot: one for slot, one in self._cold.items() if not (one.cannot_leave or _is_tied(slots[slot]))}
         return after
 

@@ -57,8 +57,8 @@ class Resident:
     at_once: int = 1  # how many it answers at once
     loss: float = 0.0  # the policy's cost of losing it
 
-    def fixed(self) -> Resident:
-        """A copy that may not be asked to leave."""
+    def fixed(self, is_fixed: bool = True) -> Resident:
+        """A copy that may not be asked to leave, or that may."""
         return Resident(
             self.slot,
             self.model,
@@ -67,7 +67,7 @@ class Resident:
             self.priority,
             self.last_used,
             self.is_busy,
-            True,
+            is_fixed,
             self.cannot_leave,
             self.counts_as_ready,
             self.owes,

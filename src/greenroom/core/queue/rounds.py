@@ -59,7 +59,7 @@ class Rounds:
         state.kept.clear()
         few = LEADING_MIN if state.waitlist.has_many_models else ASKED_MAX
         ranking, until = self._ranked(now)
-        residents, asked = Residents(state, now, self._places), 0
+        residents, asked = Residents(state, now, self._places, may_keep=True), 0
         least: dict[tuple[DeviceId, ...], int] = {}
         for model in ranking:
             # An earlier decision of this round may have emptied the queue or brought the model.
@@ -130,7 +130,9 @@ class Rounds:
         self._act.carry_out(waiter, plan, now)
         if isinstance(plan, Wait):
             return plan, residents
-        return plan, residents.after_swap() if isinstance(plan, Swap) else Residents(self._state, now, self._places)
+        return plan, residents.after_swap() if isinstance(plan, Swap) else Residents(
+            self._state, now, self._places, residents.may_keep
+        )
 
     @property
     def looks_at(self) -> float:
