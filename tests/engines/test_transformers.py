@@ -133,6 +133,8 @@ def test_a_folder_of_sentence_transformers_embeds_unless_the_operator_says_other
         ('["BertModel"]', True),
         ('["XLMRobertaForMaskedLM"]', True),
         ('["Qwen3ForCausalLM"]', False),
+        ('["GPT2LMHeadModel"]', False),
+        ('["ChatGLMModel"], "auto_map": {"AutoModelForCausalLM": "modeling_chatglm.ChatGLM"}', False),
         ('["LlavaForConditionalGeneration"]', False),
         ("[]", False),
         ('"BertModel"', False),

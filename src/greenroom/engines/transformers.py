@@ -37,8 +37,10 @@ WORKER: Final = Path(__file__).parent.parent / "workers" / "torch_worker.py"
 PACKAGES: Final = ("torch", "transformers", "h11", "jinja2")
 # Its presence says that a folder holds a model of sentence-transformers.
 MODULES: Final = "modules.json"
-# How architectures are called that give hidden states only.
+# How architectures are called that give hidden states only, and which of them write text all the same.
 HEADLESS: Final = ("Model", "ForMaskedLM")
+WITH_HEAD: Final = ("LMHeadModel", "DoubleHeadsModel")
+WRITES: Final = "AutoModelForCausalLM"
 TEMPLATE_FILES: Final = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 # Serve the files of the folder and fetch nothing. Ask NVML whether there is a GPU: CUDA would fix the visible GPUs, and
 # a spare learns its GPUs only with its first model. Write log lines at once.
@@ -124,11 +126,14 @@ def _embeds(model: Model) -> bool:
 
 def _is_headless(folder: Path) -> bool:
     try:
-        architectures = folder_config(folder).get("architectures")
+        config = folder_config(folder)
     except BadModelFile:
         return False
-    names = architectures if isinstance(architectures, list) else []
-    return bool(names) and all(str(name).endswith(HEADLESS) for name in names)
+    architectures, own_code = config.get("architectures"), config.get("auto_map")
+    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
+    if isinstance(own_code, dict) and WRITES in own_code:
+        return False
+    return bool(names) and all(name.endswith(HEADLESS) and not name.endswith(WITH_HEAD) for name in names)
 
 
 def _abilities(model: Model) -> frozenset[Ability]:
