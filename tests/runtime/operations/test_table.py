@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from greenroom.runtime.operations import files
 from greenroom.runtime.operations.files import Operation, OperationError, OperationFiles, OperationKind, OperationStatus
 from greenroom.runtime.operations.table import RUNS_MAX, KeepLimits, OperationTable
 from tests.full_disk import full_disk
+from tests.waiting import until
 
 QUEUED, RUNNING = OperationStatus.QUEUED, OperationStatus.RUNNING
 DONE, FAILED, CANCELLED = OperationStatus.DONE, OperationStatus.FAILED, OperationStatus.CANCELLED
@@ -262,3 +264,41 @@ async def test_a_start_on_a_full_disk_settles_in_memory(rig: Rig) -> None:
         assert rig.status(id) is FAILED
     rig.again()
     assert rig.status(id) is FAILED
+
+
+async def test_what_has_ended_does_not_start(rig: Rig) -> None:
+    id = await rig.add()
+    await rig.table.end(id, CANCELLED)
+    with pytest.raises(NotFound):
+        await rig.table.start(id)
+    assert rig.status(id) is CANCELLED
+
+
+class HeldFiles(OperationFiles):
+    """Writes that an operation runs only when it may."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.begun, self.may_write = threading.Event(), threading.Event()
+
+    def write_row(self, row: Operation) -> None:
+        if row.status is RUNNING:
+            self.begun.set()
+            assert self.may_write.wait(10.0)
+        super().write_row(row)
+
+
+async def test_a_start_whose_caller_leaves_is_not_written_over_the_end(rig: Rig) -> None:
+    held = HeldFiles(rig.folder)
+    rig.table = OperationTable(held, lambda: rig.limits, rig._tell, lambda: rig.now)
+    id = await rig.add(retry=True)
+    starting = asyncio.create_task(rig.table.start(id))
+    await asyncio.to_thread(held.begun.wait, 10.0)
+    starting.cancel()
+    ending = asyncio.create_task(rig.table.end(id, CANCELLED))
+    await asyncio.wait({ending}, timeout=0.1)
+    held.may_write.set()
+    assert (await ending).status is CANCELLED
+    await until(lambda: not any(thread.name == "write operation" for thread in threading.enumerate()), "all is written")
+    rig.again()
+    assert rig.status(id) is CANCELLED

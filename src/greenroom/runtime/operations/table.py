@@ -14,9 +14,9 @@ import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import BinaryIO, Final, TypeVar
+from typing import Any, BinaryIO, Final, TypeVar
 
 import msgspec
 
@@ -44,6 +44,7 @@ RESTARTED: Final = OperationError(
 )
 
 About = TypeVar("About")
+Changed = TypeVar("Changed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class OperationTable:
         self._used_bytes = 0
         # One write at a time: the row on disk is always the newest.
         self._writing = asyncio.Lock()
+        self._changes: set[asyncio.Task[Any]] = set()
         # Ended, but the disk did not take the row; tried again.
         self._unsaved: set[str] = set()
 
@@ -165,9 +167,17 @@ class OperationTable:
         return row
 
     async def start(self, id: str) -> None:
-        """It runs from now on. Raises OperationStoreFull if the disk does not take that: then it must not run."""
+        """It runs from now on. Raises OperationStoreFull if the disk does not take that: then it must not run.
+
+        Raises NotFound for one that has ended meanwhile.
+        """
+        await self._whole(self._start(id))
+
+    async def _start(self, id: str) -> None:
         async with self._writing:
-            row = self._rows[id]
+            row = self._rows.get(id)
+            if row is None or row.status.is_over:
+                raise NotFound(f"The operation {id} has ended.")
             row = replace(row, status=OperationStatus.RUNNING, started=self._wall(), runs=row.runs + 1)
             try:
                 await run_detached(lambda: self._files.write_row(row), "write operation")
@@ -186,6 +196,11 @@ class OperationTable:
 
         Raises NotFound for one that has ended and is no longer kept.
         """
+        return await self._whole(self._end(id, status, error, result))
+
+    async def _end(
+        self, id: str, status: OperationStatus, error: OperationError | None, result: ResultPart | None
+    ) -> Operation:
         async with self._writing:
             row = self._rows.get(id)
             if row is None:
@@ -206,6 +221,19 @@ class OperationTable:
             self._files.remove(id, files.REQUEST)
             self._take(row)
             return row
+
+    async def _whole(self, change: Coroutine[Any, Any, Changed]) -> Changed:
+        """Carry out a change even if its caller is cancelled: a write that has begun cannot be stopped."""
+        task = asyncio.get_running_loop().create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changed)
+        return await asyncio.shield(task)
+
+    def _changed(self, task: asyncio.Task[Any]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled():
+            # The caller that would have been told may be gone.
+            task.exception()
 
     async def _completed(self, row: Operation, result: ResultPart | None) -> Operation:
         if result is None:
