@@ -197,6 +197,20 @@ async def test_ended_ones_make_room_by_size_first_those_of_the_greediest_tenant(
     assert kept <= 10_000
 
 
+async def test_unfinished_ones_push_out_no_results_of_a_tenant_that_keeps_less(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "jobs", count_max=10)
+    results = [await rig.add(tenant="modest") for _ in range(3)]
+    for id in results:
+        await rig.end(id)
+    for _ in range(7):
+        await rig.add(tenant="greedy")
+    with pytest.raises(OperationsFull):
+        await rig.add(tenant="greedy")
+    assert [rig.status(id) for id in results] == [DONE] * 3
+    await rig.add(tenant="modest")
+    assert [rig.status(id) for id in results] == [None, DONE, DONE], "its own make room for its own"
+
+
 async def test_what_cannot_fit_is_refused(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "jobs", bytes_max=1000)
     id = await rig.add(b"x" * 500)

@@ -155,7 +155,7 @@ class OperationTable:
             f"{kind.value}-{secrets.token_hex(16)}", kind, tenant, key, model, route, priority, retry, self._wall()
         )
         async with self._writing:
-            self._expect_room(size)
+            self._expect_room(size, tenant)
             try:
                 written = await run_detached(lambda: self._files.write_request(row.id, about, body), "write request")
                 row = replace(row, request_bytes=written)
@@ -275,7 +275,8 @@ class OperationTable:
         limit, grown = self._limits().bytes_max, self._parts[id] + size
         if grown > limit:
             raise ResultTooLarge(f"The result is larger than all results may be together ({limit:,} bytes).")
-        if not self._make_room(size, 0):
+        row = self._rows.get(id)
+        if not self._make_room(size, 0, None if row is None else row.tenant):
             raise OperationStoreFull("There is no room for this result.", retry_after_s=RETRY_AFTER_S)
         self._parts[id] = grown
         self._used_bytes += size
@@ -284,31 +285,40 @@ class OperationTable:
         """The part of a result is no longer counted as such. May be called again."""
         self._used_bytes -= self._parts.pop(id, 0)
 
-    def _expect_room(self, size: int) -> None:
-        """For one more operation. Raises OperationsFull or OperationStoreFull."""
-        if self._make_room(size, 1):
+    def _expect_room(self, size: int, tenant: str) -> None:
+        """For one more operation of this tenant. Raises OperationsFull or OperationStoreFull."""
+        if self._make_room(size, 1, tenant):
             return
         if len(self._rows) >= self._limits().count_max:
-            said = f"{len(self._rows):,} jobs have not ended yet; try again later."
+            said = f"{len(self._rows):,} jobs have not ended yet or are results of others; try again later."
             raise OperationsFull(said, retry_after_s=RETRY_AFTER_S)
         raise OperationStoreFull("There is no room to keep this request.", retry_after_s=RETRY_AFTER_S)
 
-    def _make_room(self, size: int, count: int) -> bool:
-        """Drop ended operations until this much more fits. False if it does not."""
+    def _make_room(self, size: int, count: int, tenant: str | None = None) -> bool:
+        """Drop ended operations until this much more fits, for this tenant. False if it does not."""
         limits = self._limits()
         while len(self._rows) + count > limits.count_max or self._used_bytes + size > limits.bytes_max:
-            victim = self._victim()
+            victim = self._victim(tenant)
             if victim is None:
                 return False
             self._drop(victim)
         return True
 
-    def _victim(self) -> Operation | None:
-        """The oldest that has ended, of the tenant that keeps most: no tenant pushes out the results of another."""
-        ended = [row for row in self._rows.values() if row.status.is_over and row.id not in self._unsaved]
+    def _victim(self, tenant: str | None) -> Operation | None:
+        """The oldest that has ended, of the tenant that holds most: none pushes out the results of one that holds less.
+
+        What has not ended is held too, but never dropped. Without a tenant all may be dropped.
+        """
         held: Counter[str] = Counter()
-        for row in ended:
-            held[row.tenant] += row.bytes + ROW_BYTES
+        for row in self._rows.values():
+            held[row.tenant] += row.bytes + self._parts.get(row.id, 0) + ROW_BYTES
+        ended = [
+            row
+            for row in self._rows.values()
+            if row.status.is_over
+            and row.id not in self._unsaved
+            and (tenant in (None, row.tenant) or held[row.tenant] >= held[tenant or ""])
+        ]
         return min(ended, key=lambda row: (-held[row.tenant], row.ended or 0.0), default=None)
 
     def _take(self, row: Operation) -> None:
