@@ -370,6 +370,21 @@ async def test_jobs_wait_where_the_queue_is_full(tmp_path: Path) -> None:
         assert [(await ended(app, id))["status"] for id in ids] == ["done"] * 5
 
 
+async def test_jobs_leave_half_of_the_queue_to_callers_that_wait(tmp_path: Path) -> None:
+    models = {name: fake(name, concurrency=1) for name in ("m", "other")}
+    async with gateway(tmp_path, models, scheduler={"queue_depth_max": 10}) as app:
+        ids = [await submit(app, chat(tokens=1000, token_s=0.1)) for _ in range(14)]
+        await until(lambda: app.loop.scheduler.state.waitlist.depth >= 4, "jobs wait")
+        for model in models:
+            waits = asyncio.create_task(post(app, CHAT, chat(model, tokens=1)))
+            await asyncio.wait({waits}, timeout=0.2)
+            assert not waits.done() or (await waits).status == 200, "it is not refused"
+            waits.cancel()
+        assert app.loop.scheduler.state.waitlist.depth <= 6
+        for id in ids:
+            await http(app, "DELETE", f"{JOBS}/{id}")
+
+
 async def test_more_jobs_than_are_handed_over_are_all_run_and_no_tenant_waits_for_another(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"m": fake("m", concurrency=1)}, server={"api_keys": KEYS}) as app:
         first = await submit(app, chat(tokens=1000, token_s=0.1), by=key("ann"))

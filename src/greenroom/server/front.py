@@ -34,7 +34,7 @@ MANAGEMENT_BODY_MAX: Final = 1024 * 1024
 
 
 JOBS_PATH: Final = b"/v1/jobs"
-_ASYNC: Final = re.compile(rb"(?:^|[,;])\s*respond-async\s*(?:$|[,;])", re.IGNORECASE)
+_QUOTED: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
 class Answering(Protocol):
@@ -146,8 +146,12 @@ class FrontDoor:
 
 def prefers_later(head: Head) -> bool:
     """True if the caller prefers a job (Prefer: respond-async). An upgrade cannot be answered later."""
-    preferred = head.get(b"prefer")
-    return preferred is not None and head.upgrade is None and _ASYNC.search(preferred) is not None
+    if head.get(b"prefer") is None or head.upgrade is not None:
+        return False
+    said = b",".join(value for name, value in head.headers if name == b"prefer")
+    preferences = _QUOTED.sub(b"", said).lower().split(b",")
+    # `name; parameter`, where commas in quotes part nothing.
+    return any(one.partition(b";")[0].strip() == b"respond-async" for one in preferences)
 
 
 def _not_allowed(caller: Caller, needed: Permission) -> NotAllowed:

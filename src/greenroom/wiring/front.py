@@ -94,6 +94,7 @@ def wire_front(common: CommonParts, memory: MemoryParts, tickets: Tickets, gatew
             edge.state,
             lambda name: door.keys.named(name),
             lambda: gateway.config.jobs.keep_s,
+            lambda: gateway.config.scheduler.queue_depth_max,
             lambda: gateway.is_draining,
             common.loop.scheduler.learned,
             time.time,

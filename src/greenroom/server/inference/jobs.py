@@ -45,6 +45,8 @@ _log = get_logger("jobs")
 
 # Of one model, so many wait in the scheduler's queue or run; the others wait on disk and hold no memory.
 HANDED_OVER_MAX: Final = 64
+# Of all models together, jobs take at most one part of so many of the queue: the rest is for callers that wait.
+QUEUE_PARTS: Final = 2
 # How soon jobs are offered again after the queue or the memory for bodies was full.
 AGAIN_S: Final = 1.0
 TIDY_EVERY_S: Final = 60.0
@@ -84,13 +86,17 @@ class JobFacts:
 
 @dataclass(frozen=True, slots=True)
 class JobServices:
-    """What all jobs use. `caller_named` finds the holder of a key by its name; `keep_s` is the longest wait."""
+    """What all jobs use. `caller_named` finds the holder of a key by its name; `keep_s` is the longest wait.
+
+    `queue_depth_max` is how many requests may wait in the scheduler, jobs and others.
+    """
 
     inference: Inference
     bodies: BodyBudget
     edge: EdgeState
     caller_named: Callable[[str], Caller | None]
     keep_s: Callable[[], float]
+    queue_depth_max: Callable[[], int]
     is_draining: Callable[[], bool]
     learned: Callable[[], Mapping[ModelId, Learned]]
     wall: Callable[[], float]
@@ -284,14 +290,18 @@ class Jobs:
             return
         handed = Counter(job.model for job in self._live.values())
         at_work = Counter((job.model, job.tenant) for job in self._live.values())
-        for model, waiting in self._waiting().items():
-            while waiting and handed[model] < HANDED_OVER_MAX:
-                tenant = min(waiting, key=lambda t: (waiting[t][0].priority, at_work[model, t], waiting[t][0].created))
-                self._hand_over(waiting[tenant].popleft())
-                if not waiting[tenant]:
-                    del waiting[tenant]
-                handed[model] += 1
-                at_work[model, tenant] += 1
+        room = max(1, self._services.queue_depth_max() // QUEUE_PARTS) - len(self._live)
+        of_model = self._waiting()
+        while room > 0 and (models := [one for one in of_model if of_model[one] and handed[one] < HANDED_OVER_MAX]):
+            model = min(models, key=handed.__getitem__)
+            waiting = of_model[model]
+            tenant = min(waiting, key=lambda t: (waiting[t][0].priority, at_work[model, t], waiting[t][0].created))
+            self._hand_over(waiting[tenant].popleft())
+            if not waiting[tenant]:
+                del waiting[tenant]
+            handed[model] += 1
+            at_work[model, tenant] += 1
+            room -= 1
 
     def _waiting(self) -> dict[str, dict[str, deque[Operation]]]:
         """The jobs on disk whose turn has not come, by model and tenant, in the order of their turns."""
