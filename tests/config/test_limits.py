@@ -25,7 +25,8 @@ NOT_CONFIGURED = {"replan_s", "need_raise", "company"}
 
 def test_without_a_word_the_core_keeps_its_own_defaults_but_no_deadline_is_after_the_longest_wait() -> None:
     high_s, normal_s, _ = Limits().deadlines_s
-    assert limits_of(Config()) == replace(Limits(), deadlines_s=(high_s, normal_s, Config().server.wait_max_s))
+    wait_max_s = Config().server.wait_max_s
+    assert limits_of(Config()) == replace(Limits(), wait_max_s=wait_max_s, deadlines_s=(high_s, normal_s, wait_max_s))
 
 
 def test_every_number_reaches_the_core(loads: Loads) -> None:
@@ -44,6 +45,7 @@ def test_every_number_reaches_the_core(loads: Loads) -> None:
           backoff_s: 18
           backoff_max_s: 19
         memory: {green_room_mib: 20}
+        server: {wait_max_s: 21}
     """)
     limits = limits_of(config)
     assert limits == Limits(
@@ -51,6 +53,7 @@ def test_every_number_reaches_the_core(loads: Loads) -> None:
         swapper="coordinator",
         queue_depth_max=11,
         away_share=0.2,
+        wait_max_s=21.0,
         lift_s=13.0,
         deadlines_s=(14.0, 15.0, 16.0),
         recency_s=17.0,

@@ -16,7 +16,7 @@ from greenroom.core.model import DeviceId, ModelId, MoveKind, Need, TenantId, Ti
 from greenroom.core.queue.waitlist import MODELS_FEW
 
 from .test_order import ready
-from .world import Call, Fate, World, gpu, host, model
+from .world import Call, Engine, Fate, World, gpu, host, model
 
 SWAP_S, AWAY_S = 6.0, 12.0
 AT_ONCE_S = (0.0, 0.0, 0.0)
@@ -447,3 +447,20 @@ def test_no_device_is_kept_where_a_lease_stays() -> None:
         calls.append(world.arrive(f"r{number}", f"small-{number}", takes_s=1.0))
     world.run(100.0)
     assert [call.fate for call in calls] == [Fate.SERVED] * 5
+
+
+def test_a_busy_model_is_closed_before_those_that_wait_give_up() -> None:
+    """Ten times a slow switch is longer than callers wait: without this no rare request would ever be served."""
+    specs = [model("a", 6_000, concurrency=4), model("b", 6_000, concurrency=4)]
+    world = World(specs, limits=Limits(wait_max_s=300.0))
+    world.engines["a"] = world.engines["b"] = Engine(load_s=60.0)
+    for name in "ba":
+        world.arrive(f"warm-{name}", name, takes_s=1.0)
+        world.run(100.0)
+    stream(world, "a", 5.0, 1_300.0, takes_s=10.0)
+    world.run(20.0)
+    calls: list[Call] = []
+    for number in range(3):
+        calls.append(world.arrive(f"b-{number}", "b", takes_s=1.0, within_s=300.0))
+        world.run(400.0)
+    assert [call.fate for call in calls] == [Fate.SERVED] * 3

@@ -28,6 +28,7 @@ def limits_of(config: Config) -> Limits:
         tenant_weights={TenantId(name): weight for name, weight in scheduler.tenant_weights.items()},
         queue_depth_max=scheduler.queue_depth_max,
         away_share=scheduler.away_share,
+        wait_max_s=latest_s,
         lift_s=scheduler.lift_s,
         deadlines_s=(
             min(scheduler.deadline_high_s, latest_s),

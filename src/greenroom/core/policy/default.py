@@ -18,6 +18,8 @@ from greenroom.core.queue.waitlist import PriorityClass, Queue, Waiter
 ALIKE_S = 5.0
 # A resident that is used more than this hardly catches up. Its use is an estimate, so it counts as no more.
 USE_MAX = 0.95
+# A busy model is closed this many times the switch before callers give up: it may take longer than usual.
+IN_TIME = 2.0
 # The policy is asked again after an answer, and after this if it is not known how long that takes.
 _MOMENT_S = 0.1
 
@@ -52,9 +54,9 @@ class BoundedFirstCome:
         """An idle resident gives way at once. A busy one is closed when that is due, after the turns that it owes.
 
         It is due at the class's deadline, or when those that wait outweigh those that would have to, if that is later;
-        at the latest when the resident was there for so long that it is away for at most `away_share` of the time. So
-        a request is overtaken only by requests that came at most that much later, and by those that waited when the
-        resident came.
+        at the latest when the resident was there for so long that it is away for at most `away_share` of the time, or
+        when callers would soon give up. So a request is overtaken only by requests that came at most that much later,
+        and by those that waited when the resident came.
         """
         if not resident.is_busy:
             return now
@@ -65,8 +67,10 @@ class BoundedFirstCome:
         if own is not None and own.tenants.keys().isdisjoint(queue.tenants) and own.aged_from - own.oldest > away_s:
             # More waits there than a tenant may ask for, and it has nothing to gain here: each has half of the time.
             return queue.oldest + away_s
-        latest = queue.oldest + away_s / self._limits.away_share
-        due_at = max(queue.deadline_at, min(latest, _outweighs_at(queue, resident, away_s)))
+        latest_s = away_s / self._limits.away_share
+        if self._limits.wait_max_s is not None:
+            latest_s = min(latest_s, self._limits.wait_max_s - IN_TIME * (resident.drain_s + queue.swap_s))
+        due_at = max(queue.deadline_at, min(queue.oldest + latest_s, _outweighs_at(queue, resident, away_s)))
         if own is None or not resident.owes:
             return due_at
         return max(due_at, now + max(resident.owes * resident.service_s / resident.at_once, _MOMENT_S))
