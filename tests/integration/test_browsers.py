@@ -206,7 +206,7 @@ async def test_page_of_another_site_reaches_nothing(gate: JournaledGateway, sent
 # --- what may be read by anyone who gets there ----------------------------------------------------------------------
 
 STREAMS = ("/api/v1/events", "/api/v1/models/resident/logs/stream")
-NAMES = {"model_id": "resident", "request_id": "r-1", "lease_id": "l-1"}
+NAMES = {"job_id": "job-1", "model_id": "resident", "request_id": "r-1", "lease_id": "l-1"}
 
 
 async def readable(gate: JournaledGateway) -> list[str]:
