@@ -16,6 +16,7 @@ from tests.full_disk import full_disk
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal, is_ready
 from tests.integration.raw import CHAT, Answer, Raw, http, request_bytes
+from tests.integration.test_reload import edit
 from tests.waiting import until
 
 JOBS = "/v1/jobs"
@@ -383,6 +384,31 @@ async def test_jobs_leave_half_of_the_queue_to_callers_that_wait(tmp_path: Path)
         assert app.loop.scheduler.state.waitlist.depth <= 6
         for id in ids:
             await http(app, "DELETE", f"{JOBS}/{id}")
+
+
+async def test_jobs_that_run_take_no_places_of_the_queue(tmp_path: Path) -> None:
+    models = {name: fake(name, concurrency=1) for name in ("m", "other")}
+    async with gateway(tmp_path, models, scheduler={"queue_depth_max": 2}) as app:
+        runs = await submit(app, chat(tokens=1000, token_s=0.1))
+        await until(lambda: is_status(app, runs, "running"))
+        assert (await ended(app, await submit(app, chat("other", tokens=1))))["status"] == "done"
+        await http(app, "DELETE", f"{JOBS}/{runs}")
+
+
+async def test_a_job_whose_key_is_removed_while_it_waits_does_not_run(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    models = {"m": fake("m", *journal.switches, concurrency=1)}
+    async with gateway(tmp_path, models, server={"api_keys": KEYS}) as app:
+        runs = await submit(app, chat(tokens=1000, token_s=0.1), by=key("ann"))
+        await until(lambda: app.operation_table.get(runs).status == "running")
+        waits = await submit(app, chat(tokens=1), by=key("bob"))
+        await until(lambda: app.loop.scheduler.state.waitlist.depth == 1, "it waits in the scheduler")
+        edit(tmp_path, lambda said: said["server"].update(api_keys=[KEYS[0], KEYS[2]]))
+        await app.reload()
+        await http(app, "DELETE", f"{JOBS}/{runs}", headers=key("ann"))
+        await until(lambda: app.operation_table.get(waits).status == "failed")
+        assert (await job(app, waits, key("boss")))["error"]["code"] == "invalid_api_key"
+        assert journal.count("request") == 1
 
 
 async def test_more_jobs_than_are_handed_over_are_all_run_and_no_tenant_waits_for_another(tmp_path: Path) -> None:

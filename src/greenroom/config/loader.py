@@ -257,9 +257,16 @@ def _not_this(where: Where, value: object) -> str:
     return "" if _SECRET_KEYS.intersection(where) else f", not {shown(value)}"
 
 
+_BY_SHARE = "how often a busy model gives way is said by scheduler.away_share"
+# Keys of earlier versions, and what to write instead.
+_GONE = {"overtakes_max": _BY_SHARE, "residency_swaps": _BY_SHARE, "batch_swaps": _BY_SHARE}
+
+
 def _unknown_key(where: Where) -> str:
     """Name the section where the key belongs; otherwise suggest the nearest key of this section."""
     key = str(where[-1])
+    if key in _GONE:
+        return f"is gone; {_GONE[key]}"
     if home := _home_of(key):
         return f"unknown key here; {key} belongs {home}"
     # Other tools write ctxSize or ctx-size: compare without case and separators.

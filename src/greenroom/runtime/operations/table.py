@@ -42,6 +42,7 @@ ROW_BYTES: Final = 4096
 RESTARTED: Final = OperationError(
     "restarted", "The gateway ended while this ran. Start it again, or send `retry: true` with what may run twice."
 )
+RESTARTED_OFTEN: Final = OperationError("restarted", f"The gateway ended {RUNS_MAX} times while this ran.")
 
 About = TypeVar("About")
 Changed = TypeVar("Changed")
@@ -103,7 +104,8 @@ class OperationTable:
             return replace(row, status=OperationStatus.DONE, ended=now, request_bytes=0, result_bytes=size)
         if row.retry and row.runs < RUNS_MAX:
             return replace(row, status=OperationStatus.QUEUED, started=None)
-        return replace(row, status=OperationStatus.FAILED, ended=self._wall(), request_bytes=0, error=RESTARTED)
+        why = RESTARTED_OFTEN if row.retry else RESTARTED
+        return replace(row, status=OperationStatus.FAILED, ended=self._wall(), request_bytes=0, error=why)
 
     def _save(self, row: Operation) -> None:
         """A gateway starts even if the disk is full: its next start would settle the row in the same way."""

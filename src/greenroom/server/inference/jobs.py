@@ -151,8 +151,8 @@ class AnswerFile:
 class Job:
     """A job that was handed over: it waits in the scheduler's queue, runs, or is just ending."""
 
-    def __init__(self, row: Operation, table: OperationTable, ended: Callable[[Job, GreenroomError | None], None]):
-        self.id, self.model, self.tenant, self.retry = row.id, row.model, row.tenant, row.retry
+    def __init__(self, row: Operation, table: OperationTable, jobs: Jobs):
+        self.id, self.key, self.model, self.tenant, self.retry = row.id, row.key, row.model, row.tenant, row.retry
         self.request_id: str | None = None
         self.exchange: Exchange | None = None
         self.is_cancelled = False
@@ -161,7 +161,7 @@ class Job:
         self.answer = AnswerFile(lambda: table.result(row.id), self._leave)
         self.over = asyncio.Event()
         self._table = table
-        self._ended = ended
+        self._jobs = jobs
 
     @property
     def may_run_again(self) -> bool:
@@ -169,11 +169,14 @@ class Job:
 
     async def starts(self) -> None:
         if not self.is_started:
+            # It may have waited for long.
+            self._jobs.caller_of(self)
             await self._table.start(self.id)
             self.is_started = True
+            self._jobs.pump()
 
     def ended(self, error: GreenroomError | None) -> None:
-        self._ended(self, error)
+        self._jobs.ended(self, error)
 
     def cancel(self) -> None:
         self.is_cancelled = True
@@ -217,7 +220,7 @@ class Jobs:
             priority=ask.priority,
             retry=retry,
         )
-        self._pump()
+        self.pump()
         return row
 
     async def cancel(self, id: str) -> Operation:
@@ -274,7 +277,7 @@ class Jobs:
 
     def start(self) -> None:
         """Go on with the jobs of earlier runs."""
-        self._pump()
+        self.pump()
         self._later(TIDY_EVERY_S, self._tidy)
 
     async def close(self) -> None:
@@ -284,13 +287,14 @@ class Jobs:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _pump(self) -> None:
+    def pump(self) -> None:
         """Hand over the jobs whose turn it is: by priority, then from the tenant with fewest at work, then by age."""
         if self._services.is_draining():
             return
         handed = Counter(job.model for job in self._live.values())
         at_work = Counter((job.model, job.tenant) for job in self._live.values())
-        room = max(1, self._services.queue_depth_max() // QUEUE_PARTS) - len(self._live)
+        in_queue = sum(not job.is_started for job in self._live.values())
+        room = max(1, self._services.queue_depth_max() // QUEUE_PARTS) - in_queue
         of_model = self._waiting()
         while room > 0 and (models := [one for one in of_model if of_model[one] and handed[one] < HANDED_OVER_MAX]):
             model = min(models, key=handed.__getitem__)
@@ -316,34 +320,36 @@ class Jobs:
         return sorted(rows, key=lambda row: (row.priority, row.created))
 
     def _hand_over(self, row: Operation) -> None:
-        job = self._live[row.id] = Job(row, self._table, self._ended)
+        job = self._live[row.id] = Job(row, self._table, self)
         self._own(self._run(job, row))
 
     async def _run(self, job: Job, row: Operation) -> None:
-        """Begin the request. `_ended` is told of its end, whatever becomes of it."""
+        """Begin the request. `ended` is told of its end, whatever becomes of it."""
         body = Body(self._services.bodies)
         try:
             kept = await self._read(row.id, body)
             head = _head_of(kept)
             job.exchange = exchange = Exchange(job.answer, self._services.edge, head, body)
-            caller = self._services.caller_named(row.key)
-            if caller is None:
-                raise InvalidKey(
-                    f"The key {row.key}, with which this job was started, is no longer one of this server's."
-                )
-            ask = await self._inference.read_job(exchange, route_of(head.path), caller)
+            ask = await self._inference.read_job(exchange, route_of(head.path), self.caller_of(job))
             ask.job = job
             job.request_id = self._inference.next_id()
             if not job.is_cancelled:
                 self._inference.begin_job(exchange, ask, job.request_id, self._services.keep_s())
                 return
-            self._ended(job, None)
+            self.ended(job, None)
         except GreenroomError as error:
-            self._ended(job, error)
+            self.ended(job, error)
         except Exception as bug:
             _log.bug("job broke", bug, job=job.id)
-            self._ended(job, GatewayBug("Something went wrong in the gateway."))
+            self.ended(job, GatewayBug("Something went wrong in the gateway."))
         body.close()
+
+    def caller_of(self, job: Job) -> Caller:
+        """The holder of its key. Raises InvalidKey if the key was removed meanwhile."""
+        caller = self._services.caller_named(job.key)
+        if caller is None:
+            raise InvalidKey(f"The key {job.key}, with which this job was started, is no longer one of this server's.")
+        return caller
 
     async def _read(self, id: str, body: Body) -> StoredRequest:
         kept, pieces = self._table.read_request(id, StoredRequest)
@@ -353,7 +359,7 @@ class Jobs:
                 await asyncio.sleep(0)
         return kept
 
-    def _ended(self, job: Job, error: GreenroomError | None) -> None:
+    def ended(self, job: Job, error: GreenroomError | None) -> None:
         """Only the first call for a job counts."""
         if not job.is_ending:
             job.is_ending = True
@@ -378,7 +384,7 @@ class Jobs:
         finally:
             del self._live[job.id]
             job.over.set()
-        self._pump()
+        self.pump()
 
     def _is_put_back(self, job: Job, error: GreenroomError | None) -> bool:
         """True if it is no end: the queue was full for the moment, or the gateway ends and the next one decides."""
@@ -404,7 +410,7 @@ class Jobs:
         self._timers.add(timer)
 
     async def _pump_soon(self) -> None:
-        self._pump()
+        self.pump()
 
     async def _tidy(self) -> None:
         self._later(TIDY_EVERY_S, self._tidy)
