@@ -10,7 +10,7 @@ import math
 
 WORKLOADS = ("poisson", "bursty", "agents")
 
-# More than this nobody has: refused rather than played, since its figures fill the screen and say nothing.
+# No machine or workload has more than this: refused, since figures of that size fill the screen and say nothing.
 COUNT_MAX = 1_000_000
 MIB_MAX = 1_000_000_000
 SECONDS_MAX = 31_536_000
